@@ -1,0 +1,67 @@
+# Everything runs in .venv/ of this checkout, which the targets set up when needed.
+# Also from elsewhere: make -C path/to/checkout TARGET
+
+# the Python that makes .venv/
+PYTHON ?= python3
+# what pip is asked for; Horovod is compiled against it
+TORCH  ?= torch==2.13.0
+# extras of setup.py to install
+EXTRAS ?= torch,dev
+# added to the command behind test, demo, bench, horovod (for example ARGS="-k hostfile")
+ARGS   ?=
+
+VENV     := .venv
+VPYTHON  := $(VENV)/bin/python
+SETTINGS := $(VENV)/.settings
+READY    := $(VENV)/.ready
+HOROVOD  := $(VENV)/.horovod
+# virtclust, horovodrun and the rest of the environment's programs come first
+RUN      := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench horovod env clean FORCE
+
+help:  ## list the targets
+	@echo "make TARGET, where TARGET is one of"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
+	@echo "Settings: PYTHON=$(PYTHON) TORCH=$(TORCH) EXTRAS=$(EXTRAS) ARGS=…"
+
+demo: $(HOROVOD)  ## train on three virtual hosts while one joins, one leaves and one dies
+	@$(RUN) $(VPYTHON) -m hvd_elastic.bench.demo $(ARGS)
+
+test: $(HOROVOD)  ## run all tests: unit, ssh, real ranks
+	@$(RUN) $(VPYTHON) -m pytest $(ARGS)
+
+lint: $(READY)  ## check style, format and types
+	@$(VPYTHON) -m ruff check .
+	@$(VPYTHON) -m ruff format --check .
+	@$(VPYTHON) -m mypy
+
+bench: $(HOROVOD)  ## measure starts, joins, leaves and failures beside peers
+	@$(RUN) $(VPYTHON) -m hvd_elastic.cli.app bench $(ARGS)
+
+horovod: $(READY)  ## build Horovod for this environment, or take the kept wheel
+	@$(VPYTHON) scripts/build_horovod.py $(ARGS)
+	@touch $(HOROVOD)
+
+env: $(READY)  ## set up .venv/ without Horovod
+
+clean:  ## remove .venv/ and what tools left (kept Horovod wheels stay in the user's cache)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Rewritten only when a setting differs from last time, so that a change sets up anew. The checkout's
+# path is one: a moved environment does not work.
+$(SETTINGS): FORCE
+	@mkdir -p $(VENV)
+	@echo '$(PYTHON) $(TORCH) $(EXTRAS) $(CURDIR)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH) $(EXTRAS) $(CURDIR)' > $@
+
+$(READY): $(SETTINGS) setup.py scripts/setup_env.py
+	@sh scripts/bootstrap.sh "$(PYTHON)"
+	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --extras "$(EXTRAS)"
+	@touch $@
+
+$(HOROVOD): $(READY) scripts/build_horovod.py $(wildcard scripts/horovod-*.patch)
+	@$(VPYTHON) scripts/build_horovod.py
+	@touch $@

@@ -1,0 +1,92 @@
+"""Errors a user can meet, as one tree.
+
+    HvdElasticError
+    ├── UsageError             wrong flags or arguments (exit status 2)
+    ├── SeveralErrors          several of these, found at the same time
+    ├── HostfileError          a line of a hostfile cannot be read
+    ├── SshError               a host cannot be used over ssh
+    │   ├── HostUnreachableError   no connection
+    │   │   └── HostUnknownError   no such name
+    │   └── HostKeyError           unknown or changed host key
+    ├── RunError               a run cannot start, be found or go on
+    ├── ScriptError            the user's training script is used in a way that cannot work
+    ├── CheckpointError        a checkpoint cannot be written or read
+    ├── VirtualClusterError    a virtual cluster cannot be made or found
+    └── BuildError             Horovod cannot be built or installed
+
+Every message says what was wrong, where, what is valid and what to do next; the command line
+prints it without a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HvdElasticError(Exception):
+    """Base of all errors that are the user's to mend; ``exit_status`` is the command's."""
+
+    exit_status = 1
+
+
+class UsageError(HvdElasticError):
+    """Wrong flags or arguments."""
+
+    exit_status = 2
+
+
+class SeveralErrors(HvdElasticError):  # noqa: N818  # the plural says what it is
+    """Errors that were found together, each of which is the user's to mend."""
+
+    def __init__(self, errors: Sequence[HvdElasticError]) -> None:
+        # The command line puts the first "error: " before it.
+        super().__init__("\nerror: ".join(map(str, errors)))
+        self.exit_status = max(error.exit_status for error in errors)
+
+
+class HostfileError(HvdElasticError):
+    """A hostfile cannot be read; the message names path, line and text."""
+
+
+class SshError(HvdElasticError):
+    """A host cannot be used over ssh; ``brief`` says it after the name of one host or several."""
+
+    brief = "cannot be used over ssh"
+
+
+class HostUnreachableError(SshError):
+    """No connection to a host."""
+
+    brief = "cannot be reached"
+
+
+class HostUnknownError(HostUnreachableError):
+    """The name of a host cannot be looked up."""
+
+    brief = "cannot be looked up"
+
+
+class HostKeyError(SshError):
+    """The host key is unknown or has changed."""
+
+    brief = "cannot be trusted"
+
+
+class RunError(HvdElasticError):
+    """A run cannot start, be found or go on."""
+
+
+class ScriptError(HvdElasticError):
+    """The training script uses the library in a way that cannot work."""
+
+
+class CheckpointError(HvdElasticError):
+    """A checkpoint cannot be written or read."""
+
+
+class VirtualClusterError(HvdElasticError):
+    """A virtual cluster cannot be made, found or changed."""
+
+
+class BuildError(HvdElasticError):
+    """Horovod cannot be built or installed."""

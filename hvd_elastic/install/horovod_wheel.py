@@ -1,0 +1,256 @@
+"""Which Horovod wheel belongs to this environment, and where it is kept.
+
+A wheel compiled against one torch is of no use with another, so a cached wheel lies in a folder
+named after everything it was compiled against (:class:`BuildInputs`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hvd_elastic.install.prerequisites import find_program
+
+__all__ = [
+    "HOROVOD_VERSION",
+    "INSTALLED_BUILD_FILE",
+    "BuildInputs",
+    "cached_wheel",
+    "detect_inputs",
+    "find_cuda_home",
+    "find_nccl_header",
+    "installed_build",
+    "wheel_cache",
+]
+
+HOROVOD_VERSION = "0.28.1"
+
+INSTALLED_BUILD_FILE = "HVD_ELASTIC_BUILD"
+"""File in Horovod's .dist-info folder that holds :attr:`BuildInputs.name` of what is installed."""
+
+
+@dataclass(frozen=True)
+class BuildInputs:
+    """Everything a Horovod wheel depends on; None = built without.
+
+    Attributes:
+        horovod: version of the source release.
+        python: implementation and version, such as ``cp311``.
+        platform: machine and C library, such as ``x86_64-glibc2.36``.
+        torch: full version, local part included (``2.13.0+cpu``).
+        tensorflow: full version.
+        mpi: Open MPI's version.
+        cuda: the version torch was compiled for, where nvcc is there too.
+        nccl: version of NCCL's header.
+        patch: first characters of the patch's SHA-256.
+    """
+
+    horovod: str
+    python: str
+    platform: str
+    torch: str | None
+    tensorflow: str | None
+    mpi: str | None
+    cuda: str | None
+    nccl: str | None
+    patch: str
+
+    @property
+    def name(self) -> str:
+        """Folder name in the cache: readable, and different where any input differs.
+
+        >>> inputs = BuildInputs("0.28.1", "cp311", "x86_64-glibc2.36", "2.13.0+cpu",
+        ...                      None, "4.1.4", None, None, "0123456789ab")
+        >>> inputs.name
+        'horovod-0.28.1-cp311-x86_64-glibc2.36-torch-2.13.0+cpu-mpi-4.1.4-patch-0123456789ab'
+        """
+        parts = [f"horovod-{self.horovod}", self.python, self.platform]
+        for key in ("torch", "tensorflow", "mpi", "cuda", "nccl", "patch"):
+            value = getattr(self, key)
+            if value is not None:
+                parts.append(f"{key}-{value}")
+        return re.sub(r"[^A-Za-z0-9.+_-]", "_", "-".join(parts))
+
+    def describe(self) -> str:
+        """What is compiled in, for a line on the terminal."""
+        frameworks = [
+            f"{key} {getattr(self, key)}"
+            for key in ("torch", "tensorflow")
+            if getattr(self, key) is not None
+        ]
+        transports = ["Gloo"]
+        if self.mpi is not None:
+            transports.append(f"Open MPI {self.mpi}")
+        if self.nccl is not None:
+            transports.append(f"NCCL {self.nccl}")
+        return f"Horovod {self.horovod} for {', '.join(frameworks)} with {', '.join(transports)}"
+
+    def to_dict(self) -> dict[str, str | None]:
+        """As plain data."""
+        return asdict(self)
+
+
+def detect_inputs(
+    patch_sha256: str,
+    *,
+    with_tensorflow: bool = True,
+    with_mpi: bool = True,
+    with_nccl: bool = True,
+) -> BuildInputs:
+    """What a build in this environment would depend on; nothing heavy is imported for it."""
+    cuda = _torch_cuda() if with_nccl and find_cuda_home() is not None else None
+    return BuildInputs(
+        horovod=HOROVOD_VERSION,
+        python=f"cp{sys.version_info.major}{sys.version_info.minor}",
+        platform=f"{platform.machine()}-{_libc()}",
+        torch=_torch_version(),
+        tensorflow=_tensorflow_version() if with_tensorflow else None,
+        mpi=_openmpi_version() if with_mpi else None,
+        cuda=cuda,
+        nccl=_nccl_version() if cuda is not None else None,
+        patch=patch_sha256[:12],
+    )
+
+
+def wheel_cache() -> Path:
+    """The user's folder of built wheels; one folder in it for each set of inputs."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("hvd_elastic")) / "wheels"
+
+
+def cached_wheel(inputs: BuildInputs) -> Path | None:
+    """The wheel built from ``inputs`` before, if it is still in the cache."""
+    return next(iter(sorted((wheel_cache() / inputs.name).glob("horovod-*.whl"))), None)
+
+
+def installed_build() -> str | None:
+    """Name of the build installed in this environment.
+
+    Returns:
+        The :attr:`BuildInputs.name` it was built from, ``""`` where Horovod came from elsewhere,
+        None where there is no Horovod.
+    """
+    try:
+        distribution = importlib.metadata.distribution("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return (distribution.read_text(INSTALLED_BUILD_FILE) or "").strip()
+
+
+def find_cuda_home() -> Path | None:
+    """The CUDA toolkit (the folder with ``bin/nvcc``), looked for where torch looks."""
+    for variable in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
+        named = os.environ.get(variable)
+        if named and (Path(named) / "bin" / "nvcc").is_file():
+            return Path(named)
+    nvcc = find_program("nvcc")
+    if nvcc is not None:
+        return Path(nvcc).resolve().parent.parent
+    usual = Path("/usr/local/cuda")
+    return usual if (usual / "bin" / "nvcc").is_file() else None
+
+
+def find_nccl_header() -> Path | None:
+    """``nccl.h``, looked for where Horovod's build looks."""
+    folders: list[Path] = []
+    if include := os.environ.get("HOROVOD_NCCL_INCLUDE"):
+        folders.append(Path(include))
+    if home := os.environ.get("HOROVOD_NCCL_HOME"):
+        folders.append(Path(home) / "include")
+    if cuda := find_cuda_home():
+        folders.append(cuda / "include")
+    folders += [Path("/usr/include"), Path("/usr/local/include")]
+    return next((folder / "nccl.h" for folder in folders if (folder / "nccl.h").is_file()), None)
+
+
+def _libc() -> str:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "") or "libc"
+    except (ValueError, OSError):
+        return "libc"
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent
+
+
+def _torch_facts() -> dict[str, object]:
+    """torch/version.py alone: importing torch for its version takes seconds."""
+    folder = _package_folder("torch")
+    if folder is None or not (folder / "version.py").is_file():
+        return {}
+    return runpy.run_path(str(folder / "version.py"))
+
+
+def _torch_version() -> str | None:
+    version = _torch_facts().get("__version__")
+    return None if version is None else str(version)
+
+
+def _torch_cuda() -> str | None:
+    cuda = _torch_facts().get("cuda")
+    return None if cuda is None else str(cuda)
+
+
+def _tensorflow_version() -> str | None:
+    if _package_folder("tensorflow") is None:
+        return None
+    for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu", "tf-nightly"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _openmpi_version() -> str | None:
+    """Version of the Open MPI whose compiler wrapper and headers are there."""
+    compiler = find_program("mpicxx", "mpic++")
+    if compiler is None:
+        return None
+    found = re.search(r"Open MPI v?(\S+)", _output([compiler, "--showme:version"]))
+    folders = _output([compiler, "--showme:incdirs"]).split()
+    if found is None or not any((Path(folder) / "mpi.h").is_file() for folder in folders):
+        return None
+    return found.group(1)
+
+
+def _nccl_version() -> str | None:
+    header = find_nccl_header()
+    if header is None:
+        return None
+    text = header.read_text(encoding="utf-8", errors="replace")
+    numbers = [
+        found.group(1)
+        for part in ("MAJOR", "MINOR", "PATCH")
+        if (found := re.search(rf"^#define\s+NCCL_{part}\s+(\d+)", text, re.MULTILINE))
+    ]
+    return ".".join(numbers) or None
+
+
+def _output(command: list[str]) -> str:
+    """What a short command prints; empty when it cannot run."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr

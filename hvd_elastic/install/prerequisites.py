@@ -1,0 +1,135 @@
+"""What the machine itself must have, how to see whether it has it, and the package that brings it.
+
+Standard library only: the set-up asks before anything is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+__all__ = [
+    "PREREQUISITES",
+    "Prerequisite",
+    "Purpose",
+    "apt_command",
+    "find_cmake",
+    "find_program",
+    "has_apt",
+    "missing",
+]
+
+_SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
+
+
+class Purpose(Enum):
+    """What cannot be done while a prerequisite is missing."""
+
+    ENVIRONMENT = "set up the Python environment"
+    BUILD = "build Horovod"
+    CLUSTER = "run virtual clusters (make demo, make test)"
+    NETWORKS = "give virtual hosts networks of their own"
+    MPI = "run jobs through Open MPI (--mpi)"
+
+
+@dataclass(frozen=True)
+class Prerequisite:
+    """One thing the machine must have.
+
+    Attributes:
+        name: as a user knows it.
+        find: where it is, or None.
+        apt: the Debian/Ubuntu packages that bring it.
+        purpose: what it is needed for.
+        optional: whether everything else works without it.
+    """
+
+    name: str
+    find: Callable[[], str | None]
+    apt: tuple[str, ...]
+    purpose: Purpose
+    optional: bool = False
+
+
+def find_program(*names: str) -> str | None:
+    """The first of ``names`` found on PATH or where daemons live.
+
+    An ordinary user's PATH often lacks /usr/sbin, where sshd, ip and tc are.
+    """
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM_FOLDERS])
+    for name in names:
+        found = shutil.which(name, path=path)
+        if found is not None:
+            return found
+    return None
+
+
+def find_cmake() -> str | None:
+    """CMake, the one Horovod's build will call."""
+    return os.environ.get("HOROVOD_CMAKE") or find_program("cmake")
+
+
+def _find_python_headers() -> str | None:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return str(header) if header.is_file() else None
+
+
+def _find_venv() -> str | None:
+    # Debian ships the venv module without ensurepip, and `python3 -m venv` then fails half way.
+    spec = importlib.util.find_spec("ensurepip")
+    return None if spec is None else spec.origin
+
+
+def _python_package(suffix: str) -> str:
+    return f"python{sys.version_info.major}.{sys.version_info.minor}-{suffix}"
+
+
+def _find_openmpi() -> str | None:
+    return find_program("mpicxx", "mpic++") and find_program("mpirun")
+
+
+PREREQUISITES: tuple[Prerequisite, ...] = (
+    Prerequisite("python venv", _find_venv, (_python_package("venv"),), Purpose.ENVIRONMENT),
+    Prerequisite("python headers", _find_python_headers, (_python_package("dev"),), Purpose.BUILD),
+    Prerequisite("g++", lambda: find_program("g++", "c++"), ("g++",), Purpose.BUILD),
+    Prerequisite("make", lambda: find_program("make", "gmake"), ("make",), Purpose.BUILD),
+    Prerequisite("cmake", find_cmake, ("cmake",), Purpose.BUILD),
+    Prerequisite("ssh", lambda: find_program("ssh"), ("openssh-client",), Purpose.CLUSTER),
+    Prerequisite("sshd", lambda: find_program("sshd"), ("openssh-server",), Purpose.CLUSTER),
+    Prerequisite("ip", lambda: find_program("ip"), ("iproute2",), Purpose.NETWORKS, optional=True),
+    Prerequisite("tc", lambda: find_program("tc"), ("iproute2",), Purpose.NETWORKS, optional=True),
+    Prerequisite(
+        "Open MPI",
+        _find_openmpi,
+        ("libopenmpi-dev", "openmpi-bin"),
+        Purpose.MPI,
+        optional=True,
+    ),
+)
+
+
+def missing(wanted: Iterable[Prerequisite] = PREREQUISITES) -> list[Prerequisite]:
+    """Those of ``wanted`` that this machine lacks, in their order."""
+    return [item for item in wanted if item.find() is None]
+
+
+def has_apt() -> bool:
+    """Whether packages are installed with apt-get here (Debian, Ubuntu)."""
+    return find_program("apt-get") is not None
+
+
+def apt_command(lacking: Iterable[Prerequisite], *, sudo: bool = True) -> str:
+    """The command line that installs what ``lacking`` names, each package once.
+
+    >>> apt_command([item for item in PREREQUISITES if item.name in ("ip", "tc", "cmake")])
+    'sudo apt-get install -y cmake iproute2'
+    """
+    packages = dict.fromkeys(package for item in lacking for package in item.apt)
+    return f"{'sudo ' if sudo else ''}apt-get install -y {' '.join(packages)}"

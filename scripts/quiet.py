@@ -1,0 +1,203 @@
+"""Run long, talkative programs with one line on the terminal and everything in a log.
+
+Standard library only: the set-up uses it before anything is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from hvd_elastic.errors import BuildError
+
+__all__ = ["Progress", "make_percentage", "run_quietly", "telling_lines"]
+
+_MAKE_PERCENTAGE = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
+_PLAIN_INTERVAL_S = 30.0
+
+
+def make_percentage(line: str) -> int | None:
+    """Progress from a line of a CMake-made Makefile.
+
+    >>> make_percentage("  [ 12%] Building CXX object third_party/gloo/x.cc.o")
+    12
+    >>> make_percentage("cc1plus: 99% of nothing") is None
+    True
+    """
+    found = _MAKE_PERCENTAGE.match(line)
+    return None if found is None else min(int(found.group(1)), 100)
+
+
+class Progress:
+    """``label … 42 % 1:23``: rewritten in place on a terminal, seldom repeated elsewhere.
+
+    Args:
+        label: what is being done.
+        stream: where to write.
+        clock: seconds, rising.
+        terminal: whether lines can be rewritten; asked of the stream by default.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        terminal: bool | None = None,
+    ) -> None:
+        self._label = label
+        self._stream = sys.stdout if stream is None else stream
+        self._clock = clock
+        self._terminal = self._stream.isatty() if terminal is None else terminal
+        self._began = clock()
+        # elsewhere than on a terminal short steps need no line of their own but the last
+        self._written_at = self._began - (_PLAIN_INTERVAL_S - 10.0)
+        self._percentage: int | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the beginning."""
+        return self._clock() - self._began
+
+    def update(self, percentage: int | None = None) -> None:
+        """Show the state if it is time to; call as often as you like."""
+        if percentage is not None:
+            self._percentage = max(percentage, self._percentage or 0)
+        since = self._clock() - self._written_at
+        if self._terminal and since >= 0.2:
+            self._write(f"\r{self._text()}\x1b[K")
+        elif not self._terminal and since >= _PLAIN_INTERVAL_S:
+            self._write(f"{self._text()}\n")
+
+    def finish(self, outcome: str) -> None:
+        """The last line: what became of it and how long it took."""
+        line = f"{self._label}: {outcome} ({_minutes(self.elapsed_s)})"
+        self._write(f"\r{line}\x1b[K\n" if self._terminal else f"{line}\n")
+
+    def _text(self) -> str:
+        share = "" if self._percentage is None else f"{self._percentage:3d} %  "
+        return f"{self._label} … {share}{_minutes(self.elapsed_s)}"
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+        self._written_at = self._clock()
+
+
+def run_quietly(
+    command: Sequence[str],
+    *,
+    label: str,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    percentage: Callable[[str], int | None] = lambda _: None,
+) -> float:
+    """Run ``command`` with its output appended to ``log``, and return the seconds it took.
+
+    The program gets its own process group, which is ended with us: an interrupted build leaves no
+    compiler behind.
+
+    Raises:
+        BuildError: it could not be started or ended with another status than 0; the message holds
+            the telling lines and where the whole log is.
+    """
+    progress = Progress(label)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    with log.open("a", encoding="utf-8") as file, _terminated_as_exception():
+        file.write(f"$ {' '.join(command)}\n")
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=None if environment is None else dict(environment),
+                cwd=folder,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BuildError(f"cannot start {command[0]}: {error.strerror}") from error
+        try:
+            for line in _lines_or_ticks(process, progress.update):
+                lines.append(line)
+                file.write(f"{line}\n")
+                progress.update(percentage(line))
+            status = process.wait()
+        except BaseException:
+            progress.finish("interrupted")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        finally:
+            assert process.stdout is not None
+            process.stdout.close()
+    if status != 0:
+        progress.finish("failed")
+        told = "\n".join(f"  {line}" for line in telling_lines(lines))
+        raise BuildError(f"{label} failed with status {status}:\n{told}\nThe whole log: {log}")
+    progress.finish("done")
+    return progress.elapsed_s
+
+
+def telling_lines(lines: Sequence[str], limit: int = 20) -> list[str]:
+    """The lines that say what went wrong: the first errors, then the end.
+
+    >>> telling_lines(["a", "x.cc:1: error: no such thing", "b", "c", "d"], limit=3)
+    ['x.cc:1: error: no such thing', '…', 'c', 'd']
+    """
+    kept = [line for line in lines if line.strip()]
+    end = kept[-(limit - limit // 3) :]
+    before = kept[: len(kept) - len(end)]
+    errors = [line for line in before if re.search(r"\b(fatal error|error|ERROR)\b:", line)]
+    errors = errors[: limit // 3]
+    return [*errors, "…", *end] if errors else end
+
+
+def _lines_or_ticks(process: subprocess.Popen[bytes], tick: Callable[[], None]) -> Iterator[str]:
+    """Lines as they come; ``tick`` about once a second while none does, so the time shown moves."""
+    assert process.stdout is not None
+    descriptor = process.stdout.fileno()
+    rest = b""
+    while True:
+        ready, _, _ = select.select([descriptor], [], [], 1.0)
+        if not ready:
+            tick()
+            continue
+        chunk = os.read(descriptor, 65536)
+        if not chunk:
+            break
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8", errors="replace").rstrip("\r")
+    if rest:
+        yield rest.decode("utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def _terminated_as_exception() -> Iterator[None]:
+    """SIGTERM as SystemExit while a child runs, so that the child is ended too."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,0 +1,184 @@
+"""Make the checkout's environment: system packages, ``.venv``, torch, then everything else.
+
+Run by ``make`` with whatever Python the user has; standard library only. torch is installed first
+and pinned for all later steps, since the Horovod wheel fits exactly one build of it.
+
+    python3 scripts/setup_env.py --venv .venv --torch torch==2.13.0 --extras torch,dev
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+OLDEST_PYTHON = (3, 10)
+if sys.version_info < OLDEST_PYTHON:
+    sys.exit(
+        f"error: hvd_elastic needs Python 3.10 or later, {sys.executable} is "
+        f"{sys.version_info[0]}.{sys.version_info[1]}; name another one: make PYTHON=python3.11"
+    )
+
+from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
+from hvd_elastic.install.prerequisites import (  # noqa: E402
+    Prerequisite,
+    Purpose,
+    apt_command,
+    has_apt,
+    missing,
+)
+from scripts.file_lock import file_lock  # noqa: E402
+from scripts.quiet import run_quietly  # noqa: E402
+
+BASE_PACKAGES = ("pip>=23", "setuptools>=64", "wheel")
+BUILD_PACKAGES = ("packaging", "cffi", "cloudpickle", "psutil", "pyyaml")
+APT_LISTS = Path("/var/lib/apt/lists")
+
+
+def ensure_system_packages(log: Path) -> None:
+    """Install what the machine lacks when we may, say what is lacking when we may not.
+
+    Raises:
+        BuildError: something without which no environment can be made is missing and cannot be
+            installed by this user. What only the Horovod build needs is demanded by that build,
+            and only if no wheel is kept.
+    """
+    lacking = missing()
+    if lacking and has_apt() and os.geteuid() == 0:
+        _apt_install(lacking, log)
+        lacking = missing()
+    if not lacking:
+        return
+    mend = apt_command(lacking) if has_apt() else "install them with your package manager"
+    for item in lacking:
+        extent = "you cannot" if not item.optional else "without it you cannot"
+        print(f"missing: {item.name} ({extent} {item.purpose.value})")
+    print(f"  to install what is missing: {mend}", flush=True)
+    fatal = [item for item in lacking if item.purpose is Purpose.ENVIRONMENT]
+    if fatal:
+        names = ", ".join(item.name for item in fatal)
+        raise BuildError(f"no environment can be made without {names}; run: {mend}")
+
+
+def _apt_install(lacking: list[Prerequisite], log: Path) -> None:
+    names = ", ".join(item.name for item in lacking)
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    print(f"This machine lacks {names}; installing as root:", flush=True)
+    command = apt_command(lacking, sudo=False).split()
+    install = [*command[:2], "--no-install-recommends", *command[2:]]
+    print(f"  {' '.join(install)}", flush=True)
+    if not any(APT_LISTS.glob("*_Packages*")):
+        _apt_update(environment, log)
+    try:
+        run_quietly(install, label="Installing system packages", log=log, environment=environment)
+    except BuildError:
+        # lists may be older than what the mirror still holds
+        _apt_update(environment, log)
+        run_quietly(install, label="Installing system packages", log=log, environment=environment)
+
+
+def _apt_update(environment: dict[str, str], log: Path) -> None:
+    run_quietly(
+        ["apt-get", "update"], label="Reading package lists", log=log, environment=environment
+    )
+
+
+def ensure_venv(venv: Path, log: Path) -> Path:
+    """The environment's interpreter; a broken environment or one of another Python is remade."""
+    python = venv / "bin" / "python"
+    if python.exists() and _version_of(python) == list(sys.version_info[:2]):
+        return python
+    if (venv / "pyvenv.cfg").exists():
+        print(f"{venv} was made by another Python or is broken; making it anew", flush=True)
+        _empty(venv)
+    run_quietly([sys.executable, "-m", "venv", str(venv)], label=f"Making {venv.name}", log=log)
+    return python
+
+
+def _version_of(python: Path) -> list[int] | None:
+    try:
+        done = subprocess.run(
+            [str(python), "-c", "import sys, pip; print(*sys.version_info[:2])"],
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return None
+    return [int(part) for part in done.stdout.split()] if done.returncode == 0 else None
+
+
+def _empty(venv: Path) -> None:
+    """Remove what venv and pip made; make's own notes and our log stay."""
+    for entry in venv.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.suffix != ".log" and not entry.name.startswith("."):
+            entry.unlink()
+
+
+def install_packages(python: Path, venv: Path, torch: str, extras: str, log: Path) -> None:
+    """Install torch as asked for, then this checkout with ``extras``, with that torch pinned."""
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+    run_quietly([*pip, *BASE_PACKAGES], label="Installing pip and setuptools", log=log)
+    if torch:
+        run_quietly([*pip, torch], label=f"Installing {torch}", log=log)
+    constraints = venv / "constraints.txt"
+    pinned = _installed_torch(python)
+    constraints.write_text(f"torch=={pinned}\n" if pinned else "", encoding="utf-8")
+    run_quietly(
+        [
+            *pip, "--constraint", str(constraints), "--no-build-isolation",
+            "--editable", f"{ROOT}[{extras}]", *BUILD_PACKAGES,
+        ],
+        label=f"Installing hvd_elastic[{extras}]",
+        log=log,
+    )  # fmt: skip
+
+
+def _installed_torch(python: Path) -> str | None:
+    program = "import importlib.metadata as m; print(m.version('torch'))"
+    done = subprocess.run([str(python), "-c", program], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _say_waiting(venv: Path) -> None:
+    print(f"Another set-up of {venv} is running; waiting for it …", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Make the checkout's Python environment.")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for")
+    parser.add_argument("--extras", default="torch,dev", help="extras of setup.py")
+    arguments = parser.parse_args(argv)
+    venv = arguments.venv.absolute()
+    log = venv / "setup.log"
+    try:
+        venv.mkdir(parents=True, exist_ok=True)
+        with file_lock(venv / ".lock", lambda: _say_waiting(venv)):
+            log.unlink(missing_ok=True)
+            ensure_system_packages(log)
+            python = ensure_venv(venv, log)
+            install_packages(python, venv, arguments.torch, arguments.extras, log)
+    except OSError as error:
+        print(f"error: {error.filename or venv}: {error.strerror}", file=sys.stderr)
+        return 1
+    except HvdElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
