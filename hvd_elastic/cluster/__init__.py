@@ -1,0 +1,1 @@
+"""Hosts: hostfiles, ssh connections, commands on many hosts, copies, virtual clusters."""

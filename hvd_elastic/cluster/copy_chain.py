@@ -1,0 +1,192 @@
+"""Who feeds whom in a copy, and when that must change: no input, no output, time is an argument."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["Chain", "Verdict", "Why"]
+
+# Nodes tell how far they are four times a second.
+SILENT_S = 2.0
+STALLED_S = 2.5
+# A rate is that of so many seconds: TCP begins slowly.
+RATE_WINDOW_S = 1.5
+SLOW_SHARE = 0.5
+# A host that is nearly through is left where it is.
+WORTH_MOVING_S = 2.0
+MOST_STALLS = 3
+
+
+class Why(Enum):
+    """What is wrong with a node."""
+
+    SILENT = "fell silent"
+    STALLED = "is not reached by what feeds it"
+    SLOW = "is slower than the others"
+    HOPELESS = "was not reached by anything that fed it"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A node that must not stay where it is."""
+
+    name: str
+    why: Why
+
+
+@dataclass
+class _Member:
+    """``left`` [bytes] is None until the node has told it; ``history`` holds (time, received)."""
+
+    heard: float
+    left: int | None = None
+    received: int = 0
+    history: deque[tuple[float, int]] = field(default_factory=deque)
+    sent: int = -1
+    sent_changed: float = 0.0
+    sending: bool = False
+    stalls: int = 0
+    moved: bool = False
+
+    def rate(self) -> float:
+        """Bytes a second that arrived in the window; 0 until it is full."""
+        if not self.history:
+            return 0.0
+        (begun, before), (ended, after) = self.history[0], self.history[-1]
+        return (after - before) / (ended - begun) if ended - begun >= RATE_WINDOW_S else 0.0
+
+    def start(self, now: float) -> None:
+        """A new feeder: what was seen of the old one says nothing about it."""
+        self.sent, self.sent_changed, self.sending = -1, now, False
+        self.history.clear()
+
+
+class Chain:
+    """The order in which nodes pass the data on.
+
+    Args:
+        source: the node that has it all.
+        spread: whether the source feeds each node itself, as when each gets something else.
+    """
+
+    def __init__(self, source: str, spread: bool = False) -> None:
+        self.source = source
+        self.order: list[str] = []
+        self._spread = spread
+        self._members: dict[str, _Member] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def add(self, name: str, now: float) -> None:
+        """A node at the end of the chain."""
+        self._members[name] = _Member(now, sent_changed=now)
+        self.order.append(name)
+
+    def remove(self, name: str) -> None:
+        """A node less; who was fed by it is fed by who fed it."""
+        if name in self._members:
+            del self._members[name]
+            self.order.remove(name)
+
+    def links(self) -> dict[str, str]:
+        """Who feeds each node that still needs something, or whose followers do.
+
+        >>> chain = Chain("leader")
+        >>> chain.add("a", 0.0); chain.add("b", 0.0)
+        >>> chain.links()
+        {'a': 'leader', 'b': 'a'}
+        >>> chain.remove("a"); chain.links()
+        {'b': 'leader'}
+        """
+        feeders = [self.source] * len(self.order) if self._spread else [self.source, *self.order]
+        pairs = zip(self.order, feeders, strict=False)
+        return {name: feeder for name, feeder in pairs if self._members[name].left != 0}
+
+    def linked(self, name: str, now: float) -> None:
+        """A node was given a new feeder."""
+        self._members[name].start(now)
+
+    def hear(self, name: str, now: float, received: int | None, left: int | None) -> None:
+        """A node told how far it is [bytes]."""
+        member = self._members[name]
+        member.heard = now
+        if received is None:
+            return
+        member.received, member.left = received, left
+        member.history.append((now, received))
+        while len(member.history) > 2 and now - member.history[1][0] >= RATE_WINDOW_S:
+            member.history.popleft()
+
+    def hear_feeding(self, name: str, now: float, sent: int, sending: bool) -> None:
+        """A node's feeder told how much it has sent [bytes], and whether the link holds it up."""
+        member = self._members.get(name)
+        if member is None:
+            return
+        if sent != member.sent or not sending:
+            member.sent, member.sent_changed = sent, now
+        member.sending = sending
+
+    def excuse(self, seconds: float) -> None:
+        """The leader itself was asleep for so long: nobody's silence is meant by that."""
+        for member in self._members.values():
+            member.heard += seconds
+            member.sent_changed += seconds
+
+    def judge(self, now: float) -> list[Verdict]:
+        """Nodes that must be taken out or moved; SILENT ones first."""
+        silent = [
+            Verdict(name, Why.SILENT)
+            for name in self.order
+            if now - self._members[name].heard > SILENT_S
+        ]
+        if silent:
+            return silent
+        for name in self.links():
+            member = self._members[name]
+            if member.sending and now - member.sent_changed > STALLED_S:
+                return [self.blame(name)]
+        slow = self._find_slow()
+        return [Verdict(slow, Why.SLOW)] if slow else []
+
+    def blame(self, name: str) -> Verdict:
+        """What is said of a node that what feeds it does not reach: that, or that nothing does."""
+        hopeless = self._members[name].stalls + 1 >= MOST_STALLS
+        return Verdict(name, Why.HOPELESS if hopeless else Why.STALLED)
+
+    def move(self, name: str, why: Why) -> None:
+        """Puts a node where it holds nobody up; one that is there already is fed by the source."""
+        member = self._members[name]
+        last = self.order[-1] == name
+        self.order.remove(name)
+        if last:
+            self.order.insert(0, name)
+        else:
+            self.order.append(name)
+        if why is Why.SLOW:
+            member.moved = True
+        else:
+            member.stalls += 1
+
+    def _find_slow(self) -> str | None:
+        """The first node whose link is the reason why it and those after it are slow."""
+        if self._spread:
+            return None
+        rates = {name: self._members[name].rate() for name in self.order}
+        best = max(rates.values(), default=0.0)
+        for position, name in enumerate(self.order[:-1]):
+            member = self._members[name]
+            rate = rates[name]
+            if not member.sending or member.moved or not rate or rate > SLOW_SHARE * best:
+                continue
+            if self._waiting(self.order[position + 1 :]) and (member.left or 0) > (
+                WORTH_MOVING_S * rate
+            ):
+                return name
+        return None
+
+    def _waiting(self, names: Iterable[str]) -> bool:
+        return any(self._members[name].left != 0 for name in names)

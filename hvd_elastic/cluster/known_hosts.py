@@ -1,0 +1,181 @@
+"""Known host keys: OpenSSH's known_hosts files, read strictly.
+
+paramiko's own reader ignores ``@revoked`` and patterns, and its client compares only with the
+first key it finds; both would let through, or refuse, what ssh does not. Pure: no network.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+__all__ = ["HostKey", "KeyState", "KnownHosts", "KnownKey", "fingerprint", "known_name", "remember"]
+
+SSH_PORT = 22
+
+
+class KeyState(Enum):
+    """What the known_hosts files say about a key that a server shows."""
+
+    KNOWN = "known"
+    UNKNOWN = "unknown"
+    CHANGED = "changed"
+    REVOKED = "revoked"
+
+
+@dataclass(frozen=True)
+class HostKey:
+    """A public key as a server shows it: its type, such as ``ssh-ed25519``, and its bytes."""
+
+    key_type: str
+    blob: bytes
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.blob)
+
+
+@dataclass(frozen=True)
+class KnownKey:
+    """One line of a known_hosts file."""
+
+    patterns: str
+    key: HostKey
+    marker: str
+    path: Path
+    line: int
+
+    def matches(self, name: str) -> bool:
+        """Whether the line speaks of that host (hashed names, wildcards and ``!`` as in ssh)."""
+        found = False
+        for pattern in self.patterns.split(","):
+            negated = pattern.startswith("!")
+            if _matches(pattern.removeprefix("!"), name):
+                if negated:
+                    return False
+                found = True
+        return found
+
+
+@dataclass(frozen=True)
+class KnownHosts:
+    """All keys of some known_hosts files."""
+
+    keys: tuple[KnownKey, ...]
+
+    @classmethod
+    def load(cls, paths: Iterable[Path]) -> KnownHosts:
+        """Reads the files that can be read; a line that is no key line is skipped, as ssh does."""
+        keys: list[KnownKey] = []
+        for path in paths:
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            for number, line in enumerate(text.splitlines(), start=1):
+                key = _parse_line(line, path, number)
+                if key is not None:
+                    keys.append(key)
+        return cls(tuple(keys))
+
+    def lookup(self, name: str) -> tuple[KnownKey, ...]:
+        """Lines about that host; ``name`` as :func:`known_name` gives it."""
+        return tuple(key for key in self.keys if key.matches(name))
+
+    def check(self, name: str, key: HostKey) -> tuple[KeyState, KnownKey | None]:
+        """What is known of this key at this host, and the line that decides it."""
+        about = self.lookup(name)
+        for known in self.keys:
+            # A revoked key is refused wherever it shows up, as its owner meant.
+            if known.marker == "@revoked" and known.key == key:
+                return KeyState.REVOKED, known
+        plain = [known for known in about if not known.marker]
+        for known in plain:
+            if known.key == key:
+                return KeyState.KNOWN, known
+        if name.startswith("["):
+            # As ssh: a key recorded for the host without its port is good for any port.
+            for known in self.lookup(name[1 : name.rindex("]")]):
+                if not known.marker and known.key == key:
+                    return KeyState.KNOWN, known
+        for known in plain:
+            if known.key.key_type == key.key_type:
+                return KeyState.CHANGED, known
+        return KeyState.UNKNOWN, plain[0] if plain else None
+
+    def key_types(self, name: str) -> tuple[str, ...]:
+        """Types of the keys known of this host: those to ask its server for."""
+        bare = name[1 : name.rindex("]")] if name.startswith("[") else name
+        about = [*self.lookup(name), *(self.lookup(bare) if bare != name else ())]
+        return tuple(dict.fromkeys(known.key.key_type for known in about if not known.marker))
+
+
+def known_name(host: str, port: int) -> str:
+    """The name of a host in a known_hosts file.
+
+    >>> known_name("gpu1", 22), known_name("gpu1", 2222)
+    ('gpu1', '[gpu1]:2222')
+    """
+    return host.lower() if port == SSH_PORT else f"[{host.lower()}]:{port}"
+
+
+def fingerprint(blob: bytes) -> str:
+    """A key's fingerprint, as ``ssh-keygen -l`` prints it."""
+    digest = base64.b64encode(hashlib.sha256(blob).digest()).decode("ascii")
+    return f"SHA256:{digest.rstrip('=')}"
+
+
+def remember(path: Path, entries: Iterable[tuple[str, HostKey]]) -> None:
+    """Adds (name, key) lines to a known_hosts file, made if need be (mode 600).
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "r+b") as file:
+        # Two trust steps at a time must not tear each other's lines.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
+        torn = b""
+        if size:
+            file.seek(size - 1)
+            torn = b"" if file.read(1) == b"\n" else b"\n"
+        lines = [
+            f"{name} {key.key_type} {base64.b64encode(key.blob).decode('ascii')}\n".encode("ascii")
+            for name, key in entries
+        ]
+        file.write(torn + b"".join(lines))
+
+
+def _parse_line(line: str, path: Path, number: int) -> KnownKey | None:
+    words = line.split()
+    marker = words.pop(0) if words and words[0].startswith("@") else ""
+    if len(words) < 3 or words[0].startswith("#"):
+        return None
+    try:
+        blob = base64.b64decode(words[2], validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    return KnownKey(words[0], HostKey(words[1], blob), marker, path, number)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("|1|"):
+        try:
+            salt, digest = (base64.b64decode(part) for part in pattern[3:].split("|"))
+        except (binascii.Error, ValueError):
+            return False
+        return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
+    # Not fnmatch: the brackets of [host]:port are no character class.
+    expression = re.escape(pattern.lower()).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.fullmatch(expression, name.lower()) is not None

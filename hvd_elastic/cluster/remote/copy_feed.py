@@ -1,0 +1,273 @@
+"""The sending side of a link: a thread that gives another node what it asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import zlib
+from typing import Any, Callable  # noqa: UP035  # of Python 3.7
+
+from hvd_elastic.cluster.remote.copy_store import Gone, Store, hash_of
+from hvd_elastic.cluster.remote.copy_wire import (
+    DATA,
+    END,
+    FRAME_BYTES,
+    GONE,
+    LAST,
+    PACKED,
+    WHOLE,
+    Link,
+    LinkError,
+    connect,
+    make_frame,
+)
+
+WAIT_S = 0.5
+SAMPLE_BYTES = 4096
+WORTH = 0.9
+# How fast the link is shows when the kernel's buffers are full.
+LINK_UNKNOWN = 16
+MOST_SKIPPED = 256
+MOST_SKIPPED_FOR_LINK = 64
+
+
+class Packer:
+    """Compresses frames where that makes the link faster, and finds out by itself where it does.
+
+    What is gained is the link's time for the bytes saved, what is lost is the processor's time.
+    Both are guessed from a sample of the frame.
+    """
+
+    def __init__(self) -> None:
+        self._skip = LINK_UNKNOWN
+        self._next_skip = 1
+        self._link_s_per_byte = 0.0
+
+    def sent(self, size: int, seconds: float) -> None:
+        """Takes note of how long the link held a send up."""
+        self._link_s_per_byte += 0.1 * (seconds / max(size, 1) - self._link_s_per_byte)
+
+    def pack(self, payload: bytes) -> bytes | None:
+        """A shorter form, or None."""
+        if self._skip > 0:
+            self._skip -= 1
+            return None
+        begun = time.perf_counter()
+        middle = len(payload) // 2
+        sample = payload[middle : middle + SAMPLE_BYTES]
+        share = len(zlib.compress(sample, 1)) / len(sample)
+        cost_s = (time.perf_counter() - begun) * len(payload) / len(sample)
+        if share < WORTH and (1 - share) * len(payload) * self._link_s_per_byte > cost_s:
+            self._next_skip = 1
+            return zlib.compress(payload, 1)
+        # Asked ever more seldom where it never pays: what it costs goes towards nothing.
+        self._skip = self._next_skip
+        most = MOST_SKIPPED_FOR_LINK if share < WORTH else MOST_SKIPPED
+        self._next_skip = min(2 * self._next_skip, most)
+        return None
+
+
+class Pace:
+    """Holds the sends of a link back to a rate.
+
+    Args:
+        bytes_per_s: the rate; 0 for none.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._due = time.monotonic()
+
+    def wait(self, size: int) -> None:
+        """Until so many more bytes may go."""
+        if self._rate:
+            now = time.monotonic()
+            self._due = max(self._due, now - 0.1) + size / self._rate
+            if self._due > now:
+                time.sleep(self._due - now)
+
+
+class Feeder:
+    """Feeds one node; ``run`` is the body of a thread.
+
+    Args:
+        store: where from.
+        peer: the node's name.
+        number: the link's, by which both ends speak of it.
+        addresses: where it listens.
+        secret: what it and we know.
+        certificate: for encryption; None for none.
+        bytes_per_s: most that is sent; 0 for no limit.
+        packs: whether frames may be compressed.
+        on_end: told (this, why) when the link broke, (this, "") when all was sent.
+
+    Attributes:
+        sent: bytes given to the link so far [bytes].
+        sending: whether it waits for the link (and not for the store).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        peer: str,
+        number: int,
+        addresses: list[tuple[str, int]],
+        secret: bytes,
+        certificate: str | None,
+        bytes_per_s: float,
+        packs: bool,
+        on_end: Callable[[Feeder, str], None],
+    ) -> None:
+        self.peer = peer
+        self.number = number
+        self.sent = 0
+        self.sending = True
+        self.dropped = threading.Event()
+        self._store = store
+        self._to = (addresses, secret, certificate)
+        self._pace = Pace(bytes_per_s)
+        self._packer = Packer() if packs else None
+        self._on_end = on_end
+        self._link: Link | None = None
+        self._held = bytearray()
+
+    def drop(self) -> None:
+        """Ends it, in whatever it waits."""
+        self.dropped.set()
+        if self._link is not None:
+            self._link.drop()
+
+    def run(self) -> None:
+        """Feeds until all that was asked for is sent, or the link breaks."""
+        why = ""
+        try:
+            self._link = connect(*self._to)
+            if self.dropped.is_set():
+                return
+            self._link.send_list(self.number)
+            for index, offset in self._link.read_list():
+                self._feed(index, offset)
+            self._held += make_frame(LAST, 0)
+            self._flush()
+        except (OSError, LinkError, ValueError) as error:
+            why = str(error) or type(error).__name__
+        finally:
+            self.sending = False
+            if self._link is not None:
+                self._link.close()
+            if not self.dropped.is_set():
+                self._on_end(self, why)
+
+    def _feed(self, index: int, offset: int) -> None:
+        size = self._store.tree.files[index].size
+        try:
+            if size <= FRAME_BYTES:
+                self._feed_whole(index, size)
+            else:
+                self._feed_pieces(index, offset, size)
+        except Gone as gone:
+            self._put(
+                make_frame(GONE, index, 0, str(gone).encode("utf-8", "replace")[:FRAME_BYTES])
+            )
+
+    def _feed_whole(self, index: int, size: int) -> None:
+        self._wait(index, size - 1)
+        known = self._store.recent(index, 0)
+        if known is not None:
+            self._put(known[0])
+            return
+        number = self._store.open(index)
+        try:
+            data = os.read(number, FRAME_BYTES)
+            self._check(index, number)
+        finally:
+            os.close(number)
+        digest = self._store.digests.get(index) or hashlib.sha256(data).digest()
+        self._put(self._frame(WHOLE, index, 0, digest + self._origin(index) + data))
+
+    def _feed_pieces(self, index: int, offset: int, size: int) -> None:
+        number = -1
+        digest: Any = None
+        try:
+            if self._store.is_own(index) and index not in self._store.digests:
+                number = self._store.open(index)
+                digest = hash_of(number, offset)
+            while offset < size:
+                end = self._wait(index, offset)
+                known = self._store.recent(index, offset) if digest is None else None
+                if known is not None:
+                    frame, length = known
+                else:
+                    if number < 0:
+                        number = self._store.open(index)
+                    data = os.pread(number, min(FRAME_BYTES, end - offset), offset)
+                    if not data:
+                        self._give_up(index, "it became shorter during the copy")
+                    if digest is not None:
+                        digest.update(data)
+                    frame, length = self._frame(DATA, index, offset, data), len(data)
+                self._put(frame)
+                offset += length
+            self._wait(index, size)
+            if number >= 0:
+                self._check(index, number)
+            value = self._store.digests.get(index) or digest.digest()
+            if self._store.is_own(index):
+                self._store.digests.setdefault(index, value)
+            self._put(make_frame(END, index, 0, value + self._origin(index)))
+        finally:
+            if number >= 0:
+                os.close(number)
+
+    def _origin(self, index: int) -> bytes:
+        return bytes([self._store.origin(index)])
+
+    def _check(self, index: int, number: int) -> None:
+        problem = self._store.problem(index, number)
+        if problem:
+            self._give_up(index, problem)
+
+    def _give_up(self, index: int, reason: str) -> None:
+        self._store.give_up(index, reason)
+        raise Gone(reason)
+
+    def _wait(self, index: int, offset: int) -> int:
+        """Until the file can be read beyond ``offset``; how far it then can."""
+        end = self._store.ready(index, offset, 0)
+        if end < 0:
+            # What is ready must not wait for what is not.
+            self._flush()
+            self.sending = False
+            while end < 0:
+                if self.dropped.is_set():
+                    raise LinkError("dropped")
+                end = self._store.ready(index, offset, WAIT_S)
+            self.sending = True
+        return end
+
+    def _frame(self, kind: int, index: int, offset: int, payload: bytes) -> bytes:
+        if self._packer is not None and len(payload) >= SAMPLE_BYTES:
+            packed = self._packer.pack(payload)
+            if packed is not None:
+                return make_frame(kind | PACKED, index, offset, packed)
+        return make_frame(kind, index, offset, payload)
+
+    def _put(self, frame: bytes) -> None:
+        self._held += frame
+        if len(self._held) >= FRAME_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        data, self._held = bytes(self._held), bytearray()
+        if self._link is None or self.dropped.is_set():
+            raise LinkError("dropped")
+        self._pace.wait(len(data))
+        begun = time.perf_counter()
+        self._link.send(data)
+        if self._packer is not None:
+            self._packer.sent(len(data), time.perf_counter() - begun)
+        self.sent += len(data)

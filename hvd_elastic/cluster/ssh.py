@@ -1,0 +1,332 @@
+"""Connections to hosts: one layer for the launcher and the cluster tools.
+
+:func:`connect` gives a :class:`Connection`, over ssh (Fabric on paramiko) or, for this machine,
+on plain processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvd_elastic.cluster import ssh_config
+from hvd_elastic.cluster.connection import Connection, ConnectionBase, SshOptions, part_path
+from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.cluster.known_hosts import HostKey, KeyState
+from hvd_elastic.cluster.local import LocalConnection
+from hvd_elastic.cluster.process import CommandTimeoutError, RemoteProcess, Result, as_command
+from hvd_elastic.cluster.route import Route, attempting, own_known_hosts
+from hvd_elastic.errors import SshError
+
+if TYPE_CHECKING:
+    import paramiko
+
+__all__ = [
+    "CommandTimeoutError",
+    "Connection",
+    "LocalConnection",
+    "RemoteProcess",
+    "Result",
+    "SshConnection",
+    "SshOptions",
+    "connect",
+    "is_local",
+    "jump_hosts",
+    "own_address_towards",
+    "own_known_hosts",
+    "read_host_key",
+]
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+# OpenSSH's own sftp keeps 64 requests on the way; servers are tried with that.
+SFTP_REQUESTS = 64
+SFTP_TIMEOUT_S = 60.0
+
+# Every command first tells its process id on stderr (taken out again here), so that it can be
+# signalled: without a terminal sshd ends nothing when a client goes away. sshd makes the login
+# shell leader of a session, so its id is the process group's. Through sh, since $$ and >&2 mean
+# other things to csh and fish.
+PID_MARK = b"\x01hvd-elastic-pid "
+TELL_PID = """sh -c 'printf "\\001hvd-elastic-pid %s\\n" "$PPID" >&2'"""
+PID_WAIT_S = 2.0
+HELD_BYTES = 64 * 1024
+
+
+def connect(host: Host, options: SshOptions | None = None) -> Connection:
+    """A connection to the host: over ssh, or directly when it is this machine.
+
+    Raises:
+        HostUnreachableError: no answer in time; names host, address, port and cause.
+        HostKeyError: the host key is unknown, changed or revoked.
+        SshError: the host refuses the user, or the ssh configuration cannot be used.
+    """
+    options = options or SshOptions()
+    if is_local(host, options):
+        return LocalConnection(host)
+    return SshConnection(host, options)
+
+
+def is_local(host: Host, options: SshOptions | None = None) -> bool:
+    """Whether the host is used without ssh.
+
+    So are localhost, 127.0.0.1, ::1 and this machine's own name, unless the hostfile gives a user
+    or port, or the ssh configuration has an entry for that name.
+    """
+    if host.user is not None or host.port is not None:
+        return False
+    own = socket.gethostname().lower()
+    if host.name.lower() not in LOOPBACK_NAMES | {own, own.partition(".")[0]}:
+        return False
+    config_path = options.config_path if options else None
+    return not ssh_config.has_entry(ssh_config.read_config_text(config_path), host.name)
+
+
+def jump_hosts(host: Host, options: SshOptions) -> list[Host]:
+    """The jump hosts that the ssh configuration puts before a host (no network is used)."""
+    with attempting(host, options) as attempt:
+        return Route(host, options, attempt).jumps
+
+
+def own_address_towards(host: Host, options: SshOptions | None = None) -> str:
+    """This machine's address on the way to the host; 127.0.0.1 when the host's name is unknown.
+
+    Nothing is sent: connecting a datagram socket only looks up the route.
+    """
+    config = ssh_config.load_ssh_config(options.config_path if options else None)
+    name = str(config.lookup(host.name).get("hostname", host.name))
+    try:
+        family, _, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"  # the host cannot be reached either, which is reported elsewhere
+
+
+def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeyState]:
+    """What key a host shows, without logging in.
+
+    Returns:
+        Its name for known_hosts, its key, and what is known of it.
+
+    Raises:
+        HostUnreachableError, HostKeyError (of a jump host), SshError: as :func:`connect`.
+    """
+    with attempting(host, options) as attempt:
+        route = Route(host, options, attempt)
+        try:
+            route.open_socket()
+            transport = route.make_transport(route.sock)
+            try:
+                transport.start_client(timeout=attempt.remaining())
+                shown = transport.get_remote_server_key()
+            finally:
+                transport.close()
+        finally:
+            route.close()
+        key = HostKey(shown.get_name(), shown.asbytes())
+        return route.known_name, key, route.known.check(route.known_name, key)[0]
+
+
+class SshConnection(ConnectionBase):
+    """A host over ssh; ``fabric`` is the open ``fabric.Connection`` underneath."""
+
+    def __init__(self, host: Host, options: SshOptions) -> None:
+        self.host = host
+        self.options = options
+        with attempting(host, options) as attempt:
+            self._route = Route(host, options, attempt)
+            try:
+                self._route.open_socket()
+                self._route.log_in()
+            except BaseException:
+                self._route.close()
+                raise
+        self.fabric = self._route.fabric
+        sock = self._route.sock
+        if isinstance(sock, socket.socket):
+            self.local_address = str(sock.getsockname()[0])
+            self.peer_address = str(sock.getpeername()[0])
+
+    @property
+    def alive(self) -> bool:
+        transport = self.fabric.transport
+        return transport is not None and transport.is_active()
+
+    def start(
+        self,
+        argv_or_command: str | Sequence[str],
+        on_stderr: Callable[[bytes], None] | None = None,
+    ) -> RemoteProcess:
+        from paramiko import SSHException
+
+        command = as_command(argv_or_command)
+        try:
+            channel = self.fabric.transport.open_session(timeout=self.options.connect_timeout_s)
+            channel.exec_command(f"{TELL_PID}; {command}")
+        except (SSHException, OSError, EOFError) as error:
+            raise self._lost("no command can be started", error) from error
+        return RemoteProcess(_ChannelEnds(channel), command, self.host.name, on_stderr)
+
+    def fetch(self, remote_path: str, local_path: str | Path) -> int:
+        from paramiko import SSHException
+
+        target = Path(local_path)
+        part = part_path(target)
+        try:
+            with self._sftp() as sftp, part.open("xb") as file:
+                size: int = sftp.getfo(
+                    _sftp_path(remote_path), file, max_concurrent_prefetch_requests=SFTP_REQUESTS
+                )
+            part.replace(target)
+        except (OSError, SSHException, EOFError) as error:
+            raise self._lost(f"{remote_path} cannot be fetched to {target}", error) from error
+        finally:
+            part.unlink(missing_ok=True)
+        return size
+
+    def put(
+        self,
+        local_path: str | Path,
+        remote_path: str,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> int:
+        from paramiko import SSHException
+
+        source = Path(local_path)
+        target = _sftp_path(remote_path)
+        part = f"{target}.{secrets.token_hex(4)}.part"
+        try:
+            with self._sftp() as sftp, source.open("rb") as file:
+                status = os.fstat(file.fileno())
+                try:
+                    sftp.putfo(file, part, status.st_size, _in_steps(on_bytes))
+                    sftp.chmod(part, status.st_mode & 0o777)
+                    sftp.posix_rename(part, target)
+                except BaseException:
+                    with contextlib.suppress(OSError, SSHException, EOFError):
+                        sftp.remove(part)
+                    raise
+        except (OSError, SSHException, EOFError) as error:
+            raise self._lost(f"{source} cannot be put to {remote_path}", error) from error
+        return status.st_size
+
+    def addresses_seen_there(self) -> tuple[str, str] | None:
+        result = self.run('printf %s "$SSH_CONNECTION"', timeout_s=self.options.connect_timeout_s)
+        words = result.text.split()
+        return (words[0], words[2]) if len(words) == 4 else None
+
+    def close(self) -> None:
+        self._route.close()
+
+    @contextlib.contextmanager
+    def sftp(self) -> Iterator[paramiko.SFTPClient]:
+        """An SFTP session of its own on this connection (``paramiko.SFTPClient``)."""
+        with self._sftp() as session:
+            yield session
+
+    def _sftp(self) -> Any:
+        import paramiko
+
+        channel = self.fabric.transport.open_session(timeout=self.options.connect_timeout_s)
+        try:
+            channel.settimeout(SFTP_TIMEOUT_S)
+            channel.invoke_subsystem("sftp")
+            return paramiko.SFTPClient(channel)
+        except BaseException:
+            channel.close()
+            raise
+
+    def _lost(self, what: str, error: BaseException) -> SshError:
+        cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if not self.alive:
+            cause = f"the connection is lost ({cause}); is the host still up?"
+        return SshError(f"host {self.host.name}: {what}: {cause}")
+
+
+class _ChannelEnds:
+    """A command's pipes over an ssh channel."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+        self._pid = 0
+        self._pid_known = threading.Event()
+        self._held = b""
+
+    def read_stdout(self, size: int) -> bytes:
+        data: bytes = self._channel.recv(size)
+        return data
+
+    def read_stderr(self, size: int) -> bytes:
+        while not self._pid_known.is_set():
+            data: bytes = self._channel.recv_stderr(size)
+            self._held += data
+            before, _, after = self._held.partition(PID_MARK)
+            pid, newline, rest = after.partition(b"\n")
+            if newline:
+                self._pid = int(pid) if pid.strip().isdigit() else 0
+            elif data and len(self._held) < HELD_BYTES:
+                continue
+            else:
+                before, rest = self._held, b""
+            self._held = b""
+            self._pid_known.set()
+            if before + rest or not data:
+                return before + rest
+        return bytes(self._channel.recv_stderr(size))
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._channel.sendall(data)
+        except (OSError, EOFError) as error:
+            raise BrokenPipeError(f"the command or its connection is gone ({error})") from error
+
+    def close_stdin(self) -> None:
+        self._channel.shutdown_write()
+
+    def wait(self, timeout: float | None) -> int | None:
+        if not self._channel.status_event.wait(timeout):
+            return None
+        status: int = self._channel.recv_exit_status()
+        return status
+
+    def signal(self, name: str) -> None:
+        # Not the protocol's own signal request: OpenSSH refuses it for root and without privilege
+        # separation.
+        if self._pid_known.wait(PID_WAIT_S) and self._pid and not self._channel.closed:
+            channel = self._channel.transport.open_session(timeout=PID_WAIT_S)
+            channel.settimeout(PID_WAIT_S)
+            channel.exec_command(f"sh -c 'kill -s {name} -- -{self._pid}'")
+            channel.status_event.wait(PID_WAIT_S)
+            channel.close()
+
+    def close(self) -> None:
+        # It says goodbye over the connection, which may be gone.
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.close()
+
+
+def _sftp_path(path: str) -> str:
+    """SFTP knows no ~; its relative paths begin in the home folder."""
+    return path.removeprefix("~/") if path != "~" else "."
+
+
+def _in_steps(on_bytes: Callable[[int], None] | None) -> Callable[[int, int], None] | None:
+    """paramiko tells the bytes sent so far; callers here want what came since the last call."""
+    if on_bytes is None:
+        return None
+    told = 0
+
+    def step(so_far: int, total: int) -> None:
+        nonlocal told
+        del total
+        on_bytes(so_far - told)
+        told = so_far
+
+    return step

@@ -1,0 +1,152 @@
+"""The ssh configuration: which files, with their ``Include`` lines, and what they say of a host."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvd_elastic.errors import SshError
+
+if TYPE_CHECKING:
+    from paramiko import SSHConfig
+
+__all__ = [
+    "VIRTCLUST_MARK",
+    "config_beside",
+    "has_entry",
+    "known_hosts_files",
+    "load_ssh_config",
+    "read_config_text",
+]
+
+USER_CONFIG = "~/.ssh/config"
+SYSTEM_CONFIG = "/etc/ssh/ssh_config"
+GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+MAX_INCLUDE_DEPTH = 16
+VIRTCLUST_MARK = "# Written by virtclust."
+"""How the ssh configuration of a virtual cluster begins."""
+
+_KEYWORD = re.compile(r"\s*(?P<key>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<value>.*)")
+
+
+def load_ssh_config(config_path: Path | None) -> SSHConfig:
+    """The user's and the system's configuration, or that one file only (as ``ssh -F``).
+
+    Raises:
+        SshError: ``config_path`` cannot be read, or a file holds something paramiko cannot parse.
+    """
+    from paramiko.ssh_exception import ConfigParseError
+
+    text = read_config_text(config_path)
+    where = str(config_path) if config_path else f"{USER_CONFIG} or {SYSTEM_CONFIG}"
+    try:
+        return _parse(text)
+    except (ConfigParseError, ValueError) as error:
+        raise SshError(
+            f"ssh configuration {where}: {error}. Mend the line, or give a configuration of its "
+            "own with --ssh-config"
+        ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(text: str) -> SSHConfig:
+    """Parsed once for all hosts: it costs a millisecond, and look-ups change nothing."""
+    from paramiko import SSHConfig
+
+    return SSHConfig.from_text(text)
+
+
+def read_config_text(config_path: Path | None) -> str:
+    """The configuration as one text, ``Include`` lines replaced by what they name."""
+    if config_path is not None:
+        path = config_path.expanduser()
+        try:
+            return _inline(path, path.read_text(encoding="utf-8", errors="replace"), 0)
+        except OSError as error:
+            raise SshError(
+                f"ssh configuration {config_path} cannot be read: {error.strerror}. "
+                "Give an existing file with --ssh-config, or leave it out to use ~/.ssh/config"
+            ) from error
+    parts = []
+    for name in (USER_CONFIG, SYSTEM_CONFIG):
+        path = Path(name).expanduser()
+        try:
+            parts.append(_inline(path, path.read_text(encoding="utf-8", errors="replace"), 0))
+        except OSError:
+            continue
+    # The first value found wins, so the user's file stands first; each begins outside any block.
+    return "\nHost *\n".join(parts)
+
+
+def _inline(path: Path, text: str, depth: int) -> str:
+    """paramiko knows no Include, and cloud tools put their hosts behind one."""
+    block = "Host *"
+    lines = []
+    for line in text.splitlines():
+        match = _KEYWORD.match(line)
+        key = match["key"].lower() if match else ""
+        if key in ("host", "match"):
+            block = line
+        if match is None or key != "include" or depth >= MAX_INCLUDE_DEPTH:
+            lines.append(line)
+            continue
+        folder = Path("~/.ssh").expanduser()
+        if not path.is_relative_to(Path.home()) and path.is_relative_to("/etc"):
+            folder = Path("/etc/ssh")
+        for pattern in match["value"].replace('"', "").split():
+            for name in sorted(glob.glob(os.path.join(folder, Path(pattern).expanduser()))):  # noqa: PTH118, PTH207  # absolute patterns too
+                included = Path(name)
+                try:
+                    inner = included.read_text(encoding="utf-8", errors="replace")
+                except OSError:
+                    continue
+                lines.append(_inline(included, inner, depth + 1))
+        # Blocks of the included file end with it.
+        lines.append(block)
+    return "\n".join(lines)
+
+
+def config_beside(hostfile: Path) -> Path | None:
+    """The ssh configuration that virtclust wrote beside this hostfile, if there is one.
+
+    Another user's is not taken: a ProxyCommand in it would run as this one.
+    """
+    path = hostfile.expanduser().absolute().with_name("ssh_config")
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            own = os.fstat(file.fileno()).st_uid == os.geteuid()
+            return path if own and file.readline().startswith(VIRTCLUST_MARK) else None
+    except OSError:
+        return None
+
+
+def has_entry(text: str, name: str) -> bool:
+    """Whether a Host line speaks of this name in particular (``Host *`` does not)."""
+    for line in text.splitlines():
+        match = _KEYWORD.match(line)
+        if match is None or match["key"].lower() != "host":
+            continue
+        patterns = match["value"].replace('"', "").split("#", 1)[0].split()
+        if any(
+            fnmatchcase(name, pattern) for pattern in patterns if pattern.strip("*?") and pattern
+        ):
+            return True
+    return False
+
+
+def known_hosts_files(entry: dict[str, str]) -> list[Path]:
+    """The user's and the system's known_hosts for a host with this configuration entry."""
+    user = entry.get("userknownhostsfile")
+    names = user.split() if user else ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
+    names += entry.get("globalknownhostsfile", GLOBAL_KNOWN_HOSTS).split()
+    home = str(Path.home())
+    return [
+        Path(name.strip('"').replace("%d", home)).expanduser()
+        for name in names
+        if name.lower() != "none"
+    ]

@@ -1,0 +1,127 @@
+"""The trust step: host keys shown once to a person, accepted once, and strict ever after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hvd_elastic.cluster.fanout import HostResult, fan_out
+from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.cluster.known_hosts import HostKey, KeyState, remember
+from hvd_elastic.cluster.ssh import (
+    SshOptions,
+    is_local,
+    jump_hosts,
+    own_known_hosts,
+    read_host_key,
+)
+from hvd_elastic.errors import SshError
+
+__all__ = ["ShownKey", "TrustState", "trust_hosts"]
+
+
+class TrustState(Enum):
+    """How a host stands after the trust step."""
+
+    LOCAL = "local"  # this machine: no ssh, no key
+    KNOWN = "known"  # its key was known before
+    ACCEPTED = "accepted"
+    DECLINED = "declined"  # shown, not accepted
+    REFUSED = "refused"  # changed or revoked; only a person can mend that
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True)
+class ShownKey:
+    """The key that a host showed.
+
+    Attributes:
+        host: the host's name in the hostfile (or of a jump host).
+        name: its name in known_hosts, "" when it showed none.
+        key: its key, None when it showed none.
+        message: why it is refused or unreachable.
+    """
+
+    host: str
+    state: TrustState
+    name: str = ""
+    key: HostKey | None = None
+    message: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        return self.key.fingerprint if self.key else ""
+
+
+def trust_hosts(
+    hosts: Sequence[Host],
+    options: SshOptions,
+    confirm: Callable[[list[ShownKey]], bool],
+    fanout: int = 64,
+) -> list[ShownKey]:
+    """Reads the hosts' keys and adds the unknown ones to the project's known_hosts.
+
+    Jump hosts of the ssh configuration come first: their keys must be known before a host behind
+    them can be asked for its own.
+
+    Args:
+        hosts: the hosts of a hostfile.
+        options: how to connect.
+        confirm: is shown the unknown keys and says whether to accept them; not called for none.
+        fanout: hosts asked at a time.
+
+    Returns:
+        One entry a host (jump hosts first), in the hostfile's order.
+
+    Raises:
+        SshError: the known_hosts cannot be written, or the ssh configuration cannot be read.
+    """
+    remote = [host for host in hosts if not is_local(host, options)]
+    jumps: dict[str, Host] = {}
+    for host in remote:
+        for jump in jump_hosts(host, options):
+            if all(jump.target != known.target for known in remote):
+                jumps.setdefault(jump.target, jump)
+    before = trust_hosts(list(jumps.values()), options, confirm, fanout) if jumps else []
+
+    results = {
+        result.host.name: _judge(result)
+        for result in fan_out(remote, lambda host, _: read_host_key(host, options), fanout)
+    }
+    shown = [results.get(host.name) or ShownKey(host.name, TrustState.LOCAL) for host in hosts]
+    unknown = [entry for entry in shown if entry.state is TrustState.DECLINED]
+    if unknown and confirm(unknown):
+        _accept(unknown, own_known_hosts())
+        shown = [
+            ShownKey(entry.host, TrustState.ACCEPTED, entry.name, entry.key)
+            if entry.state is TrustState.DECLINED
+            else entry
+            for entry in shown
+        ]
+    return before + shown
+
+
+def _judge(result: HostResult[tuple[str, HostKey, KeyState]]) -> ShownKey:
+    if result.value is None:
+        return ShownKey(result.host.name, TrustState.UNREACHABLE, message=result.error)
+    name, key, state = result.value
+    if state in (KeyState.CHANGED, KeyState.REVOKED):
+        message = (
+            f"the key is {state.value}. If the host was set up anew, remove the old key "
+            f"(ssh-keygen -R '{name}', and the line in {own_known_hosts()}) and try again"
+        )
+        return ShownKey(result.host.name, TrustState.REFUSED, name, key, message)
+    known = TrustState.KNOWN if state is KeyState.KNOWN else TrustState.DECLINED
+    return ShownKey(result.host.name, known, name, key)
+
+
+def _accept(shown: Sequence[ShownKey], path: Path) -> None:
+    entries = {(entry.name, entry.key) for entry in shown if entry.key is not None}
+    try:
+        remember(path, [(name, key) for name, key in sorted(entries, key=lambda pair: pair[0])])
+    except OSError as error:
+        raise SshError(
+            f"{path} cannot be written: {error.strerror}. Set HVD_ELASTIC_HOME to a folder of yours"
+        ) from error

@@ -1,0 +1,81 @@
+"""CPU shares of virtual hosts through control groups, version 1 or 2."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_elastic.errors import VirtualClusterError
+
+__all__ = ["CpuGroups"]
+
+PERIOD_US = 100_000
+
+
+@dataclass(frozen=True)
+class CpuGroups:
+    """The control groups of one cluster: ``<mount>/<name>/<host>``.
+
+    Attributes:
+        folder: the cluster's group.
+        version: of the control group file system, 1 or 2.
+    """
+
+    folder: Path
+    version: int
+
+    @classmethod
+    def find(cls, name: str) -> CpuGroups | None:
+        """The groups of that name, made or not; None where no CPU controller is mounted."""
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split(" ", 2)
+            mount = Path(before.split(" ")[4])
+            if kind == "cgroup" and "cpu" in options.split(","):
+                return cls(mount / name, 1)
+            if kind == "cgroup2":
+                controllers = mount / "cgroup.controllers"
+                if controllers.is_file() and "cpu" in controllers.read_text().split():
+                    return cls(mount / name, 2)
+        return None
+
+    def make(self, host: str, cpus: float) -> Path:
+        """A group that may use ``cpus`` cores."""
+        group = self.folder / host
+        try:
+            group.mkdir(parents=True, exist_ok=True)
+            quota = max(int(cpus * PERIOD_US), 1000)
+            if self.version == 1:
+                (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (group / "cpu.cfs_quota_us").write_text(str(quota))
+            else:
+                for parent in (self.folder.parent, self.folder):
+                    (parent / "cgroup.subtree_control").write_text("+cpu")
+                (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+        except OSError as error:
+            raise VirtualClusterError(
+                f"the CPU share of {host} cannot be set in {group}: {error.strerror}; "
+                "leave out --cpus, or allow control groups to this user"
+            ) from error
+        return group
+
+    def remove(self) -> None:
+        """Take the groups away; their processes have ended."""
+        if not self.folder.is_dir():
+            return
+        groups = [entry for entry in self.folder.iterdir() if entry.is_dir()]
+        for group in [*groups, self.folder]:
+            # The kernel lets go of a group shortly after its last process.
+            for attempt in range(100):
+                try:
+                    group.rmdir()
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError as error:
+                    if attempt == 99:
+                        raise VirtualClusterError(
+                            f"control group {group} cannot be removed: {error.strerror}"
+                        ) from error
+                    time.sleep(0.01)
