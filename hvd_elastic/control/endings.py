@@ -1,0 +1,58 @@
+"""How workers ended, and what that makes of the run."""
+
+from __future__ import annotations
+
+from hvd_elastic.control.commands import Finish
+from hvd_elastic.control.events import WorkerExited
+
+__all__ = ["Endings", "how_it_ended"]
+
+_SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
+_LAST_SIGNAL = 31
+
+
+def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
+    """Exit status, None if the process did not end by itself; and the same in words.
+
+    >>> how_it_ended(WorkerExited("w", code=1))
+    (1, 'ended with exit status 1')
+    >>> how_it_ended(WorkerExited("w", code=137))
+    (None, 'was killed by signal 9')
+    """
+    code, signal = event.code, event.signal
+    if code is not None and 0 < code - _SHELL_SIGNAL_BASE <= _LAST_SIGNAL:
+        return None, f"was killed by signal {code - _SHELL_SIGNAL_BASE}"
+    if code is not None:
+        return code, f"ended with exit status {code}"
+    if signal is not None:
+        return None, f"was killed by signal {signal}"
+    return None, "ended for an unknown reason"
+
+
+class Endings:
+    """The ends of workers that had joined, for the verdict when nobody is left."""
+
+    def __init__(self) -> None:
+        self._well: set[str] = set()
+        self._badly: dict[str, str] = {}
+
+    def well(self, worker: str) -> None:
+        """Its training function returned and its process ended with status 0."""
+        self._well.add(worker)
+
+    def badly(self, worker: str, cause: str) -> None:
+        """It ended in any other way."""
+        self._badly[worker] = cause
+
+    def verdict(self, chief: str) -> Finish:
+        """What the run came to.
+
+        Args:
+            chief: rank 0 of the last generation that ran. It usually writes the results, so its
+                end decides, unless it had been told to leave.
+        """
+        if chief in self._well or (self._well and chief not in self._badly):
+            return Finish("succeeded", "the training function returned on every worker")
+        cause = self._badly.get(chief, "nobody's training function returned")
+        text = f"rank 0 did not come to its end: {cause}; resume to complete the run"
+        return Finish("failed", text)

@@ -1,0 +1,57 @@
+"""Limits of a run, and how patient it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MachineConfig"]
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Limits and patience of a run.
+
+    Args:
+        min_np, max_np: smallest and largest number of workers that train; None: no upper limit.
+        np: number wanted; None: as many as allowed.
+        spares: warm standbys beyond that number, to take a lost worker's place at once.
+        join_window_s: how long a ready newcomer waits for others that are nearly ready.
+        start_grace_s: how long the start waits for the rest once ``min_np`` are ready.
+        restart_backoff_s: delays before a slot's next worker after 1, 2, … deaths in a row.
+        max_worker_failures: deaths in a row before ever joining, after which a slot is given up.
+        regroup_timeout_s: patience with members that do not answer to the end of a generation,
+            with workers told to leave, and with replacements for members that have to go.
+        agent_retry_s: delays before a host's next agent after 1, 2, … failures in a row.
+        max_unknown_tries: tries of a run that never trained and of whose hosts no name can be
+            looked up, after which it fails.
+        slow_start_s: how long workers may take to start before it is said who is waited for.
+        max_stuck_generations: generations in a row that broke at the same step though nobody
+            died, after which the run fails: trying once more would not help.
+
+    Raises:
+        ValueError: a value is outside its limits.
+    """
+
+    min_np: int = 1
+    max_np: int | None = None
+    np: int | None = None
+    spares: int = 0
+    join_window_s: float = 0.5
+    start_grace_s: float = 5.0
+    restart_backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 5.0, 10.0)
+    max_worker_failures: int = 3
+    regroup_timeout_s: float = 60.0
+    agent_retry_s: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
+    max_unknown_tries: int = 4
+    slow_start_s: float = 5.0
+    max_stuck_generations: int = 8
+
+    def __post_init__(self) -> None:
+        if self.min_np < 1:
+            raise ValueError(f"min_np is {self.min_np}, at least 1 worker is needed")
+        if self.max_np is not None and self.max_np < self.min_np:
+            raise ValueError(f"max_np is {self.max_np}, less than min_np, which is {self.min_np}")
+        if self.spares < 0:
+            raise ValueError(f"spares is {self.spares}, it must be 0 or more")
+        if not self.restart_backoff_s or not self.agent_retry_s:
+            raise ValueError("restart_backoff_s and agent_retry_s need at least one delay each")

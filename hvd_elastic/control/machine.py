@@ -1,0 +1,811 @@
+"""The logic of a run: events in, commands out; no clock, no threads, no files.
+
+Three things are kept apart. The *plan* is what the hostfile and the user ask for. *Requested* is
+what was asked of agents and workers (agents started, a generation announced, a worker told to
+leave). *Observed* is what they reported. Every event changes the plan or what is observed; after
+it the machine compares the three and asks for what is missing, until nothing is.
+
+A run moves through four phases::
+
+    ASSEMBLING ──announce──► FORMING ──all joined──► RUNNING ──announce──► FORMING
+        ▲                       │                      │
+        └── all accounted for ── REGROUPING ◄──────────┘  broken (Abort), or too few (Hold)
+
+``ASSEMBLING``: no generation; workers wait, or are still being started. ``FORMING``: a
+generation was announced and not every member has joined it. ``RUNNING``: all have.
+``REGROUPING``: the generation is over, and it is not yet known of every member whether it
+survived and how far its state is. At most one generation is being formed at any time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from hvd_elastic.control import events as ev
+from hvd_elastic.control.commands import (
+    Abort,
+    Announce,
+    Command,
+    Finish,
+    Hold,
+    KillWorker,
+    Member,
+)
+from hvd_elastic.control.endings import Endings, how_it_ended
+from hvd_elastic.control.events import HostSlots
+from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker, backoff
+from hvd_elastic.control.lessons import Lessons
+from hvd_elastic.control.limits import MachineConfig
+from hvd_elastic.control.membership import (
+    SlotId,
+    assign_ranks,
+    choose_slots,
+    describe_change,
+    list_slots,
+    target_size,
+)
+from hvd_elastic.control.outbox import Outbox
+from hvd_elastic.words import count, hosts_named, plural, worker_name
+
+__all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
+
+_LAST_HOPE = 5  # times the patience, with members that alone hold the state
+_NOT_ASKED_FOR = 3  # above every cost of a slot
+_MAX_PASSES = 100  # far above what is ever needed: a pass that asks for nothing is the last
+
+
+class Phase(enum.Enum):
+    """Where the run stands; see the module's text."""
+
+    ASSEMBLING = "assembling"
+    FORMING = "forming"
+    RUNNING = "running"
+    REGROUPING = "regrouping"
+
+
+_TOGETHER = (Phase.FORMING, Phase.RUNNING)
+
+
+class RunMachine:
+    """What one run does next.
+
+    Args:
+        config: limits and patience.
+        has_checkpoint: a checkpoint may exist already (a resumed run).
+    """
+
+    def __init__(self, config: MachineConfig, has_checkpoint: bool = False) -> None:
+        self._config = config
+        self._out = Outbox()
+        self._fleet = Fleet(
+            self._out,
+            config.agent_retry_s,
+            config.restart_backoff_s,
+            config.max_worker_failures,
+        )
+        # plan
+        self._hosts: tuple[HostSlots, ...] = ()
+        self._requested_np: int | None = None
+        self._preferred: frozenset[SlotId] = frozenset()
+        self._desired: list[SlotId] = []
+        self._spare: list[SlotId] = []
+        # requested
+        self._generation = 0
+        self._members: tuple[Member, ...] = ()
+        self._root: str | None = None
+        self._aborted = 0
+        # observed
+        self._phase = Phase.ASSEMBLING
+        self._formed: tuple[Member, ...] = ()  # members of the last generation that ran
+        self._may_have_progress = has_checkpoint
+        self._broken = ""  # why the generation ended; empty: it was held on purpose
+        self._was_formed = False
+        self._member_lost = False
+        self._losses: dict[SlotId, str] = {}
+        self._lessons = Lessons(config.restart_backoff_s, config.max_stuck_generations)
+        # training is over for at least one worker: nobody joins any more
+        self._finishing_since: float | None = None
+        self._endings = Endings()
+        # timers: since when; None: not running
+        self._enough_since: float | None = None
+        self._short_since: float | None = None
+        self._last_word_at = 0.0
+        self._starting_since: float | None = None
+        self._last_waiting = ""
+
+    # -- the interface ---------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[Command]:
+        """Take one event, told at time ``now`` [s, never falling]; what to do about it.
+
+        After Finish every answer is empty.
+        """
+        if self._out.closed:
+            return []
+        self._take(event, now)
+        self._advance(now)
+        return self._out.take()
+
+    def deadline(self) -> float | None:
+        """When a Tick is wanted, if nothing else happens before; None: not at all."""
+        return None if self._out.closed else self._out.wake_at
+
+    @property
+    def generation(self) -> int:
+        """The last announced generation; 0 before the first."""
+        return self._generation
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Members of the last announced generation, by rank, the dead included."""
+        return self._members
+
+    @property
+    def phase(self) -> Phase:
+        """Where the run stands."""
+        return self._phase
+
+    def agent_states(self) -> dict[str, AgentState]:
+        """By host; hosts that nothing was asked of are left out."""
+        return {name: agent.state for name, agent in self._fleet.agents.items()}
+
+    def snapshot(self) -> dict[str, object]:
+        """Plain data for status and policy; changes nothing."""
+        return {
+            "phase": "finished" if self._out.closed else self._phase.value,
+            "generation": self._generation,
+            "size": len(self._members),
+            "target": self._target(list_slots(self._hosts)),
+            "hosts": [[host.name, host.slots] for host in self._hosts],
+            "agents": {name: agent.state.value for name, agent in self._fleet.agents.items()},
+            "workers": [
+                {
+                    "worker": worker.name,
+                    "host": worker.host,
+                    "slot": worker.slot[1],
+                    "stage": "leaving" if worker.leaving else worker.stage.value,
+                    "holds_state": worker.holds_state,
+                }
+                for worker in self._fleet.workers.values()
+            ],
+        }
+
+    # -- observed: one event ---------------------------------------------------------------
+
+    def _take(self, event: ev.Event, now: float) -> None:
+        match event:
+            case ev.HostsChanged():
+                self._hosts = event.hosts
+                self._fleet.forgive({host.name for host in event.hosts})
+            case ev.RunAdopted():
+                self._adopt(event, now)
+            case ev.TargetChanged():
+                self._requested_np = event.np
+                self._preferred = frozenset(event.slots)
+            case ev.AgentReady():
+                self._fleet.agent_ready(event.host)
+            case ev.AgentFailed() | ev.AgentLost():
+                self._on_agent_gone(event, now)
+            case ev.GenerationStuck():
+                if event.generation == self._generation and self._phase in _TOGETHER:
+                    self._break(event.cause, now)
+            case ev.StopRequested():
+                self._out.send(Finish(event.status, event.reason))
+            case ev.Tick():
+                pass
+            case _:
+                # Whatever is said about a process whose end was seen is older than its end.
+                worker = self._fleet.workers.get(event.worker)
+                if worker is not None:
+                    self._take_from_worker(event, worker, now)
+
+    def _adopt(self, event: ev.RunAdopted, now: float) -> None:
+        """Go on with a run whose leader was lost, from what that leader knew."""
+        self._hosts, self._requested_np = event.hosts, event.requested_np
+        self._fleet.adopt(event.agents, event.awaited, event.workers, now)
+        self._generation, self._members = event.generation, event.members
+        workers = self._fleet.workers
+        if workers:
+            live = [member for member in event.members if member.worker in workers]
+            self._out.emit(
+                "taken_over",
+                generation=event.generation,
+                size=len(live),
+                workers=len(workers),
+            )
+        if any(found.finished for found in event.workers):
+            self._finishing_since = now
+        if not event.members:
+            return
+        self._may_have_progress = True
+        members = self._live()
+        missing = [member for member in event.members if member.worker not in workers]
+        joined = all(w.joined == event.generation or w.finished for w in members)
+        self._phase = Phase.RUNNING if joined else Phase.FORMING
+        self._formed = event.members if joined else ()
+        if missing or any(w.stage is Stage.WAITING and not w.finished for w in members):
+            self._break("the leader was lost while the world changed", now)
+        self._losses = {
+            slot: f"worker {worker_name(*slot)} was lost with the leader"
+            for slot in ((member.host, member.slot) for member in missing)
+        }
+        self._was_formed = joined
+        self._member_lost = bool(missing) or not joined  # whatever breaks now has its reason
+
+    def _take_from_worker(self, event: ev.WorkerEvent, worker: Worker, now: float) -> None:
+        match event:
+            case ev.WorkerReady():
+                if worker.stage is Stage.STARTING:
+                    self._fleet.worker_ready(worker, now)
+                    self._emit_worker("worker_standby", worker, warm_s=event.warm_s)
+            case ev.WorkerJoined():
+                self._on_joined(worker, event.generation, now)
+            case ev.WorkerBroken() | ev.WorkerHeld():
+                self._on_waiting(worker, event, now)
+            case ev.WorkerFinished():
+                self._on_finished(worker, now)
+            case ev.WorkerSilent():
+                self._on_silent(worker, event.cause, now)
+            case ev.ScriptFailed():
+                self._on_script_failed(worker, event.traceback)
+            case ev.WorkerExited():
+                self._on_exited(worker, event, now)
+
+    def _on_agent_gone(self, event: ev.AgentFailed | ev.AgentLost, now: float) -> None:
+        if event.host not in self._fleet.agents:
+            return  # it was stopped on purpose
+        if isinstance(event, ev.AgentFailed):
+            self._fleet.agent_failed(event, now)
+        else:
+            self._fleet.agent_lost(event, now)
+        what = f"host {event.host} was lost ({event.cause})"
+        for worker in list(self._fleet.workers.values()):
+            if worker.host == event.host:
+                self._gone(worker, what, now, crashed=True)
+
+    def _on_joined(self, worker: Worker, generation: int, now: float) -> None:
+        first = worker.joined_at is None
+        self._fleet.worker_joined(worker, generation, now)
+        place = next((m for m in self._members if m.worker == worker.name), None)
+        if first and place is not None:
+            self._emit_worker("worker_joined", worker, rank=place.rank)
+        if self._phase is Phase.FORMING and all(
+            member.joined == self._generation or member.finished for member in self._live()
+        ):
+            self._phase = Phase.RUNNING
+            self._was_formed = True
+            self._may_have_progress = True
+            self._formed = self._members
+
+    def _on_waiting(
+        self, worker: Worker, event: ev.WorkerBroken | ev.WorkerHeld, now: float
+    ) -> None:
+        if worker.finished or event.generation > self._generation:
+            return
+        if isinstance(event, ev.WorkerBroken):
+            cause = f"worker {worker.place} broke off: {event.cause or 'a collective failed'}"
+        else:
+            cause = f"worker {worker.place} stopped"
+        if worker.leaving:
+            if isinstance(event, ev.WorkerBroken):
+                self._fell_out(worker, event.generation, cause, now)
+            return
+        worker.holds_state = worker.holds_state and event.step >= 0
+        worker.step = max(event.step, 0)
+        if worker.stage is not Stage.MEMBER:
+            return
+        if self._phase is Phase.REGROUPING:
+            # Even one that names an older generation counts: it is out of all collectives, and
+            # was told of the later generation's end as well.
+            worker.stage = Stage.WAITING
+            self._last_word_at = now  # where one comes from a long step, others may follow
+            if isinstance(event, ev.WorkerBroken):
+                self._break(cause, now)  # where it was only to be held
+        elif event.generation == self._generation:
+            worker.stage = Stage.WAITING
+            self._break(cause, now)
+        elif worker.name == self._root and not worker.holds_state:
+            self._break(f"the state of worker {worker.place} is not whole", now)
+        else:
+            # It goes on to the generation announced since.
+            self._fell_out(worker, event.generation, cause, now)
+
+    def _on_finished(self, worker: Worker, now: float) -> None:
+        worker.finished = True
+        if self._finishing_since is not None:
+            return
+        self._finishing_since = now
+        # Nobody will meet the newcomers, and a standby's troubles are of no interest any more.
+        self._fleet.dismiss_if(lambda w: not w.holds_state and not w.finished, *Stage)
+        for newcomer in self._fleet.workers.values():
+            if newcomer.leaving and newcomer.member_of == self._generation and not newcomer.joined:
+                self._kill(newcomer, "training is over")
+
+    def _on_silent(self, worker: Worker, cause: str, now: float) -> None:
+        """It will not answer any more; whoever waits for it must not go on doing so."""
+        if worker.killed:
+            return
+        cause = f"worker {worker.place} {cause}"
+        in_the_way = worker.member_of == self._generation > 0 and not worker.finished
+        if not in_the_way or worker.leaving:
+            self._kill(worker, cause)
+            if in_the_way and worker.joined == self._generation:
+                self._break(cause, now)
+            return
+        was_member = worker.stage is Stage.MEMBER
+        self._lose(worker, cause)
+        if was_member:
+            self._break(cause, now)
+
+    def _on_script_failed(self, worker: Worker, traceback: str) -> None:
+        self._emit_worker("script_failed", worker, traceback=traceback)
+        if worker.leaving or self._can_do_without(worker):
+            return
+        last_line = traceback.strip().rsplit("\n", 1)[-1]
+        self._out.send(
+            Finish("failed", f"the training script failed in worker {worker.place}: {last_line}")
+        )
+
+    def _on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
+        code, how = how_it_ended(event)
+        what = f"worker {worker.place} {how}"
+        if worker.finished:
+            if code == 0:
+                self._endings.well(worker.name)
+            elif code is not None and not worker.leaving:
+                self._fail(worker, f"{how} after training was done")
+            self._gone(worker, "finished" if code == 0 else what, now, crashed=code != 0)
+        elif worker.leaving:
+            cause, blame = ("left", "") if code == 0 else (worker.killed or what, worker.killed)
+            self._gone(worker, cause, now, crashed=code != 0, blame=blame)
+        elif code is None:
+            self._gone(worker, what, now, crashed=True, blame=what)
+        elif self._can_do_without(worker):
+            blame = f"the script {how} before it joined; its log says more"
+            self._gone(worker, what, now, crashed=True, blame=blame)
+        elif worker.joined_at is not None:
+            self._fail(worker, f"{how} before its training function returned")
+        elif code == 0:
+            self._fail(worker, f"{how} without ever calling the run function of hvd_elastic")
+        else:
+            self._fail(worker, f"{how} before training began")
+
+    def _fail(self, worker: Worker, how: str) -> None:
+        self._out.send(
+            Finish(
+                "failed", f"the training script {how} in worker {worker.place}; its log says more"
+            )
+        )
+
+    def _can_do_without(self, worker: Worker) -> bool:
+        """A newcomer's script fails on its host, while others hold the state of a healthy run."""
+        return worker.joined_at is None and any(w.holds_state for w in self._fleet.present(*Stage))
+
+    def _gone(
+        self, worker: Worker, cause: str, now: float, *, crashed: bool, blame: str = ""
+    ) -> None:
+        """A process ended, or is as good as ended."""
+        self._fleet.bury(worker, now, blame)
+        self._emit_worker("worker_left", worker, cause=cause)
+        if worker.finished:
+            if crashed:
+                self._endings.badly(worker.name, cause)
+                message = f"{cause}, after its training function had returned"
+                self._out.emit("warning", message=message)
+            return
+        if worker.joined_at is not None and not worker.leaving:
+            self._endings.badly(worker.name, cause)
+        if worker.leaving:
+            if crashed:
+                self._fell_out(worker, worker.member_of, cause, now)
+        elif worker.member_of == self._generation > 0:
+            self._losses[worker.slot] = cause
+            self._member_lost = True
+            if worker.stage is Stage.MEMBER:
+                self._break(cause, now)
+
+    def _fell_out(self, worker: Worker, generation: int, cause: str, now: float) -> None:
+        """Others may still be in ``generation``, blocked in a collective with ``worker``."""
+        if not worker.joined:
+            return
+        if generation == self._generation:
+            self._break(cause, now)
+        elif (
+            self._phase is Phase.FORMING
+            and generation == self._generation - 1
+            and self._aborted < generation
+        ):
+            self._abort(generation, cause)
+
+    # -- the end of a generation -----------------------------------------------------------
+
+    def _break(self, cause: str, now: float) -> None:
+        """The generation cannot go on: call it off, once, and wait for its members."""
+        if self._phase is Phase.ASSEMBLING or (self._phase is Phase.REGROUPING and self._broken):
+            return
+        self._abort(self._generation, cause)
+        self._phase = Phase.REGROUPING
+        self._broken = cause
+        self._last_word_at = now
+
+    def _abort(self, generation: int, cause: str) -> None:
+        self._aborted = generation
+        self._out.send(Abort(generation, cause))
+
+    def _hold(self, staying: Sequence[Worker], going: Sequence[Worker], now: float) -> None:
+        """Too few may stay: stop at a step boundary and keep the state until hosts come."""
+        # The hostfile may name none of the members' hosts; one of them keeps the state then.
+        keepers = list(staying) or [going[0]]
+        for worker in keepers:
+            self._out.send(Hold(worker.name))
+        for worker in going:
+            if worker not in keepers:
+                self._fleet.dismiss(worker)
+        self._phase = Phase.REGROUPING
+        self._broken = ""
+        self._emit_waiting(len(staying), now)
+
+    def _regroup(self, now: float) -> None:
+        missing = [w for w in self._live() if w.stage is Stage.MEMBER and not w.finished]
+        if missing and self._broken:
+            end = self._last_word_at + self._patience_with(missing)
+            if now < end:
+                self._out.wake(end)
+                return
+            # Nobody waits for their end: not even killing ends a process on a dead disk.
+            for worker in missing:
+                self._lose(worker, f"worker {worker.place} gave no answer")
+        elif missing:
+            return  # to be held at a step boundary: a step may take any time
+        self._phase = Phase.ASSEMBLING
+        if self._broken:
+            self._learn(now)
+
+    def _patience_with(self, missing: Sequence[Worker]) -> float:
+        """How long members may be silent after their generation broke [s]."""
+        patience = self._config.regroup_timeout_s
+        if any(w.holds_state for w in self._fleet.present(Stage.WAITING)):
+            return patience
+        # The state would be lost with them, and they may just be far from a step boundary.
+        return patience * (_LAST_HOPE if any(w.holds_state for w in missing) else 1)
+
+    def _learn(self, now: float) -> None:
+        """Draw the lesson of a broken generation, so that the same failure is not repeated fast."""
+        waiting = self._fleet.present(Stage.WAITING)
+        newest = max((w.step for w in waiting if w.holds_state), default=-1)
+        delays = self._config.restart_backoff_s
+        if self._member_lost:
+            self._lessons.explained()
+        elif self._was_formed:
+            times = self._lessons.broke_while_running(newest, now)
+            if times:
+                text = f"training broke {times} times at step {newest} though no worker died"
+                self._out.send(Finish("failed", f"{text}: {self._broken}"))
+        elif newcomers := [w for w in waiting if not w.holds_state]:
+            # Those that were together before can probably reach each other.
+            for worker in newcomers:
+                worker.vain_tries += 1
+                worker.eligible_at = now + backoff(delays, worker.vain_tries)
+                if worker.vain_tries >= self._config.max_worker_failures:
+                    cause = f"it could not join the others {worker.vain_tries} times in a row"
+                    self._fleet.give_up(worker.slot, f"{cause} ({self._broken})")
+        else:
+            self._lessons.did_not_form(now)
+
+    # -- plan against requested and observed -----------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        for _ in range(_MAX_PASSES):
+            sent = self._out.sent
+            self._out.forget_wakes()
+            self._compare(now)
+            if self._out.closed or self._out.sent == sent:
+                return
+        raise AssertionError("the machine does not come to rest")
+
+    def _compare(self, now: float) -> None:
+        if self._phase is Phase.REGROUPING:
+            self._regroup(now)
+        if self._finishing_since is None:
+            self._plan(now)
+            self._fleet.dismiss_if(self._is_superfluous, Stage.STARTING, Stage.READY, Stage.WAITING)
+            if self._phase is Phase.ASSEMBLING:
+                self._assemble(now)
+            elif self._phase is Phase.RUNNING:
+                self._adjust(now)
+        else:
+            self._wind_up(now)
+        self._hasten_leavers(now)
+
+    def _plan(self, now: float) -> None:
+        slots = list_slots(self._hosts)
+        fleet, target = self._fleet, self._target(slots)
+        self._desired = choose_slots(slots, target, fleet.usable, self._cost)
+        rest = [slot for slot in slots if slot not in self._desired]
+        self._spare = choose_slots(rest, self._config.spares, fleet.usable, self._cost)
+        filled = [*self._desired, *self._spare]
+        wanted = target + self._config.spares
+        hoped_for = choose_slots(slots, wanted, fleet.conceivable, self._cost)
+        fleet.start(filled, hoped_for, now)
+        fleet.stop_idle_agents(filled)
+
+    def _cost(self, slot: SlotId) -> int:
+        """As the fleet's, but slots that were asked for come before all others."""
+        asked = not self._preferred or slot in self._preferred
+        return self._fleet.cost(slot) + (0 if asked else _NOT_ASKED_FOR)
+
+    def _target(self, slots: Sequence[SlotId]) -> int:
+        config = self._config
+        return target_size(
+            len(slots),
+            config.min_np,
+            config.max_np,
+            config.np,
+            self._requested_np,
+            config.spares,
+        )
+
+    def _is_superfluous(self, worker: Worker) -> bool:
+        """Neither wanted in a slot, nor a spare, nor the keeper of the newest state."""
+        if worker.slot in self._spare and not worker.holds_state:
+            return False
+        return worker.slot not in self._desired and worker is not self._keeper()
+
+    def _keeper(self) -> Worker | None:
+        """The worker outside the desired slots whose state is newer than any inside."""
+        holders = [w for w in self._fleet.present(Stage.WAITING) if w.holds_state]
+        newest = max((worker.step for worker in holders), default=0)
+        best = [worker for worker in holders if worker.step == newest]
+        if not best or any(worker.slot in self._desired for worker in best):
+            return None
+        return best[0]
+
+    def _available(self, now: float) -> list[Worker]:
+        """Workers in desired slots that could be announced now, members of a running one apart."""
+        found = []
+        for worker in self._fleet.present(Stage.READY, Stage.WAITING):
+            if worker.slot not in self._desired:
+                continue
+            if now < worker.eligible_at:
+                self._out.wake(worker.eligible_at)
+                continue
+            found.append(worker)
+        return found
+
+    def _assemble(self, now: float) -> None:
+        """No generation runs: announce one as soon as there are enough for it."""
+        available, keeper = self._available(now), self._keeper()
+        if len(available) < self._config.min_np:
+            self._enough_since = None
+            self._emit_waiting(len(available), now)
+            self._give_up_if_hopeless()
+            return
+        if self._enough_since is None:
+            self._enough_since = now
+        patience = self._patience(available, keeper)
+        start_at = max(self._enough_since + patience, self._lessons.pause_until)
+        if now < start_at:
+            self._out.wake(start_at)
+            if self._starting_since is not None:
+                self._emit_waiting(len(available), now)
+            return
+        self._announce([*available, *([keeper] if keeper else [])])
+
+    def _patience(self, available: Sequence[Worker], keeper: Worker | None) -> float:
+        """How long those that are available wait for the rest [s]."""
+        survivors = [worker for worker in available if worker.holds_state]
+        if len(survivors) >= self._config.min_np or len(available) >= len(self._desired):
+            return 0.0
+        if survivors or keeper:
+            return self._config.join_window_s
+        return self._config.start_grace_s
+
+    def _adjust(self, now: float) -> None:
+        """A generation runs: take in newcomers, let go whom the plan has no place for."""
+        members = self._live()
+        staying = [worker for worker in members if worker.slot in self._desired]
+        going = [worker for worker in members if worker.slot not in self._desired]
+        newcomers = self._available(now)
+        if not going:
+            self._short_since = None
+            if newcomers and self._window_is_over(newcomers, len(staying), now):
+                self._announce([*members, *newcomers])
+        elif len(staying) + len(newcomers) >= self._config.min_np:
+            if staying:
+                self._announce([*staying, *newcomers])
+                for worker in going:
+                    self._fleet.dismiss(worker)
+            elif self._window_is_over(newcomers, 0, now):
+                # Nobody who stays holds the state: newcomers take it from those that go, who
+                # are let go once this generation runs.
+                self._announce([*going, *newcomers])
+        elif not self._awaits_replacements(now):
+            self._hold(staying, going, now)
+
+    def _window_is_over(self, newcomers: Sequence[Worker], staying: int, now: float) -> bool:
+        if staying + len(newcomers) >= len(self._desired):
+            return True
+        end = min(worker.ready_at for worker in newcomers) + self._config.join_window_s
+        if now < end:
+            self._out.wake(end)
+        return now >= end
+
+    def _awaits_replacements(self, now: float) -> bool:
+        """Members that have to go train on until enough others are ready, but not for ever."""
+        if len(self._desired) < self._config.min_np:
+            return False
+        if self._short_since is None:
+            self._short_since = now
+        end = self._short_since + self._config.regroup_timeout_s
+        if now < end:
+            self._out.wake(end)
+        return now < end
+
+    def _announce(self, workers: Sequence[Worker]) -> None:
+        members = assign_ranks((worker.seat for worker in workers), self._hosts)
+        rank = {member.worker: member.rank for member in members}
+        holders = [worker for worker in workers if worker.holds_state]
+        root = max(holders, key=lambda w: (w.step, -rank[w.name]), default=None)
+        reason = describe_change(
+            [(m.host, m.slot) for m in self._formed],
+            [(m.host, m.slot) for m in members],
+            self._losses,
+            "" if self._losses else self._broken,
+        )
+        self._generation += 1
+        self._members = members
+        self._root = root.name if root else None
+        for worker in workers:
+            worker.stage = Stage.MEMBER
+            worker.member_of = self._generation
+        self._phase = Phase.FORMING
+        self._broken = ""
+        self._was_formed = self._member_lost = False
+        self._losses = {}
+        self._enough_since = self._short_since = self._starting_since = None
+        self._last_waiting = ""
+        self._out.emit(
+            "rescale_started",
+            generation=self._generation,
+            from_size=len(self._formed),
+            to_size=len(members),
+            hosts=list(dict.fromkeys(member.host for member in members)),
+            reason=reason,
+        )
+        restore = root is None and self._may_have_progress
+        self._out.send(Announce(self._generation, members, self._root, restore, reason))
+
+    # -- the end of the run ----------------------------------------------------------------
+
+    def _wind_up(self, now: float) -> None:
+        """Some worker's training is done: those that broke off still get to their end."""
+        workers = self._fleet.present(*Stage)
+        unfinished = [w for w in workers if w.stage is Stage.WAITING and not w.finished]
+        if not any(worker.finished or worker.holds_state for worker in workers):
+            chief = self._formed[0].worker if self._formed else ""
+            self._out.send(self._endings.verdict(chief))
+        elif self._phase is Phase.ASSEMBLING and unfinished:
+            holders = [worker for worker in unfinished if worker.holds_state]
+            if holders and now >= self._lessons.pause_until:
+                self._announce(holders)
+            elif holders:
+                self._out.wake(self._lessons.pause_until)
+            self._fleet.dismiss_if(lambda worker: worker not in holders, Stage.WAITING)
+        elif self._phase is Phase.FORMING and self._finishing_since is not None:
+            # Members that took the announcement wait for some that finished instead of joining.
+            end = self._finishing_since + self._config.regroup_timeout_s
+            if any(not worker.finished for worker in self._live()):
+                if now >= end:
+                    self._finishing_since = now
+                    self._break("training is over for some of its members", now)
+                else:
+                    self._out.wake(end)
+
+    def _give_up_if_hopeless(self) -> None:
+        self._give_up_if_nobody_is_known()
+        slots = list_slots(self._hosts)
+        conceivable = [slot for slot in slots if self._fleet.conceivable(slot)]
+        if len(conceivable) >= self._config.min_np or len(slots) < self._config.min_np:
+            return  # with too short a hostfile the run waits for a longer one
+        if any(worker.holds_state for worker in self._fleet.present(*Stage)):
+            return  # the state is safe, and whoever mends a host may say so in the hostfile
+        text = (
+            f"{len(conceivable)} of {len(slots)} slots can be used and at least "
+            f"{self._config.min_np} are needed: {'; '.join(self._fleet.troubles(slots))}"
+        )
+        self._out.send(Finish("failed", text))
+
+    def _give_up_if_nobody_is_known(self) -> None:
+        """A hostfile full of names that mean nothing is a mistake, unless it trained before."""
+        names = [host.name for host in self._hosts]
+        tries = self._config.max_unknown_tries
+        if self._formed or not self._fleet.nobody_is_known(names, tries):
+            return
+        text = (
+            f"the {plural('name', len(names))} of {hosts_named(names)} cannot be looked up "
+            f"({count(tries, 'try')}), and the hostfile has no other host. Mend the hostfile, or "
+            "give the hosts a HostName in the ssh configuration"
+        )
+        self._out.send(Finish("failed", text))
+
+    # -- small things ----------------------------------------------------------------------
+
+    def _live(self) -> list[Worker]:
+        """Live members of the last announced generation, by rank, without those told to leave."""
+        workers = (self._fleet.workers.get(member.worker) for member in self._members)
+        return [worker for worker in workers if worker is not None and not worker.leaving]
+
+    def _lose(self, worker: Worker, cause: str) -> None:
+        """Go on without a member whose end was not seen."""
+        self._member_lost = True
+        self._losses[worker.slot] = cause
+        self._endings.badly(worker.name, cause)
+        self._kill(worker, cause)
+
+    def _kill(self, worker: Worker, reason: str) -> None:
+        """Its slot stays taken until its end is seen; otherwise it counts as gone."""
+        worker.killed, worker.leaving = reason, True
+        self._out.send(KillWorker(worker.name, reason))
+
+    def _hasten_leavers(self, now: float) -> None:
+        """A worker told to leave does so at the next step boundary, or is made to."""
+        for worker in self._fleet.workers.values():
+            if not worker.leaving or worker.killed or worker.finished:
+                continue
+            if worker.leave_by is None and self._phase in (Phase.RUNNING, Phase.ASSEMBLING):
+                # Everybody else is past that boundary.
+                worker.leave_by = now + self._config.regroup_timeout_s
+            if worker.leave_by is None:
+                continue
+            if now >= worker.leave_by:
+                self._kill(worker, "it was told to leave and did not")
+            else:
+                self._out.wake(worker.leave_by)
+
+    def _emit_waiting(self, have: int, now: float) -> None:
+        """Say what the run waits for, when that is something new."""
+        reason = self._what_is_missing(have, now)
+        if reason != self._last_waiting:
+            self._last_waiting = reason
+            self._out.emit("waiting", reason=reason, have=have, need=self._config.min_np)
+
+    def _what_is_missing(self, have: int, now: float) -> str:
+        need, slots = self._config.min_np, list_slots(self._hosts)
+        if len(self._desired) >= need:
+            return self._who_is_starting(now)
+        self._starting_since = None
+        if len(slots) < need:
+            what = f"the hostfile has {count(len(slots), 'slot')}, at least {need} are needed"
+        else:
+            what = "; ".join(self._fleet.troubles_in_brief(slots))
+        more = f"{need - have} more of " if have else ""
+        return f"waiting for {more}{count(need, 'process')}: {what}"
+
+    def _who_is_starting(self, now: float) -> str:
+        """Who is started, at first; when that takes long, how many are warm and who is not."""
+        empty = [slot for slot in self._desired if not self._is_ready(slot)]
+        if not empty:
+            return "workers are trying to meet"
+        hosts = [host for host, _ in empty]
+        if self._starting_since is None:
+            self._starting_since = now
+            return f"starting workers on {', '.join(dict.fromkeys(hosts))}"
+        slow_at = self._starting_since + self._config.slow_start_s
+        if now < slow_at:
+            self._out.wake(slow_at)
+            return self._last_waiting
+        warm = len(self._desired) - len(empty)
+        verb = "is" if warm == 1 else "are"
+        return (
+            f"{warm} of {count(len(self._desired), 'process')} {verb} warm, "
+            f"waiting for {hosts_named(hosts)}"
+        )
+
+    def _is_ready(self, slot: SlotId) -> bool:
+        worker = self._fleet.worker_at(slot)
+        return worker is not None and worker.stage is not Stage.STARTING and not worker.leaving
+
+    def _emit_worker(self, kind: str, worker: Worker, **fields: object) -> None:
+        # Logs are named by slot, so that is what readers of the events need as local rank.
+        self._out.emit(kind, host=worker.host, local_rank=worker.slot[1], **fields)

@@ -1,0 +1,171 @@
+"""Who should be a member, and where everybody stands: slots, ranks, and the change in words.
+
+Functions of their arguments only; the machine decides *when*, this module *who* and *where*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvd_elastic.control.commands import Member
+from hvd_elastic.control.events import HostSlots
+from hvd_elastic.words import count, plural
+
+__all__ = [
+    "Seat",
+    "SlotId",
+    "assign_ranks",
+    "choose_slots",
+    "describe_change",
+    "list_slots",
+    "target_size",
+]
+
+SlotId = tuple[str, int]
+"""A place for one worker: host and index."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker and the slot it sits in."""
+
+    worker: str
+    host: str
+    slot: int
+
+
+def list_slots(hosts: Iterable[HostSlots]) -> list[SlotId]:
+    """Every slot of the hostfile, in its order.
+
+    >>> list_slots([HostSlots("a", 2), HostSlots("b", 1)])
+    [('a', 0), ('a', 1), ('b', 0)]
+    """
+    return list(dict.fromkeys((host.name, index) for host in hosts for index in range(host.slots)))
+
+
+def target_size(
+    slots: int,
+    min_np: int,
+    max_np: int | None,
+    np: int | None,
+    requested: int | None,
+    spares: int = 0,
+) -> int:
+    """How many workers are wanted.
+
+    Args:
+        slots: what the hostfile offers.
+        min_np, max_np: limits of the run; None: no upper limit.
+        np: size that the run was started with; None: as many as there are.
+        requested: size asked for while it runs; None: not asked.
+        spares: slots to be left to warm standbys where no size is asked for.
+
+    >>> target_size(8, 2, 6, None, None), target_size(8, 2, 6, 4, None), target_size(8, 2, 6, 4, 9)
+    (6, 4, 6)
+    >>> target_size(8, 2, None, None, None, spares=2), target_size(8, 2, 7, None, None, spares=2)
+    (6, 6)
+    """
+    asked = requested if requested is not None else np
+    wanted = slots - spares if asked is None else asked
+    if max_np is not None:
+        wanted = min(wanted, max_np)
+    return min(max(wanted, min_np), slots)
+
+
+def choose_slots(
+    slots: Sequence[SlotId],
+    target: int,
+    usable: Callable[[SlotId], bool],
+    cost: Callable[[SlotId], int],
+) -> list[SlotId]:
+    """The slots that should hold a member, in hostfile order.
+
+    Cheap slots come first (those that hold a member cost least, empty ones most), then hostfile
+    order: a host that comes back does not push out one that replaced it meanwhile.
+
+    >>> slots = [("a", 0), ("b", 0), ("c", 0)]
+    >>> choose_slots(slots, 2, lambda slot: slot != ("a", 0), lambda slot: 0)
+    [('b', 0), ('c', 0)]
+    >>> choose_slots(slots, 2, lambda slot: True, lambda slot: 0 if slot == ("c", 0) else 1)
+    [('a', 0), ('c', 0)]
+    """
+    place = {slot: number for number, slot in enumerate(slots)}
+    best = sorted(filter(usable, slots), key=lambda slot: (cost(slot), place[slot]))
+    return sorted(best[:target], key=place.__getitem__)
+
+
+def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Member, ...]:
+    """Ranks in hostfile order, then slot; hosts that are no longer listed come last.
+
+    A host's workers have neighbouring ranks and local ranks 0, 1, …, whatever slots are empty.
+
+    >>> seats = [Seat("w2", "b", 0), Seat("w1", "a", 3), Seat("w0", "a", 1)]
+    >>> for m in assign_ranks(seats, [HostSlots("a", 4), HostSlots("b", 1)]):
+    ...     print(m.worker, m.rank, m.local_rank, m.local_size, m.cross_rank, m.cross_size)
+    w0 0 0 2 0 2
+    w1 1 1 2 0 1
+    w2 2 0 1 1 2
+    """
+    place = {host.name: number for number, host in enumerate(hosts)}
+    by_host: dict[str, list[Seat]] = {}
+    for seat in sorted(seats, key=lambda s: (place.get(s.host, len(place)), s.host, s.slot)):
+        by_host.setdefault(seat.host, []).append(seat)
+    members: list[Member] = []
+    met: dict[int, int] = {}  # local rank → hosts so far that have it
+    for seats_here in by_host.values():
+        for local_rank, seat in enumerate(seats_here):
+            members.append(
+                Member(
+                    worker=seat.worker,
+                    host=seat.host,
+                    slot=seat.slot,
+                    rank=len(members),
+                    local_rank=local_rank,
+                    local_size=len(seats_here),
+                    cross_rank=met.get(local_rank, 0),
+                    cross_size=sum(len(others) > local_rank for others in by_host.values()),
+                )
+            )
+            met[local_rank] = met.get(local_rank, 0) + 1
+    return tuple(members)
+
+
+def describe_change(
+    before: Sequence[SlotId], after: Sequence[SlotId], losses: Mapping[SlotId, str], note: str = ""
+) -> str:
+    """Why a generation is announced, in words.
+
+    Args:
+        before, after: slots of the members, then and now.
+        losses: what became of members that were lost, by slot.
+        note: what else led to it.
+
+    >>> describe_change([("a", 0), ("b", 0)], [("a", 0), ("b", 0), ("c", 0)], {})
+    'host c joined: 2 → 3 slots'
+    >>> describe_change([("a", 0), ("b", 0)], [("a", 0)], {("b", 0): "host b was lost (no ssh)"})
+    'host b was lost (no ssh): 2 → 1 slot'
+    """
+    parts = [note] if note else []
+    parts += dict.fromkeys(losses.values())
+    joined = [slot for slot in after if slot not in before]
+    left = [slot for slot in before if slot not in after and slot not in losses]
+    if before:
+        parts += _name(joined, {host for host, _ in before}, "joined")
+        parts += _name(left, {host for host, _ in after}, "left")
+    else:
+        parts.append(f"start on {count(len({host for host, _ in after}), 'host')}")
+    what = "; ".join(parts) or "the same members meet again"
+    return f"{what}: {len(before)} → {count(len(after), 'slot')}"
+
+
+def _name(slots: Sequence[SlotId], shared: set[str], verb: str) -> list[str]:
+    """Whole hosts by name; slots of hosts that are on both sides one by one."""
+    hosts = list(dict.fromkeys(host for host, _ in slots if host not in shared))
+    single = [f"{host}:{index}" for host, index in slots if host in shared]
+    parts = []
+    if hosts:
+        parts.append(f"{plural('host', len(hosts))} {', '.join(hosts)} {verb}")
+    if single:
+        parts.append(f"{plural('slot', len(single))} {', '.join(single)} {verb}")
+    return parts

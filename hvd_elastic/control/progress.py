@@ -1,0 +1,135 @@
+"""Alive, and getting on? Two questions about a worker, judged apart.
+
+*Alive* is a matter of its heartbeat, which comes from a thread of its own: long steps, garbage
+collection, a validation pass or a compilation do not stop it; a frozen process does. *Getting on*
+is judged by what the run itself has shown: how long its steps and its waits for the others have
+taken so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hvd_elastic.control.events import GenerationStuck, WorkerSilent
+
+__all__ = ["Activity", "ProgressWatch"]
+
+_STUCK_FACTOR = 5.0
+_FIRST_WAIT_S = 30.0  # Gloo's own patience; nothing is known of this run yet
+_SLOW_FACTOR = 10.0
+_SLOW_AT_LEAST_S = 30.0
+_HOPELESS_FACTOR = 20.0
+_HOPELESS_AT_LEAST_S = 600.0
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What one worker's last heartbeat said.
+
+    Attributes:
+        silent_s: since when there was neither a heartbeat nor any use of a processor [s].
+        generation: in which this was; a heartbeat may still tell of the one before.
+        step: optimizer steps taken.
+        step_s: how long the step in progress has taken so far [s].
+        waiting_s: how long the worker has been waiting for the others in it [s]; 0: it computes.
+        longest_step_s, longest_wait_s: of those that came to their end, in this process [s].
+    """
+
+    silent_s: float = 0.0
+    generation: int = 0
+    step: int = 0
+    step_s: float = 0.0
+    waiting_s: float = 0.0
+    longest_step_s: float = 0.0
+    longest_wait_s: float = 0.0
+
+
+class ProgressWatch:
+    """Judges the workers of a run by their heartbeats.
+
+    Args:
+        failure_timeout_s: silence after which a worker counts as lost [s].
+    """
+
+    def __init__(self, failure_timeout_s: float) -> None:
+        self._failure_timeout_s = failure_timeout_s
+        self._activities: dict[str, Activity] = {}
+        self._named: set[tuple[str, int]] = set()
+
+    def note(self, worker: str, activity: Activity) -> None:
+        """A heartbeat."""
+        self._activities[worker] = activity
+
+    def forget(self, worker: str) -> None:
+        """It is gone."""
+        self._activities.pop(worker, None)
+
+    def silent(self) -> list[WorkerSilent]:
+        """Workers that give no sign of life."""
+        return [
+            WorkerSilent(worker, f"gave no sign of life for {activity.silent_s:.1f} s")
+            for worker, activity in self._activities.items()
+            if activity.silent_s >= self._failure_timeout_s
+        ]
+
+    def stuck(
+        self, generation: int, members: Sequence[str]
+    ) -> GenerationStuck | list[WorkerSilent]:
+        """What holds up a generation that is training: all of it, or some of its members.
+
+        Args:
+            generation: its number.
+            members: names of its live members.
+        """
+        nothing = Activity(generation=generation)
+        heard = {worker: self._activities.get(worker, nothing) for worker in members}
+        # Who waited in the generation before does not do so any more.
+        seen = {w: a if a.generation == generation else nothing for w, a in heard.items()}
+        if not seen:
+            return []
+        waits = [activity.waiting_s for activity in seen.values()]
+        limit = self._wait_limit(seen.values())
+        if min(waits) >= limit:
+            text = f"all {len(seen)} workers have waited for each other for {min(waits):.1f} s"
+            return GenerationStuck(generation, f"{text}: data between some hosts does not arrive")
+        hopeless = self._limit(seen.values(), _HOPELESS_FACTOR, _HOPELESS_AT_LEAST_S)
+        return [
+            WorkerSilent(
+                worker, f"made no progress for {activity.step_s:.0f} s while the others waited"
+            )
+            for worker, activity in seen.items()
+            if activity.waiting_s == 0 and activity.step_s >= hopeless and max(waits) > 0
+        ]
+
+    def slow(self, members: Sequence[str]) -> list[tuple[str, float, float]]:
+        """Members the others wait for, each named once a step.
+
+        Returns:
+            (worker, how long its step has taken, the longest step so far) [s].
+        """
+        seen = {worker: self._activities.get(worker, Activity()) for worker in members}
+        limit = self._limit(seen.values(), _SLOW_FACTOR, _SLOW_AT_LEAST_S)
+        found = []
+        for worker, activity in seen.items():
+            others = [other.waiting_s for name, other in seen.items() if name != worker]
+            waited_for = activity.waiting_s == 0 and any(others)
+            if (
+                waited_for
+                and activity.step_s >= limit
+                and (worker, activity.step) not in self._named
+            ):
+                self._named.add((worker, activity.step))
+                longest = max(other.longest_step_s for other in seen.values())
+                found.append((worker, activity.step_s, longest))
+        return found
+
+    def _wait_limit(self, activities: Collection[Activity]) -> float:
+        longest = max(activity.longest_wait_s for activity in activities)
+        known = _STUCK_FACTOR * longest if longest else _FIRST_WAIT_S
+        return max(self._failure_timeout_s, known)
+
+    @staticmethod
+    def _limit(activities: Collection[Activity], factor: float, at_least_s: float) -> float:
+        longest = max((activity.longest_step_s for activity in activities), default=0.0)
+        return max(at_least_s, factor * longest)

@@ -1,0 +1,100 @@
+"""What the agents of a run still hold when another leader comes, put together to one picture.
+
+Also when it is the same leader that comes again, after its own machine was cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hvd_elastic.control import events as ev
+from hvd_elastic.control.commands import Member
+from hvd_elastic.launch.protocol import Message
+
+__all__ = ["Adoption"]
+
+_RETRY_S = 1.0
+
+
+class Adoption:
+    """Waits for the hosts of a run, and knows what they held.
+
+    Args:
+        awaited: hosts that may hold workers.
+        deadline: when to go on without those that have not answered [s, monotonic].
+        patient: a host that cannot be reached is tried again until then.
+    """
+
+    def __init__(self, awaited: Iterable[str], deadline: float, *, patient: bool = False) -> None:
+        self.deadline = deadline
+        self.patient = patient
+        self.postponed: list[tuple[Any, str, Message]] = []
+        """What agents said that can only be understood afterwards."""
+        self.requested_np: int | None = None
+        """The size that was asked for while the run went on."""
+        self._open = set(awaited)
+        self._ready: list[str] = []
+        self._held: dict[str, Message] = {}
+        self._retry_at: dict[str, float] = {}
+
+    def postpone(self, host: str, now: float) -> None:
+        """Try to reach ``host`` in a moment."""
+        self._retry_at[host] = now + _RETRY_S
+
+    def due(self, now: float) -> list[str]:
+        """Hosts to be tried now."""
+        found = [host for host, at in self._retry_at.items() if now >= at]
+        for host in found:
+            del self._retry_at[host]
+        return found
+
+    def answered(self, host: str, held: Message | None) -> None:
+        """The agent of ``host`` is up; ``held``: what it has, None if it is a new one."""
+        self._open.discard(host)
+        self._ready.append(host)
+        if held is not None:
+            self._held[host] = held
+
+    def failed(self, host: str) -> None:
+        """There is no agent on ``host``, and so no worker either."""
+        self._open.discard(host)
+        if host in self._ready:
+            self._ready.remove(host)
+        self._held.pop(host, None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every host has answered."""
+        return not self._open
+
+    @property
+    def workers(self) -> dict[str, tuple[str, int]]:
+        """Host and slot of every worker that was found."""
+        return {found.worker: (found.host, found.slot) for found in self._found()}
+
+    def event(self, hosts: tuple[ev.HostSlots, ...], asked: Iterable[str]) -> ev.RunAdopted:
+        """The whole picture.
+
+        Args:
+            hosts: the hostfile as it is now.
+            asked: every host whose agent was asked for.
+        """
+        newest = max(self._held.values(), key=lambda held: held["generation"], default=None)
+        members = tuple(Member(*values) for values in newest["members"]) if newest else ()
+        return ev.RunAdopted(
+            hosts=hosts,
+            agents=tuple(self._ready),
+            awaited=tuple(host for host in asked if host not in self._ready),
+            generation=newest["generation"] if newest else 0,
+            members=members,
+            requested_np=self.requested_np,
+            workers=tuple(self._found()),
+        )
+
+    def _found(self) -> list[ev.FoundWorker]:
+        return [
+            ev.FoundWorker(host=host, **facts)
+            for host, held in self._held.items()
+            for facts in held["workers"]
+        ]

@@ -1,0 +1,729 @@
+"""Checkpoints as files: written whole or not at all, found, verified, pruned. No torch.
+
+A checkpoint of N shards is N + 1 files in one folder. Each shard,
+``step-000000000100-0-of-2-0123456789ab.shard``, holds the share of the state that one rank wrote;
+its name has the first digits of its SHA-256, so writing a step again never touches what is there.
+``step-000000000100.json``, the manifest, names all shards with their sizes and SHA-256 and is
+written last: shards without a matching manifest are not a checkpoint. All appear by renaming a
+synced temporary, so at every instant, whoever is killed, what was complete stays so.
+
+On the host of a rank, in the *spool*, a shard has a description of its own beside it, of the same
+name ending in ``.json``: whoever finds the shards of one checkpoint on several hosts can put it
+together from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hvd_elastic.errors import CheckpointError
+
+__all__ = [
+    "CheckpointInfo",
+    "HashingWriter",
+    "ShardInfo",
+    "check_folder",
+    "complete_checkpoint",
+    "complete_sets",
+    "describe_shard",
+    "drop_shards",
+    "find_checkpoints",
+    "find_shards",
+    "newest_valid",
+    "parse_manifest",
+    "parse_shard",
+    "prune",
+    "receive_shard",
+    "why_invalid",
+    "write_shard",
+]
+
+log = logging.getLogger(__name__)
+
+FORMAT = 2
+_CHUNK_BYTES = 4 << 20
+# A temporary or an unfinished checkpoint of a writer that cannot be asked (another host) is given
+# this long; a write that takes longer fails, and says so, when its temporary has gone.
+_ABANDONED_S = 3600.0
+_MANIFEST = re.compile(r"step-(\d{12,})\.json")
+_SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
+_DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
+_TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
+_NUMBERS = (
+    *("step", "epoch", "examples", "generation", "index", "count", "rank"),
+    *("header", "begin", "end", "total", "bytes"),
+)
+
+OnSkip = Callable[[Path, str], None]
+Key = tuple[int, int, str, str]
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One rank's share of a checkpoint.
+
+    What all ranks hold alike is one stream of bytes, tensor after tensor; a shard has the part
+    from ``begin`` to ``end`` of it. Before that, shard 0 has ``header`` bytes with the structure
+    of the state and what only rank 0 writes.
+
+    Attributes:
+        path: the file.
+        step, epoch, examples: the progress it holds.
+        generation: number of the generation that wrote it.
+        life: drawn by each leader; tells the generations of a resumed run from the earlier ones.
+        index, count: which shard of how many.
+        host, rank: who wrote it.
+        layout: digest of the names, shapes and types of the stream's tensors.
+        header: bytes before the part of the stream.
+        begin, end, total: its part of the stream and the length of the whole [bytes].
+        tensors: (name, begin, end) of what is in it: bytes of the tensor.
+        bytes, sha256: of the file.
+        created: when it was written [Unix seconds].
+        seconds: how long writing took; 0 for one that was found.
+    """
+
+    path: Path
+    step: int
+    epoch: int
+    examples: int
+    generation: int
+    life: str
+    index: int
+    count: int
+    host: str
+    rank: int
+    layout: str
+    header: int
+    begin: int
+    end: int
+    total: int
+    tensors: tuple[tuple[str, int, int], ...]
+    bytes: int = 0
+    sha256: str = ""
+    created: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def file(self) -> str:
+        """Its name, wherever it lies."""
+        return f"step-{self.step:012d}-{self.index}-of-{self.count}-{self.sha256[:12]}.shard"
+
+    @property
+    def key(self) -> Key:
+        """The same for all shards of one checkpoint, and for no other's."""
+        return (self.step, self.generation, self.life, self.layout)
+
+    def manifest(self) -> dict[str, Any]:
+        """Plain data, for manifests and messages."""
+        fields = asdict(self)
+        del fields["path"], fields["seconds"]
+        tensors = [list(part) for part in self.tensors]
+        return {"format": FORMAT, "file": self.file, **fields, "tensors": tensors}
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint as its manifest describes it.
+
+    Attributes:
+        path: the manifest.
+        shards: by index; their files lie beside it.
+        seconds: how long writing it took; 0 for one that was found.
+    """
+
+    path: Path
+    shards: tuple[ShardInfo, ...]
+    seconds: float = 0.0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps in it."""
+        return self.shards[0].step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch it stands in."""
+        return self.shards[0].epoch
+
+    @property
+    def examples(self) -> int:
+        """Examples consumed so far."""
+        return self.shards[0].examples
+
+    @property
+    def bytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def files(self) -> list[Path]:
+        """The shards, then the manifest that makes them a checkpoint."""
+        return [*(shard.path for shard in self.shards), self.path]
+
+    def manifest(self) -> dict[str, Any]:
+        """What the manifest holds."""
+        first = self.shards[0]
+        return {
+            "format": FORMAT,
+            "step": first.step,
+            "epoch": first.epoch,
+            "examples": first.examples,
+            "generation": first.generation,
+            "bytes": self.bytes,
+            "created": max(shard.created for shard in self.shards),
+            "shards": [shard.manifest() for shard in self.shards],
+        }
+
+
+class HashingWriter:
+    """A file to write to that counts and hashes on the way."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._hash = hashlib.sha256()
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``; returns its size in bytes."""
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[begin : begin + _CHUNK_BYTES]
+            self._raw.write(chunk)
+            self._hash.update(chunk)
+            self.bytes += len(chunk)
+        return len(view)
+
+    def finish(self) -> str:
+        """Bring everything to the disk; returns the SHA-256 in hex."""
+        self._raw.flush()
+        os.fsync(self._raw.fileno())
+        return self._hash.hexdigest()
+
+
+# -- shards
+
+
+def write_shard(
+    folder: Path | str,
+    shard: ShardInfo,
+    write: Callable[[HashingWriter], None],
+) -> ShardInfo:
+    """Write one shard's data, without a description; returns it with size, SHA-256 and times.
+
+    Args:
+        folder: made if it is not there.
+        shard: what it is going to hold.
+        write: writes the data to the file it is given.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or is full; nothing of the attempt is left.
+    """
+    folder = Path(folder)
+    started = time.monotonic()
+    with _explained(folder, f"the checkpoint of step {shard.step}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _temporary(folder) as temporary:
+            with temporary.open("xb") as raw:
+                writer = HashingWriter(raw)
+                write(writer)
+                sha256 = writer.finish()
+            shard = replace(
+                shard,
+                bytes=writer.bytes,
+                sha256=sha256,
+                created=time.time(),
+                seconds=time.monotonic() - started,
+            )
+            shard = replace(shard, path=folder / shard.file)
+            temporary.replace(shard.path)
+    return shard
+
+
+def receive_shard(
+    folder: Path | str, shard: ShardInfo, copy: Callable[[HashingWriter], None]
+) -> ShardInfo:
+    """Write a shard that comes from elsewhere, and prove that it is what was written there.
+
+    Raises:
+        CheckpointError: it was cut or changed on the way, or the folder cannot be written.
+    """
+    arrived = write_shard(folder, replace(shard, path=Path(folder)), copy)
+    wrong = _mismatch(shard, arrived.bytes, arrived.sha256)
+    if wrong is not None:
+        arrived.path.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"shard {shard.index} of {shard.count} of the checkpoint of step {shard.step}, from "
+            f"host {shard.host}: {wrong}; it was cut or changed on the way"
+        )
+    return replace(arrived, created=shard.created)
+
+
+def describe_shard(shard: ShardInfo, keep: int) -> None:
+    """Make a shard in a spool findable by :func:`find_shards`; older steps than ``keep`` go.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    _require_keep(keep)
+    folder = shard.path.parent
+    with _explained(folder, f"the checkpoint of step {shard.step}"):
+        _write_json(shard.path.with_suffix(".json"), shard.manifest())
+    steps = sorted({known.step for known in find_shards(folder) if known.step <= shard.step})
+    if len(steps) > keep:
+        drop_shards(folder, steps[-keep - 1])
+    with _logged(folder):
+        _remove_leftovers(folder)
+
+
+def find_shards(folder: Path | str) -> list[ShardInfo]:
+    """The shards of a spool whose files are as long as they should be, newest step first.
+
+    Contents are not verified: whoever fetches one does that. A folder that is not there has none.
+    """
+    folder = Path(folder)
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _DESCRIPTION.fullmatch(path.name):
+                with contextlib.suppress(OSError, ValueError):
+                    shard = parse_shard(json.loads(path.read_text(encoding="utf-8")), folder)
+                    if shard.path.stat().st_size == shard.bytes:
+                        found.append(shard)
+    return sorted(found, key=lambda shard: (-shard.step, shard.index, shard.file))
+
+
+def drop_shards(folder: Path | str, up_to_step: int | None) -> None:
+    """Remove the shards of a spool up to a step, that included; None: all of them."""
+    folder = Path(folder)
+    with _logged(folder):
+        for path in list(folder.iterdir()) if folder.is_dir() else []:
+            match = _DESCRIPTION.fullmatch(path.name) or _SHARD.fullmatch(path.name)
+            if match and (up_to_step is None or int(match[1]) <= up_to_step):
+                with _logged(path):
+                    path.unlink(missing_ok=True)
+
+
+def complete_sets(shards: Iterable[ShardInfo]) -> list[tuple[ShardInfo, ...]]:
+    """The checkpoints that can be put together from these shards, newest first.
+
+    A shard may be there several times (copies on other hosts); the first one is taken.
+
+    >>> complete_sets([])
+    []
+    """
+    known: dict[Key, dict[int, ShardInfo]] = {}
+    for shard in shards:
+        known.setdefault(shard.key, {}).setdefault(shard.index, shard)
+    complete = []
+    for parts in known.values():
+        ordered = tuple(parts[index] for index in sorted(parts))
+        if why_incomplete(ordered) is None:
+            complete.append(ordered)
+    return sorted(complete, key=lambda parts: (-parts[0].step, -parts[0].created))
+
+
+def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
+    """Why these shards, by index, are not one whole checkpoint; None if they are."""
+    if not shards:
+        return "it has no shards"
+    count, total = shards[0].count, shards[0].total
+    missing = sorted({*range(count)} - {shard.index for shard in shards})
+    if missing:
+        return f"shard {missing[0]} of {count} is missing"
+    if [shard.index for shard in shards] != [*range(count)]:
+        return "its shards are not in order"
+    at = 0
+    for shard in shards:
+        if shard.key != shards[0].key or (shard.count, shard.total) != (count, total):
+            return f"shard {shard.index} belongs to another checkpoint"
+        if shard.begin != at or shard.end < at:
+            return f"shard {shard.index} begins at byte {shard.begin} instead of {at}"
+        at = shard.end
+    return None if at == total else f"its shards end at byte {at} of {total}"
+
+
+# -- checkpoints
+
+
+def complete_checkpoint(
+    folder: Path | str, shards: Sequence[ShardInfo], keep: int, seconds: float = 0.0
+) -> CheckpointInfo:
+    """Make shards that lie in ``folder`` its newest checkpoint and prune what is too old.
+
+    Args:
+        shards: all of them, by index, their files in ``folder``, verified.
+        keep: checkpoints to keep, this one included, >= 1.
+        seconds: how long it took, for the answer.
+
+    Raises:
+        CheckpointError: they are not a whole, or the folder cannot be written; the checkpoints
+            that were there are untouched.
+    """
+    _require_keep(keep)
+    folder = Path(folder)
+    wrong = why_incomplete(shards)
+    if wrong is not None:
+        raise CheckpointError(f"the checkpoint was not completed in {folder}: {wrong}")
+    info = CheckpointInfo(
+        folder / f"step-{shards[0].step:012d}.json",
+        tuple(replace(shard, path=folder / shard.file) for shard in shards),
+        seconds,
+    )
+    try:
+        with _explained(folder, f"the checkpoint of step {info.step}"):
+            # The shards' names must be on the disk before the manifest that counts on them.
+            _sync_folder(folder)
+            _write_json(info.path, info.manifest())
+    except CheckpointError:
+        named = {shard.file for known in find_checkpoints(folder) for shard in known.shards}
+        for shard in info.shards:
+            if shard.file not in named:
+                with _logged(shard.path):
+                    shard.path.unlink(missing_ok=True)
+        raise
+    prune(folder, keep, info)
+    return info
+
+
+def find_checkpoints(folder: Path | str) -> list[CheckpointInfo]:
+    """The complete checkpoints of a folder, newest (greatest step) first; contents not verified.
+
+    A folder that is not there has none.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    return [info for _, info, _ in _candidates(Path(folder)) if info is not None]
+
+
+def newest_valid(folder: Path | str, on_skip: OnSkip | None = None) -> CheckpointInfo | None:
+    """The newest checkpoint whose data is what was written; None if there is none.
+
+    Args:
+        folder: where to look.
+        on_skip: told (path, why) of each newer one that is incomplete or damaged, newest first;
+            by default a warning is logged.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    tell = _warn_of_skip if on_skip is None else on_skip
+    for path, info, why in _candidates(Path(folder)):
+        if info is None:
+            tell(path, why)
+            continue
+        wrong = why_invalid(info)
+        if wrong is None:
+            return info
+        tell(*wrong)
+    return None
+
+
+def why_invalid(info: CheckpointInfo) -> tuple[Path, str] | None:
+    """The first file of a checkpoint that is not what it should be, and why; None if all are."""
+    # The cheap half first.
+    for check in (_wrong_size, _wrong_content):
+        for shard in info.shards:
+            try:
+                wrong = check(shard)
+            except OSError as error:
+                wrong = f"it cannot be read: {error.strerror or error}"
+            if wrong is not None:
+                return shard.path, wrong
+    return None
+
+
+def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
+    """Remove what is older than the newest ``keep`` up to ``latest``, and what writers left behind.
+
+    Checkpoints of later steps than ``latest`` stay: training went back behind them, perhaps
+    because they are damaged, and what is known to be good must not give way to them. What cannot
+    be removed is logged; that is no reason to fail.
+    """
+    _require_keep(keep)
+    folder = Path(folder)
+    with _logged(folder):
+        present = find_checkpoints(folder)
+        kept = [info for info in present if info.step <= latest.step][:keep]
+        oldest = min((info.step for info in kept), default=latest.step)
+        named = {
+            shard.path.name for info in present if info.step >= oldest for shard in info.shards
+        }
+        for path in list(folder.iterdir()):
+            found = _MANIFEST.fullmatch(path.name)
+            # The manifest goes first: data without one is rubbish, one without data a puzzle.
+            if found and int(found[1]) < oldest:
+                with _logged(path):
+                    path.unlink(missing_ok=True)
+        for path in list(folder.iterdir()):
+            with _logged(path):
+                found = _SHARD.fullmatch(path.name)
+                if found and path.name not in named and not path.is_dir():
+                    if int(found[1]) < oldest or _is_replaced(path, kept) or _is_abandoned(path):
+                        path.unlink(missing_ok=True)
+        _remove_leftovers(folder)
+
+
+def check_folder(folder: Path | str) -> None:
+    """Make sure that checkpoints can be written to ``folder``, before training counts on it.
+
+    Raises:
+        CheckpointError: it cannot be made or written.
+    """
+    folder = Path(folder)
+    with _explained(folder, "checkpoints"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _temporary(folder) as probe:
+            probe.write_bytes(b"hvd_elastic")
+
+
+# -- writing
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with _temporary(path.parent) as temporary:
+        with temporary.open("x", encoding="utf-8") as text:
+            json.dump(value, text)
+            text.write("\n")
+            text.flush()
+            os.fsync(text.fileno())
+        temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """A name in ``folder`` that says who writes it; whatever is still there afterwards goes."""
+    path = folder / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_replaced(path: Path, complete: list[CheckpointInfo]) -> bool:
+    """Whether a shard gave way to a newer checkpoint of the same step."""
+    return any(
+        path.name.startswith(f"step-{info.step:012d}-")
+        and path.stat().st_mtime_ns < info.path.stat().st_mtime_ns
+        for info in complete
+    )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for path in list(folder.iterdir()):
+        with _logged(path):
+            if _TEMPORARY.fullmatch(path.name) and _is_abandoned(path):
+                path.unlink(missing_ok=True)
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether nobody is going to finish this file."""
+    found = _TEMPORARY.fullmatch(path.name)
+    if found and found["host"] == socket.gethostname():
+        pid = int(found["pid"])
+        if pid == os.getpid():
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+    try:
+        return time.time() - path.stat().st_mtime > _ABANDONED_S
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _explained(folder: Path, what: str) -> Iterator[None]:
+    """Turn the system's refusal into what the user can do about it."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"{what} was not written: {folder} is full ({reason}); free some space there, "
+                "keep fewer checkpoints, or choose another folder. The checkpoints that were "
+                "there are untouched"
+            ) from error
+        at = f" at {error.filename}" if error.filename not in (None, str(folder)) else ""
+        raise CheckpointError(
+            f"{what} cannot be written to {folder}: {reason}{at}; give a folder that can be made "
+            "and written by this user. Checkpoints that were there are untouched"
+        ) from error
+
+
+@contextlib.contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        log.warning("%s is no longer needed and could not be removed: %s", path, error)
+
+
+def _require_keep(keep: int) -> None:
+    if keep < 1:
+        raise ValueError(f"keep is {keep}, it must be 1 or more")
+
+
+# -- reading
+
+
+def _candidates(folder: Path) -> list[tuple[Path, CheckpointInfo | None, str]]:
+    """(path, info, "") or (path, None, why it is no checkpoint), newest first."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints cannot be looked for in {folder}: {error.strerror or error}; give the "
+            "folder that holds them"
+        ) from error
+    found: list[tuple[int, Path, CheckpointInfo | None, str]] = []
+    for name in names:
+        if match := _MANIFEST.fullmatch(name):
+            path, step = folder / name, int(match[1])
+            try:
+                info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), folder)
+                if info.step != step:
+                    raise ValueError(f"it says step {info.step}")
+                missing = [s.path.name for s in info.shards if s.path.name not in names]
+                if missing:
+                    raise ValueError(f"its shard {missing[0]} is missing")
+            except FileNotFoundError:  # pruned by its writer since it was listed
+                continue
+            except (OSError, ValueError) as error:
+                found.append((step, path, None, f"its manifest is of no use: {error}"))
+            else:
+                found.append((step, path, info, ""))
+    said = {step for step, *_ in found}
+    for name in sorted(names):
+        match = _SHARD.fullmatch(name)
+        if match and int(match[1]) not in said:
+            said.add(int(match[1]))
+            why = "it has no manifest, so its checkpoint was not completed"
+            found.append((int(match[1]), folder / name, None, why))
+    found.sort(key=lambda entry: (-entry[0], entry[1].name))
+    return [entry[1:] for entry in found]
+
+
+def parse_manifest(manifest: Any, folder: Path) -> CheckpointInfo:
+    """What a checkpoint's manifest says; its shards are in ``folder``.
+
+    Raises:
+        ValueError: it makes no sense; names the field.
+    """
+    _check_format(manifest)
+    described = manifest.get("shards")
+    if not isinstance(described, list):
+        raise ValueError(f"shards is {described!r}, it must be a list")
+    shards = tuple(parse_shard(entry, folder) for entry in described)
+    wrong = why_incomplete(shards)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return CheckpointInfo(folder / f"step-{shards[0].step:012d}.json", shards)
+
+
+def parse_shard(described: Any, folder: Path) -> ShardInfo:
+    """What :meth:`ShardInfo.manifest` said, of a file in ``folder``.
+
+    It may come from another host, so nothing in it is trusted as a path.
+
+    Raises:
+        ValueError: it makes no sense; names the field.
+    """
+    _check_format(described)
+    numbers: dict[str, Any] = {}
+    for name in _NUMBERS:
+        value = described.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} is {value!r}, it must be a whole number >= 0")
+        numbers[name] = value
+    texts: dict[str, Any] = {}
+    for name in ("life", "host", "layout", "sha256"):
+        texts[name] = described.get(name)
+        if not isinstance(texts[name], str):
+            raise ValueError(f"{name} is {texts[name]!r}, it must be a text")
+    if not re.fullmatch(r"[0-9a-f]{64}", texts["sha256"]):
+        raise ValueError(f"sha256 is {texts['sha256']!r}, it must be 64 hexadecimal digits")
+    created, tensors = described.get("created"), described.get("tensors")
+    if not isinstance(created, (int, float)) or isinstance(created, bool):
+        raise ValueError(f"created is {created!r}, it must be Unix seconds")
+    if not isinstance(tensors, list) or not all(_is_part(part) for part in tensors):
+        raise ValueError("tensors must be a list of [name, first byte, byte after the last]")
+    parts = tuple((part[0], part[1], part[2]) for part in tensors)
+    shard = ShardInfo(folder, tensors=parts, created=float(created), **numbers, **texts)
+    if described.get("file") != shard.file:
+        raise ValueError(f"file is {described.get('file')!r}, it must be {shard.file!r}")
+    if shard.header + shard.end - shard.begin != shard.bytes:
+        raise ValueError(f"bytes is {shard.bytes}, header and range say something else")
+    return replace(shard, path=folder / shard.file)
+
+
+def _check_format(described: Any) -> None:
+    if not isinstance(described, Mapping):
+        raise ValueError(f"it holds {type(described).__name__} instead of an object")
+    if described.get("format") != FORMAT:
+        raise ValueError(
+            f"format is {described.get('format')!r}, this version reads {FORMAT}; resume with the "
+            "version that wrote it"
+        )
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, list) and [type(item) for item in part] == [str, int, int]
+
+
+def _wrong_size(shard: ShardInfo) -> str | None:
+    return _mismatch(shard, shard.path.stat().st_size, shard.sha256)
+
+
+def _wrong_content(shard: ShardInfo) -> str | None:
+    digest = hashlib.sha256()
+    with shard.path.open("rb") as data:
+        while chunk := data.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return _mismatch(shard, shard.bytes, digest.hexdigest())
+
+
+def _mismatch(shard: ShardInfo, size: int, sha256: str) -> str | None:
+    if size < shard.bytes:
+        return f"it is truncated: {size} of {shard.bytes} bytes"
+    if size > shard.bytes:
+        return f"it is too long: {size} bytes instead of {shard.bytes}"
+    if sha256 != shard.sha256:
+        return f"it is corrupted: SHA-256 is {sha256[:12]}…, not {shard.sha256[:12]}…"
+    return None
+
+
+def _warn_of_skip(path: Path, why: str) -> None:
+    log.warning("checkpoint %s is skipped: %s", path, why)

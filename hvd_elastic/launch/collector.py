@@ -1,0 +1,379 @@
+"""Brings the shards of checkpoints together: from the hosts to the run, and back for a restart.
+
+The leader tells it what workers and agents said and asks it nothing but whether it is busy; files
+move in its threads, from all hosts at once, one checkpoint at a time. If they come faster than the
+network takes them, the newest complete one is next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvd_elastic.errors import CheckpointError, HvdElasticError
+from hvd_elastic.launch.checkpoint_url import CheckpointUrl, is_url
+from hvd_elastic.launch.checkpoints import (
+    CheckpointInfo,
+    HashingWriter,
+    Key,
+    ShardInfo,
+    check_folder,
+    complete_checkpoint,
+    complete_sets,
+    find_checkpoints,
+    newest_valid,
+    parse_shard,
+    receive_shard,
+)
+from hvd_elastic.launch.protocol import Message, encode
+
+__all__ = ["CheckpointCollector", "HostFiles"]
+
+_AT_ONCE = 16
+
+
+class HostFiles(Protocol):
+    """What a collector needs of the connection to an agent."""
+
+    info: Message
+
+    def send(self, message: Message) -> None:
+        """Queue a message to the agent."""
+
+    def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
+        """Give ``write`` the content of a file there; SshError if it cannot be had."""
+
+    def put(self, local: Path, remote: str) -> None:
+        """Copy a file to there; SshError if it cannot be written."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A shard, and a host that has it."""
+
+    host: str
+    agent: HostFiles
+    shard: ShardInfo
+    seconds: float = 0.0
+    blocked_s: float = 0.0
+
+    @property
+    def remote(self) -> str:
+        return f"{self.agent.info['spool']}/{self.shard.file}"
+
+
+class CheckpointCollector:
+    """The checkpoints of one run; its methods are called from the leader's loop.
+
+    Args:
+        folder: where checkpoints are put together and kept.
+        place: ``--checkpoint-dir``; a URL is uploaded to, a folder is used instead of ``folder``.
+        keep: checkpoints to keep.
+        copies: other hosts that keep a copy of each shard.
+        resumed: checkpoints that an earlier leader did not collect are wanted.
+        agents: host → connection, of the hosts that are up now.
+        post: has something called in the leader's loop.
+        emit, warn: record an event, a warning.
+        on_idle: told when the last of what was on its way is there, or is given up.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        place: str | None,
+        *,
+        keep: int,
+        copies: int,
+        resumed: bool,
+        agents: Callable[[], Mapping[str, HostFiles]],
+        post: Callable[[Callable[[], None]], None],
+        emit: Callable[[str, Mapping[str, Any]], None],
+        warn: Callable[[str], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self._url = CheckpointUrl(place) if place is not None and is_url(place) else None
+        self.folder = folder if place is None or self._url is not None else Path(place)
+        self._keep = keep
+        self._copies = copies
+        self._accepting = resumed
+        self._agents = agents
+        self._post = post
+        self._emit = emit
+        self._warn = warn
+        self._on_idle = on_idle
+        self._known: dict[Key, list[_Source]] = {}
+        self._working = False
+        self._idle = threading.Event()
+        self._idle.set()
+        self._complaints: set[str] = set()
+        self._lost = False
+        self.newest_step = -1
+        """Of the newest checkpoint in the folder that training went on from, or passed."""
+        self.restored_from = ""
+        """Manifest of the checkpoint that was last brought to the workers."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is on its way."""
+        return self._working
+
+    def check(self) -> None:
+        """Make sure that checkpoints can be written, before training counts on it.
+
+        Raises:
+            CheckpointError: they cannot.
+        """
+        check_folder(self.folder)
+        if self._url is not None:
+            self._url.check()
+        self.newest_step = max((info.step for info in find_checkpoints(self.folder)), default=-1)
+
+    # -- what is there to collect ----------------------------------------------------------
+
+    def written(self, host: str, agent: HostFiles, said: Message) -> None:
+        """A worker has written its shard into the spool of its host."""
+        try:
+            shard = parse_shard(said["shard"], self.folder)
+        except ValueError as error:
+            self._complain(f"host {host}: a checkpoint was not kept: {error}")
+            return
+        self._accepting = False
+        source = _Source(host, agent, shard, said.get("seconds", 0.0), said.get("blocked_s", 0.0))
+        self._known.setdefault(shard.key, []).append(source)
+        self._begin()
+
+    def offered(self, host: str, agent: HostFiles, spooled: Sequence[Any]) -> None:
+        """A fresh agent says what the spool of its host holds from an earlier leader."""
+        if not spooled:
+            return
+        if not self._accepting:
+            # Training has gone on from elsewhere: what is there belongs to no history any more.
+            agent.send({"op": "collected", "step": None})
+            return
+        for described in spooled:
+            with contextlib.suppress(ValueError):
+                shard = parse_shard(described, self.folder)
+                self._known.setdefault(shard.key, []).append(_Source(host, agent, shard))
+        self._begin()
+
+    def failed(self, host: str, message: str) -> None:
+        """A worker could not write its shard."""
+        self._complain(f"host {host}: {message}")
+
+    def _complain(self, message: str) -> None:
+        """Warn, once until a checkpoint succeeds: a full disk stays full."""
+        kind = re.sub(r"\d+", "#", message)
+        if kind not in self._complaints:
+            self._complaints.add(kind)
+            self._warn(message)
+
+    # -- collecting ------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._working:
+            return
+        shards = [source.shard for sources in self._known.values() for source in sources]
+        whole = [parts for parts in complete_sets(shards) if parts[0].step >= self.newest_step]
+        if whole:
+            sources = self._known[whole[0][0].key]
+            self._working = True
+            self._idle.clear()
+            threading.Thread(
+                target=self._collect, args=(whole[0], sources), name="checkpoint", daemon=True
+            ).start()
+
+    def _collect(self, shards: Sequence[ShardInfo], sources: Sequence[_Source]) -> None:
+        """In a thread: bring all shards of a checkpoint, then do for it what else was asked."""
+        began = time.monotonic()
+        written_s = max(source.seconds for source in sources)
+        info: CheckpointInfo | None = None
+        problems: list[str] = []
+        try:
+            received = self._receive_all(shards, sources)
+            seconds = time.monotonic() - began + written_s
+            info = complete_checkpoint(self.folder, received, self._keep, seconds)
+            problems += self._copy(info)
+            place = str(info.path)
+            if self._url is not None:
+                try:
+                    self._url.upload(info, self._keep)
+                    place = f"{self._url.url}/{info.path.name}"
+                except CheckpointError as error:
+                    problems.append(f"a checkpoint is in the run folder alone: {error}")
+            self._tell(info, place, sources)
+        except (HvdElasticError, OSError) as error:
+            problems.append(f"the checkpoint of step {shards[0].step} was not kept: {error}")
+        finally:
+            self._post(lambda: self._ended(shards[0].key, info, problems))
+
+    def _receive_all(
+        self, shards: Sequence[ShardInfo], sources: Sequence[_Source]
+    ) -> list[ShardInfo]:
+        there = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+
+        def receive(shard: ShardInfo) -> ShardInfo:
+            error: HvdElasticError | None = None
+            for source in sources:
+                if source.shard.file == shard.file:
+                    try:
+                        return receive_shard(self.folder, shard, _reading(source))
+                    except HvdElasticError as failure:
+                        error = failure
+            raise error or CheckpointError(f"no host has shard {shard.index}")
+
+        with ThreadPoolExecutor(min(_AT_ONCE, len(shards))) as pool:
+            futures = [pool.submit(receive, shard) for shard in shards]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for shard in shards:
+                if shard.file not in there:
+                    (self.folder / shard.file).unlink(missing_ok=True)
+            raise
+
+    def _tell(self, info: CheckpointInfo, place: str, sources: Sequence[_Source]) -> None:
+        fields = {
+            "step": info.step,
+            "path": place,
+            "bytes": info.bytes,
+            "seconds": round(info.seconds, 3),
+            "blocked_s": round(max(source.blocked_s for source in sources), 6),
+            "shards": len(info.shards),
+        }
+        self._post(lambda: self._emit("checkpoint", fields))
+
+    def _copy(self, info: CheckpointInfo) -> list[str]:
+        """Put copies of each shard on other hosts; what went wrong."""
+        problems = []
+        agents = {host: agent for host, agent in dict(self._agents()).items() if agent.info}
+        for shard in info.shards:
+            others = _others(list(agents), shard.host, self._copies)
+            if len(others) < self._copies:
+                problems.append(
+                    f"a checkpoint has fewer copies than --checkpoint-copies {self._copies}: "
+                    f"only {len(others)} other hosts are up"
+                )
+            for host in others:
+                spool = agents[host].info["spool"]
+                described = self.folder / f".tmp-description-{shard.sha256[:12]}"
+                try:
+                    agents[host].put(shard.path, f"{spool}/{shard.file}")
+                    described.write_bytes(encode(shard.manifest()))
+                    agents[host].put(described, f"{spool}/{Path(shard.file).stem}.json")
+                except (HvdElasticError, OSError) as error:
+                    problems.append(f"a copy of a checkpoint was not made: {error}")
+                finally:
+                    described.unlink(missing_ok=True)
+        return list(dict.fromkeys(problems))
+
+    def _ended(self, key: Key, info: CheckpointInfo | None, problems: Sequence[str]) -> None:
+        self._working = False
+        self._known.pop(key, None)
+        if info is not None:
+            self._lost = False
+            self.newest_step = info.step
+            # What is older and still not complete will never be, or is of no interest.
+            self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
+            self._release(info.step - 1 if self._copies else info.step)
+        else:
+            self._lost = True
+            self._release(key[0] - 1)  # the newest stays where it is
+        if not problems:
+            self._complaints.clear()
+        for problem in problems:
+            self._complain(problem)
+        self._begin()
+        if not self._working:
+            self._idle.set()
+            self._on_idle()
+
+    def _release(self, up_to_step: int | None) -> None:
+        for agent in self._agents().values():
+            agent.send({"op": "collected", "step": up_to_step})
+
+    def leaving(self, agent: HostFiles) -> None:
+        """A host is not part of the run any more: its spool goes with its agent."""
+        agent.send({"op": "collected", "step": None})
+
+    def end(self, *, succeeded: bool) -> None:
+        """The run ends: nothing of the spools is needed, unless it is all there is."""
+        if succeeded or not (self._copies or self._lost or self.busy):
+            self._release(None)
+
+    # -- the way back ----------------------------------------------------------------------
+
+    def bring(self, agent: HostFiles | None, name: str, done: Callable[[str | None], None]) -> None:
+        """Put the newest complete checkpoint where a worker can load it; beside the loop.
+
+        Args:
+            agent: of the worker's host.
+            name: of the folder to make in its spool.
+            done: told the manifest's path there, in the loop; None: there is no checkpoint.
+        """
+        threading.Thread(
+            target=self._bring, args=(agent, name, done), name="restore", daemon=True
+        ).start()
+
+    def _bring(
+        self, agent: HostFiles | None, name: str, done: Callable[[str | None], None]
+    ) -> None:
+        said: list[str] = []
+        remote: str | None = None
+        newest: CheckpointInfo | None = None
+        self._idle.wait()  # what earlier leaders left is being collected
+
+        def skip(path: Path, why: str) -> None:
+            said.append(f"checkpoint {path} was skipped: {why}")
+
+        try:
+            newest = newest_valid(self.folder, skip)
+            newest = self._download(newest, skip) or newest
+            if newest is not None and agent is not None:
+                self.restored_from = str(newest.path)
+                for path in newest.files:
+                    remote = f"{agent.info['spool']}/{name}/{path.name}"
+                    agent.put(path, remote)
+        except (HvdElasticError, OSError) as error:
+            said.append(f"no checkpoint could be brought to the workers: {error}")
+            remote = None
+
+        def tell() -> None:
+            self._accepting = False
+            self._known.clear()
+            self.newest_step = -1 if newest is None else newest.step
+            # A history that is not gone on with must not be taken up later.
+            self._release(None)
+            for message in said:
+                self._warn(message)
+            done(remote)
+
+        self._post(tell)
+
+    def _download(
+        self, newest: CheckpointInfo | None, skip: Callable[[Path, str], None]
+    ) -> CheckpointInfo | None:
+        if self._url is None:
+            return None
+        newer_than = -1 if newest is None else newest.step
+        return self._url.download_newest(self.folder, self._keep, newer_than, skip)
+
+
+def _reading(source: _Source) -> Callable[[HashingWriter], None]:
+    return lambda writer: source.agent.receive(source.remote, writer.write)
+
+
+def _others(hosts: Sequence[str], own: str, count: int) -> list[str]:
+    """The ``count`` hosts after ``own`` in order, the first after the last.
+
+    >>> _others(["a", "b", "c"], "b", 2)
+    ['c', 'a']
+    """
+    at = hosts.index(own) + 1 if own in hosts else 0
+    return [host for host in [*hosts[at:], *hosts[:at]] if host != own][:count]

@@ -1,0 +1,885 @@
+"""The leader of a run: carries out what the machine decides, and tells it what happened.
+
+It owns no policy: :class:`hvd_elastic.control.machine.RunMachine` decides, this module connects,
+sends, writes and reads. Everything runs in one loop; the threads of the agents' connections and of
+file transfers only post to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvd_elastic.cluster.hostfile import Host, parse_hostfile
+from hvd_elastic.cluster.ssh import SshOptions, is_local, own_address_towards
+from hvd_elastic.control import commands as cmd
+from hvd_elastic.control import events as ev
+from hvd_elastic.control.endings import how_it_ended
+from hvd_elastic.control.loop import Loop
+from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
+from hvd_elastic.control.progress import Activity, ProgressWatch
+from hvd_elastic.errors import HostfileError
+from hvd_elastic.launch.adoption import Adoption
+from hvd_elastic.launch.collector import CheckpointCollector
+from hvd_elastic.launch.protocol import Message
+from hvd_elastic.launch.remote_agent import AgentConnection
+from hvd_elastic.launch.spec import RunSpec
+from hvd_elastic.telemetry.records import EventLog, RecordNotWrittenError
+from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.telemetry.summary import RunSummary, summarize
+from hvd_elastic.words import count, worker_name
+
+if TYPE_CHECKING:
+    from hvd_elastic.launch.scaler import Scaler
+
+__all__ = ["Leader"]
+
+_TICK_S = 0.25
+_ADOPTION_S = 12.0
+_STOP_CHECKPOINT_S = 10.0
+_GRACE_S = 3.0
+_FETCH_PATIENCE_S = 60.0
+_LOG_TAIL_LINES = 30
+
+Show = Callable[[Mapping[str, Any]], None]
+ShowOutput = Callable[[str, int, str], None]
+
+
+class Leader:
+    """Leads one run from its start, or from where it stood, to its end.
+
+    Args:
+        spec: what to run.
+        folder: its run folder, whose lead the caller has taken.
+        environment: variables for the workers; they reach them through the agents' stdin.
+        show: called with every event as it is recorded.
+        show_output: called with (host, local rank, line) for what the worker of rank 0 prints.
+        resumed: the run had a leader before.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        environment: Mapping[str, str],
+        show: Show,
+        show_output: ShowOutput,
+        *,
+        resumed: bool = False,
+    ) -> None:
+        self._spec = spec
+        self._folder = folder
+        self._environment = dict(environment)
+        self._show = show
+        self._show_output = show_output
+        self._events = EventLog(folder.events)
+        self._audit = EventLog(folder.audit) if spec.audit else None
+        self._loop = Loop(self._next_deadline, self._tick)
+        self._hosts: dict[str, Host] = {}
+        self._hostfile_stamp: tuple[int, int, int] | None = None
+        self._hostfile_error = ""
+        self._agents: dict[str, AgentConnection] = {}
+        self._ending: list[AgentConnection] = []
+        self._workers: dict[str, tuple[str, int]] = {}
+        self._started: dict[str, float] = {}
+        self._logs: dict[str, Any] = {}
+        self._partial: dict[str, str] = {}
+        self._members: tuple[cmd.Member, ...] = ()
+        self._next_tick = time.monotonic()
+        self._finish: cmd.Finish | None = None
+        self._finish_deadline = 0.0
+        self._stop_deadline: float | None = None
+        self._stop: ev.StopRequested | None = None
+        self._stop_step = 0
+        self._failure_shown = False
+        self._progress = {"step": 0, "epoch": 0, "examples": 0}
+        self._written = dict(self._progress)
+        self._resumed = resumed
+        self._collector = CheckpointCollector(
+            folder.checkpoints,
+            spec.checkpoint_folder,
+            keep=spec.keep_checkpoints,
+            copies=spec.checkpoint_copies,
+            resumed=resumed,
+            agents=lambda: self._agents,
+            post=self._loop.post,
+            emit=self._emit,
+            warn=self._warn,
+            on_idle=self._checkpoints_idle,
+        )
+        self._machine = self._new_machine(has_checkpoint=resumed)
+        self._id = secrets.token_hex(8)
+        self._adoption: Adoption | None = None
+        self._asked: list[str] = []
+        self._next_beat = 0.0
+        self._recorded_step: int | None = None
+        self._watch = ProgressWatch(spec.failure_timeout_s)
+        self._looked_at = time.monotonic()
+        self._scaler = self._new_scaler()
+
+    def _new_scaler(self) -> Scaler | None:
+        if self._spec.policy == "fixed":
+            return None
+        from hvd_elastic.launch.scaler import Scaler
+
+        return Scaler(self._spec, self._emit, time.monotonic())
+
+    def _new_machine(self, *, has_checkpoint: bool) -> RunMachine:
+        spec = self._spec
+        config = MachineConfig(
+            min_np=spec.min_np,
+            max_np=spec.max_np,
+            # A policy begins with little, and learns from it what more would bring.
+            np=spec.min_np if spec.np is None and spec.policy != "fixed" else spec.np,
+            spares=spec.spares,
+        )
+        return RunMachine(config, has_checkpoint)
+
+    # -- life ------------------------------------------------------------------------------
+
+    def run(self) -> cmd.Finish:
+        """Lead until the end.
+
+        Raises:
+            HostfileError: the hostfile cannot be read at the start.
+            CheckpointError: the checkpoint folder cannot be written.
+        """
+        self._collector.check()
+        hosts = self._read_hostfile()
+        past = summarize(self._folder.read_events()) if self._resumed else None
+        self._emit(
+            "run_started",
+            {
+                "run_id": self._folder.run_id,
+                "hosts": [[host.name, host.slots] for host in hosts],
+                "min_np": self._spec.min_np,
+                "max_np": self._spec.max_np,
+                "np": self._spec.np,
+                "command": list(self._spec.command),
+                "resumed": self._resumed,
+            },
+        )
+        with self._signals():
+            try:
+                if past is not None:
+                    self._ask_around(hosts, past, _ADOPTION_S)
+                else:
+                    self._tell(self._hosts_changed(hosts))
+                self._loop.run()
+            finally:
+                self._end_agents()
+        assert self._finish is not None
+        self._emit(
+            "run_finished",
+            {
+                "status": self._finish.status,
+                "message": self._finish.message,
+                "steps": self._progress["step"],
+                "examples": self._progress["examples"],
+                "epochs": self._progress["epoch"],
+            },
+        )
+        for file in self._logs.values():
+            file.close()
+        if self._audit is not None:
+            self._audit.close()
+        self._events.close()
+        return self._finish
+
+    @contextlib.contextmanager
+    def _signals(self) -> Any:
+        def ask_to_stop(number: int, _: Any) -> None:
+            name = signal.Signals(number).name
+            reason = "Ctrl-C" if number == signal.SIGINT else name
+            self._loop.post(functools.partial(self._ask_to_stop, reason))
+
+        before = {
+            number: signal.signal(number, ask_to_stop)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            yield
+        finally:
+            # A second Ctrl-C while the agents end must not leave anything behind.
+            for number in before:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _end_agents(self) -> None:
+        """Every agent ends its workers and itself; wait until they have."""
+        agents = [*self._agents.values(), *self._ending]
+        succeeded = self._finish is not None and self._finish.status == "succeeded"
+        self._collector.end(succeeded=succeeded)
+        for agent in agents:
+            agent.shutdown(_GRACE_S)
+        deadline = time.monotonic() + _GRACE_S + 9
+        for agent in agents:
+            if not agent.wait_gone(max(0.0, deadline - time.monotonic())):
+                self._warn(f"host {agent.host.name}: the agent did not answer the end of the run")
+                agent.drop()
+
+    # -- the succession of an earlier leader -------------------------------------------------
+
+    def _ask_around(
+        self, hosts: list[Host], past: RunSummary, wait_s: float, *, patient: bool = False
+    ) -> None:
+        """Before anything else: what do the hosts still hold of this run?"""
+        awaited = past.generation_hosts or [host.name for host in hosts]
+        adoption = Adoption(awaited, time.monotonic() + wait_s, patient=patient)
+        self._adoption = adoption
+        if past.np == self._spec.np:  # otherwise the user has asked for another size just now
+            adoption.requested_np = past.scaled_to
+        self._hosts = {host.name: host for host in hosts}
+        # Those that the hostfile does not name any more hold workers that have to go.
+        self._asked = [*dict.fromkeys([*awaited, *self._hosts])]
+        for name in self._asked:
+            if patient:
+                adoption.postpone(name, time.monotonic())
+            else:
+                self._start_agent(name, take_over=True)
+        self._adopt_when_complete()
+
+    def _lead_again(self, silent_s: float) -> None:
+        """No host is heard any more: this machine is cut off, and the run goes on without it."""
+        grace_s = self._spec.leader_grace_s
+        self._emit("leader_cut_off", {"silent_s": round(silent_s, 3), "grace_s": grace_s})
+        for agent in self._agents.values():
+            agent.drop()
+        self._agents.clear()
+        self._workers.clear()
+        self._members = ()
+        self._watch = ProgressWatch(self._spec.failure_timeout_s)
+        # The agents tell leaders apart by it, and this one comes as another.
+        self._id = secrets.token_hex(8)
+        self._machine = self._new_machine(has_checkpoint=True)
+        past = summarize(self._folder.read_events())
+        wait_s = max(_ADOPTION_S, grace_s - silent_s)
+        self._ask_around(list(self._hosts.values()), past, wait_s, patient=True)
+
+    def _heard_of_the_past(
+        self, agent: AgentConnection, host: str, message: Message, adoption: Adoption
+    ) -> None:
+        if message["ev"] == "up":
+            adoption.answered(host, message.get("held"))
+            if adoption.patient:  # whoever is alive can be reached by now
+                adoption.deadline = min(adoption.deadline, time.monotonic() + _ADOPTION_S)
+            # Before any worker says that it has written another checkpoint.
+            self._collector.offered(host, agent, message.get("spooled", []))
+            message = {**message, "spooled": []}
+        elif message["ev"] == "down":
+            if adoption.patient and not agent.up and not message["fatal"]:
+                del self._agents[host]
+                adoption.postpone(host, time.monotonic())
+                return
+            adoption.failed(host)
+        adoption.postponed.append((agent, host, message))
+        self._adopt_when_complete()
+
+    def _adopt_when_complete(self) -> None:
+        adoption = self._adoption
+        if adoption is None or not (adoption.complete or time.monotonic() >= adoption.deadline):
+            return
+        self._adoption = None
+        slots = tuple(ev.HostSlots(host.name, host.slots) for host in self._hosts.values())
+        self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
+        event = adoption.event(slots, self._asked)
+        self._workers = dict(adoption.workers)
+        self._members = event.members
+        self._tell(event)
+        for agent, host, message in adoption.postponed:
+            self._heard(agent, host, message)
+        if self._machine.phase is Phase.FORMING:
+            # What had been put into its stores for other hosts was lost with the leader.
+            cause = "the leader was lost while the world changed"
+            self._tell(ev.GenerationStuck(self._machine.generation, cause))
+
+    # -- the loop --------------------------------------------------------------------------
+
+    def _next_deadline(self) -> float:
+        due = self._machine.deadline()
+        if self._adoption is not None:
+            due = self._adoption.deadline
+        return self._next_tick if due is None else min(due, self._next_tick)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            if self._adoption is None:
+                self._look_at_hostfile()
+                self._look_for_requests()
+                self._look_for_silence(now)
+                self._scale_by_policy(now)
+            else:
+                for host in self._adoption.due(now):
+                    self._start_agent(host, take_over=True)
+                self._adopt_when_complete()
+            if now >= self._next_beat:
+                self._next_beat = now + self._spec.heartbeat_s
+                for agent in self._agents.values():
+                    agent.beat(self._recorded_step)
+            if self._stop_deadline is not None and now >= self._stop_deadline:
+                self._stop_now()
+            if self._finish is not None and now >= self._finish_deadline:
+                self._loop.stop()
+        if self._adoption is None:
+            self._tell(ev.Tick())
+
+    def _tell(self, event: ev.Event) -> None:
+        """Give the machine a fact and do what it says."""
+        if self._finish is None:
+            for command in self._machine.handle(event, time.monotonic()):
+                getattr(self, f"_do_{type(command).__name__}")(command)
+
+    def _emit(self, kind: str, fields: Mapping[str, Any]) -> None:
+        try:
+            record = self._events.append(kind, fields)
+        except RecordNotWrittenError as error:
+            self._show({"t": time.time(), "kind": "warning", "message": str(error)})
+            record = error.record
+        self._show(record)
+        if self._scaler is not None:
+            self._scaler.note(kind, record, record["mono"])
+
+    def _warn(self, message: str) -> None:
+        self._emit("warning", {"message": message})
+
+    # -- hosts -----------------------------------------------------------------------------
+
+    def _read_hostfile(self) -> list[Host]:
+        path = self._spec.hostfile_path
+        if path is None:
+            hosts = [Host("localhost", slots=self._spec.slots)]
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                self._hostfile_stamp = _stamp(path)
+            hosts = list(parse_hostfile(path).hosts)
+        self._hosts = {host.name: host for host in hosts}
+        return hosts
+
+    def _hosts_changed(self, hosts: Iterable[Host]) -> ev.HostsChanged:
+        slots = tuple(ev.HostSlots(host.name, host.slots) for host in hosts)
+        self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
+        return ev.HostsChanged(slots)
+
+    def _look_at_hostfile(self) -> None:
+        path = self._spec.hostfile_path
+        if path is None:
+            return
+        try:
+            stamp = _stamp(path)
+        except FileNotFoundError:
+            return  # an editor that replaces it by renaming
+        if stamp == self._hostfile_stamp:
+            return
+        self._hostfile_stamp = stamp
+        try:
+            hosts = self._read_hostfile()
+        except HostfileError as error:
+            if str(error) != self._hostfile_error:
+                self._warn(f"the hostfile was changed and cannot be read, the hosts stay: {error}")
+            self._hostfile_error = str(error)
+            return
+        self._hostfile_error = ""
+        # Also when it says the same: whoever mended a host saves the file to have it tried again.
+        self._tell(self._hosts_changed(hosts))
+
+    def _look_for_silence(self, now: float) -> None:
+        gap_s, self._looked_at = now - self._looked_at, now
+        if gap_s > _TICK_S + self._spec.heartbeat_s:
+            # It was this process that stood still; nobody was silent for that long.
+            for agent in self._agents.values():
+                agent.last_heard += gap_s
+            return
+        timeout_s = self._spec.failure_timeout_s
+        silence = {name: now - a.last_heard for name, a in self._agents.items() if a.up}
+        if self._is_cut_off(silence.values()):
+            if min(silence.values()) > timeout_s:
+                self._lead_again(min(silence.values()))
+            return
+        for name, silent_s in silence.items():
+            if silent_s > timeout_s:
+                self._agents.pop(name).drop()
+                self._agent_lost(name, f"no sign of life for {silent_s:.1f} s", silent_s)
+        self._look_at_progress()
+
+    def _is_cut_off(self, silence: Iterable[float]) -> bool:
+        """Whether all hosts of a training run, and so more likely this one, fell silent [s]."""
+        trains = bool(self._workers and self._members) and self._finish is None
+        least_s = min(silence, default=0.0)
+        # Agents beat at different moments: when the first is overdue, the others nearly are.
+        return (
+            trains
+            and self._spec.leader_grace_s > 0
+            and (least_s > self._spec.failure_timeout_s / 2)
+        )
+
+    def _look_at_progress(self) -> None:
+        for silent in self._watch.silent():
+            self._watch.forget(silent.worker)
+            self._tell(silent)
+        if self._machine.phase is not Phase.RUNNING:
+            return
+        members = [member.worker for member in self._members if member.worker in self._workers]
+        found = self._watch.stuck(self._machine.generation, members)
+        for event in found if isinstance(found, list) else [found]:
+            self._tell(event)
+        for worker, step_s, longest_s in self._watch.slow(members):
+            self._warn(
+                f"the others wait for worker {worker}, whose step has taken {step_s:.0f} s so far "
+                f"(the longest before: {longest_s:.1f} s)"
+            )
+
+    def _agent_lost(self, name: str, cause: str, silent_s: float | None) -> None:
+        if self._adoption is not None:
+            self._adoption.failed(name)
+        self._forget_workers(name)
+        self._tell(ev.AgentLost(name, cause, silent_s))
+
+    def _forget_workers(self, name: str) -> None:
+        for worker in [w for w, (host, _) in self._workers.items() if host == name]:
+            del self._workers[worker]
+            self._watch.forget(worker)
+
+    def _scale_by_policy(self, now: float) -> None:
+        if self._scaler is None or self._stop is not None:
+            return
+        change = self._scaler.look(self._machine, self._hosts.values(), self._members, now)
+        if change is not None:
+            self._tell(change)
+
+    # -- requests of the user --------------------------------------------------------------
+
+    def _look_for_requests(self) -> None:
+        for request in self._folder.take_requests():
+            ok, message = True, ""
+            if request.op == "stop":
+                message = "the run is being stopped"
+                self._ask_to_stop("stop command")
+            elif request.op == "scale":
+                wanted = request.fields.get("np")
+                ok, message = self._scale(wanted)
+            elif request.op == "policy":
+                ok, message = self._steer_policy(request.fields.get("do"))
+            else:
+                ok, message = False, f"the leader knows no request {request.op!r}"
+            fields = {"id": request.id, "op": request.op, "ok": ok, "message": message}
+            self._emit("command_done", {**request.fields, **fields})
+
+    def _scale(self, wanted: Any) -> tuple[bool, str]:
+        if wanted is None and self._scaler is not None:
+            return self._steer_policy("resume")
+        if wanted is None:
+            self._tell(ev.TargetChanged(None))
+            return True, "the number of processes follows the options of the run again"
+        if not isinstance(wanted, int) or wanted < 1:
+            return False, f"cannot scale to {wanted!r} processes: give a whole number of 1 or more"
+        slots = sum(host.slots for host in self._hosts.values())
+        limit = min(slots, self._spec.max_np or slots)
+        if not self._spec.min_np <= wanted <= limit:
+            return False, (
+                f"cannot scale to {count(wanted, 'process')}: this run takes "
+                f"{self._spec.min_np} to {limit} (--min-np, --max-np and the slots of the hostfile)"
+            )
+        if self._scaler is not None:
+            self._scaler.pause(f"{count(wanted, 'process')} were asked for")
+        self._tell(ev.TargetChanged(wanted))
+        return True, f"{count(wanted, 'process')} wanted"
+
+    def _steer_policy(self, do: Any) -> tuple[bool, str]:
+        if self._scaler is None:
+            return False, "this run has no policy to steer: it was started with --policy fixed"
+        if do == "pause":
+            self._scaler.pause("asked to by hvd-elastic policy")
+            return True, "the number of processes stays as it is"
+        if do == "resume":
+            self._scaler.resume("the policy may decide again", time.monotonic())
+            return True, "the policy decides the number of processes again"
+        return False, f"a policy can be told to pause or resume, not to {do!r}"
+
+    def _ask_to_stop(self, reason: str) -> None:
+        """First: write a checkpoint and end. Again: end at once."""
+        if self._stop is not None:
+            self._stop_now()
+            return
+        self._stop = ev.StopRequested(reason)
+        self._emit("stop_requested", {"reason": reason})
+        if self._members and self._spec.checkpoint_every_s and self._progress["step"]:
+            self._stop_deadline = time.monotonic() + _STOP_CHECKPOINT_S
+            self._stop_step = self._progress["step"]
+            self._say(self._members[0].worker, {"kind": "checkpoint"})
+        else:
+            self._stop_now()
+
+    def _stop_now(self) -> None:
+        self._stop_deadline = None
+        if self._stop is not None:
+            self._tell(self._stop)
+
+    # -- what agents say -------------------------------------------------------------------
+
+    def _post(self, agent: list[AgentConnection], host: str, message: Message) -> None:
+        self._loop.post(lambda: self._heard(agent[0] if agent else None, host, message))
+
+    def _heard(self, agent: AgentConnection | None, host: str, message: Message) -> None:
+        kind = message["ev"]
+        if agent is None or self._agents.get(host) is not agent:
+            return  # an agent that was given up, or asked to go
+        if self._adoption is not None:
+            self._heard_of_the_past(agent, host, message, self._adoption)
+            return
+        agent.acted_upon = message.get("seq", agent.acted_upon)
+        if kind == "up":
+            seconds = round(time.monotonic() - self._started.pop(host, time.monotonic()), 3)
+            fields = {"host": host, "seconds": seconds}
+            fields |= {n: message[n] for n in ("python", "hostname", "interface", "cpus")}
+            self._emit("agent_started", fields)
+            if message.get("swept"):
+                swept = count(message["swept"], "stray process")
+                self._warn(f"host {host}: ended {swept} of this run")
+            for facts in (message.get("held") or {}).get("workers", ()):
+                if facts["worker"] not in self._workers:  # it answered too late
+                    agent.send({"op": "kill", "worker": facts["worker"]})
+            self._collector.offered(host, agent, message.get("spooled", []))
+            self._tell(ev.AgentReady(host))
+        elif kind == "down":
+            was_up = self._agents.pop(host).up
+            if was_up:
+                self._agent_lost(host, message["cause"], None)
+            else:
+                self._tell(ev.AgentFailed(host, **_without(message, "ev")))
+        elif kind == "store":
+            generation = message["generation"]
+            self._broadcast({"op": "store", **_without(message, "ev")}, generation, but=host)
+        elif kind == "fatal":
+            self._warn(f"host {host}: {message['message']}")
+        elif kind == "past":
+            self._said_used("", message["message"])
+        elif kind == "beat":
+            for worker, activity in message["workers"].items():
+                if worker in self._workers:
+                    self._watch.note(worker, Activity(**activity))
+        else:
+            worker = message["worker"]
+            if worker in self._workers:
+                getattr(self, f"_on_{kind}")(worker, message)
+
+    def _on_log(self, worker: str, message: Message) -> None:
+        host, slot = self._workers[worker]
+        self._write_log(worker, message["data"])
+        *lines, self._partial[worker] = (self._partial.get(worker, "") + message["data"]).split(
+            "\n"
+        )
+        if self._members and self._members[0].worker == worker:
+            for line in lines:
+                self._show_output(host, slot, line)
+
+    def _write_log(self, worker: str, text: str) -> None:
+        file = self._logs.get(worker)
+        try:
+            if file is None:
+                path = self._folder.log_path(*self._workers[worker])
+                # Unbuffered: what a full disk did not take must not come back at close().
+                file = self._logs[worker] = path.open("ab", buffering=0)
+            file.write(text.encode("utf-8", "replace"))
+        except OSError:
+            pass  # a full disk; the event log says so
+
+    def _on_worker_exited(self, worker: str, message: Message) -> None:
+        self._partial.pop(worker, None)
+        file = self._logs.pop(worker, None)
+        if file is not None:
+            file.close()
+        host, slot = self._workers.pop(worker)
+        self._watch.forget(worker)
+        # Without a traceback from the library (an error before init(), sys.exit()), the end of
+        # the log has to tell; once, not for every worker that fails alike.
+        exited = ev.WorkerExited(worker, message["code"], message["signal"])
+        status, _ = how_it_ended(exited)
+        if status and not self._failure_shown:
+            self._failure_shown = True
+            tail = self._log_tail(host, slot) or f"exit status {status}, nothing printed"
+            fields = {"host": host, "local_rank": slot, "traceback": tail}
+            self._emit("script_failed", fields)
+        self._tell(exited)
+
+    def _log_tail(self, host: str, slot: int) -> str:
+        try:
+            text = self._folder.log_path(host, slot).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.rstrip().splitlines()[-_LOG_TAIL_LINES:])
+
+    def _on_worker_not_started(self, worker: str, message: Message) -> None:
+        host, _ = self._workers.pop(worker)
+        command = " ".join(self._spec.command)
+        text = f"the command {command!r} cannot be started on host {host}: {message['error']}"
+        self._tell(ev.ScriptFailed(worker, text))
+
+    def _on_worker(self, worker: str, message: Message) -> None:
+        said = message["message"]
+        handler = getattr(self, f"_said_{said['kind']}", None)
+        if handler is not None:
+            handler(worker, said)
+
+    # -- what workers say ------------------------------------------------------------------
+
+    def _said_ready(self, worker: str, said: Message) -> None:
+        self._tell(ev.WorkerReady(worker, round(said["warm_s"], 3)))
+
+    def _said_joined(self, worker: str, said: Message) -> None:
+        self._tell(ev.WorkerJoined(worker, said["generation"]))
+
+    def _said_broken(self, worker: str, said: Message) -> None:
+        cause = said.get("error", "")
+        self._tell(ev.WorkerBroken(worker, said["generation"], said["step"], cause))
+
+    def _said_held(self, worker: str, said: Message) -> None:
+        self._tell(ev.WorkerHeld(worker, said["generation"], said["step"]))
+
+    def _said_finished(self, worker: str, said: Message) -> None:
+        self._note_progress(said)
+        self._tell(ev.WorkerFinished(worker))
+
+    def _said_script_error(self, worker: str, said: Message) -> None:
+        # The worker leaves it to the leader, so that the terminal shows it once.
+        self._write_log(worker, said["traceback"])
+        self._failure_shown = True
+        if said.get("step", 0) > self._progress["step"]:
+            self._note_progress(said)
+        self._tell(ev.ScriptFailed(worker, said["traceback"]))
+
+    def _said_metrics(self, _: str, said: Message) -> None:
+        self._note_progress(said)
+        self._emit("metrics", _without(said, "kind"))
+
+    def _said_batch_plan(self, _: str, said: Message) -> None:
+        self._emit("batch_plan", _without(said, "kind"))
+
+    def _said_rescaled(self, _: str, said: Message) -> None:
+        self._emit("rescale_finished", _without(said, "kind"))
+
+    def _said_warning(self, worker: str, said: Message) -> None:
+        self._warn(f"worker {worker_name(*self._workers[worker])}: {said['message']}")
+
+    def _said_restored(self, _: str, said: Message) -> None:
+        path = self._collector.restored_from
+        self._emit("restored", {**_without(said, "kind"), "path": path})
+        self._said_used("", said)
+
+    def _said_used(self, _: str, said: Message) -> None:
+        if self._audit is not None:
+            try:
+                self._audit.append(said["kind"], _without(said, "kind"))
+                self._recorded_step = said.get("step", self._recorded_step)
+            except RecordNotWrittenError as error:
+                self._warn(str(error))
+
+    _said_dataset = _said_used
+
+    def _said_checkpoint(self, worker: str, said: Message) -> None:
+        host, _ = self._workers[worker]
+        self._written = {name: said["shard"][name] for name in self._progress}
+        if said["step"] > self._progress["step"]:
+            self._progress = self._written  # metrics come less often than steps
+        self._collector.written(host, self._agents[host], said)
+
+    def _said_checkpoint_failed(self, worker: str, said: Message) -> None:
+        self._collector.failed(self._workers[worker][0], said["message"])
+
+    def _note_progress(self, said: Message) -> None:
+        self._progress = {name: said[name] for name in self._progress}
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def _checkpoints_idle(self) -> None:
+        if self._finish is not None:
+            self._loop.stop()
+        if self._stop_deadline is not None and self._collector.newest_step >= self._stop_step:
+            if self._collector.newest_step == self._written["step"]:
+                self._progress = self._written  # what was trained since then is given up
+            self._stop_now()
+
+    # -- what the machine wants ------------------------------------------------------------
+
+    def _do_Emit(self, command: cmd.Emit) -> None:  # noqa: N802
+        self._emit(command.kind, command.fields)
+
+    def _do_StartAgent(self, command: cmd.StartAgent) -> None:  # noqa: N802
+        self._start_agent(command.host, take_over=False)
+
+    def _start_agent(self, name: str, *, take_over: bool) -> None:
+        host = self._hosts.get(name) or Host(name, slots=1)
+        config = self._spec.ssh_config
+        options = SshOptions(config_path=None if config is None else Path(config))
+        holder: list[AgentConnection] = []
+        hello = {
+            "run_id": self._folder.run_id,
+            "host": host.name,
+            "leader": self._id,
+            "led_by": f"process {os.getpid()} on {socket.gethostname()}",
+            "take_over": take_over,
+            "failure_timeout_s": self._spec.failure_timeout_s,
+            "leader_grace_s": self._spec.leader_grace_s,
+            "env": self._environment,
+            "cwd": self._spec.cwd,
+            "command": list(self._spec.command),
+            "interface": self._spec.interface,
+            "local_address": self._own_address(host, options),
+            "heartbeat_s": self._spec.heartbeat_s,
+            "options": {
+                "heartbeat_s": self._spec.heartbeat_s,
+                "audit": self._spec.audit,
+                "checkpoint_every_s": self._spec.checkpoint_every_s,
+            },
+        }
+        self._started[host.name] = time.monotonic()
+        agent = AgentConnection(
+            host, options, self._spec.python, hello, functools.partial(self._post, holder)
+        )
+        holder.append(agent)
+        self._agents[host.name] = agent
+
+    def _own_address(self, host: Host, options: SshOptions) -> str:
+        """By which address the other hosts reach ``host``, when it is this machine."""
+        if is_local(host, options):
+            for other in self._hosts.values():
+                if not is_local(other, options):
+                    return own_address_towards(other, options)
+        return "127.0.0.1"
+
+    def _do_StopAgent(self, command: cmd.StopAgent) -> None:  # noqa: N802
+        agent = self._agents.pop(command.host, None)
+        if agent is not None:
+            self._collector.leaving(agent)
+            agent.shutdown(_GRACE_S)
+            self._ending.append(agent)
+            self._forget_workers(command.host)
+
+    def _do_StartWorker(self, command: cmd.StartWorker) -> None:  # noqa: N802
+        self._workers[command.worker] = (command.host, command.slot)
+        slots = self._hosts[command.host].slots if command.host in self._hosts else 1
+        self._agents[command.host].send(
+            {
+                "op": "start_worker",
+                "worker": command.worker,
+                "local_rank": command.slot,
+                "slots": slots,
+            }
+        )
+
+    def _do_KillWorker(self, command: cmd.KillWorker) -> None:  # noqa: N802
+        agent = self._agent_of(command.worker)
+        if agent is not None:
+            agent.send({"op": "kill", "worker": command.worker, "reason": command.reason})
+
+    def _do_Leave(self, command: cmd.Leave) -> None:  # noqa: N802
+        self._say(command.worker, {"kind": "leave"})
+
+    def _do_Hold(self, command: cmd.Hold) -> None:  # noqa: N802
+        self._say(command.worker, {"kind": "hold"})
+
+    def _do_Abort(self, command: cmd.Abort) -> None:  # noqa: N802
+        for agent in self._agents.values():
+            agent.send({"op": "abort", "generation": command.generation})
+
+    def _do_Announce(self, command: cmd.Announce) -> None:  # noqa: N802
+        self._members = command.members
+        if command.root is None and command.restore:
+            agent = self._agents.get(command.members[0].host)
+            folder = f"restore-{command.generation}"
+            done = functools.partial(self._restore, command)
+            self._collector.bring(agent, folder, done)
+        else:
+            self._announce(command, None)
+
+    def _restore(self, command: cmd.Announce, manifest: str | None) -> None:
+        if manifest is None:
+            step_zero = {"kind": "restored", "step": 0, "epoch": 0, "position": 0}
+            self._said_used("", step_zero)
+            self._warn("there is no complete checkpoint: training begins anew")
+        self._announce(command, manifest)
+
+    def _announce(self, command: cmd.Announce, restore: str | None) -> None:
+        if command.generation != self._machine.generation:
+            return  # called off while its checkpoint was on the way
+        by_worker = {member.worker: member for member in command.members}
+        root = 0 if command.root is None else by_worker[command.root].rank
+        hosts: dict[str, dict[str, Any]] = {}
+        for member in command.members:
+            hosts.setdefault(member.host, {})[member.worker] = _rank_variables(
+                member,
+                len(command.members),
+                hierarchical=any("HIERARCHICAL" in name for name in self._environment),
+            )
+        for host, workers in hosts.items():
+            if host in self._agents:
+                self._agents[host].send(
+                    {
+                        "op": "announce",
+                        "generation": command.generation,
+                        "members": [astuple(member) for member in command.members],
+                        "workers": workers,
+                        "root_rank": root,
+                        "life": self._id,
+                        "restore": restore,
+                    }
+                )
+
+    def _do_Finish(self, command: cmd.Finish) -> None:  # noqa: N802
+        self._finish = command
+        self._finish_deadline = time.monotonic() + _FETCH_PATIENCE_S
+        if not self._collector.busy or command.status == "failed":
+            self._loop.stop()  # else the last checkpoint is still on its way
+
+    # -- sending ---------------------------------------------------------------------------
+
+    def _agent_of(self, worker: str) -> AgentConnection | None:
+        host, _ = self._workers.get(worker, ("", 0))
+        return self._agents.get(host)
+
+    def _say(self, worker: str, message: Message) -> None:
+        agent = self._agent_of(worker)
+        if agent is not None:
+            agent.send({"op": "tell", "worker": worker, "message": message})
+
+    def _broadcast(self, message: Message, generation: int, *, but: str) -> None:
+        """To every host with a member of the generation, except the one it came from."""
+        if generation != self._machine.generation:
+            return
+        for host in {member.host for member in self._members} - {but}:
+            if host in self._agents:
+                self._agents[host].send(message)
+
+
+def _rank_variables(member: cmd.Member, size: int, *, hierarchical: bool) -> dict[str, str]:
+    values = {
+        "RANK": member.rank,
+        "SIZE": size,
+        "LOCAL_RANK": member.local_rank,
+        "LOCAL_SIZE": member.local_size,
+        "CROSS_RANK": member.cross_rank,
+        "CROSS_SIZE": member.cross_size,
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+        # A ring for the ranks of a host and one across hosts serve hierarchical operations alone.
+        "GLOO_SINGLE_CONTEXT": 0 if hierarchical else 1,
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
+
+
+def _without(message: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in names}
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,129 @@
+"""Between the leader and the scaling controller: what the run is now, and what to ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.control.commands import Member
+from hvd_elastic.control.events import TargetChanged
+from hvd_elastic.control.fleet import AgentState
+from hvd_elastic.control.machine import Phase, RunMachine
+from hvd_elastic.control.scaling import ScalingConfig, ScalingController
+from hvd_elastic.launch.spec import RunSpec
+from hvd_elastic.policy.objective import Objective
+from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
+
+__all__ = ["Scaler", "objective_of"]
+
+
+def objective_of(spec: RunSpec) -> Objective:
+    """What the run is after.
+
+    Raises:
+        ValueError: the values do not fit together.
+    """
+    return Objective(
+        kind=spec.objective,
+        min_speedup_per_slot=spec.min_speedup_per_slot,
+        budget=spec.budget,
+        deadline_s=spec.deadline_s,
+        target=spec.target_examples,
+    )
+
+
+class Scaler:
+    """Has the controller look at a run, and turns what it decides into events.
+
+    Args:
+        spec: the run.
+        emit: records an event.
+        now: when the run began [s].
+    """
+
+    def __init__(
+        self, spec: RunSpec, emit: Callable[[str, Mapping[str, Any]], None], now: float
+    ) -> None:
+        config = ScalingConfig(spec.min_np, spec.max_np, objective_of(spec))
+        self._controller = ScalingController(config, now)
+        self._emit = emit
+        self._generation = 0
+        self._said: tuple[object, ...] = ()
+
+    def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
+        """An event of the run."""
+        self._controller.note(kind, fields, now)
+
+    def look(
+        self,
+        machine: RunMachine,
+        hosts: Iterable[Host],
+        members: Sequence[Member],
+        now: float,
+    ) -> TargetChanged | None:
+        """Decide if it is time; what to tell the machine, if anything."""
+        controller = self._controller
+        controller.hosts_are(_offers(machine, hosts), now)
+        if machine.phase is not Phase.RUNNING:
+            controller.rescaling()
+            self._generation = 0
+            return None
+        if machine.generation != self._generation:
+            self._generation = machine.generation
+            controller.formed([member.host for member in members], now)
+        found = controller.look(now)
+        if found is None:
+            return None
+        decision, snapshot = found
+        if decision.action == "stay":
+            self._say_once(decision, snapshot)
+            return None
+        np = decision.target.slots
+        self._emit("decision", {**_fields(decision, snapshot), "np": np})
+        return TargetChanged(np, _slots(decision.target, members))
+
+    def pause(self, why: str) -> None:
+        """Decide nothing until :meth:`resume`."""
+        self._controller.pause(why)
+        self._emit("decision", {"action": "pause", "reason": why})
+
+    def resume(self, why: str, now: float) -> None:
+        """Decide again."""
+        self._controller.resume(now)
+        self._said = ()
+        self._emit("decision", {"action": "resume", "reason": why})
+
+    def _say_once(self, decision: Decision, snapshot: Snapshot) -> None:
+        """That it stays as it is: once for each generation, and no waiting for measurements."""
+        said = (self._generation, decision.known)
+        if decision.wish is None and decision.known and said != self._said:
+            self._said = said
+            self._emit("decision", _fields(decision, snapshot))
+
+
+def _fields(decision: Decision, snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "action": decision.action,
+        "reason": decision.reason,
+        "target": [list(pair) for pair in decision.target.counts],
+        "snapshot": snapshot.as_fields(),
+    }
+
+
+def _offers(machine: RunMachine, hosts: Iterable[Host]) -> list[HostOffer]:
+    """Hosts whose agents answer, or were not asked yet."""
+    failed = {name for name, state in machine.agent_states().items() if state is AgentState.FAILED}
+    return [
+        HostOffer(host.name, host.slots, host.price) for host in hosts if host.name not in failed
+    ]
+
+
+def _slots(target: Allocation, members: Sequence[Member]) -> tuple[tuple[str, int], ...]:
+    """Indexes of the slots on each host: those in use first."""
+    found: list[tuple[str, int]] = []
+    for host, number in target.counts:
+        used = [member.slot for member in members if member.host == host]
+        free = [index for index in range(max([*used, -1]) + number + 1) if index not in used]
+        found += [(host, index) for index in sorted([*used, *free][:number])]
+    return tuple(found)
