@@ -1,0 +1,151 @@
+"use strict";
+(() => {
+  const run = JSON.parse(document.getElementById("run-data").textContent);
+  const color = (name) =>
+    getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  const font = (size) => size + "px system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif";
+
+  const two = (n) => String(n).padStart(2, "0");
+  function clock(seconds, fine) {
+    const whole = Math.floor(seconds);
+    const h = Math.floor(whole / 3600), m = Math.floor((whole % 3600) / 60);
+    const rest = seconds - 3600 * h - 60 * m;
+    const s = fine ? rest.toFixed(1).padStart(4, "0") : two(Math.floor(rest));
+    return h ? `${h}:${two(m)}:${s}` : `${m}:${s}`;
+  }
+  function words(value) {
+    if (value == null) return "–";
+    const size = Math.abs(value);
+    if (Number.isInteger(value) || size >= 1000) return Math.round(value).toLocaleString("en-US");
+    return String(Number(value.toPrecision(4)));
+  }
+  const shortTick = (value) =>
+    Math.abs(value) >= 10000 ? Number((value / 1000).toPrecision(4)) + "k" : String(Number(value.toPrecision(6)));
+
+  // Rescales are drawn over every plot, with the number they have in the table.
+  const marks = {
+    hooks: {
+      draw: (u) => {
+        const c = u.ctx, r = devicePixelRatio, box = u.bbox;
+        c.save();
+        c.textAlign = "center";
+        c.textBaseline = "middle";
+        c.font = `600 ${11 * r}px system-ui, Arial, sans-serif`;
+        let lastRight = -1e9;
+        for (const mark of run.marks) {
+          const x = u.valToPos(mark.at_s, "x", true);
+          if (x < box.left - 1 || x > box.left + box.width + 1) continue;
+          const shade = color(mark.way);
+          c.strokeStyle = shade;
+          c.globalAlpha = 0.75;
+          c.lineWidth = r;
+          c.setLineDash([4 * r, 3 * r]);
+          c.beginPath();
+          c.moveTo(x, box.top);
+          c.lineTo(x, box.top + box.height);
+          c.stroke();
+          const half = (mark.label.length > 1 ? 11 : 8.5) * r;
+          // Where rescales stand close together only the first of them keeps its number.
+          if (x - half < lastRight) continue;
+          lastRight = x + half;
+          c.globalAlpha = 1;
+          c.setLineDash([]);
+          c.fillStyle = shade;
+          c.beginPath();
+          c.roundRect(x - half, box.top - 17 * r, 2 * half, 16 * r, 8 * r);
+          c.fill();
+          c.fillStyle = color("card");
+          c.fillText(mark.label, x, box.top - 8.5 * r);
+        }
+        c.restore();
+      },
+    },
+  };
+
+  // Steps of a clock; none that would need a fraction of a second where the label has none.
+  const clockSteps = [0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800,
+    3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000];
+
+  const plots = [];
+  function draw(chart, box) {
+    const holder = box.querySelector(".plot");
+    const readout = box.querySelector(".readout");
+    const log = box.dataset.log === "1";
+    const y = log ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
+    const stroke = color(chart.color);
+    const axis = {
+      stroke: color("muted"), font: font(12),
+      grid: { stroke: color("grid"), width: 1 }, ticks: { show: false },
+    };
+    const options = {
+      width: Math.max(240, holder.clientWidth), height: chart.height, padding: [20, 14, 0, 0],
+      legend: { show: false },
+      cursor: { sync: { key: "run", setSeries: false }, points: { size: 7 }, y: false },
+      scales: {
+        x: { time: false, range: (u, lo, hi) => (u.zoomed ? [lo, hi] : [0, Math.max(run.duration_s, 0.001)]) },
+        y: log ? { distr: 3 } : {
+          range: (u, lo, hi) => {
+            if (lo == null) return [0, 1];
+            if (chart.from_zero) return [0, hi > 0 ? hi * 1.15 : 1];
+            const room = (hi - lo || Math.abs(hi) || 1) * 0.08;
+            return [lo >= 0 ? Math.max(0, lo - room) : lo - room, hi + room];
+          },
+        },
+      },
+      axes: [
+        { ...axis, size: 26, space: 70, incrs: clockSteps, values: (u, ticks) => ticks.map((t) => clock(t, ticks.length > 1 && ticks[1] - ticks[0] < 1)) },
+        {
+          ...axis, size: 56, space: chart.whole ? 24 : 30,
+          incrs: chart.whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] : undefined,
+          values: (u, ticks) => ticks.map((t) => (t == null ? "" : shortTick(t))),
+        },
+      ],
+      series: [
+        {},
+        {
+          stroke, width: 2, points: { show: chart.x.length < 30 && !chart.stepped, size: 5, fill: stroke },
+          paths: chart.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
+          fill: chart.stepped ? stroke + "22" : undefined,
+        },
+      ],
+      plugins: [marks],
+      hooks: {
+        setCursor: [(u) => {
+          const i = u.cursor.idx;
+          readout.textContent = i == null ? chart.summary : `${clock(u.data[0][i], true)}  ·  ${words(u.data[1][i])} ${chart.unit}`;
+        }],
+        setSelect: [(u) => { u.zoomed = u.select.width > 0; }],
+        init: [(u) => u.over.addEventListener("dblclick", () => { u.zoomed = false; })],
+      },
+    };
+    readout.textContent = chart.summary;
+    return new uPlot(options, [chart.x, y], holder);
+  }
+
+  const boxes = [...document.querySelectorAll(".chart")];
+  function drawAll() {
+    while (plots.length) plots.pop().destroy();
+    boxes.forEach((box, i) => plots.push(draw(run.charts[i], box)));
+  }
+  boxes.forEach((box, i) => {
+    const button = box.querySelector("button");
+    if (!button) return;
+    button.addEventListener("click", () => {
+      const on = box.dataset.log !== "1";
+      box.dataset.log = on ? "1" : "0";
+      button.setAttribute("aria-pressed", String(on));
+      plots[i].destroy();
+      plots[i] = draw(run.charts[i], box);
+    });
+  });
+  drawAll();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    boxes.forEach((box, i) =>
+      plots[i].setSize({ width: Math.max(240, box.querySelector(".plot").clientWidth), height: run.charts[i].height }));
+  });
+  document.documentElement.dataset.plots = String(plots.length);
+})();

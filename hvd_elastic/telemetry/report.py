@@ -1,0 +1,474 @@
+"""A run as one HTML file: plots, rescales, audit. It needs no network and no server to be read."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.telemetry.audit import AuditResult, check_audit
+from hvd_elastic.telemetry.records import iter_events
+from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.telemetry.summary import MetricSeries, Rescale, RunSummary, summarize
+from hvd_elastic.telemetry.wording import bytes_words, duration_words, number_words
+from hvd_elastic.words import worker_name
+
+__all__ = ["ReportResult", "downsample", "render_report", "write_report"]
+
+MAX_POINTS = 2000
+"""Points of one plot: about two for each pixel of its width."""
+
+MAX_ROWS = 200
+"""Rows of one table; more is for tools that read the events."""
+
+_TITLES = {
+    "throughput": ("Throughput", "examples/s", "throughput"),
+    "loss": ("Loss", "", "loss"),
+    "goodput": ("Goodput", "examples/s", "throughput"),
+    "noise_scale": ("Gradient noise scale", "examples", "other"),
+    "efficiency": ("Statistical efficiency", "", "other"),
+    "lr": ("Learning rate", "", "other"),
+}
+_FROM_ZERO = frozenset({"throughput", "goodput"})
+_UNPLOTTED = frozenset({"position", "size", "generation", "rank", "local_rank"})
+
+
+@dataclass(frozen=True)
+class ReportResult:
+    """A report that was written, and what it was made of."""
+
+    path: Path
+    summary: RunSummary
+    audit: AuditResult
+
+
+def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
+    """Write the report of a run; without ``out`` to ``report.html`` in its folder.
+
+    Raises:
+        RunError: nothing happened in the run yet, or ``out`` cannot be written.
+    """
+    summary = summarize(iter_events(folder.events))
+    if summary.started is None:
+        raise RunError(
+            f"run {folder.run_id} has no events yet, so there is nothing to report; see: "
+            f"hvd-elastic status {folder.run_id}"
+        )
+    summary.run_id = folder.run_id
+    if summary.status == "running" and not folder.leader_alive():
+        summary.status = "died"
+    audit = check_audit(iter_events(folder.audit), finished=summary.status == "succeeded")
+    path = folder.path / "report.html" if out is None else Path(out)
+    text = render_report(summary, audit, asked=folder.read_run())
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(
+            f"cannot write the report to {path}: {error.strerror}. Choose another place with --out."
+        ) from error
+    return ReportResult(path, summary, audit)
+
+
+def render_report(
+    summary: RunSummary, audit: AuditResult, *, asked: Mapping[str, Any] | None = None
+) -> str:
+    """The report as HTML text.
+
+    Args:
+        summary: of the run's events.
+        audit: of its audit records; a run without any says so.
+        asked: run.json, for the command that was run.
+    """
+    charts = _charts(summary)
+    data = {
+        "duration_s": summary.duration_s,
+        "charts": charts,
+        "marks": [
+            {"at_s": rescale.at_s, "label": str(number), "way": _way(rescale)}
+            for number, rescale in enumerate(summary.live_rescales, start=1)
+        ],
+    }
+    body = [
+        _header(summary, asked or {}),
+        _tiles(summary, audit),
+        _failure(summary),
+        _plots(charts, bool(data["marks"])),
+        _rescale_table(summary),
+        _audit_section(audit),
+        _decision_table(summary),
+        _worker_table(summary),
+        _checkpoint_table(summary),
+        _warning_table(summary),
+        f"<footer>Written {_date(time.time())} by hvd_elastic from the run's events.</footer>",
+    ]
+    # "<" could close the script element that holds the data.
+    encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return Template(_asset("report.html")).substitute(
+        title=_e(f"{summary.run_id}: {summary.status}"),
+        plot_css=_asset("uPlot.min.css"),
+        css=_asset("report.css"),
+        body="\n".join(part for part in body if part),
+        data=encoded,
+        plot_js=_asset("uPlot.iife.min.js"),
+        js=_asset("report.js"),
+    )
+
+
+def downsample(
+    x: Sequence[float], y: Sequence[float], max_points: int = MAX_POINTS
+) -> tuple[list[float], list[float]]:
+    """Thin out a line for drawing without losing its peaks.
+
+    The line is cut into equal parts, of which the first, lowest, highest and last point stay, so
+    that one bad step in a million is still seen. NaN counts as neither lowest nor highest.
+
+    Args:
+        x: increasing, any length.
+        y: as many values.
+        max_points: at least 4; fewer points than that are returned as they are.
+
+    >>> x, y = downsample(range(1000), [0.0] * 500 + [9.0] + [0.0] * 499, max_points=40)
+    >>> len(x) <= 40, max(y), (x[0], x[-1])
+    (True, 9.0, (0, 999))
+    """
+    if len(x) <= max_points:
+        return list(x), list(y)
+    import numpy as np
+
+    values = np.asarray(y, dtype=np.float64)
+    keep: set[int] = set()
+    for part in np.array_split(np.arange(len(values)), max_points // 4):
+        first = int(part[0])
+        keep.update((first, int(part[-1])))
+        piece = values[part]
+        if np.isfinite(piece).any():
+            keep.add(first + int(np.argmin(np.where(np.isfinite(piece), piece, np.inf))))
+            keep.add(first + int(np.argmax(np.where(np.isfinite(piece), piece, -np.inf))))
+    chosen = sorted(keep)
+    return [x[place] for place in chosen], [y[place] for place in chosen]
+
+
+# -- plots ---------------------------------------------------------------------------------------
+
+
+def _charts(summary: RunSummary) -> list[dict[str, Any]]:
+    charts = []
+    if summary.sizes:
+        charts.append(_size_chart(summary))
+    names = [name for name in _TITLES if name in summary.series]
+    names += [name for name in summary.user_metrics if name in summary.series]
+    for name in names:
+        series = summary.series[name]
+        if name in _UNPLOTTED or not any(math.isfinite(value) for value in series.values):
+            continue
+        if name != "lr" or len(set(series.values)) > 1:  # a constant one is no news
+            charts.append(_metric_chart(name, series))
+    return charts
+
+
+def _size_chart(summary: RunSummary) -> dict[str, Any]:
+    # The last size holds until the last event, and there was nobody before the first.
+    x = [0.0, *(at_s for at_s, _ in summary.sizes), summary.duration_s]
+    y = [0.0, *(float(size) for _, size in summary.sizes), float(summary.sizes[-1][1])]
+    x, y = downsample(x, y)
+    return {
+        "name": "size",
+        "title": "World size",
+        "unit": "processes",
+        "color": "size",
+        "x": _rounded(x),
+        "y": y,
+        "stepped": True,
+        "whole": True,
+        "from_zero": True,
+        "height": 150,
+        "log": False,
+        "summary": f"at most {summary.largest_size}",
+    }
+
+
+def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
+    title, unit, color = _TITLES.get(name, (_title(name), "", "other"))
+    finite = [value for value in series.values if math.isfinite(value)]
+    last = finite[-1]
+    x, y = downsample(series.at_s, series.values)
+    return {
+        "name": name,
+        "title": title,
+        "unit": unit,
+        "color": color,
+        "x": _rounded(x),
+        "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in y],
+        "stepped": False,
+        "whole": False,
+        "from_zero": name in _FROM_ZERO,
+        "height": 200,
+        "log": name not in _FROM_ZERO and min(finite) > 0,
+        "summary": f"last {number_words(last)}",
+    }
+
+
+def _title(name: str) -> str:
+    spaced = name.replace("_", " ")
+    return spaced[:1].upper() + spaced[1:]
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, 3) for value in values]
+
+
+def _way(rescale: Rescale) -> str:
+    if rescale.to_size > rescale.from_size:
+        return "up"
+    return "down" if rescale.to_size < rescale.from_size else "same"
+
+
+# -- parts of the page ---------------------------------------------------------------------------
+
+
+def _header(summary: RunSummary, asked: Mapping[str, Any]) -> str:
+    tone = {"succeeded": "good", "failed": "bad", "died": "bad"}.get(summary.status, "")
+    words = [_date(summary.started or 0.0)]
+    if summary.hosts:
+        words.append("hosts " + " ".join(f"{name}:{slots}" for name, slots in summary.hosts))
+    if summary.attempts > 1:
+        words.append(f"resumed {_times(summary.attempts - 1)}")
+    command = asked.get("command")
+    if isinstance(command, list):
+        import shlex
+
+        command = shlex.join(str(word) for word in command)
+    shown = f"<p><code>{_e(command)}</code></p>" if command else ""
+    message = f"<p>{_e(summary.message)}</p>" if summary.message else ""
+    return (
+        f'<header><h1>{_e(summary.run_id)}</h1><span class="pill {tone}">{_e(summary.status)}'
+        f"</span><p>{_e(' · '.join(words))}</p>{shown}{message}</header>"
+    )
+
+
+def _tiles(summary: RunSummary, audit: AuditResult) -> str:
+    tiles = [
+        (number_words(value) if isinstance(value, (int, float)) else str(value), name, "")
+        for name, value in summary.final_metrics().items()
+        if name != "loss"
+    ]
+    if "loss" in summary.last:
+        tiles.append((number_words(summary.last["loss"]), "last loss", ""))
+    tiles += [
+        (number_words(summary.steps), "steps", ""),
+        (number_words(summary.examples), "examples", ""),
+        (number_words(summary.epochs), "epochs", ""),
+        (duration_words(summary.duration_s), "duration", ""),
+        (duration_words(summary.first_step_s), "until the first step", ""),
+    ]
+    if summary.mean_throughput is not None:
+        tiles.append((number_words(summary.mean_throughput), "examples/s overall", ""))
+    tiles.append((str(len(summary.live_rescales)), "rescales", ""))
+    if summary.longest_pause_s is not None:
+        tiles.append((duration_words(summary.longest_pause_s), "longest pause", ""))
+    if audit.recorded:
+        verdict = ("exactly once", "good") if audit.ok else ("with faults", "bad")
+        tiles.append((verdict[0], "examples used", verdict[1]))
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile {tone}"><b>{_e(value)}</b><span>{_e(name)}</span></div>'
+            for value, name, tone in tiles
+        )
+        + "</div>"
+    )
+
+
+def _failure(summary: RunSummary) -> str:
+    if not summary.failure:
+        return ""
+    return (
+        f'<section class="failure"><h2>The script failed in worker {_e(summary.failed_worker)}'
+        f"</h2><pre>{_e(summary.failure.rstrip())}</pre></section>"
+    )
+
+
+def _plots(charts: list[dict[str, Any]], marked: bool) -> str:
+    if not charts:
+        return '<section><h2>Plots</h2><p class="hint">No metrics were recorded.</p></section>'
+    boxes = []
+    for chart in charts:
+        button = '<button type="button" aria-pressed="false">log</button>' if chart["log"] else ""
+        boxes.append(
+            f'<div class="chart" data-name="{_e(chart["name"])}"><div class="chart-head">'
+            f'<h3>{_e(chart["title"])}</h3><span class="unit">{_e(chart["unit"])}</span>{button}'
+            '<span class="readout"></span></div><div class="plot"></div></div>'
+        )
+    numbers = "Numbered lines are the rescales of the table below. " if marked else ""
+    hint = f'<p class="hint">{numbers}Drag to zoom, double-click to see everything again.</p>'
+    return f"<section>{''.join(boxes)}{hint}</section>"
+
+
+def _rescale_table(summary: RunSummary) -> str:
+    rows = []
+    for number, rescale in enumerate(summary.live_rescales, start=1):
+        way = _way(rescale)
+        pause = "not finished" if not rescale.finished else duration_words(rescale.pause_s)
+        rows.append(
+            [
+                f'<td><span class="mark {way}">{number}</span></td>',
+                _cell(_clock(rescale.at_s), "n"),
+                _cell(f"{rescale.from_size} → {rescale.to_size}", f"n {way}"),
+                _cell(pause, "n"),
+                _cell(rescale.reason, "w"),
+            ]
+        )
+    heads = [("", ""), ("at", "n"), ("processes", "n"), ("pause", "n"), ("reason", "")]
+    if not rows:
+        return '<section><h2>Rescales</h2><p class="hint">None.</p></section>'
+    return f"<section><h2>Rescales</h2>{_table(heads, rows)}</section>"
+
+
+def _audit_section(audit: AuditResult) -> str:
+    if not audit.recorded:
+        return (
+            f'<section><h2>Use of the examples</h2><p class="hint">{_e(audit.sentence())}'
+            "</p></section>"
+        )
+    tone = "good" if audit.ok else "bad"
+    parts = [f'<p class="verdict {tone}">{"✓" if audit.ok else "✗"} {_e(audit.sentence())}</p>']
+    if len(audit.problems()) > 1:
+        lines = "\n".join(audit.problems()[:MAX_ROWS])
+        parts.append(f"<pre>{_e(lines)}</pre>")
+    rows = [
+        [
+            _cell(str(epoch.epoch) + (" (open)" if epoch.open else ""), "n"),
+            _cell(number_words(epoch.used), "n"),
+            _cell(number_words(epoch.missing), "n"),
+            _cell(number_words(epoch.duplicated), "n"),
+            _cell(number_words(epoch.steps), "n"),
+            _cell(number_words(epoch.padding), "n"),
+        ]
+        for epoch in audit.epochs
+    ]
+    heads = [
+        (name, "n")
+        for name in ("epoch", "used", "not used", "used twice or more", "steps", "padding")
+    ]
+    table = _table(heads, rows)
+    if len(rows) > 12 and audit.ok:
+        table = f"<details><summary>All {len(rows)} epochs</summary>{table}</details>"
+    parts.append(table)
+    notes = [f"{number_words(audit.steps)} steps counted, from what the workers really read"]
+    if audit.repeated_steps:
+        notes.append(f"{audit.repeated_steps} done again after a failure")
+    if audit.voided_steps:
+        notes.append(f"{audit.voided_steps} undone by going back to a checkpoint")
+    parts.append(f'<p class="hint">{_e("; ".join(notes))}.</p>')
+    return f"<section><h2>Use of the examples</h2>{''.join(parts)}</section>"
+
+
+def _decision_table(summary: RunSummary) -> str:
+    rows = [
+        [_cell(_clock(decision.at_s), "n"), _cell(decision.text, "w")]
+        for decision in summary.decisions
+    ]
+    return _optional("Decisions", [("at", "n"), ("decision", "")], rows)
+
+
+def _worker_table(summary: RunSummary) -> str:
+    changes: list[tuple[float, str, str, str]] = [
+        (join.at_s, worker_name(join.host, join.local_rank), "joined", f"rank {join.rank}")
+        for join in summary.joined
+    ]
+    for gone in summary.left:
+        name = gone.host if gone.local_rank is None else worker_name(gone.host, gone.local_rank)
+        changes.append(
+            (gone.at_s, name, "left" if gone.local_rank is not None else "lost", gone.cause)
+        )
+    rows = [
+        [
+            _cell(_clock(at_s), "n"),
+            _cell(name),
+            _cell(what, "up" if what == "joined" else "down" if what == "lost" else ""),
+            _cell(words, "w"),
+        ]
+        for at_s, name, what, words in sorted(changes)
+    ]
+    heads = [("at", "n"), ("worker or host", ""), ("", ""), ("", "")]
+    return _optional("Workers", heads, rows)
+
+
+def _checkpoint_table(summary: RunSummary) -> str:
+    rows = [
+        [
+            _cell(_clock(checkpoint.at_s), "n"),
+            _cell(number_words(checkpoint.step), "n"),
+            _cell(bytes_words(checkpoint.size_bytes), "n"),
+            _cell(duration_words(checkpoint.seconds), "n"),
+            _cell(checkpoint.path, "w"),
+        ]
+        for checkpoint in summary.checkpoints
+    ]
+    heads = [("at", "n"), ("step", "n"), ("size", "n"), ("took", "n"), ("file", "")]
+    return _optional("Checkpoints", heads, rows)
+
+
+def _warning_table(summary: RunSummary) -> str:
+    rows = [
+        [_cell(_clock(warning.at_s), "n"), _cell(warning.text, "w")] for warning in summary.warnings
+    ]
+    return _optional("Warnings", [("at", "n"), ("", "")], rows)
+
+
+def _optional(title: str, heads: list[tuple[str, str]], rows: list[list[str]]) -> str:
+    return f"<section><h2>{title}</h2>{_table(heads, rows)}</section>" if rows else ""
+
+
+def _table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f'<th class="{kind}">{_e(name)}</th>' for name, kind in heads)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows[-MAX_ROWS:])
+    cut = (
+        f'<p class="hint">The last {MAX_ROWS} of {len(rows)} are shown.</p>'
+        if len(rows) > MAX_ROWS
+        else ""
+    )
+    return (
+        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        f"</div>{cut}"
+    )
+
+
+def _cell(text: str, kind: str = "") -> str:
+    return f'<td class="{kind}">{_e(text)}</td>' if kind else f"<td>{_e(text)}</td>"
+
+
+def _e(text: Any) -> str:
+    return html.escape(str(text))
+
+
+def _clock(at_s: float) -> str:
+    minutes, seconds = divmod(at_s, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
+
+
+def _date(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _asset(name: str) -> str:
+    place = resources.files("hvd_elastic.telemetry") / "assets" / name
+    return place.read_text(encoding="utf-8")

@@ -1,0 +1,224 @@
+"""Events in words: one line for what is worth a line, and numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_elastic.words import count, plural, worker_name
+
+__all__ = [
+    "Line",
+    "Narrator",
+    "bytes_words",
+    "duration_words",
+    "number_words",
+    "outcome_words",
+    "progress_words",
+]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line for the reader; ``tone`` is ``good``, ``bad``, ``change``, ``note`` or ``plain``."""
+
+    text: str
+    tone: str = "plain"
+
+
+class Narrator:
+    """Tells events one by one; remembers what it needs to tell a rescale in one line.
+
+    >>> narrator = Narrator()
+    >>> narrator.tell({"kind": "rescale_started", "generation": 2, "from_size": 2, "to_size": 3,
+    ...                "reason": "host node3 joined: 2 → 3 slots"})
+    []
+    >>> [line.text for line in narrator.tell(
+    ...     {"kind": "rescale_finished", "generation": 2, "size": 3, "pause_s": 0.1234})]
+    ['host node3 joined: 2 → 3 slots (pause 0.12 s)']
+    """
+
+    def __init__(self) -> None:
+        self._reasons: dict[int, str] = {}
+
+    def tell(self, event: Mapping[str, Any]) -> list[Line]:
+        """The lines for this event; mostly none or one."""
+        kind = event.get("kind")
+        if kind == "rescale_started":
+            # An earlier one that broke before a step was done keeps its line: its cause counts.
+            broken = [Line(text, "change") for text in self._reasons.values()]
+            self._reasons = {int(event.get("generation") or 0): _rescale_words(event)}
+            return broken
+        if kind == "rescale_finished":
+            return self._rescale_finished(event)
+        if kind == "run_finished":
+            return [*self._unfinished(), _run_finished(event)]
+        line = _tell(str(kind), event)
+        return [] if line is None else [line]
+
+    def _unfinished(self) -> list[Line]:
+        lines = [Line(f"{text} (not finished)", "change") for text in self._reasons.values()]
+        self._reasons = {}
+        return lines
+
+    def _rescale_finished(self, event: Mapping[str, Any]) -> list[Line]:
+        size, pause_s = event.get("size"), event.get("pause_s")
+        reason = self._reasons.pop(int(event.get("generation") or 0), count(size, "slot"))
+        self._reasons = {}
+        if pause_s is None:
+            return [Line(f"training on {count(size, 'slot')}: {reason}", "good")]
+        return [Line(f"{reason} (pause {duration_words(float(pause_s))})", "change")]
+
+
+def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
+    get = event.get
+    host = get("host")
+    worker = worker_name(host, get("local_rank"))
+    if kind == "run_started":
+        hosts = get("hosts") or []
+        slots = sum(int(entry[1]) for entry in hosts)
+        return Line(
+            f"run {get('run_id')}: {count(len(hosts), 'host')}, {count(slots, 'slot')}", "plain"
+        )
+    if kind == "taken_over":
+        size = count(get("size"), "process")
+        return Line(f"took over the run: {size} went on training without a leader", "good")
+    if kind == "leader_cut_off":
+        grace = duration_words(float(get("grace_s") or 0))
+        return Line(
+            f"no host was heard of for {duration_words(float(get('silent_s') or 0))}: this machine "
+            f"is cut off, or all of them are gone. Training goes on without a leader for {grace}; "
+            "trying to reach them",
+            "bad",
+        )
+    if kind == "host_lost":
+        return Line(f"host {host} lost: {get('cause')}", "bad")
+    if kind == "worker_left":
+        cause = str(get("cause") or "no cause given")
+        if cause == "left":
+            return Line(f"worker {worker} left as asked", "note")
+        if cause.startswith("host "):
+            return None  # said of the host already
+        if cause.startswith("worker "):
+            return Line(cause, "bad")
+        expected = any(word in cause for word in ("finished", "asked", "leave", "stopped", "ended"))
+        return Line(f"worker {worker} left: {cause}", "note" if expected else "bad")
+    if kind == "waiting":
+        return Line(str(get("reason") or "waiting for hosts"), "note")
+    if kind == "hosts_changed":
+        hosts = " ".join(f"{name}:{slots}" for name, slots in get("hosts") or []) or "none"
+        return Line(f"hosts are now: {hosts}", "note")
+    if kind == "restored":
+        return Line(f"went back to step {get('step')}, from {get('path') or 'the start'}", "note")
+    if kind == "decision":
+        return Line(f"decision: {get('action')}: {get('reason')}", "note")
+    if kind == "stop_requested":
+        return Line(f"stopping: {get('reason')}", "note")
+    if kind == "command_done":
+        if get("ok", True):
+            return Line(f"done as asked: {get('message')}", "note") if get("message") else None
+        return Line(f"could not do as asked: {get('message')}", "bad")
+    if kind == "warning":
+        return Line(f"warning: {get('message')}", "bad")
+    if kind == "log_note":
+        return Line(str(get("message") or get("text") or ""), "note")
+    if kind == "script_failed":
+        trace = str(get("traceback") or "").rstrip()
+        return Line(f"the script failed in worker {worker}:\n{trace}", "bad")
+    return None
+
+
+def _rescale_words(event: Mapping[str, Any]) -> str:
+    return str(event.get("reason") or f"{event.get('from_size')} → {event.get('to_size')} slots")
+
+
+def _run_finished(event: Mapping[str, Any]) -> Line:
+    status = str(event.get("status") or "finished")
+    tone = {"succeeded": "good", "failed": "bad"}.get(status, "note")
+    message = str(event.get("message") or "")
+    words = outcome_words(status, event.get("steps"), event.get("examples"), message)
+    return Line(f"run {words}", tone)
+
+
+def outcome_words(status: str, steps: int | None, examples: int | None, message: str) -> str:
+    """How a run ended, or stands.
+
+    >>> outcome_words("stopped", 12, 1200, "Ctrl-C")
+    'stopped after 12 steps, 1,200 examples: Ctrl-C'
+    """
+    text = f"{status} after {count(steps, 'step')}"
+    if examples:
+        text += f", {number_words(examples)} {plural('example', examples)}"
+    return f"{text}: {message}" if message else text
+
+
+def progress_words(metrics: Mapping[str, Any], size: int) -> str:
+    """The newest metrics on one line.
+
+    >>> progress_words({"step": 120, "epoch": 3, "loss": 0.41237, "throughput": 812.4}, 3)
+    'step 120 · epoch 3 · loss 0.412 · 812 examples/s · 3 workers'
+    """
+    parts = []
+    if metrics.get("step") is not None:
+        parts.append(f"step {metrics['step']}")
+    if metrics.get("epoch") is not None:
+        parts.append(f"epoch {metrics['epoch']}")
+    if "loss" in metrics:
+        parts.append(f"loss {number_words(metrics['loss'])}")
+    if metrics.get("throughput") is not None:
+        parts.append(f"{number_words(metrics['throughput'])} examples/s")
+    if size:
+        parts.append(count(size, "worker"))
+    if metrics.get("accuracy") is not None:
+        parts.append(f"accuracy {number_words(metrics['accuracy'])}")
+    return " · ".join(parts)
+
+
+def number_words(value: Any) -> str:
+    """A number with three digits that mean something.
+
+    >>> [number_words(v) for v in (0.12345, 3, 812.44, 1234567, 0.00001234, None, 0.9722)]
+    ['0.123', '3', '812', '1,234,567', '1.23e-05', 'nan', '0.972']
+    """
+    if value is None:
+        return "nan"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or (value == value and abs(value) >= 1000):
+        return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3g}"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.3g}"
+
+
+def duration_words(seconds: float | None) -> str:
+    """A length of time.
+
+    >>> [duration_words(s) for s in (0.123, 7.5, 75, 3725, 200000, None)]
+    ['0.12 s', '7.5 s', '1 m 15 s', '1 h 02 m', '2 d 07 h', '–']
+    """
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def bytes_words(count: float) -> str:
+    """A number of bytes.
+
+    >>> [bytes_words(n) for n in (12, 4096, 3_200_000, 7_000_000_000)]
+    ['12 B', '4.1 kB', '3.2 MB', '7.0 GB']
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
