@@ -1,0 +1,181 @@
+"""What a change of the batch size means for the learning rate, as pure functions.
+
+Every rule answers with an :class:`Adjustment`: a factor on the learning rate that the user's
+schedule gives, and for Adam new betas and epsilon. Progress is counted in steps of the initial
+batch size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["RULES", "Adjustment", "Situation", "adascale_gain", "rule_named"]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a rule may look at.
+
+    Attributes:
+        scale: global batch size now over the initial one, above 0.
+        squared_norm: ``|G|^2`` of the parameter group.
+        variance: ``tr(Sigma)`` of a mean gradient at the *initial batch size*.
+        epochs: progress so far, in passes over the data at the initial batch size.
+    """
+
+    scale: float
+    squared_norm: float = 0.0
+    variance: float = 0.0
+    epochs: float = math.inf
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """What to do to an optimizer for one step.
+
+    Attributes:
+        factor: on the learning rate.
+        rate: ``kappa`` of Adam's betas and epsilon: each beta becomes ``1 - kappa (1 - beta)``,
+            epsilon is divided by ``sqrt(kappa)``; 1 leaves them.
+        gain: steps of the initial batch size that this step is worth.
+    """
+
+    factor: float
+    rate: float = 1.0
+    gain: float = 1.0
+
+
+Rule = Callable[[Situation], Adjustment]
+
+
+def _require_warmup(name: str, epochs: float) -> None:
+    if not (math.isfinite(epochs) and epochs >= 0):
+        raise ValueError(f"{name}(warmup_epochs={epochs}): it must be a number of 0 or more")
+
+
+def adascale_gain(scale: float, squared_norm: float, variance: float) -> float:
+    """AdaScale's gain ratio ``(var + sqr) / (var / scale + sqr)``, from 1 to ``scale``.
+
+    Args:
+        scale: global batch size over the initial one; below 1 the gain is below 1 as well.
+        squared_norm: ``|G|^2``; below 0 (noise of its estimate) counts as 0.
+        variance: of a mean gradient at the initial batch size; below 0 counts as 0.
+
+    Returns:
+        1 where both are 0: nothing is known.
+
+    Source: Johnson et al., AdaScale SGD, ICML 2020, section 3.1.
+
+    >>> adascale_gain(4.0, squared_norm=1.0, variance=3.0)
+    2.2857142857142856
+    """
+    squared_norm, variance = max(squared_norm, 0.0), max(variance, 0.0)
+    small, large = variance + squared_norm, variance / scale + squared_norm
+    return small / large if large > 0 else 1.0
+
+
+def adascale(now: Situation) -> Adjustment:
+    """The learning rate grows by the gain, and a step counts for as many.
+
+    Source: Johnson et al., AdaScale SGD, ICML 2020, algorithm 1.
+    """
+    gain = adascale_gain(now.scale, now.squared_norm, now.variance)
+    return Adjustment(gain, gain=gain)
+
+
+def linear(warmup_epochs: float = 5.0) -> Rule:
+    """Proportional to the batch size, reached gradually over the first epochs.
+
+    Source: Goyal et al. 2017, sections 2.1 and 2.2.
+
+    >>> linear(warmup_epochs=2)(Situation(scale=5.0, epochs=1.0)).factor
+    3.0
+    """
+    _require_warmup("linear", warmup_epochs)
+
+    def rule(now: Situation) -> Adjustment:
+        reached = 1.0 if warmup_epochs == 0 else min(1.0, now.epochs / warmup_epochs)
+        return Adjustment(1.0 + (now.scale - 1.0) * reached, gain=now.scale)
+
+    return rule
+
+
+def square_root(now: Situation) -> Adjustment:
+    """Proportional to the square root of the batch size.
+
+    Source: Krizhevsky 2014, section 5; Hoffer et al. 2017, section 7.
+    """
+    return Adjustment(math.sqrt(now.scale), gain=now.scale)
+
+
+def adam_square_root(now: Situation) -> Adjustment:
+    """The square root rule for Adam, with betas and epsilon changed alongside.
+
+    Source: Malladi et al., On the SDEs and scaling rules for adaptive gradient algorithms,
+    NeurIPS 2022, definition 5.2.
+
+    >>> adam_square_root(Situation(scale=4.0))
+    Adjustment(factor=2.0, rate=4.0, gain=4.0)
+    """
+    return Adjustment(math.sqrt(now.scale), rate=now.scale, gain=now.scale)
+
+
+def scaled_betas(betas: tuple[float, float], rate: float) -> tuple[float, float]:
+    """Adam's betas for a batch ``rate`` times as large; none falls below 0.
+
+    >>> scaled_betas((0.9, 0.999), 4.0)
+    (0.6, 0.996)
+    """
+    first, second = (round(max(0.0, 1 - rate * (1 - beta)), 15) for beta in betas)
+    return first, second
+
+
+def legw(warmup_epochs: float) -> Rule:
+    """Square root, after a linear warm-up from 0 whose epochs grow with the batch size.
+
+    Source: You et al., Large-batch training for LSTM and beyond, 2019, section 3 (LEGW).
+
+    >>> legw(warmup_epochs=1)(Situation(scale=4.0, epochs=2.0)).factor
+    1.0
+    """
+    _require_warmup("legw", warmup_epochs)
+
+    def rule(now: Situation) -> Adjustment:
+        warmup = warmup_epochs * now.scale
+        reached = 1.0 if warmup == 0 else min(1.0, now.epochs / warmup)
+        return Adjustment(math.sqrt(now.scale) * reached, gain=now.scale)
+
+    return rule
+
+
+def unchanged(now: Situation) -> Adjustment:
+    """The learning rate stays as the user's schedule has it."""
+    return Adjustment(1.0, gain=now.scale)
+
+
+RULES: dict[str, Rule] = {
+    "adascale": adascale,
+    "linear": linear(),
+    "sqrt": square_root,
+    "adam_sqrt": adam_square_root,
+    "none": unchanged,
+}
+"""The rules without parameters, by name."""
+
+
+def rule_named(rule: str | Rule) -> Rule:
+    """A rule by its name, or the user's own.
+
+    Raises:
+        ValueError: there is none of that name; names those there are.
+    """
+    if callable(rule):
+        return rule
+    if rule not in RULES:
+        raise ValueError(
+            f"learning rate rule {rule!r} is not known; there are {', '.join(sorted(RULES))}, "
+            "linear(warmup_epochs), legw(warmup_epochs), and functions of your own"
+        )
+    return RULES[rule]

@@ -1,0 +1,101 @@
+"""What a PyTorch training script imports.
+
+In outline::
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    model = Net().to(hvd.device())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader = hvd.DataLoader(dataset, batch_size=64, shuffle=True)
+
+    @hvd.run
+    def train(state):
+        for epoch in hvd.epochs(10):
+            for inputs, targets in loader:
+                ...
+                state.commit(loss=loss)
+
+    train(hvd.State(model=model, optimizer=optimizer))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvd_elastic.torch import context as _context
+from hvd_elastic.torch.accumulator import Accumulator
+from hvd_elastic.torch.data import DataLoader
+from hvd_elastic.torch.elastic import epochs, report_uncaught, run
+from hvd_elastic.torch.optimizer import DistributedOptimizer
+from hvd_elastic.torch.schedule import follow_progress
+from hvd_elastic.torch.state import State
+
+__all__ = [
+    "Accumulator",
+    "DataLoader",
+    "DistributedOptimizer",
+    "State",
+    "allgather",
+    "allreduce",
+    "device",
+    "epochs",
+    "follow_progress",
+    "init",
+    "local_rank",
+    "rank",
+    "report",
+    "run",
+    "size",
+]
+
+
+def init() -> None:
+    """Find out how this process was launched. Call it first."""
+    ctx = _context.initialize()
+    if ctx.mode is _context.Mode.AGENT and not ctx.reports_uncaught:
+        report_uncaught(ctx)
+        ctx.reports_uncaught = True
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+
+
+def rank() -> int:
+    """This process's rank in the current generation, 0 to ``size() - 1``."""
+    return _context.current().rank
+
+
+def size() -> int:
+    """Number of processes that train together now."""
+    return _context.current().size
+
+
+def local_rank() -> int:
+    """The slot of this process on its host; constant while the process lives."""
+    return _context.current().local_rank
+
+
+def device() -> torch.device:
+    """The GPU of this slot, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def report(**metrics: Any) -> None:
+    """Add numbers to the run's metrics, for example ``report(test_accuracy=0.98)``."""
+    _context.current().report(metrics)
+
+
+def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
+    """The mean (or sum) of ``tensor`` over all ranks, as a new tensor; all ranks must call it."""
+    ctx = _context.current()
+    result = ctx.engine.wait(ctx.engine.reduce_async(tensor.detach().clone(), f"user.{name}"))
+    return result if average else result * ctx.size
+
+
+def allgather(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """All ranks' tensors one after the other along the first dimension, in rank order."""
+    return _context.current().engine.gather(tensor.detach(), f"user.{name}")

@@ -1,0 +1,477 @@
+"""Choosing the batch while training goes on, from what the ranks measure of it.
+
+Every few steps the ranks *review* the batch plan, at a step boundary that all know beforehand.
+Each tells rank 0 the gradient norms and times it has collected; rank 0 smooths them, fits the step
+time and looks for the plan with the most goodput; what it decides, and all that the decision rests
+on, is broadcast. So ranks agree to the last bit, and whoever survives can go on deciding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import socket
+import time
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.goodput import (
+    BatchLimits,
+    BatchPlan,
+    best_batch_plan,
+    nearest_plan,
+    score_plan,
+    statistical_efficiency,
+)
+from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, adascale
+from hvd_elastic.model.noise_scale import NoiseTracker
+from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
+from hvd_elastic.torch.gradient_statistics import GradientStatistics
+
+if TYPE_CHECKING:
+    from hvd_elastic.torch.context import Context
+
+__all__ = ["Adaptation"]
+
+log = logging.getLogger(__name__)
+
+_FIRST_STEPS = 200
+"""Sampled steps until which every step is one that can say something of the noise."""
+_SAMPLE_EVERY = 4
+_PROBE_EVERY = (2, 8)
+_PROBES_COST = 0.1
+"""Share of the time that one rank alone gives for seeing the noise."""
+_EVIDENCE = 20
+"""Sampled steps before the plan follows the noise."""
+_HALF_LIFE_STEPS = 4
+_REVIEW_S = 1.0
+_REVIEW_STEPS = (10, 50)
+_REFIT_S = 2.0
+_GROWTH = 2
+"""The batch grows at most by this factor at once: memory and step times beyond are guesses."""
+_WORTH_IT = 1.05
+_OPTIMISM = 0.5
+_SETTLING_STEPS = 2
+"""After a change these are not timed: readers start, memory is allocated."""
+_KEPT_TIMES = 8
+_BAD_STEPS = 10
+"""So many steps without a finite gradient, one after the other, end the job."""
+_HEADER = 5
+
+
+class Adaptation:
+    """The batch plan of a run, and what is known for choosing it; the same on all ranks.
+
+    Args:
+        limits: what the user allows.
+        examples: in the data set.
+    """
+
+    def __init__(self, limits: BatchLimits, examples: int) -> None:
+        self.limits = limits
+        self.examples = examples
+        self.plan = BatchPlan(limits.initial_batch_size)
+        self.rule: Rule = adascale
+        self.progress = 0.0
+        """Scale-invariant progress: steps of the initial batch size that were as good."""
+        self.skipped_steps = 0
+        self._bad_running = 0
+        self._memory_bound: int | None = None
+        self._own_memory_bound = math.inf
+        self._statistics: GradientStatistics | None = None
+        self._tracker: NoiseTracker | None = None
+        self._norms: tuple[list[float], list[float]] = ([0.0], [0.0])
+        self._seen: dict[tuple[int, int, float, int, float], deque[float]] = {}
+        self._model: StepTimeModel | None = None
+        self._fitted_at = 0.0
+        self._fitted_to = 0
+        self._largest = limits.initial_batch_size
+        self._next_review = 0
+        self._generation = -1
+        self._wanted = False
+        self._sample_every = self._probe_every = 1
+        self._settling = _SETTLING_STEPS
+        self._began = 0.0
+        self._waited_s = 0.0
+        self._times: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        self._noise_scale = math.nan
+        self._announced = False
+        self._rank_s: list[float | None] = []
+
+    # -- during a step ---------------------------------------------------------------------
+
+    def attach(self, statistics: GradientStatistics, rule: Rule) -> None:
+        """The optimizer whose gradients are looked at, and its learning-rate rule."""
+        self._statistics, self.rule = statistics, rule
+        self._tracker = NoiseTracker(
+            statistics.groups, _HALF_LIFE_STEPS * self.limits.initial_batch_size, self.examples
+        )
+        self._norms = ([0.0] * (statistics.groups + 1), [0.0] * (statistics.groups + 1))
+
+    @property
+    def cut(self) -> tuple[BatchPlan, int]:
+        """What the cutting of steps into passes depends on, besides step and ranks."""
+        return self.plan, self._probe_every
+
+    def passes(self, step: int, share: int, ranks: int) -> int:
+        """Passes in which a rank makes its ``share`` of the examples of a step.
+
+        One rank alone sees the noise only between passes, so now and then it makes two of one.
+        """
+        passes = self.plan.accumulation_steps + 1
+        alone = ranks == 1 and passes == 1 and self.limits.max_accumulation_steps > 0
+        if alone and step % self._probe_every == 0:
+            passes = 2
+        # Two examples in each, where there are, for layers that cannot train on one.
+        least = max(2, self.limits.min_atomic_batch_size)
+        return max(1, min(passes, share // least))
+
+    def sampled(self, step: int) -> bool:
+        """Whether the gradients of the step after ``step`` are looked at."""
+        if self._statistics is None or not self._statistics.ready:
+            return False
+        return step % self._sample_every == 0 or step % self._probe_every == 0
+
+    def step_begins(self) -> None:
+        """The loader begins to read the share of a step."""
+        self._began, self._waited_s = time.perf_counter(), 0.0
+
+    def waited(self, seconds: float) -> None:
+        """The rank waited for the others in this step."""
+        self._waited_s += seconds
+
+    def step_ends(self, examples: int, passes: int) -> None:
+        """The script came back for the next batch."""
+        now = time.perf_counter()
+        if self._settling > 0:
+            self._settling -= 1
+        elif examples == self.plan.global_batch_size:
+            own = now - self._began - self._waited_s
+            self._times[passes].append((now - self._began, own))
+
+    def adjustments(self) -> list[Adjustment]:
+        """For each parameter group, and last for all together."""
+        initial = self.limits.initial_batch_size
+        scale = self.plan.global_batch_size / initial
+        return [
+            self.rule(Situation(scale, norm, variance / initial, self.epochs))
+            for norm, variance in zip(*self._norms, strict=True)
+        ]
+
+    def advance(self, gain: float, step_examples: int) -> None:
+        """A step was taken; ``gain`` is that of a full one."""
+        self.progress += gain * min(1.0, step_examples / self.plan.global_batch_size)
+
+    def finite(self) -> None:
+        """The gradients of a step were looked at, and are finite."""
+        self._bad_running = 0
+
+    def skip(self, step: int) -> None:
+        """The gradients of a step are not finite, so it is not taken.
+
+        Raises:
+            ScriptError: none was, for many steps.
+        """
+        self.skipped_steps += 1
+        self._bad_running += 1
+        if self._bad_running >= _BAD_STEPS:
+            raise ScriptError(
+                f"the gradients were not finite in {_BAD_STEPS} steps running, up to step {step}: "
+                "the loss is NaN or infinite on at least one rank. Look at the data and the loss, "
+                "lower the learning rate, or clip gradients"
+            )
+
+    @property
+    def epochs(self) -> float:
+        """Scale-invariant progress in passes over the data at the initial batch size."""
+        return self.progress * self.limits.initial_batch_size / self.examples
+
+    def enough(self, epoch: int, count: int) -> bool:
+        """Whether ``epoch`` passes over the data make ``count`` epochs, to the nearest pass."""
+        return epoch > 0 and self.epochs * (1 + 0.5 / epoch) >= count
+
+    def out_of_memory(self, atomic_batch_size: int) -> bool:
+        """A pass did not fit; whether a smaller one is allowed."""
+        # A little less than what failed by a hair fails too.
+        bound = max(self.limits.min_atomic_batch_size, int(0.9 * atomic_batch_size))
+        self._own_memory_bound = min(self._own_memory_bound, bound)
+        return bound < atomic_batch_size
+
+    def want_review(self) -> None:
+        """Something happened on a rank that the plan has to follow; all ranks say so."""
+        self._wanted = True
+
+    # -- between steps ---------------------------------------------------------------------
+
+    def review_if_due(self, context: Context) -> None:
+        """Between two steps; collective where it is due, which all ranks know alike."""
+        moved = context.generation != self._generation
+        step = context.progress.step
+        if not (moved or self._wanted or step >= self._next_review):
+            return
+        if self._statistics is None:
+            raise ScriptError(
+                "DataLoader(max_batch_size=...) adapts the batch to the gradients, and no "
+                "optimizer was given to hvd_elastic.torch.DistributedOptimizer; wrap yours in it"
+            )
+        self._wanted = False
+        rows = self._statistics.drain()
+        if moved:
+            # What was collected in another world cannot be added up in this one.
+            rows = rows[:0]
+            self._times.clear()
+            self._settling = _SETTLING_STEPS
+            self._generation = context.generation
+        engine = context.engine
+        report = self._report(rows)
+        if engine.size > 1:
+            report = engine.gather(report, "hvd_elastic.review")
+        reports = _split(report.numpy())
+        before = self.plan
+        reason = ""
+        if engine.rank == 0:
+            self._learn(reports, engine.size)
+            reason = self._decide(reports, engine.size)
+            self._schedule(step)
+        if engine.size > 1:
+            decided = json.dumps(self.state_dict()).encode()
+            decided = engine.broadcast_bytes(decided, 0)
+            if engine.rank != 0:
+                self.load_state_dict(json.loads(decided))
+        self._times.clear()
+        if self.plan != before:
+            self._settling = _SETTLING_STEPS
+        if engine.rank == 0 and (self.plan != before or not self._announced):
+            self._announce(context, reason or "the initial batch size")
+        self._announced = True
+        if self._bad_running >= _BAD_STEPS:
+            self.skip(step)
+
+    def _report(self, rows: torch.Tensor) -> torch.Tensor:
+        own = [seconds for times in self._times.values() for _, seconds in times]
+        cuda = torch.cuda.is_available()  # there a rank waits for its own device too
+        header = [
+            float(_host_number()),
+            self._own_memory_bound,
+            math.nan if cuda or not own else float(np.median(own)),
+            rows.shape[0],
+            rows.shape[1],
+        ]
+        self._own_memory_bound = math.inf
+        return torch.cat([torch.tensor(header, dtype=torch.float64), rows.double().reshape(-1)])
+
+    def _learn(self, reports: Sequence[np.ndarray], ranks: int) -> None:
+        bound = min(report[1] for report in reports)
+        if math.isfinite(bound):
+            self._memory_bound = min(self._memory_bound or int(bound), int(bound))
+        self._learn_noise(reports)
+        self._rank_s = [float(r[2]) if math.isfinite(r[2]) else None for r in reports]
+        for passes, times in self._times.items():
+            atomic = self.plan.global_batch_size / ranks / passes
+            hosts = len({report[0] for report in reports})
+            key = (hosts, ranks, atomic, passes - 1, _slowness(reports))
+            kept = self._seen.setdefault(key, deque(maxlen=_KEPT_TIMES))
+            kept.append(float(np.median([whole for whole, _ in times])))
+
+    def _learn_noise(self, reports: Sequence[np.ndarray]) -> None:
+        tracker = self._tracker
+        if tracker is None:
+            return
+        steps: dict[float, list[np.ndarray]] = defaultdict(list)
+        for report in reports:
+            for row in report[_HEADER:].reshape(-1, 3 + 2 * tracker.quantities):
+                steps[row[0]].append(row)
+        for _, rows in sorted(steps.items()):
+            passes = sum(row[2] for row in rows)
+            if len(rows) < len(reports) or passes < 2:
+                continue
+            local = np.sum([row[3 : 3 + tracker.quantities] for row in rows], axis=0)
+            skipped = tracker.skipped
+            tracker.add(local, rows[0][3 + tracker.quantities :], rows[0][1], passes)
+            self._bad_running = self._bad_running + 1 if tracker.skipped > skipped else 0
+        if tracker.steps:
+            self._norms = (tracker.squared_norm().tolist(), tracker.variance().tolist())
+            self._noise_scale = tracker.noise_scale()
+
+    def _decide(self, reports: Sequence[np.ndarray], ranks: int) -> str:
+        """Choose the plan; why, in words, where it changes."""
+        limits = self._limits_now()
+        nearest = nearest_plan(limits, self.plan.global_batch_size, ranks)
+        reason = ""
+        atomic = self.plan.atomic_batch_size(ranks)
+        if (
+            nearest.global_batch_size != self.plan.global_batch_size
+            or atomic > (limits.max_atomic_batch_size or atomic)
+            or self.plan.accumulation_steps > limits.max_accumulation_steps
+        ):
+            reason = f"{atomic} examples in a pass are not possible on {ranks} ranks"
+            self.plan = nearest
+        model = self._fitted()
+        tracker = self._tracker
+        if model is None or tracker is None or tracker.steps < _EVIDENCE:
+            return reason
+        noise = tracker.cautious_noise_scale()
+        hosts = len({report[0] for report in reports})
+        slowness = _slowness(reports)
+        bounded = dataclasses.replace(
+            limits, max_batch_size=min(limits.max_batch_size, _GROWTH * self._largest)
+        )
+        best = best_batch_plan(model, noise, bounded, hosts, ranks, slowness, _OPTIMISM)
+        if best is None:
+            return reason
+        initial = limits.initial_batch_size
+        now = score_plan(model, self.plan, noise, initial, hosts, ranks, slowness)
+        hoped = best.goodput * math.exp(_OPTIMISM * best.uncertainty)
+        if hoped > _WORTH_IT * now.goodput * math.exp(_OPTIMISM * now.uncertainty):
+            reason = (
+                f"at a noise scale of {noise:.0f} examples, {best.goodput:.0f} useful examples/s "
+                f"are expected instead of {now.goodput:.0f}"
+            )
+            self.plan = best.plan
+            self._largest = max(self._largest, best.plan.global_batch_size)
+        return reason
+
+    def _limits_now(self) -> BatchLimits:
+        bounds = [b for b in (self.limits.max_atomic_batch_size, self._memory_bound) if b]
+        return dataclasses.replace(
+            self.limits, max_atomic_batch_size=min(bounds) if bounds else None
+        )
+
+    def _fitted(self) -> StepTimeModel | None:
+        if not self._seen:
+            return None
+        now = time.monotonic()
+        if self._model is None or len(self._seen) > self._fitted_to or now > self._fitted_at:
+            self._model = fit_step_time(
+                [
+                    Observation(hosts, ranks, atomic, extra, seconds, slowness)
+                    for (hosts, ranks, atomic, extra, slowness), times in self._seen.items()
+                    for seconds in times
+                ]
+            )
+            self._fitted_to, self._fitted_at = len(self._seen), now + _REFIT_S
+        return self._model
+
+    def _schedule(self, step: int) -> None:
+        sampled = self._tracker.steps if self._tracker is not None else 0
+        early = sampled < _FIRST_STEPS
+        self._sample_every = 1 if early else _SAMPLE_EVERY
+        self._probe_every = 1 if early else self._affordable_probes()
+        whole = [seconds for times in self._times.values() for seconds, _ in times]
+        few, many = _REVIEW_STEPS
+        wished = _REVIEW_S / float(np.median(whole)) if whole else few
+        self._next_review = step + int(min(max(wished, few), many))
+
+    def _affordable_probes(self) -> int:
+        """A step in two passes costs the constant part of one more."""
+        often, seldom = _PROBE_EVERY
+        if self._model is None:
+            return seldom
+        whole = self._model.predict(1, 1, self.plan.global_batch_size, 0).step_s
+        cost = self._model.alpha_c / float(whole)
+        return min(max(math.ceil(cost / _PROBES_COST), often), seldom)
+
+    def _announce(self, context: Context, reason: str) -> None:
+        plan = self.plan
+        context.sink.send(
+            {
+                "kind": "batch_plan",
+                "step": context.progress.step,
+                "global_batch_size": plan.global_batch_size,
+                "atomic_batch_size": plan.atomic_batch_size(context.engine.size),
+                "accumulation_steps": plan.accumulation_steps,
+                "lr_scale": self.adjustments()[-1].factor,
+                "limits": dataclasses.asdict(self._limits_now()),
+                "reason": reason,
+            }
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """Fields of the run's metrics; what is not known yet, or infinite, is left out."""
+        found: dict[str, Any] = {"global_batch_size": self.plan.global_batch_size}
+        if self.skipped_steps:
+            found["skipped_steps"] = self.skipped_steps
+        if self._rank_s:
+            found["rank_s"] = self._rank_s
+        noise = self._noise_scale
+        if math.isfinite(noise):
+            found["noise_scale"] = noise
+            size = max(self.plan.global_batch_size, self.limits.initial_batch_size)
+            initial = self.limits.initial_batch_size
+            found["efficiency"] = float(statistical_efficiency(noise, initial, size))
+        return found
+
+    # -- what lasts ------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, for a broadcast or a checkpoint."""
+        return {
+            "plan": dataclasses.asdict(self.plan),
+            "progress": self.progress,
+            "skipped_steps": self.skipped_steps,
+            "bad_running": self._bad_running,
+            "memory_bound": self._memory_bound,
+            "tracker": self._tracker.state_dict() if self._tracker is not None else None,
+            "norms": [list(values) for values in self._norms],
+            "noise_scale": self._noise_scale,
+            "rank_s": self._rank_s,
+            "seen": [[list(key), list(times)] for key, times in self._seen.items()],
+            "largest": self._largest,
+            "next_review": self._next_review,
+            "sample_every": self._sample_every,
+            "probe_every": self._probe_every,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What :meth:`state_dict` gave, here or in the process that goes on with the run."""
+        self.plan = BatchPlan(**state["plan"])
+        self.progress = state["progress"]
+        self.skipped_steps = state["skipped_steps"]
+        self._bad_running = state["bad_running"]
+        self._memory_bound = state["memory_bound"]
+        if self._tracker is not None and state["tracker"] is not None:
+            self._tracker.load_state_dict(state["tracker"])
+        if len(state["norms"][0]) == len(self._norms[0]):
+            self._norms = (list(state["norms"][0]), list(state["norms"][1]))
+        self._noise_scale = state["noise_scale"]
+        self._rank_s = list(state.get("rank_s", []))
+        self._seen = {
+            (key[0], key[1], key[2], key[3], key[4]): deque(times, maxlen=_KEPT_TIMES)
+            for key, times in state["seen"]
+        }
+        self._largest = state["largest"]
+        self._next_review = state["next_review"]
+        self._sample_every = state["sample_every"]
+        self._probe_every = state["probe_every"]
+
+
+def _split(gathered: np.ndarray) -> list[np.ndarray]:
+    """The reports of all ranks, one after the other, taken apart."""
+    reports, at = [], 0
+    while at < len(gathered):
+        length = _HEADER + int(gathered[at + 3] * gathered[at + 4])
+        reports.append(gathered[at : at + length])
+        at += length
+    return reports
+
+
+def _slowness(reports: Sequence[np.ndarray]) -> float:
+    """Of the slowest rank against the median one, in steps of a quarter: the rest is chance."""
+    own = [report[2] for report in reports]
+    if len(own) < 2 or not all(math.isfinite(seconds) and seconds > 0 for seconds in own):
+        return 1.0
+    return max(1.0, round(4 * max(own) / float(np.median(own))) / 4)
+
+
+def _host_number() -> int:
+    name = os.environ.get("HVD_ELASTIC_HOST") or socket.gethostname()
+    return zlib.crc32(name.encode())

@@ -1,0 +1,202 @@
+"""When the ranks take a checkpoint, and which share of it is this one's.
+
+Rank 0 knows when one is due; its wish travels with the gradients of a step, so all ranks learn of
+it in the same step and copy the state of the same step boundary, without a message of their own.
+Two boundaries are used: at the first every rank makes room, at the next one at which no rank is
+busy with that, or with writing the one before, all copy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.launch.checkpoints import (
+    ShardInfo,
+    complete_checkpoint,
+    describe_shard,
+    find_shards,
+)
+from hvd_elastic.torch.checkpoint import Content, ShardWriter, new_shard
+
+if TYPE_CHECKING:
+    from hvd_elastic.torch.context import Context
+
+__all__ = ["Checkpointing"]
+
+_SPOOLED = 2
+"""Checkpoints that a host keeps until the leader has them: one on its way, and the next."""
+_PATIENCE_S = 60.0
+"""What the leader has not taken by then, it will not: another rank's share is missing, say."""
+_LOOK_S = 0.25
+
+
+class Checkpointing:
+    """The checkpoints of one training process."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        options = context.options
+        self._every_s: float = options.get("checkpoint_every_s") or context.sink.checkpoint_every_s
+        self._keep = int(options.get("keep_checkpoints", 3))
+        self._spool = os.environ.get("HVD_ELASTIC_SPOOL") if context.link is not None else None
+        self._folder = self._spool or context.sink.checkpoint_folder
+        self._writer: ShardWriter | None = None
+        self._due = float("inf")
+        self._asked = False
+        self._room_agreed = False
+        self._agreed = (False, False, False)
+        self._failed = ""
+        self._looked_at = 0.0
+        self._is_behind = False
+
+    # -- agreeing --------------------------------------------------------------------------
+
+    def wishes(self) -> list[float]:
+        """This rank's part of what is agreed on in a step: due, asked for, busy."""
+        if self._writer is None:
+            return [0.0, 0.0, 0.0]
+        if self._context.link is not None and self._context.link.take_checkpoint_request():
+            self._asked = True
+        due = self._context.engine.rank == 0 and time.monotonic() >= self._due
+        return [float(due), float(self._asked), float(self._writer.busy or self._behind())]
+
+    def _behind(self) -> bool:
+        """Whether the leader takes checkpoints more slowly than they come; looked up when due."""
+        now = time.monotonic()
+        if self._spool is None or now < self._due:
+            return False
+        if now >= self._looked_at + _LOOK_S:
+            self._looked_at = now
+            waiting = {
+                shard.step
+                for shard in find_shards(self._spool)
+                if (shard.life, shard.generation) == (self._context.life, self._context.generation)
+                and time.time() - shard.created < _PATIENCE_S
+            }
+            self._is_behind = len(waiting) >= _SPOOLED
+        return self._is_behind
+
+    def agree(self, wishes: Sequence[float]) -> None:
+        """Take note of what all ranks wish together."""
+        due, asked, busy = (wish > 0 for wish in wishes)
+        self._agreed = (due, asked, busy)
+
+    def step_boundary(self) -> None:
+        """Between two steps: do what was agreed on in the last one."""
+        due, asked, busy = self._agreed
+        self._agreed = (False, False, False)
+        if asked:
+            self.take(wait=True)
+        elif due and not busy:
+            if self._room_agreed:
+                self.take()
+            else:
+                self._make_room()
+
+    def schedule(self, now: float) -> None:
+        """The ranks are (other) ones now; the first checkpoint is due an interval after that."""
+        self._room_agreed = False
+        self._agreed = (False, False, False)
+        if not self._every_s or not self._folder:
+            return
+        if self._writer is None:
+            self._writer = ShardWriter(
+                self._folder, finish=self._finish, on_done=self._done, on_error=self._error
+            )
+        if self._due == float("inf"):
+            self._due = now + self._every_s
+
+    # -- taking ----------------------------------------------------------------------------
+
+    def _share(self, *, alone: bool = False) -> tuple[Content, ShardInfo | None]:
+        """The state now, and this rank's share of it; ``alone``: all of it."""
+        context, state = self._context, self._context.state
+        assert state is not None
+        rank, size = (0, 1) if alone else (context.engine.rank, context.engine.size)
+        content = state.content(copy_own=rank == 0)
+        if self._spool is None:
+            # Nobody would bring the shares of several hosts together.
+            if rank:
+                return content, None
+            size = 1
+        generation, life = context.generation, context.life
+        return content, new_shard(content, context.progress, rank, size, generation, life)
+
+    def _make_room(self) -> None:
+        self._room_agreed = True
+        if self._writer is not None and self._context.state is not None:
+            content, shard = self._share()
+            if shard is not None:
+                pinned = any(tensor.is_cuda for tensor in content.tensors)
+                self._writer.prepare(shard.end - shard.begin, pinned=pinned)
+
+    def take_alone(self) -> None:
+        """Write the whole state; this rank waits, and the others wait too or are gone."""
+        if self._writer is not None and self._context.state is not None:
+            self._writer.flush()
+            content, shard = self._share(alone=True)
+            if shard is not None:
+                progress = self._context.progress
+                self._writer.begin(content, progress, shard, set(), time.monotonic())
+                self._writer.flush()
+
+    def take(self, *, wait: bool = False) -> None:
+        """Copy and write this rank's share of the state as it is now."""
+        state = self._context.state
+        if self._writer is None or state is None:
+            return
+        self._room_agreed = self._asked = False
+        self._due = time.monotonic() + self._every_s
+        self._writer.flush()
+        began = time.monotonic()
+        content, shard = self._share()
+        if shard is not None:
+            lasting = state.lasting() if state.waits_before_step() else set()
+            self._writer.begin(content, self._context.progress, shard, lasting, began)
+            if wait:
+                self._writer.flush()
+
+    def settle(self) -> None:
+        """Wait until what is being written is copied."""
+        if self._writer is not None:
+            self._writer.settle()
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        if self._writer is not None:
+            self._writer.flush()
+            self._writer = None
+
+    # -- in the writer's thread ------------------------------------------------------------
+
+    def _finish(self, shard: ShardInfo) -> None:
+        if self._spool is not None:
+            describe_shard(shard, _SPOOLED + 1)
+        else:
+            complete_checkpoint(shard.path.parent, [shard], self._keep)
+
+    def _done(self, shard: ShardInfo, blocked_s: float) -> None:
+        self._failed = ""
+        self._context.sink.send(
+            {
+                "kind": "checkpoint",
+                "shard": shard.manifest(),
+                "step": shard.step,
+                "path": str(shard.path),
+                "bytes": shard.bytes,
+                "seconds": shard.seconds,
+                "blocked_s": blocked_s,
+            }
+        )
+
+    def _error(self, error: HvdElasticError) -> None:
+        message = f"no checkpoint was written: {error}"
+        if self._spool is not None:
+            self._context.sink.send({"kind": "checkpoint_failed", "message": message})
+        elif not self._failed:  # a disk that stays full is said once
+            self._context.sink.send({"kind": "warning", "message": message})
+        self._failed = message

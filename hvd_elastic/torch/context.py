@@ -1,0 +1,596 @@
+"""Where one training process stands: its ranks, its progress, and what the leader wants of it.
+
+The same script runs four ways, told apart by the environment that the launcher left:
+
+=====================  ==================================================================
+``python``             one process, no Horovod needed
+``horovodrun -np``     static ranks (also under ``mpirun``)
+``horovodrun`` elastic Horovod's own elastic driver changes the ranks
+``hvd-elastic run``    generations announced by the leader, through the agent
+=====================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.launch.worker import AgentLink, Instruction
+from hvd_elastic.torch.checkpoint import load_checkpoint
+from hvd_elastic.torch.checkpointing import Checkpointing
+from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngine, LocalEngine
+from hvd_elastic.torch.progress import InFlight, Progress
+from hvd_elastic.torch.sink import Sink, open_sink
+
+if TYPE_CHECKING:
+    from hvd_elastic.torch.adaptation import Adaptation
+    from hvd_elastic.torch.optimizer import GradientAverager
+    from hvd_elastic.torch.state import State
+
+__all__ = ["Context", "Left", "Mode", "current", "initialize"]
+
+_METRICS_INTERVAL_S = 0.25
+_REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them
+
+
+class Mode(Enum):
+    """Who decides about the ranks of this process."""
+
+    ALONE = "python"
+    STATIC = "horovodrun"
+    HOROVOD_ELASTIC = "horovodrun elastic"
+    AGENT = "hvd-elastic"
+
+
+class Left(SystemExit):
+    """This worker was asked to leave: unwinds the script and ends the process with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def detect_mode(environment: Mapping[str, str]) -> Mode:
+    """How this process was launched.
+
+    >>> detect_mode({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}).value
+    'horovodrun'
+    """
+    if "HVD_ELASTIC_AGENT" in environment:
+        return Mode.AGENT
+    if environment.get("HOROVOD_ELASTIC") == "1":
+        return Mode.HOROVOD_ELASTIC
+    if "HOROVOD_RANK" in environment or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return Mode.STATIC
+    return Mode.ALONE
+
+
+class Context:
+    """One process's part in a training run; made by :func:`initialize`."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.progress = Progress()
+        self.generation = 0
+        self.life = ""
+        """Tells the generations that one leader counts from those of another."""
+        self.engine: Engine = LocalEngine() if mode is Mode.ALONE else HorovodEngine()
+        self._step_began: float | None = None
+        self._longest_step_s = 0.0
+        self.link: AgentLink | None = None
+        if mode is Mode.AGENT:
+            self.link = AgentLink.from_environment(self._on_abort, self._activity)
+        self.options = AgentLink.options() if mode is Mode.AGENT else {}
+        self.sink: Sink = open_sink(self.link)
+        self.audit = bool(self.options.get("audit")) or self.sink.audit
+        self.reports_uncaught = False
+        """Whether an exception that ends the script is sent to the leader."""
+        self.in_train = False
+        self.check_host_updates: Callable[[], None] = lambda: None
+        """Set for Horovod's own elastic driver: raises when the ranks are about to change."""
+        self.adaptation: Adaptation | None = None
+        """Chooses the batch; None where the script leaves it as it is."""
+        self.voided = False
+        """Whether the step in flight counts for nothing, since it did not fit into some memory."""
+        self._void = False
+        self._kept: dict[str, Any] = {}
+        self._state: State | None = None
+        self._averager: GradientAverager | None = None
+        self._has_loader = False
+        self._in_flight: list[InFlight] = []
+        self._marked = True
+        self._exchanged = False
+        self._flag: tuple[Any, torch.Tensor] | None = None
+        self._change_agreed = False
+        self._read: list[int] = []
+        self._whole = False
+        self._used: collections.deque[dict[str, Any]] = collections.deque(maxlen=_REMEMBERED_STEPS)
+        self._metrics: dict[str, Any] = {}
+        self._metrics_due = 0.0
+        self._window = (time.monotonic(), 0)
+        self._last_step: float | None = None
+        self._rescaled_from: float | None = None
+        self._announce_pause = False
+        self._checkpoints = Checkpointing(self)
+        self._started = time.monotonic()
+        if mode is Mode.STATIC or mode is Mode.HOROVOD_ELASTIC:
+            self.engine.start({})
+
+    # -- ranks -----------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; known inside the training function."""
+        self._need_ranks("rank()")
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        """World size; known inside the training function."""
+        self._need_ranks("size()")
+        return self.engine.size
+
+    @property
+    def local_rank(self) -> int:
+        """The slot of this process on its host: it never changes while the process lives."""
+        for name in ("HVD_ELASTIC_LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+            if name in os.environ:
+                return int(os.environ[name])
+        return 0
+
+    def _need_ranks(self, what: str) -> None:
+        if self.mode is Mode.AGENT and self.generation == 0:
+            raise ScriptError(
+                f"{what} is not known yet: this worker is warm and waits to be told its rank. "
+                "Ask for it inside the function given to hvd_elastic.torch.run; local_rank() and "
+                "device() are known before."
+            )
+
+    # -- registration ----------------------------------------------------------------------
+
+    def register_state(self, state: State) -> None:
+        """The state to synchronise; a script has one."""
+        self._state = state
+        for name, item in self._kept.items():
+            state.keep(name, item)
+
+    def keep(self, name: str, item: Any) -> None:
+        """Make something of the library's last as long as the script's state does.
+
+        Args:
+            name: equal on all ranks and in all lives of the run.
+            item: has ``state_dict()`` and ``load_state_dict()`` of plain values.
+        """
+        self._kept[name] = item
+        if self._state is not None:
+            self._state.keep(name, item)
+
+    def register_averager(self, averager: GradientAverager) -> None:
+        """The optimizer whose steps count."""
+        self._averager = averager
+        self._adapt()
+
+    def register_loader(self, loader: Any) -> None:
+        """Its batches are the steps; the audit is told the size of its data set."""
+        self._has_loader = True
+        if self.audit:
+            dropped = len(loader.dataset) % loader.batch_size if loader.drop_last else 0
+            self.sink.send({"kind": "dataset", "n": len(loader.dataset), "dropped": dropped})
+        if loader.adaptation is not None:
+            self.adaptation = loader.adaptation
+            self.keep("_adaptation", loader.adaptation)
+            self._adapt()
+
+    def _adapt(self) -> None:
+        if self.adaptation is not None and self._averager is not None:
+            self._averager.adapt(self.adaptation)
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def hand_out(self, batch: InFlight) -> None:
+        """A batch, or the next pass of one, goes to the script now."""
+        if self.accumulating:
+            self._in_flight.append(batch)
+            return
+        self._in_flight = [batch]
+        self._marked = False
+        self._exchanged = False
+        self.voided = False
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether more passes follow in the step in flight."""
+        return not self._marked and bool(self._in_flight) and self._in_flight[-1].accumulating
+
+    @property
+    def step_examples(self) -> int:
+        """Examples of the step in flight over all ranks; 0 without a loader of ours."""
+        return self._in_flight[-1].step_examples if self._in_flight else 0
+
+    @property
+    def passes(self) -> int:
+        """Passes of the step in flight handed out on this rank so far."""
+        return len(self._in_flight)
+
+    def pass_ends(self) -> None:
+        """The loop body came back for the next pass of the step in flight."""
+        if self._averager is not None and not self._marked:
+            self._averager.absorb()
+
+    def batch_weight(self) -> float:
+        """Factor on this rank's mean gradient, for the batch in flight."""
+        return self._in_flight[-1].weight if self._in_flight else 1.0
+
+    def begin_exchange(self) -> None:
+        """Begin telling the others whether the leader wants a change; once a step.
+
+        The number travels with the gradients, so that all ranks learn in the same step that
+        somebody has heard of a change, and act on it at the same step boundary.
+        """
+        if self._exchanged or self._flag is not None:
+            return
+        adaptive = self.adaptation is not None
+        if self.engine.size > 1 and (self.mode is Mode.AGENT or adaptive):
+            heard = self.link is not None and self.link.pending(self.generation)
+            wishes = [1.0 if heard else 0.0, *self._checkpoints.wishes()]
+            if adaptive:
+                wishes.append(float(self._void))
+            flag = torch.tensor(wishes)
+            self._flag = (self.engine.reduce_async(flag, "hvd_elastic.change"), flag)
+
+    def exchange(self) -> None:
+        """Finish what :meth:`begin_exchange` began; once a step."""
+        if self._exchanged:
+            return
+        if self.engine.size == 1:
+            self._refuse_aborted()  # no collective fails that would tell of it
+        self.begin_exchange()
+        if self.audit and self._in_flight:
+            self._gather_read()
+        if self._flag is not None:
+            handle, _ = self._flag
+            self._flag = None
+            change, *wishes = self.engine.wait(handle).tolist()
+            if self.adaptation is not None:
+                self.voided = wishes.pop() > 0
+            self._change_agreed |= change > 0
+            self._checkpoints.agree(wishes)
+        else:
+            self._change_agreed |= self.link is not None and self.link.pending(self.generation)
+            self._checkpoints.agree(self._checkpoints.wishes())
+            self.voided = self._void
+        self._exchanged = True
+        if self.voided and self.adaptation is not None:
+            self._marked = True  # nothing of it counts, and all ranks do it again
+            self.adaptation.want_review()
+
+    def _gather_read(self) -> None:
+        # Padding is marked by its sign: it was read, and counted with weight 0.
+        indices = [
+            -1 - i if batch.padding else i for batch in self._in_flight for i in batch.indices or []
+        ]
+        own = torch.tensor(indices, dtype=torch.int64)
+        self._read = self.engine.gather(own, "hvd_elastic.audit").tolist()
+
+    def step_done(self) -> None:
+        """The optimizer took its step: what was in flight is consumed."""
+        if self._marked:
+            return
+        self._marked = True
+        now = time.monotonic()
+        before = self.progress.as_dict()
+        batch = self._in_flight[-1]
+        self.progress.advance(batch.step_examples)
+        if self.audit:
+            record = {
+                "kind": "used",
+                "generation": self.generation,
+                "step": self.progress.step,
+                "epoch": before["epoch"],
+                "position": before["position"],
+                "indices": [i for i in self._read if i >= 0],
+                "padding": [-1 - i for i in self._read if i < 0],
+            }
+            while self._used and self.link and self._used[0]["step"] <= self.link.recorded_step:
+                self._used.popleft()
+            self._used.append(record)
+            if self.engine.rank == 0:
+                self.sink.send(record)
+        self._step_finished(now)
+
+    def _step_finished(self, now: float) -> None:
+        if self._announce_pause:
+            self._announce_pause = False
+            pause = None if self._rescaled_from is None else now - self._rescaled_from
+            self.sink.send(
+                {
+                    "kind": "rescaled",
+                    "generation": self.generation,
+                    "size": self.engine.size,
+                    "pause_s": pause,
+                }
+            )
+        self._last_step = now
+        if self._step_began is not None:
+            self._longest_step_s = max(self._longest_step_s, now - self._step_began)
+        self._step_began = now
+        self._send_metrics(now)
+
+    def mark_consumed(self) -> None:
+        """The loop body came back for more without a step of our optimizer."""
+        if self.accumulating:  # the loop was left between two passes: this step was never made
+            self.step_failed()
+        if not self._marked:
+            if self.adaptation is not None and self._averager is not None:
+                self._averager.synchronize()
+            self.exchange()
+        # Called off, it does not count.
+        if not self._marked:
+            self.step_done()
+        if self._averager is not None:
+            self._averager.forget()
+
+    def commit(self, metrics: Mapping[str, Any]) -> None:
+        """See :meth:`State.commit`."""
+        self._metrics.update(metrics)
+        if self._has_loader:
+            if self.accumulating:
+                return
+            if not self._marked:
+                self.exchange()
+                self.step_done()
+            if self._state is not None:
+                self._state.save_plain()
+            return
+        # A script that reads its data itself: this is where its steps end.
+        self.exchange()
+        self.progress.advance(0)
+        self._step_finished(time.monotonic())
+        self._exchanged = False
+        if self._state is not None:
+            self._state.save_plain()
+        self.step_boundary()
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Numbers for the run's metrics, sent with the next step's, or at once after training."""
+        self._metrics.update(metrics)
+        if not self.in_train:
+            self._send_metrics(time.monotonic(), force=True)
+
+    def _send_metrics(self, now: float, *, force: bool = False) -> None:
+        if self.engine.rank != 0 or (now < self._metrics_due and not force):
+            return
+        self._metrics_due = now + _METRICS_INTERVAL_S
+        since, examples = self._window
+        done = self.progress.examples - examples
+        record: dict[str, Any] = {"kind": "metrics", **self.progress.as_dict()}
+        record["size"] = self.engine.size
+        if done > 0 and now > since:
+            record["throughput"] = done / (now - since)
+        if self._averager is not None:
+            record["lr"] = self._averager.learning_rate()
+        if self.adaptation is not None:
+            record |= self.adaptation.metrics()
+            if "throughput" in record and "efficiency" in record:
+                record["goodput"] = record["throughput"] * record["efficiency"]
+        for name, value in self._metrics.items():
+            record[name] = value.item() if isinstance(value, torch.Tensor) else value
+        self._window = (now, self.progress.examples)
+        self.sink.send(record)
+
+    # -- step boundaries -------------------------------------------------------------------
+
+    def step_boundary(self) -> None:
+        """Between two steps: take checkpoints, and follow the leader to another generation."""
+        if self.mode is Mode.HOROVOD_ELASTIC and self.in_train:
+            self.check_host_updates()
+        if self._change_agreed and self.in_train:
+            self.rescale()
+        self._checkpoints.step_boundary()
+        if self.adaptation is not None:
+            self.adaptation.review_if_due(self)
+
+    def rescale(self) -> None:
+        """Stop the current generation and go over to the next, in place.
+
+        Raises:
+            GenerationBrokenError: the next one could not be made.
+            Left: this worker is not part of it.
+        """
+        self._change_agreed = False
+        if self._state is not None:
+            self._state.save_plain()
+        self.settle()
+        self.engine.stop()
+        self.follow()
+
+    def follow(self) -> None:
+        """Wait for the leader's next instruction and carry it out, until in a generation."""
+        assert self.link is not None
+        assert self._state is not None
+        self._step_began = None
+        while True:
+            instruction = self.link.wait(self.generation)
+            if instruction is None:
+                self.link.take_checkpoint_request()
+                if self._whole:
+                    self._checkpoints.take_alone()
+                continue
+            if instruction.action == "leave":
+                self.close()
+                raise Left
+            if instruction.action == "hold":
+                self._say("held")
+                continue
+            self._join(instruction)
+            return
+
+    def _join(self, instruction: Instruction) -> None:
+        assert self._state is not None
+        first = self.generation == 0
+        self.generation, self.life = instruction.generation, instruction.life
+        self._change_agreed = False
+        self._flag = None
+        self._refuse_aborted()
+        self.engine.start(instruction.env or {})
+        self._refuse_aborted()
+        root = self.engine.rank == instruction.root_rank
+        if root and instruction.restore:
+            self.restore_checkpoint(instruction.restore)
+        self.progress = self._state.sync(
+            self.engine, instruction.root_rank, self.progress, self._has_state
+        )
+        self._whole = True
+        now = self._step_began = time.monotonic()
+        self._announce_pause = root
+        self._rescaled_from = None if first else self._last_step
+        self._window = (now, self.progress.examples)
+        self._checkpoints.schedule(now)
+        self._say("joined")
+
+    def _has_state(self, theirs: Progress) -> bool:
+        # Until the synchronisation is through, the state is a mixture, unless both are the same.
+        self._whole = self._whole and theirs == self.progress
+        return self._whole
+
+    def _refuse_aborted(self) -> None:
+        if self.link is not None and self.link.aborted(self.generation):
+            raise GenerationBrokenError("the leader called this generation off")
+
+    def start_alone(self) -> None:
+        """Training begins without a leader."""
+        self.generation += 1
+        self._checkpoints.schedule(time.monotonic())
+
+    def ranks_changed(self) -> None:
+        """Horovod's own driver has made another communicator."""
+        self.settle()
+        self.engine.refresh()
+        self.start_alone()
+
+    def step_failed(self) -> None:
+        """Forget the step in flight."""
+        self._marked = True
+        self._in_flight = []
+        self._flag = None
+        self._exchanged = False
+        self.voided = False
+        self._change_agreed = False
+        if self._averager is not None:
+            self._averager.reset()
+
+    def out_of_memory(self) -> bool:
+        """A pass did not fit into this rank's memory: call the step off on all ranks.
+
+        Returns:
+            Whether training can go on, with smaller passes.
+        """
+        if self.adaptation is None or self._averager is None or self._marked or self._exchanged:
+            return False
+        if not self.adaptation.out_of_memory(self._in_flight[-1].examples):
+            return False
+        self._void = True
+        try:
+            self._averager.give_up()
+        finally:
+            self._void = False
+        return True
+
+    def broken(self, error: BaseException) -> None:
+        """A collective failed: leave the generation and say how far this rank is."""
+        self.engine.stop(broken=True)
+        self.settle()
+        self.step_failed()
+        if self._state is not None:
+            self._state.restore_plain()
+        for record in self._used:
+            self.sink.send(record)
+        self._say("broken", error=str(error))
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        step = self.progress.step if self._whole else -1
+        self.sink.send({"kind": kind, "generation": self.generation, "step": step, **fields})
+
+    def _activity(self) -> dict[str, float]:
+        """For the heartbeat; see :class:`hvd_elastic.control.progress.Activity`."""
+        now = time.monotonic()
+        began, waiting = self._step_began, self.engine.waiting_since
+        return {
+            "generation": self.generation,
+            "step": self.progress.step,
+            "step_s": 0.0 if began is None else round(now - began, 3),
+            "waiting_s": 0.0 if waiting is None else round(now - waiting, 3),
+            "longest_step_s": round(self._longest_step_s, 3),
+            "longest_wait_s": round(self.engine.longest_wait_s, 3),
+        }
+
+    def _on_abort(self, generation: int) -> None:
+        if generation >= self.generation:
+            self.engine.abort()
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def restore_checkpoint(self, path: str) -> None:
+        """Take the state from a checkpoint and say so."""
+        assert self._state is not None
+        self.progress = self._state.load(load_checkpoint(path), path)
+        if self.mode is Mode.AGENT:  # brought into the spool for this alone
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
+        self.sink.send({"kind": "restored", "path": path, **self.progress.as_dict()})
+
+    def settle(self) -> None:
+        """Parameters are about to change: wait until what is being checkpointed is copied."""
+        self._checkpoints.settle()
+
+    def checkpoint(self, *, wait: bool = False) -> None:
+        """Write the state as it is now; all ranks call it at the same step, each writes its share.
+
+        Args:
+            wait: until this rank's share is written.
+        """
+        self._checkpoints.take(wait=wait)
+
+    @property
+    def state(self) -> State | None:
+        """What is being trained; None before there is one."""
+        return self._state
+
+    # -- life ------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Tell the leader that this worker is warm."""
+        self.sink.send({"kind": "ready", "warm_s": time.monotonic() - self._started})
+
+    def close(self) -> None:
+        """Finish what runs in the background."""
+        self._checkpoints.close()
+
+
+_context: Context | None = None
+
+
+def initialize() -> Context:
+    """The context of this process, made at the first call."""
+    global _context
+    if _context is None:
+        _context = Context(detect_mode(os.environ))
+    return _context
+
+
+def current() -> Context:
+    """The context of this process.
+
+    Raises:
+        ScriptError: ``init()`` was not called.
+    """
+    if _context is None:
+        raise ScriptError("call hvd_elastic.torch.init() first, before anything else of it")
+    return _context

@@ -1,0 +1,647 @@
+"""A data loader that reads each example of an epoch exactly once while the world changes.
+
+The order of an epoch is fixed by (seed, epoch), and every rank reads its share of the next
+``batch_size`` positions of it. Where training stands is the context's progress, one number, so
+after any change of rank, world size or process the loader goes on from there: nothing is gathered,
+nothing is skipped and nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, default_collate
+
+from hvd_elastic.errors import HvdElasticError, ScriptError
+from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.model.sharding import Slice, permutation, step_slice, steps_left
+from hvd_elastic.torch.adaptation import Adaptation
+from hvd_elastic.torch.progress import InFlight, Progress
+
+__all__ = ["DataLoader", "TrainingContext"]
+
+log = logging.getLogger(__name__)
+
+_Batch = TypeVar("_Batch")
+
+# Two, where the batch size allows it, so that a short last step does not leave a rank alone with
+# one example, on which batch normalisation cannot train.
+_MIN_SHARE = 2
+
+
+class TrainingContext(Protocol):
+    """What the loader needs of the training context.
+
+    Attributes:
+        progress: where training stands, equal on all ranks between two steps.
+        rank, size, generation: this process's place in the world as it is now.
+        audit: whether the indices that were really read shall be reported.
+    """
+
+    progress: Progress
+    audit: bool
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+
+    def step_boundary(self) -> None:
+        """A batch is about to be handed out: the world may change here, and this may raise."""
+
+    def hand_out(self, batch: InFlight) -> None:
+        """The script gets this share next; the optimizer marks it consumed after its step."""
+
+    def pass_ends(self) -> None:
+        """The script came back for the next pass of the same step."""
+
+    def mark_consumed(self) -> None:
+        """The script came back for more and no optimizer of ours took a step: progress moves."""
+
+    def register_loader(self, loader: DataLoader[Any]) -> None:
+        """A loader was made."""
+
+
+class DataLoader(Generic[_Batch]):
+    """Hands each rank its share of every global batch, exactly once an epoch at any world size.
+
+    It takes the arguments of :class:`torch.utils.data.DataLoader` and reads through one, with the
+    same worker processes. Two things differ: ``batch_size`` is that of all ranks together and
+    stays as it is when the world grows or shrinks, and the epoch's order comes from ``seed``, not
+    from a sampler. Iterate inside ``hvd.epochs()``, once an epoch, over one loader; an evaluation
+    set goes through a plain PyTorch loader.
+
+    Shares of one step differ by at most one example. The last step of an epoch is the rest of it,
+    or is lengthened by a rest too small to go round; gradients are averaged by examples, so every
+    step's gradient is that of its global batch.
+
+    ``len()`` is the number of steps of a whole epoch at the present world size;
+    :meth:`steps_left` is what remains of the current one.
+
+    With ``max_batch_size`` the batch adapts: the size of a step, and the number of passes in which
+    a rank makes its share of it, are chosen for the most progress per second, between steps and
+    alike on all ranks. The loader then gives one pass at a time; ``optimizer.step()`` of
+    :func:`DistributedOptimizer` does nothing until the last of a step.
+
+    Args:
+        dataset: map-style: has ``__getitem__`` and ``__len__`` (``__getitems__`` is used if there).
+            Every rank must see the same examples under the same indices.
+        batch_size: examples in a step over all ranks together, >= 1.
+        shuffle: read in an order drawn anew for each epoch from ``seed``; False: 0, 1, 2, ...
+        seed: >= 0, the same on all ranks.
+        drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
+        max_batch_size: largest global batch to adapt to, >= batch_size; None keeps the batch.
+        atomic_batch_size_bounds: fewest and most examples in one pass on one rank; the upper one
+            may be None: as many as fit into memory.
+        accumulation: whether a share may be made in several passes.
+        num_workers, collate_fn, pin_memory, timeout, worker_init_fn, prefetch_factor,
+        persistent_workers, multiprocessing_context: as in PyTorch.
+        context: the training context; the process's own by default.
+
+    Raises:
+        ScriptError: the dataset is iterable-style, empty, or otherwise cannot be read by index;
+            batch_size or seed is out of range; the bounds of the batch exclude each other.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        drop_last: bool = False,
+        max_batch_size: int | None = None,
+        atomic_batch_size_bounds: tuple[int, int | None] | None = None,
+        accumulation: bool = True,
+        multiprocessing_context: Any = None,
+        context: TrainingContext | None = None,
+    ) -> None:
+        self.examples = _examples(dataset)
+        _require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
+        _require_whole("seed", seed, 0, "the same on all ranks")
+        if drop_last and self.examples < batch_size:
+            raise ScriptError(
+                f"drop_last=True leaves nothing to train on: the dataset has {self.examples} "
+                f"examples and batch_size is {batch_size}; make batch_size at most "
+                f"{self.examples}, or drop_last=False"
+            )
+        self.adaptation: Adaptation | None = None
+        if max_batch_size is not None:
+            limits = _limits(
+                batch_size, max_batch_size, atomic_batch_size_bounds, accumulation, self.examples
+            )
+            if drop_last:
+                raise ScriptError(
+                    "DataLoader(drop_last=True, max_batch_size=...): which examples would be left "
+                    "out depends on the batch; leave drop_last out: gradients are averaged by "
+                    "examples, so a short last step is no worse"
+                )
+            self.adaptation = Adaptation(limits, self.examples)
+        elif atomic_batch_size_bounds is not None:
+            raise ScriptError(
+                "DataLoader(atomic_batch_size_bounds=...) is for a batch that adapts; give "
+                "max_batch_size too"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.num_workers = num_workers
+        self._persistent = persistent_workers
+        self._collate = collate_fn if collate_fn is not None else default_collate
+        self._options = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "multiprocessing_context": multiprocessing_context,
+            "generator": torch.Generator(),
+        }
+        self._worker_start = _WorkerStart(worker_init_fn)
+        self._shares = _Shares(batch_size, self.adaptation)
+        # Made at once, so that PyTorch refuses bad options here and not in the first epoch.
+        self._inner = self._make_inner(audit=False)
+        self._audited = False
+        self._batches: Iterator[Any] | None = None
+        # (epoch, rank, size, plan) and position of the share that the open iterator gives next.
+        self._next_share: tuple[Any, ...] | None = None
+        self._order: tuple[int, np.ndarray] | None = None
+        # (epoch, generation) in which this loader was read to its end.
+        self._ended: tuple[int, int] | None = None
+        self._token = object()
+        self._warned_world = 0
+
+        self._given_context = context
+        self._registered: TrainingContext | None = None
+        # Made before hvd.init(), it is registered when it is first used.
+        with contextlib.suppress(HvdElasticError):
+            self._context()
+
+    def signature(self) -> dict[str, int | bool]:
+        """What ranks, and a checkpoint and the run that resumes it, must agree on."""
+        return {
+            "examples": self.examples,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+        }
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch at the present world size."""
+        return self._steps_from(0)
+
+    def steps_left(self) -> int:
+        """Steps from here to the end of the current epoch at the present world size."""
+        return self._steps_from(self._context().progress.position)
+
+    def close(self) -> None:
+        """End the worker processes; iterating starts new ones."""
+        self._stop_reading(keep_processes=False)
+
+    def __iter__(self) -> Iterator[_Batch]:
+        context = self._context()
+        epoch = context.progress.epoch
+        position = context.progress.position
+        if self._ended == (epoch, context.generation) and position >= self._end(position):
+            raise ScriptError(
+                f"all {self.examples} examples of epoch {epoch} were read already, and the loader "
+                "is iterated again; iterate it once inside each turn of `for epoch in "
+                "hvd.epochs(...)`, which moves on to the next epoch"
+            )
+        try:
+            self._claim(context)
+            while True:
+                # The world stays as it is between the last step of an epoch and what the script
+                # does after the loop: a newcomer could not take part in that.
+                if position >= self._end(position):
+                    self._ended = (epoch, context.generation)
+                    return
+                context.step_boundary()
+                if context.progress.epoch != epoch:
+                    # The state that was taken over or restored is in another epoch;
+                    # hvd.epochs() goes on from there.
+                    return
+                self._claim(context)
+                position = context.progress.position
+                end = self._end(position)
+                if position >= end:
+                    self._ended = (epoch, context.generation)
+                    return
+                self._warn_of_idle_ranks(context.size)
+                share = step_slice(
+                    position, end, self._batch_now(), context.rank, context.size, _MIN_SHARE
+                )
+                if self.adaptation is not None:
+                    self.adaptation.step_begins()
+                passes = self._shares.passes(share, context.progress.step, context.size)
+                for number, (start, stop) in enumerate(passes, 1):
+                    batch, indices = self._read(share, context, end, first=number == 1)
+                    weight = share.weight * (stop - start) / (share.stop - share.start)
+                    more = number < len(passes)
+                    context.hand_out(
+                        InFlight(
+                            epoch=epoch,
+                            position=position,
+                            step_examples=share.step_examples,
+                            weight=weight,
+                            indices=indices,
+                            padding=share.padding,
+                            examples=stop - start,
+                            accumulating=more,
+                        )
+                    )
+                    yield batch
+                    if more:
+                        context.pass_ends()
+                if self.adaptation is not None:
+                    self.adaptation.step_ends(share.step_examples, len(passes))
+                progress = context.progress
+                if (progress.epoch, progress.position) == (epoch, position):
+                    context.mark_consumed()
+                position = context.progress.position
+        finally:
+            # Also if the loop is left early or by an error.
+            self._stop_reading(keep_processes=self._persistent)
+
+    # -- reading
+
+    def _batch_now(self) -> int:
+        return (
+            self.batch_size if self.adaptation is None else self.adaptation.plan.global_batch_size
+        )
+
+    def _read(
+        self, share: Slice, context: TrainingContext, end: int, *, first: bool
+    ) -> tuple[_Batch, list[int] | None]:
+        plan = None if self.adaptation is None else self.adaptation.cut
+        place = (context.progress.epoch, context.rank, context.size, plan)
+        if context.audit != self._audited:
+            self.close()
+            self._audited = context.audit
+            self._inner = self._make_inner(self._audited)
+        # A new generation in which this rank reads what it would have read keeps what it has.
+        if first and (self._batches is None or self._next_share != (*place, share.step_start)):
+            # What was read ahead is for another place in the world or the epoch. Its workers end
+            # first: with the new ones they would need their memory twice.
+            self._stop_reading(keep_processes=self._persistent)
+            self._shares.rank, self._shares.size = context.rank, context.size
+            self._shares.order = self._epoch_order(context.progress.epoch)
+            self._shares.position, self._shares.end = share.step_start, end
+            self._shares.step = context.progress.step
+            # PyTorch would draw its workers' seeds from the script's generator, one for each
+            # iterator, and so make the script's own randomness depend on rescales.
+            seeds = np.random.SeedSequence((self.seed, *place[:3], share.step_start))
+            self._options["generator"].manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+            self._worker_start.parent = (
+                os.getpid() if threading.current_thread() is threading.main_thread() else None
+            )
+            self._batches = iter(self._inner)
+        # Nothing is known of the iterator's place if this raises.
+        self._next_share = None
+        assert self._batches is not None
+        read = next(self._batches)
+        self._next_share = (*place, share.step_stop)
+        if self._audited:
+            indices, batch = read
+            return batch, list(indices)
+        return read, None
+
+    def _stop_reading(self, *, keep_processes: bool) -> None:
+        self._next_share = None
+        batches, self._batches = self._batches, None
+        if not keep_processes:
+            # Left to the garbage collector (a traceback may hold the iterator in a cycle, and
+            # its queues go first), the processes are not told, and PyTorch waits 5 s for each.
+            reading = batches if batches is not None else self._inner._iterator
+            shutdown = getattr(reading, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
+            self._inner._iterator = None
+
+    def _make_inner(self, audit: bool) -> TorchDataLoader[Any]:
+        options = dict(self._options)
+        if self.num_workers > 0:
+            options["worker_init_fn"] = self._worker_start
+        dataset, collate = self.dataset, self._collate
+        if audit:
+            dataset, collate = _TellingDataset(dataset), _TellingCollate(collate)
+        return TorchDataLoader(dataset, batch_sampler=self._shares, collate_fn=collate, **options)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, permutation(self.seed, epoch, self.examples, self.shuffle))
+        return self._order[1]
+
+    # -- place in the epoch
+
+    def _end(self, position: int) -> int:
+        """The position at which the epoch is over, seen from ``position``."""
+        if not self.drop_last:
+            return self.examples
+        whole_steps = (self.examples - position) // self.batch_size
+        return position + whole_steps * self.batch_size
+
+    def _steps_from(self, position: int) -> int:
+        size = self._context().size
+        return steps_left(position, self._end(position), self._batch_now(), size, _MIN_SHARE)
+
+    def _context(self) -> TrainingContext:
+        context = self._given_context
+        if context is None:
+            from hvd_elastic.torch.context import current
+
+            context = cast(TrainingContext, current())
+        if self._registered is not context:
+            self._registered = context
+            context.register_loader(self)
+        return context
+
+    def _claim(self, context: TrainingContext) -> None:
+        """Refuse the position of an epoch that another loader has been reading."""
+        global _last_reader
+        progress = context.progress
+        if progress.position > self.examples:
+            raise ScriptError(
+                f"epoch {progress.epoch} stands at example {progress.position}, but the loader's "
+                f"dataset has {self.examples}: either the dataset has shrunk since the checkpoint "
+                "(give it all its examples, or start a new run), or this is a second loader in "
+                "the epoch; evaluate with torch.utils.data.DataLoader"
+            )
+        now = (progress.epoch, context.generation)
+        if (
+            _last_reader is not None
+            and _last_reader[0] is context
+            and _last_reader[1] == now
+            and _last_reader[2] is not self._token
+            and progress.position > 0
+        ):
+            raise ScriptError(
+                f"two loaders are iterated in epoch {progress.epoch}, and progress is that of one; "
+                "make the training loader once, and read other data (evaluation) with "
+                "torch.utils.data.DataLoader"
+            )
+        _last_reader = (context, now, self._token)
+
+    def _warn_of_idle_ranks(self, size: int) -> None:
+        if self.batch_size < size != self._warned_world:
+            self._warned_world = size
+            log.warning(
+                "batch_size %d is for all ranks together and there are %d: %d of them have no "
+                "example in a step; use a batch_size of at least %d",
+                self.batch_size,
+                size,
+                size - self.batch_size,
+                size,
+            )
+
+
+# Which loader read last: (context, (epoch, generation), its token). Progress is one number for the
+# process, so this is too.
+_last_reader: tuple[TrainingContext, tuple[int, int], object] | None = None
+
+
+class _Shares:
+    """The batch sampler: this rank's passes, step after step, as lists of dataset indices."""
+
+    def __init__(self, batch_size: int, adaptation: Adaptation | None) -> None:
+        self._batch_size = batch_size
+        self._adaptation = adaptation
+        self.step = 0
+        self.rank = 0
+        self.size = 1
+        self.order = np.empty(0, np.int64)
+        self.position = 0
+        self.end = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        position, step = self.position, self.step
+        adaptation = self._adaptation
+        batch = self._batch_size if adaptation is None else adaptation.plan.global_batch_size
+        while position < self.end:
+            share = step_slice(position, self.end, batch, self.rank, self.size, _MIN_SHARE)
+            for start, stop in self.passes(share, step, self.size):
+                yield self.order[start:stop].tolist()
+            position, step = share.step_stop, step + 1
+
+    def passes(self, share: Slice, step: int, ranks: int) -> list[tuple[int, int]]:
+        """The positions of each pass over a share, in the step after ``step``."""
+        examples = share.stop - share.start
+        passes = 1
+        if self._adaptation is not None and not share.padding:
+            passes = self._adaptation.passes(step, examples, ranks)
+        cuts = [share.start + examples * number // passes for number in range(passes + 1)]
+        return list(pairwise(cuts))
+
+
+class _TellingDataset:
+    """A dataset that says which indices it was really asked for."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        # A worker_init_fn looks at get_worker_info().dataset and expects its own. Copies made by
+        # pickle ask for dunder names before _dataset exists.
+        if name.startswith("__") or name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[list[int], list[Any]]:
+        return [index], [self._dataset[index]]
+
+    def __getitems__(self, indices: list[int]) -> tuple[list[int], Any]:
+        at_once = getattr(self._dataset, "__getitems__", None)
+        if at_once:
+            return list(indices), at_once(indices)
+        told: list[int] = []
+        samples = []
+        for index in indices:
+            samples.append(self._dataset[index])
+            told.append(index)
+        return told, samples
+
+
+class _TellingCollate:
+    """Collates the samples as the script wants them, and passes the indices on beside them."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, told: Any) -> tuple[list[int], Any]:
+        indices, samples = told
+        return indices, self._collate(samples)
+
+
+class _WorkerStart:
+    """What a reading process does first: lets go of its rank's network, then the script's part.
+
+    A reading process is forked from the rank and so holds its connections to the other ranks
+    open. If the rank dies, they would learn of it only when the reading process ends too (PyTorch
+    looks every 5 s), and if the rank closes its end, never.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+        # The rank, if its main thread starts the process: the kernel tells of the end of the
+        # *thread* that forked, and only the main one is known to live as long as its process.
+        self.parent: int | None = None
+
+    def __call__(self, worker_id: int) -> None:
+        if self.parent is not None:
+            _die_with(self.parent)
+        _release_inherited_connections()
+        if self._then is not None:
+            self._then(worker_id)
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process as soon as the rank has died."""
+    if os.getppid() != parent:  # started by a fork server, whose death says nothing
+        return
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):  # not Linux: PyTorch's own watch must do
+        return
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died just before we asked
+        os._exit(1)
+
+
+def _release_inherited_connections() -> None:
+    try:
+        descriptors = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    except OSError:  # not Linux
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in descriptors:
+        if _is_tcp(descriptor):
+            # The number stays taken: whoever still thinks of it as a connection reads its end
+            # instead of somebody else's file.
+            os.dup2(null, descriptor)
+    os.close(null)
+
+
+def _is_tcp(descriptor: int) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        inherited = socket.socket(fileno=descriptor)
+    except OSError:  # the descriptor that listed the folder
+        return False
+    found = inherited.family in (socket.AF_INET, socket.AF_INET6) and (
+        inherited.type == socket.SOCK_STREAM
+    )
+    inherited.detach()
+    return found
+
+
+def _examples(dataset: Any) -> int:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ScriptError(
+            f"the dataset ({kind}) cannot be read by index, so its examples cannot be shared out "
+            "exactly once; give hvd_elastic.torch.DataLoader a map-style dataset "
+            "(__getitem__ and __len__)"
+        )
+    try:
+        examples = len(dataset)
+    except (TypeError, NotImplementedError) as missing:
+        raise ScriptError(
+            f"the dataset ({kind}) has no length; give it a __len__ that says how many examples "
+            "it holds"
+        ) from missing
+    if examples == 0:
+        raise ScriptError(
+            f"the dataset ({kind}) is empty; check where it is read from on this host"
+        )
+    return examples
+
+
+def _limits(
+    batch_size: int,
+    max_batch_size: int,
+    bounds: tuple[int, int | None] | None,
+    accumulation: bool,
+    examples: int,
+) -> BatchLimits:
+    """Check what a batch that adapts must keep to."""
+    _require_whole("max_batch_size", max_batch_size, 1, "examples of all ranks in the largest step")
+    if max_batch_size < batch_size:
+        raise ScriptError(
+            f"DataLoader(batch_size={batch_size}, max_batch_size={max_batch_size}): the largest "
+            "batch is below the one to begin with; make max_batch_size at least batch_size"
+        )
+    if examples < batch_size:
+        raise ScriptError(
+            f"the dataset has {examples} examples, fewer than one global batch of {batch_size}; a "
+            f"batch that adapts needs batch_size of at most {examples}"
+        )
+    low: Any = 1
+    high: Any = None
+    if bounds is not None:
+        try:
+            low, high = bounds
+        except (TypeError, ValueError):
+            raise ScriptError(
+                f"DataLoader(atomic_batch_size_bounds={bounds!r}): it must be a pair, the fewest "
+                "and the most examples in a pass on one rank, for example (8, 128) or (8, None)"
+            ) from None
+    for number in (low, high):
+        if number is not None:
+            _require_whole("atomic_batch_size_bounds", number, 1, "examples in a pass on one rank")
+    if high is not None and low > high:
+        raise ScriptError(
+            f"DataLoader(atomic_batch_size_bounds=({low}, {high})): they exclude each other; the "
+            "first, the fewest examples in a pass, must be at most the second"
+        )
+    if low > max_batch_size:
+        raise ScriptError(
+            f"DataLoader(max_batch_size={max_batch_size}, atomic_batch_size_bounds=({low}, {high})"
+            "): not even one rank could have so few in a step; make the first bound at most "
+            "max_batch_size"
+        )
+    # A batch larger than the data set is one step an epoch, and that is as much as there is.
+    limits = BatchLimits(batch_size, min(max_batch_size, examples), low, high)
+    return limits if accumulation else replace(limits, max_accumulation_steps=0)
+
+
+def _require_whole(name: str, value: Any, least: int, meaning: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ScriptError(
+            f"DataLoader({name}={value!r}): it must be a whole number of at least {least} "
+            f"({meaning})"
+        )

@@ -1,0 +1,210 @@
+"""``run`` and ``epochs``: the two places where a training script meets elasticity."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hvd_elastic.errors import HvdElasticError, ScriptError
+from hvd_elastic.torch import context
+from hvd_elastic.torch.context import Context, Left, Mode
+from hvd_elastic.torch.engine import GenerationBrokenError
+from hvd_elastic.torch.state import State
+
+__all__ = ["epochs", "run"]
+
+Result = TypeVar("Result")
+TrainFunction = Callable[..., Result]
+
+
+def run(
+    function: TrainFunction[Result], *, warmup: Callable[[], object] | None = None
+) -> TrainFunction[Result]:
+    """Make a training function elastic; use it as a decorator.
+
+    The function takes the :class:`State` first. It may be entered several times: after a failure
+    it is called again, and ``epochs()`` and the ``DataLoader`` go on where the state stands.
+    A planned change of the world happens inside the data loader, between two steps, without
+    leaving the function.
+
+    Args:
+        function: trains; called as ``function(state, ...)``.
+        warmup: called once before the worker is announced, while the others train on, for what
+            is slow the first time (compilation, a dummy step). It must leave the state alone.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
+        if not isinstance(state, State):
+            raise ScriptError(
+                f"{function.__name__}() must be called with a hvd_elastic.torch.State first, "
+                f"not with a {type(state).__name__}"
+            )
+        ctx = context.current()
+        if warmup is not None:
+            warmup()
+
+        def train() -> Result:
+            while True:
+                ctx.in_train = True
+                try:
+                    return function(state, *args, **kwargs)
+                except (MemoryError, RuntimeError) as error:
+                    if not _out_of_memory(error):
+                        raise
+                    if not ctx.out_of_memory():
+                        raise
+                finally:
+                    ctx.in_train = False
+                # The error is gone by now, and with it what its frames held.
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+
+        if ctx.mode is Mode.AGENT:
+            return _run_with_agent(ctx, train)
+        if ctx.mode is Mode.HOROVOD_ELASTIC:
+            return _run_with_horovod_elastic(ctx, state, train)
+        return _run_static(ctx, state, train)
+
+    return wrapper
+
+
+def _enough(ctx: Context, count: int) -> bool:
+    if ctx.adaptation is not None:
+        return ctx.adaptation.enough(ctx.progress.epoch, count) or count <= 0
+    return ctx.progress.epoch >= count
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # On the CPU PyTorch has no type for it.
+    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def epochs(count: int) -> Iterator[int]:
+    """The epochs still to do, from where training stands, up to ``count``.
+
+    Where the batch adapts, ``count`` is that of the initial batch size: larger batches make less
+    progress with an example, so there are more passes over the data, until the scale-invariant
+    progress is that of ``count`` epochs, to the nearest pass. With learning-rate rules that keep
+    the number of examples (all but AdaScale), the two are the same.
+
+    >>> for epoch in epochs(10):      # doctest: +SKIP
+    ...     for inputs, targets in loader:
+    ...         ...
+    """
+    ctx = context.current()
+    while not _enough(ctx, count):
+        epoch = ctx.progress.epoch
+        yield epoch
+        ctx.mark_consumed()
+        if ctx.progress.epoch == epoch:  # else a state taken over on the way is in another one
+            ctx.progress.next_epoch()
+
+
+def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
+    ctx.ready()
+    pending = True
+    while True:
+        try:
+            if pending:
+                ctx.follow()
+                pending = False
+            result = train()
+            ctx.engine.barrier()  # nobody leaves while another may still need it
+        except GenerationBrokenError as error:
+            ctx.broken(error)
+            pending = True
+            continue
+        ctx.checkpoint(wait=True)
+        ctx.close()
+        ctx.sink.send({"kind": "finished", **ctx.progress.as_dict()})
+        return result
+
+
+def _run_static(ctx: Context, state: State, train: Callable[[], Result]) -> Result:
+    _restore_newest(ctx)
+    ctx.progress = state.sync(ctx.engine, 0, ctx.progress)
+    ctx.start_alone()
+    result = train()
+    ctx.checkpoint(wait=True)
+    ctx.close()
+    return result
+
+
+def _run_with_horovod_elastic(ctx: Context, state: State, train: Callable[[], Result]) -> Result:
+    """Let Horovod's own driver change the ranks; our state and data stay exactly-once."""
+    import horovod.torch as horovod
+    from horovod.common.elastic import State as HorovodState
+
+    class Adapter(HorovodState):
+        def save(self) -> None:
+            state.save_plain()
+
+        def restore(self) -> None:
+            ctx.step_failed()
+            state.restore_plain()
+
+        def sync(self) -> None:
+            ctx.ranks_changed()
+            if ctx.generation == 1:
+                _restore_newest(ctx)
+            ctx.progress = state.sync(ctx.engine, 0, ctx.progress)
+
+        def reset(self) -> None:
+            ctx.ranks_changed()
+
+    adapter = Adapter(bcast_object=horovod.broadcast_object, get_rank=horovod.rank)
+    ctx.check_host_updates = adapter.check_host_updates
+
+    @horovod.elastic.run
+    def again(_: Any) -> Result:
+        try:
+            return train()
+        except GenerationBrokenError as error:
+            raise error.__cause__ or error from None  # Horovod's wrapper knows its own kind only
+
+    result: Result = again(adapter)
+    return result
+
+
+def _restore_newest(ctx: Context) -> None:
+    folder = ctx.sink.checkpoint_folder
+    if ctx.engine.rank == 0 and folder and Path(folder).is_dir():
+        from hvd_elastic.launch.checkpoints import newest_valid
+
+        newest = newest_valid(
+            folder, on_skip=lambda path, why: warnings.warn(f"skipped {path}: {why}", stacklevel=2)
+        )
+        if newest is not None:
+            ctx.restore_checkpoint(str(newest.path))
+
+
+def report_uncaught(ctx: Context) -> None:
+    """Send the traceback of an exception that ends this script to the leader."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, (KeyboardInterrupt, Left)):
+            text = "".join(traceback.format_exception(kind, error, trace))
+            if isinstance(error, HvdElasticError):
+                text = f"{kind.__name__}: {error}\n"
+            message = {"kind": "script_error", "traceback": text, **ctx.progress.as_dict()}
+            with contextlib.suppress(OSError):  # the agent is gone
+                ctx.sink.send(message)
+                if previous is sys.__excepthook__:
+                    return  # the leader puts it into the log and on the terminal, once
+        previous(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,398 @@
+"""Collectives behind one narrow interface: Horovod's, or none at all for a single process.
+
+Horovod is imported only when an engine that needs it is made, so a script runs as plain
+``python train.py`` on a machine that has torch alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hvd_elastic.errors import ScriptError
+
+__all__ = ["Engine", "GenerationBrokenError", "HorovodEngine", "LocalEngine"]
+
+_ABORT_INTERVAL_S = 0.05
+_BUCKET_BYTES = 64 << 20
+
+
+class GenerationBrokenError(RuntimeError):
+    """A collective failed because a member of the generation is gone; the state is whole."""
+
+
+class Engine(Protocol):
+    """What training needs of a communicator."""
+
+    rank: int
+    size: int
+    waiting_since: float | None
+    """When the wait for the other ranks began that is going on now [s, monotonic]; None: none."""
+    longest_wait_s: float
+    """Of the waits that came to a good end."""
+
+    def start(self, env: Mapping[str, str]) -> None:
+        """Meet the other members; ``env`` holds the rank variables of the generation.
+
+        Raises:
+            GenerationBrokenError: somebody did not come.
+        """
+
+    def stop(self, *, broken: bool = False) -> None:
+        """Leave the communicator; the process can start another one.
+
+        Args:
+            broken: a member is gone, so do not part in good order with the others.
+        """
+
+    def refresh(self) -> None:
+        """Read the ranks again: somebody else has made a new communicator."""
+
+    def abort(self) -> None:
+        """Make every blocked or later collective of this communicator fail; from any thread."""
+
+    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin averaging ``tensor`` in place over all ranks; returns a handle for `wait`."""
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        """The result of a begun collective; raises GenerationBrokenError when a member is gone."""
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Concatenation over ranks, in rank order, along the first dimension."""
+
+    def broadcast(self, tensors: list[torch.Tensor], root_rank: int) -> None:
+        """Overwrite ``tensors`` in place with the root's, in few large messages."""
+
+    def hand_over(self, tensors: list[torch.Tensor], lacking: Sequence[bool]) -> None:
+        """Overwrite ``tensors`` on the ranks that lack them with those of the others.
+
+        Every rank that has them sends an equal share to every rank that lacks them, at the same
+        time; nothing is sent to those that have them.
+
+        Args:
+            tensors: of the same shapes and types on all ranks.
+            lacking: for each rank, whether it lacks them; at least one does not.
+        """
+
+    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+        """The root's ``data`` on every rank."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+
+class LocalEngine:
+    """One process on its own: every collective is the identity."""
+
+    rank = 0
+    size = 1
+    waiting_since: float | None = None
+    longest_wait_s = 0.0
+
+    def start(self, env: Mapping[str, str]) -> None:
+        """Nothing to meet."""
+
+    def stop(self, *, broken: bool = False) -> None:
+        """Nothing to leave."""
+
+    def refresh(self) -> None:
+        """The ranks cannot change."""
+
+    def abort(self) -> None:
+        """Nothing can block."""
+
+    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+        """The average of one is itself."""
+        return tensor
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        """Always done."""
+        result: torch.Tensor = handle
+        return result
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Only one rank's."""
+        return tensor
+
+    def broadcast(self, tensors: list[torch.Tensor], root_rank: int) -> None:
+        """Already the root's."""
+
+    def hand_over(self, tensors: list[torch.Tensor], lacking: Sequence[bool]) -> None:
+        """Nobody to give them to."""
+
+    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+        """Already the root's."""
+        return data
+
+    def barrier(self) -> None:
+        """Alone."""
+
+
+class HorovodEngine:
+    """Horovod's communicator, made and torn down as generations come and go."""
+
+    def __init__(self) -> None:
+        # Importing it takes a second or more: a standby worker does that before it is announced.
+        try:
+            import horovod.torch as horovod
+            from horovod.common.exceptions import HorovodInternalError
+        except ImportError as error:
+            raise ScriptError(
+                f"Horovod cannot be used with {sys.executable}: {error}. Build and install it with "
+                "`make horovod`; `hvd-elastic doctor` says what is missing."
+            ) from error
+
+        self._horovod = horovod
+        self._failure = HorovodInternalError
+        self._before: set[str] = set()
+        self._own: set[str] = set()
+        self._rendezvous: tuple[str, int] | None = None
+        self._settled = threading.Event()
+        self._settled.set()
+        self.rank = 0
+        self.size = 1
+        self.waiting_since: float | None = None
+        self.longest_wait_s = 0.0
+
+    @property
+    def horovod(self) -> Any:
+        """The ``horovod.torch`` module, for what this interface does not cover."""
+        return self._horovod
+
+    def start(self, env: Mapping[str, str]) -> None:
+        """See :class:`Engine`; an empty ``env`` takes the variables as a launcher set them."""
+        os.environ.update(env)
+        if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
+            port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+            self._rendezvous = (os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port)
+        self._before = set(_sockets().values())
+        self._settled.clear()
+        try:
+            self._horovod.init()
+        except (ValueError, RuntimeError) as error:
+            self._horovod.shutdown()
+            raise GenerationBrokenError(f"the communicator could not be made: {error}") from error
+        finally:
+            # Whatever was opened while the communicator was being made is the communicator's.
+            self._own = set(_sockets().values()) - self._before
+            self._settled.set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See :class:`Engine`."""
+        self.rank, self.size = self._horovod.rank(), self._horovod.size()
+
+    def stop(self, *, broken: bool = False) -> None:
+        """See :class:`Engine`."""
+        # Horovod keeps a finished generation's sockets open until the next one; peers that have
+        # not heard of the end yet would wait for 30 s on them.
+        if broken:
+            self._shut_sockets()
+        self._horovod.shutdown()
+        self._shut_sockets()
+
+    def abort(self) -> None:
+        """See :class:`Engine`.
+
+        Gloo's sockets are those this process opened while the communicator was being made. Until
+        it is made it opens more, so shutting them is repeated.
+        """
+
+        def repeat() -> None:
+            while True:
+                self._shut_sockets()
+                if self._settled.wait(_ABORT_INTERVAL_S):
+                    self._shut_sockets()
+                    return
+
+        self._shut_sockets()
+        if not self._settled.is_set():
+            threading.Thread(target=repeat, name="hvd_elastic-abort", daemon=True).start()
+
+    def _shut_sockets(self) -> None:
+        made = self._settled.is_set()
+        for descriptor, name in _sockets().items():
+            if name not in self._own if made else name in self._before:
+                continue
+            with contextlib.suppress(OSError):
+                duplicate = socket.socket(fileno=os.dup(descriptor))
+                with duplicate:
+                    # The descriptor may have been closed and reused since it was listed.
+                    if _target(duplicate.fileno()) != name or (
+                        duplicate.family not in (socket.AF_INET, socket.AF_INET6)
+                    ):
+                        continue
+                    # The store ends its requests itself; one that breaks is repeated in 0.5 s.
+                    if not made and self._rendezvous and _peer(duplicate) == self._rendezvous:
+                        continue
+                    duplicate.shutdown(socket.SHUT_RDWR)
+
+    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+        """See :class:`Engine`."""
+        with self._translated():
+            return self._horovod.allreduce_async_(tensor, name=name, op=self._horovod.Average)
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        """See :class:`Engine`."""
+        with self._translated(), self._waiting():
+            result: torch.Tensor = self._horovod.synchronize(handle)
+            return result
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """See :class:`Engine`."""
+        with self._translated(), self._waiting():
+            result: torch.Tensor = self._horovod.allgather(tensor, name=name)
+            return result
+
+    def broadcast(self, tensors: list[torch.Tensor], root_rank: int) -> None:
+        """See :class:`Engine`."""
+        with _as_bytes(tensors) as views:
+            for number, bucket in enumerate(_buckets(views)):
+                flat = torch.cat(bucket)
+                with self._translated(), self._waiting():
+                    self._horovod.broadcast_(flat, root_rank, name=f"hvd_elastic.state.{number}")
+                if self.rank != root_rank:
+                    _scatter(flat, bucket)
+
+    def hand_over(self, tensors: list[torch.Tensor], lacking: Sequence[bool]) -> None:
+        """See :class:`Engine`."""
+        holders = [rank for rank, lacks in enumerate(lacking) if not lacks]
+        with _as_bytes(tensors) as views:
+            for number, bucket in enumerate(_buckets(views)):
+                size = sum(view.numel() for view in bucket)
+                shares = [
+                    (size * index // len(holders), size * (index + 1) // len(holders))
+                    for index in range(len(holders))
+                ]
+                if lacking[self.rank]:
+                    own = bucket[0].new_empty(0)
+                else:
+                    first, last = shares[holders.index(self.rank)]
+                    own = torch.cat(bucket)[first:last]
+                parts = [own.numel() if lacks else 0 for lacks in lacking]
+                splits = torch.tensor(parts, dtype=torch.int32)
+                copies = own.repeat(sum(lacking)) if own.numel() else own
+                name = f"hvd_elastic.share.{number}"
+                with self._translated(), self._waiting():
+                    flat, _ = self._horovod.alltoall(copies, splits, name=name)
+                if lacking[self.rank]:
+                    _scatter(flat, bucket)
+
+    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+        """See :class:`Engine`."""
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        with self._translated():
+            self._horovod.broadcast_(length, root_rank, name="hvd_elastic.length")
+            if self.rank == root_rank:
+                body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            else:
+                body = torch.empty(int(length.item()), dtype=torch.uint8)
+            self._horovod.broadcast_(body, root_rank, name="hvd_elastic.bytes")
+        return body.numpy().tobytes()
+
+    def barrier(self) -> None:
+        """See :class:`Engine`."""
+        with self._translated(), self._waiting():
+            self._horovod.barrier()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.waiting_since = begin = time.monotonic()
+        try:
+            yield
+            self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - begin)
+        finally:
+            self.waiting_since = None
+
+    @contextlib.contextmanager
+    def _translated(self) -> Any:
+        try:
+            yield
+        except self._failure as error:
+            raise GenerationBrokenError(_first_line(error)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _sockets() -> dict[int, str]:
+    """Descriptor → ``socket:[inode]`` of every socket this process has open now."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = _target(int(entry.name))
+            if target.startswith("socket:"):
+                found[int(entry.name)] = target
+    return found
+
+
+def _peer(connection: socket.socket) -> tuple[str, int] | None:
+    """Address and port of the other end; None while there is none."""
+    try:
+        address, port = connection.getpeername()[:2]
+    except OSError:
+        return None
+    return address, port
+
+
+def _target(descriptor: int) -> str:
+    return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+
+@contextlib.contextmanager
+def _as_bytes(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The bytes of each tensor, to read and to write; Horovod does not know every type."""
+    with torch.no_grad():
+        in_order = [tensor.detach().contiguous() for tensor in tensors]
+        yield [tensor.reshape(-1).view(torch.uint8) for tensor in in_order if tensor.numel()]
+        for tensor, ordered in zip(tensors, in_order, strict=True):
+            if tensor.data_ptr() != ordered.data_ptr():
+                tensor.copy_(ordered)
+
+
+def _buckets(views: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Bytes of one device together, at most 64 MB each, in a fixed order; large ones are cut."""
+    for device in dict.fromkeys(view.device for view in views):
+        bucket: list[torch.Tensor] = []
+        room = _BUCKET_BYTES
+        for view in views:
+            at = 0
+            while view.device == device and at < view.numel():
+                bucket.append(view[at : at + room])
+                at += bucket[-1].numel()
+                room -= bucket[-1].numel()
+                if not room:
+                    yield bucket
+                    bucket, room = [], _BUCKET_BYTES
+        if bucket:
+            yield bucket
+
+
+def _scatter(flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
+    offset = 0
+    for view in bucket:
+        view.copy_(flat[offset : offset + view.numel()])
+        offset += view.numel()
+
+
+def dump_plain(value: Any) -> bytes:
+    """Serialise plain data and tensors, readable by :func:`load_plain`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load_plain(data: bytes) -> Any:
+    """What :func:`dump_plain` wrote; refuses anything that would run code."""
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

@@ -1,0 +1,124 @@
+"""Squared norms of gradients, taken as they pass by: what the noise scale is estimated from.
+
+For each sampled step a rank keeps two numbers for each parameter group: the weighted sum of the
+squared norms of its passes' gradients, before they are added up and averaged, and the squared norm
+of the mean over all ranks. They stay on the device until they are drained, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["GradientStatistics"]
+
+
+class GradientStatistics:
+    """Collects the norms of one optimizer's gradients.
+
+    For Adam and its kin gradients are divided by the square root of the second moment first, as
+    the optimizer does (Pollux, OSDI 2021, section 3.1), with the moments of the step before: they
+    are the same for all passes and ranks.
+
+    Args:
+        optimizer: whose parameter groups; frozen parameters have no gradients and do not count.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._group_of = {
+            parameter: number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._preconditioned = all("betas" in group for group in optimizer.param_groups)
+        self._passes: list[list[torch.Tensor]] = []
+        self._own: list[torch.Tensor] = []
+        self._own_passes = 0
+        self._rows: list[tuple[int, int, int, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def groups(self) -> int:
+        """Parameter groups."""
+        return len(self._optimizer.param_groups)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step can be sampled; Adam's moments are there after the first one only."""
+        if not self._preconditioned:
+            return True
+        return any("exp_avg_sq" in self._optimizer.state.get(p, {}) for p in self._group_of)
+
+    def see(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The gradient of one parameter in this pass, before it is weighted or averaged."""
+        if not self._passes:
+            self._passes = [[] for _ in range(self.groups)]
+        self._passes[self._group_of[parameter]].append(self._squared_norm(parameter, gradient))
+
+    def end_pass(self, share: float) -> None:
+        """All gradients of a pass were seen; ``share``: of the step's examples, 0 for padding."""
+        if share > 0:
+            self._own.append(share * self._sums(self._passes))
+            self._own_passes += 1
+        self._passes = []
+
+    def end_step(self, step: int, examples: int, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients are those of the whole step now: ``examples`` of all ranks together."""
+        found: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
+        for parameter in parameters:
+            if parameter.grad is not None:
+                norm = self._squared_norm(parameter, parameter.grad)
+                found[self._group_of[parameter]].append(norm)
+        total = self._sums(found)
+        own = torch.stack(self._own).sum(0) if self._own else torch.zeros_like(total)
+        self._rows.append((step, examples, self._own_passes, own, total))
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """The step is not taken as it was begun."""
+        self._passes, self._own, self._own_passes = [], [], 0
+
+    def drain(self) -> torch.Tensor:
+        """What was collected since the last call, one row for each sampled step.
+
+        Returns:
+            Shape (steps, 3 + 2 groups), float64, on the CPU: step, examples, own passes, own
+            weighted squared norms, squared norms of the mean.
+        """
+        rows, self._rows = self._rows, []
+        if not rows:
+            return torch.zeros(0, 3 + 2 * self.groups, dtype=torch.float64)
+        norms = torch.stack([torch.cat([own, total]) for *_, own, total in rows]).cpu()
+        counts = torch.tensor([row[:3] for row in rows], dtype=torch.float64)
+        return torch.cat([counts, norms], dim=1)
+
+    def _sums(self, norms: list[list[torch.Tensor]]) -> torch.Tensor:
+        device = next((n.device for group in norms for n in group), None)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([torch.stack(group).sum() if group else zero for group in norms])
+
+    def _squared_norm(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.detach()
+        if gradient.is_sparse:
+            if self._preconditioned:
+                gradient = gradient.to_dense()
+            else:
+                gradient = gradient.coalesce().values()
+        if self._preconditioned:
+            divisor = self._divisor(parameter)
+            if divisor is not None:
+                gradient = gradient / divisor
+        if gradient.is_contiguous() and gradient.dtype in (torch.float32, torch.float64):
+            flat = gradient.view(-1)
+            return torch.dot(flat, flat).double()
+        return torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+
+    def _divisor(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        if "exp_avg_sq" not in state:
+            return None
+        group = self._optimizer.param_groups[self._group_of[parameter]]
+        correction = 1 - group["betas"][1] ** state["step"]
+        return (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])

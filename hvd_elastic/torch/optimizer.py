@@ -1,0 +1,316 @@
+"""Averaging gradients over the ranks while the backward pass is still going on.
+
+The user's optimizer object stays the one it was: hooks on its parameters begin a reduction as soon
+as a gradient is ready, a hook before ``step()`` waits for them, a hook after it notes that the step
+was taken. Schedulers, clipping and ``isinstance`` checks see nothing new.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.lr_rules import Rule, rule_named
+from hvd_elastic.torch import context
+from hvd_elastic.torch.accumulation import GradientSum
+from hvd_elastic.torch.adaptation import Adaptation
+from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.rate_scaling import rates_scaled
+
+__all__ = ["DistributedOptimizer", "GradientAverager"]
+
+
+class GradientAverager:
+    """Reduces the gradients of one optimizer; see :func:`DistributedOptimizer`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[int, str],
+        rule: str | Rule | None = None,
+    ) -> None:
+        self._context = context.current()
+        self._optimizer = optimizer
+        if rule is None:
+            adam = all("betas" in group for group in optimizer.param_groups)
+            rule = "adam_sqrt" if adam else "adascale"
+        try:
+            self._rule = rule_named(rule)
+        except ValueError as error:
+            raise ScriptError(f"DistributedOptimizer(lr_rule=...): {error}") from None
+        self._adaptation: Adaptation | None = None
+        self._sum = GradientSum()
+        self._names: dict[torch.Tensor, str] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    name = names.get(id(parameter), f"parameter.{len(self._names)}")
+                    self._names[parameter] = f"gradient.{name}"
+        self._handles: dict[torch.Tensor, tuple[Any, torch.Tensor]] = {}
+        self._averaged = False
+        self._absorbed = -1
+        self._giving_up = False
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        self._context.register_averager(self)
+
+    def learning_rate(self) -> float:
+        """Of the first parameter group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def adapt(self, adaptation: Adaptation) -> None:
+        """Add up the passes of a step, look at their gradients, and scale the learning rate.
+
+        Raises:
+            ScriptError: no parameter of the optimizer has a gradient.
+        """
+        if self._adaptation is not None:
+            return
+        if not self._names:
+            raise ScriptError(
+                "a batch that adapts needs gradients to look at, and no parameter of the optimizer "
+                "requires one; give it parameters with requires_grad=True"
+            )
+        self._adaptation = adaptation
+        self._statistics = GradientStatistics(self._optimizer)
+        self._sampling = False
+        # NaN and infinity spread over nearly all gradients, so the smallest one tells.
+        self._canary = min(self._names, key=torch.Tensor.numel)
+        adaptation.attach(self._statistics, self._rule)
+        take_step = self._optimizer.step
+
+        # Schedulers expect a method of the optimizer, and to find their mark on it.
+        def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            if self._context.accumulating:
+                self.absorb()
+                # Or a scheduler that is stepped after this warns that it came too early.
+                self._optimizer._opt_called = True  # type: ignore[attr-defined]
+                return None
+            return self._step_adapted(take_step, *args, **options)
+
+        if hasattr(take_step, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._optimizer.step = MethodType(step, self._optimizer)  # type: ignore[method-assign]
+
+    def synchronize(self) -> None:
+        """Wait until every gradient holds the average; ``step()`` does it when nobody else has.
+
+        Call it before clipping or reading gradients.
+        """
+        if self._context.accumulating:
+            self.absorb()
+            return
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._averaged or (self._context.size == 1 and self._adaptation is None):
+            self._context.exchange()
+            return
+        if self._adaptation is not None:
+            if self._giving_up:
+                self._sampling = False
+            self._end_last_pass(self._adaptation)
+        if self._context.size == 1:
+            self._averaged = True
+            self._context.exchange()
+            return
+        self._context.begin_exchange()
+        for parameter in self._names:
+            if parameter not in self._handles:
+                # Another rank may have used it, so this one takes part with a zero.
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._begin(parameter)
+        waits_since = time.perf_counter()
+        for parameter, (handle, reduced) in self._handles.items():
+            self._context.engine.wait(handle)
+            gradient = parameter.grad
+            if gradient is not None and reduced is not gradient:
+                gradient.copy_(reduced.reshape(gradient.shape))
+        self._handles.clear()
+        self._averaged = True
+        self._context.exchange()
+        if self._adaptation is not None:
+            self._adaptation.waited(time.perf_counter() - waits_since)
+            self._end_statistics()
+
+    def absorb(self) -> None:
+        """A pass is over and others follow in the step: add its gradients to the sum."""
+        if self._adaptation is None or self._absorbed == self._context.passes:
+            return
+        self._absorbed = self._context.passes
+        if self._context.passes == 1:
+            self._begin_statistics(self._adaptation)
+        weight = self._context.batch_weight()
+        if self._sampling:
+            for parameter in self._names:
+                if parameter.grad is not None:
+                    self._statistics.see(parameter, parameter.grad)
+            self._statistics.end_pass(weight / self._context.size)
+        self._sum.take(self._names, weight)
+
+    def give_up(self) -> None:
+        """Call the step off: finish with the others what they wait for, and forget it."""
+        self._sum.clear()
+        self._giving_up = True
+        try:
+            self._synchronize()
+        finally:
+            self._giving_up = False
+        self.reset()
+
+    def _begin_statistics(self, adaptation: Adaptation) -> None:
+        alone = self._context.size == 1 and not self._context.accumulating
+        useful = not (alone or self._giving_up)
+        self._sampling = useful and adaptation.sampled(self._context.progress.step)
+
+    def _end_last_pass(self, adaptation: Adaptation) -> None:
+        """All of the last pass's gradients are there, or never will be."""
+        if self._context.size > 1:
+            if not self._handles and self._context.passes == 1:
+                self._begin_statistics(adaptation)
+            for parameter in self._names:
+                if parameter not in self._handles and (
+                    self._sum.holds(parameter) or parameter.grad is not None
+                ):
+                    self._see_and_sum(parameter)
+                    self._begin(parameter)
+            if self._sampling:
+                self._statistics.end_pass(self._context.batch_weight() / self._context.size)
+            return
+        if self._context.passes == 1:
+            self._sampling = False
+        for parameter in self._names:
+            self._see_and_sum(parameter)
+        if self._sampling:
+            self._statistics.end_pass(self._context.batch_weight())
+            self._end_statistics()
+
+    def _see_and_sum(self, parameter: torch.Tensor) -> None:
+        if self._sampling and parameter.grad is not None:
+            self._statistics.see(parameter, parameter.grad)
+        self._sum.give(parameter, self._context.batch_weight())
+
+    def _end_statistics(self) -> None:
+        if self._sampling:
+            step, examples = self._context.progress.step, self._context.step_examples
+            self._statistics.end_step(step, examples, self._names)
+            self._sampling = False
+
+    def _step_adapted(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        adaptation = self._adaptation
+        assert adaptation is not None
+        self._synchronize()
+        if self._context.voided:
+            self.reset()
+            return None
+        gradient = self._canary.grad
+        # On another device, looking would wait for it.
+        if gradient is not None and not gradient.is_cuda:
+            if not torch.isfinite(gradient).all():
+                adaptation.skip(self._context.progress.step)
+                self._after_step(gain=0.0)
+                return None
+            adaptation.finite()
+        *groups, whole = adaptation.adjustments()
+        self._gain = whole.gain
+        with rates_scaled(self._optimizer, groups):
+            return take_step(*args, **options)
+
+    def reset(self) -> None:
+        """Forget a step that failed half way, its gradients included."""
+        self._handles.clear()
+        self._sum.clear()
+        self._averaged = False
+        self._absorbed = -1
+        if self._adaptation is not None:
+            self._sampling = False
+            self._statistics.drop_step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def forget(self) -> None:
+        """The script went on without ``step()`` (a gradient scaler skipped it, say)."""
+        self._averaged = False
+        self._absorbed = -1
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        if self._context.size == 1 or self._context.accumulating:
+            return
+        if parameter in self._handles or self._averaged:
+            raise ScriptError(
+                f"the gradient of {self._names[parameter]!r} was computed twice before "
+                "optimizer.step(): one backward pass per step is supported. Call step() after "
+                "each backward(), or use a larger batch."
+            )
+        if self._adaptation is None:
+            self._context.begin_exchange()
+        else:
+            # What the ranks tell each other is known at the end of the step only.
+            if not self._handles and self._context.passes == 1:
+                self._begin_statistics(self._adaptation)
+            self._see_and_sum(parameter)
+        self._begin(parameter)
+
+    def _begin(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            gradient = parameter.grad = gradient.to_dense()
+        weight = self._context.batch_weight()
+        if weight != 1.0 and self._adaptation is None:
+            gradient.mul_(weight) if weight else gradient.zero_()
+        # Horovod's PyTorch binding knows no bfloat16, and reduces contiguous memory only.
+        reduced = gradient.float() if gradient.dtype == torch.bfloat16 else gradient.contiguous()
+        handle = self._context.engine.reduce_async(reduced, self._names[parameter])
+        self._handles[parameter] = (handle, reduced)
+
+    def _before_step(self, *_: Any) -> None:
+        self.synchronize()
+        self._context.settle()
+
+    def _after_step(self, *_: Any, gain: float | None = None) -> None:
+        self._averaged = False
+        self._absorbed = -1
+        if self._adaptation is not None:
+            gain = self._gain if gain is None else gain
+            self._adaptation.advance(gain, self._context.step_examples)
+        self._context.step_done()
+
+
+def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None = None,
+    *,
+    lr_rule: str | Rule | None = None,
+) -> torch.optim.Optimizer:
+    """Make ``optimizer.step()`` use the gradient of the global batch.
+
+    Each rank's mean gradient is weighted by its share of the examples and averaged over all
+    ranks, so a step is the same at any number of ranks and with unequal slices. Returns the same
+    object, with a method ``synchronize()`` for clipping.
+
+    Args:
+        optimizer: any ``torch.optim`` optimizer.
+        model: gives the reductions the names of its parameters; without it they are numbered.
+        lr_rule: what a batch that adapts does to the learning rate: ``"adascale"``, ``"linear"``,
+            ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in
+            :mod:`hvd_elastic.model.lr_rules`. By default ``"adam_sqrt"`` for Adam and its kin and
+            ``"adascale"`` for all others.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ScriptError(
+            f"DistributedOptimizer() wraps a torch.optim optimizer, not a "
+            f"{type(optimizer).__name__}"
+        )
+    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    averager = GradientAverager(optimizer, names, lr_rule)
+    synchronize: Callable[[], None] = averager.synchronize
+    optimizer.synchronize = synchronize  # type: ignore[attr-defined]
+    return optimizer

@@ -1,0 +1,100 @@
+"""Where training stands: one position in one epoch, and the batch in flight.
+
+Progress is a handful of numbers on purpose. An epoch's order is fixed by (seed, epoch), so the
+examples already consumed are exactly the first ``position`` of it, whatever world sizes consumed
+them; nothing has to be gathered when the world changes. This module imports neither torch nor
+horovod, so that state, loader and checkpoints can share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+__all__ = ["InFlight", "Progress"]
+
+
+@dataclass
+class Progress:
+    """How far the optimizer is; it moves only when a step was taken on every rank.
+
+    Attributes:
+        step: optimizer steps taken since training began.
+        epoch: number of the current epoch, from 0.
+        position: examples of the current epoch consumed, by all ranks together.
+        examples: examples consumed since training began, by all ranks together.
+
+    >>> progress = Progress()
+    >>> progress.advance(64)
+    >>> progress
+    Progress(step=1, epoch=0, position=64, examples=64)
+    >>> progress.next_epoch()
+    >>> Progress.from_dict(progress.as_dict())
+    Progress(step=1, epoch=1, position=0, examples=64)
+    """
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    examples: int = 0
+
+    def advance(self, step_examples: int) -> None:
+        """One step was taken on ``step_examples`` examples of all ranks together (>= 0)."""
+        if step_examples < 0:
+            raise ValueError(f"step_examples is {step_examples}, it must be 0 or more")
+        self.step += 1
+        self.position += step_examples
+        self.examples += step_examples
+
+    def next_epoch(self) -> None:
+        """The epoch is over: the next one starts at its first position."""
+        self.epoch += 1
+        self.position = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain numbers, for a checkpoint or a broadcast."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, int]) -> Progress:
+        """What :meth:`as_dict` gave. Unknown keys are ignored, so that a newer file still loads.
+
+        Raises:
+            ValueError: a field is missing, or is not a whole number >= 0; names it.
+        """
+        numbers: dict[str, int] = {}
+        for field in fields(cls):
+            value = values.get(field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(
+                    f"progress field {field.name!r} is {value!r}, it must be a whole number >= 0"
+                )
+            numbers[field.name] = value
+        return cls(**numbers)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """One rank's share of the global step, or a pass of it, handed out and not yet consumed.
+
+    Attributes:
+        epoch: epoch it was read in.
+        position: first position of the global step in the epoch's order; progress stands here
+            until the step is consumed.
+        step_examples: examples of the step over all ranks; what progress advances by.
+        weight: factor on this rank's mean gradient before a plain average over ranks, so that
+            the average is the mean over the global batch; 0.0 for padding.
+        indices: dataset indices really fetched for it, in order; None unless the run is audited.
+        padding: True when this rank had no example of its own and read one again.
+        examples: examples in it on this rank.
+        accumulating: True when this is a part of the share, and further passes follow in the step.
+    """
+
+    epoch: int
+    position: int
+    step_examples: int
+    weight: float
+    indices: list[int] | None = None
+    padding: bool = False
+    examples: int = 0
+    accumulating: bool = False

@@ -1,0 +1,94 @@
+"""Where a worker's messages go: to its agent, or to files when nobody leads the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvd_elastic.launch.worker import AgentLink
+
+__all__ = ["FileSink", "Sink", "open_sink"]
+
+_FILES = {"used": "audit.jsonl", "restored": "audit.jsonl", "dataset": "audit.jsonl"}
+_EVENTS = {"metrics", "checkpoint", "restored", "warning", "rescaled", "batch_plan"}
+
+
+class Sink(Protocol):
+    """Takes messages; says what a run without a leader was asked to do."""
+
+    audit: bool
+    checkpoint_every_s: float
+    checkpoint_folder: str | None
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Take one message of this worker."""
+
+
+class AgentSink:
+    """To the leader, through the agent."""
+
+    audit = False
+    checkpoint_every_s = 0.0
+    checkpoint_folder: str | None = None
+
+    def __init__(self, link: AgentLink) -> None:
+        self._link = link
+
+    def send(self, message: dict[str, Any]) -> None:
+        """See :class:`Sink`."""
+        self._link.send(message)
+
+
+class FileSink:
+    """Into a folder laid out like a run folder, for runs without a leader.
+
+    Set ``HVD_ELASTIC_RUN_FOLDER`` to use it with plain ``python`` or ``horovodrun``: metrics go to
+    ``events.jsonl``; with ``HVD_ELASTIC_AUDIT=1`` the indices read go to ``audit.jsonl``; with
+    ``HVD_ELASTIC_CHECKPOINT_EVERY=SECONDS`` checkpoints go to ``checkpoints/``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.audit = os.environ.get("HVD_ELASTIC_AUDIT") == "1"
+        self.checkpoint_every_s = float(os.environ.get("HVD_ELASTIC_CHECKPOINT_EVERY", "0"))
+        self.checkpoint_folder: str | None = str(folder / "checkpoints")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """See :class:`Sink`."""
+        kind = message["kind"]
+        if kind in _EVENTS:
+            self._append("events.jsonl", {"t": time.time(), "mono": time.monotonic(), **message})
+        if kind in _FILES and self.audit:
+            self._append(_FILES[kind], message)
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        # One write to a file opened for appending: lines of several ranks do not mix.
+        descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+
+class NullSink:
+    """Nowhere: a script that is simply run."""
+
+    audit = False
+    checkpoint_every_s = 0.0
+    checkpoint_folder: str | None = None
+
+    def send(self, message: dict[str, Any]) -> None:
+        """See :class:`Sink`."""
+
+
+def open_sink(link: AgentLink | None) -> Sink:
+    """The sink of this process."""
+    if link is not None:
+        return AgentSink(link)
+    folder = os.environ.get("HVD_ELASTIC_RUN_FOLDER")
+    return FileSink(Path(folder)) if folder else NullSink()

@@ -1,0 +1,301 @@
+"""What a training run must not lose: model, optimizer and the user's own values.
+
+Nothing is copied at a step. Parameters change only after all gradients of a step were reduced, so
+every survivor of a failure holds the state before or after the step in flight, never between; the
+one furthest ahead gives its live tensors to the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.torch import context
+from hvd_elastic.torch.checkpoint import Content, take_stock
+from hvd_elastic.torch.engine import Engine, dump_plain, load_plain
+from hvd_elastic.torch.progress import Progress
+
+__all__ = ["State"]
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class State:
+    """Everything that is handed to newcomers, kept through failures and put into checkpoints.
+
+    Args:
+        model: a module; its live parameters and buffers are broadcast.
+        optimizer: an optimizer.
+        values: anything else, read and set as attributes. An object with ``state_dict()`` and
+            ``load_state_dict()`` (a scheduler, a scaler, a second model) is kept by reference;
+            the rest must be plain data (numbers, strings, lists, dicts, tensors), which is put
+            back to its value at the last :meth:`commit` when a step has to be done again.
+
+    Raises:
+        ScriptError: a value is neither; names it.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        named = {"model": model, "optimizer": optimizer, **values}
+        self._objects: dict[str, _Stateful] = {}
+        self._plain: dict[str, Any] = {}
+        for name, value in named.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise ScriptError(
+                    f"State(): {name!r} cannot be the name of a value, choose another"
+                )
+            if isinstance(value, _Stateful):
+                self._objects[name] = value
+            elif value is not None or name in values:
+                self._plain[name] = value
+        for name, value in self._plain.items():
+            _check_plain(name, value)
+        self._committed = copy.deepcopy(self._plain)
+        self._context = context.current()
+        self._context.register_state(self)
+
+    def __getattr__(self, name: str) -> Any:
+        for values in ("_objects", "_plain"):
+            found = self.__dict__.get(values, {})
+            if name in found:
+                return found[name]
+        raise AttributeError(f"this State has no value {name!r}; pass it to State(...)")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif name in self._objects:
+            self._objects[name] = value
+        else:
+            self._plain[name] = value
+
+    def commit(self, **metrics: Any) -> None:
+        """Say that the loop body is done with this step.
+
+        In a script that does not use our ``DataLoader`` this is also where the world may change:
+        call it once a step, at the end of the loop body, and keep the position in the data among
+        the values of the state.
+
+        Costs no copy of the model. Numbers given as keywords (``loss=loss``) go to the run's
+        metrics; a tensor is read only when metrics are due.
+        """
+        self._context.commit(metrics)
+
+    # -- for the library -------------------------------------------------------------------
+
+    def keep(self, name: str, item: _Stateful) -> None:
+        """Treat something of the library's as one of the values; the name starts with ``_``."""
+        self._objects[name] = item
+
+    def save_plain(self) -> None:
+        """Remember the plain values as they are now."""
+        self._committed = copy.deepcopy(self._plain)
+
+    def restore_plain(self) -> None:
+        """Put the plain values back to the last :meth:`save_plain`."""
+        self._plain = copy.deepcopy(self._committed)
+
+    def sync(
+        self,
+        engine: Engine,
+        root_rank: int,
+        progress: Progress,
+        has_state: Callable[[Progress], bool] = lambda _: False,
+    ) -> Progress:
+        """Take the root's state on every rank; returns the root's progress.
+
+        The structure travels as plain data, the tensors in few large broadcasts straight from
+        and, where shapes agree, straight into the live ones. What optimizers change is the same on
+        all ranks that stand at the same step with a whole state: nothing changes it but a step,
+        which all made with the same gradients. It is sent to nobody who has it, and a share of it
+        by everybody who has.
+
+        Args:
+            engine: the communicator.
+            root_rank: whose state.
+            progress: where this rank stands.
+            has_state: told the root's progress before live tensors are touched; whether this
+                rank holds the whole state of that progress already.
+        """
+        tensors: list[torch.Tensor] = []
+        own = {name: item.state_dict() for name, item in self._objects.items()}
+        if engine.rank == root_rank:
+            skeleton = _strip({"objects": own, "plain": self._plain}, tensors)
+            lasting = self.lasting()
+            known = [tensor.data_ptr() in lasting for tensor in tensors]
+            header = {"skeleton": skeleton, "known": known, "progress": progress.as_dict()}
+            engine.broadcast_bytes(dump_plain(header), root_rank)
+            _spread(tensors, known, True, engine, root_rank)
+            self.save_plain()
+            return progress
+        header = load_plain(engine.broadcast_bytes(b"", root_rank))
+        theirs = Progress.from_dict(header["progress"])
+        has = has_state(theirs)
+        taken = _fill(header["skeleton"], {"objects": own, "plain": self._plain}, tensors)
+        _spread(tensors, header["known"], has, engine, root_rank)
+        self._take(taken, f"rank {root_rank}")
+        return theirs
+
+    def content(self, *, copy_own: bool = True) -> Content:
+        """Everything as it is now, for a checkpoint; rank 0 copies what ranks may differ in."""
+        objects = {name: item.state_dict() for name, item in self._objects.items()}
+        shared = self.lasting()
+        for item in self._objects.values():
+            if isinstance(item, torch.nn.Module):
+                shared |= {parameter.data_ptr() for parameter in item.parameters()}
+        values = {"objects": objects, "plain": self._plain}
+        return take_stock(values, shared, copy_own=copy_own)
+
+    def lasting(self) -> set[int]:
+        """``data_ptr()`` of what changes in the step of an optimizer, and at no other time.
+
+        That is what optimizers optimize, and their own state.
+        """
+        found: set[int] = set()
+        for item in self._objects.values():
+            if isinstance(item, torch.optim.Optimizer):
+                for group in item.param_groups:
+                    found |= {parameter.data_ptr() for parameter in group["params"]}
+                for values in item.state.values():
+                    found |= {v.data_ptr() for v in values.values() if torch.is_tensor(v)}
+        return found
+
+    def waits_before_step(self) -> bool:
+        """Whether every optimizer in it calls :meth:`Context.settle` before its step."""
+        optimizers = [i for i in self._objects.values() if isinstance(i, torch.optim.Optimizer)]
+        return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
+
+    def load(self, payload: dict[str, Any], path: str) -> Progress:
+        """Take what a checkpoint holds; ``path`` is for messages.
+
+        Raises:
+            CheckpointError: it does not fit this script's model, optimizer or values.
+        """
+        if set(payload["objects"]) != set(self._objects):
+            raise CheckpointError(
+                f"checkpoint {path} holds {sorted(payload['objects'])}, this script's State has "
+                f"{sorted(self._objects)}. Resume with the script that wrote it."
+            )
+        # Before anything is overwritten.
+        for name, item in self._objects.items():
+            _check_fits(name, item, payload["objects"][name], path)
+        self._take(payload, f"checkpoint {path}")
+        return Progress.from_dict(payload["progress"])
+
+    def _take(self, values: dict[str, Any], source: str) -> None:
+        for name, item in self._objects.items():
+            try:
+                item.load_state_dict(values["objects"][name])
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"the state of {name!r} from {source} does not fit this script: {error}"
+                ) from error
+        self._plain.update(values["plain"])
+        self.save_plain()
+
+
+def _spread(
+    tensors: list[torch.Tensor], known: list[bool], has: bool, engine: Engine, root_rank: int
+) -> None:
+    """Give the root's tensors to all ranks.
+
+    Args:
+        tensors: in the same order on all ranks.
+        known: which of them are the same on every rank that has the state.
+        has: whether this rank has it.
+        engine: the communicator.
+        root_rank: whose tensors.
+    """
+    gathered = engine.gather(torch.tensor([int(not has)]), "hvd_elastic.lacking")
+    lacking = [bool(lacks) for lacks in gathered.tolist()]
+    shared = [tensor for tensor, same in zip(tensors, known, strict=True) if same]
+    if sum(lacking) * 2 > len(lacking):
+        # Few have it: a tree spreads it faster than each of them could alone.
+        engine.broadcast(tensors, root_rank)
+        return
+    if any(lacking):
+        engine.hand_over(shared, lacking)
+    own = [tensor for tensor, same in zip(tensors, known, strict=True) if not same]
+    engine.broadcast(own, root_rank)
+
+
+def _check_fits(name: str, item: _Stateful, found: dict[str, Any], path: str) -> None:
+    """Compare the shapes of a module; names the first parameter that differs."""
+    if not isinstance(item, torch.nn.Module):
+        return
+    own = item.state_dict()
+    for key in [*own, *(key for key in found if key not in own)]:
+        here, there = _shape(own.get(key)), _shape(found.get(key))
+        if here != there:
+            raise CheckpointError(
+                f"checkpoint {path} is of another model: {name}.{key} is {there} in the checkpoint "
+                f"and {here} in this script. Resume with the script and options that wrote it, or "
+                "start a new run"
+            )
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(tuple(value.shape))
+    return "missing" if value is None else "no tensor"
+
+
+def _check_plain(name: str, value: Any) -> None:
+    try:
+        load_plain(dump_plain(value))
+    except Exception as error:  # torch raises many kinds, all meaning the same here
+        raise ScriptError(
+            f"State(): {name!r} is a {type(value).__name__}, which is neither plain data "
+            "(numbers, strings, lists, dicts, tensors) nor an object with state_dict() and "
+            "load_state_dict(). Turn it into one of them."
+        ) from error
+
+
+def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` with every tensor replaced by its description; the tensors go to ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        described = {"shape": list(value.shape), "dtype": value.dtype, "device": value.device.type}
+        return {"__tensor__": described}
+    if isinstance(value, dict):
+        return {key: _strip(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_strip(item, tensors) for item in value)
+    return value
+
+
+def _fill(skeleton: Any, own: Any, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of :func:`_strip` on another rank, with live tensors where they fit."""
+    if isinstance(skeleton, dict) and set(skeleton) == {"__tensor__"}:
+        described = skeleton["__tensor__"]
+        fits = (
+            isinstance(own, torch.Tensor)
+            and list(own.shape) == described["shape"]
+            and own.dtype == described["dtype"]
+            and own.device.type == described["device"]
+        )
+        if not fits:
+            own = torch.empty(
+                described["shape"], dtype=described["dtype"], device=described["device"]
+            )
+        tensors.append(own)
+        return own
+    if isinstance(skeleton, dict):
+        mine = own if isinstance(own, dict) else {}
+        return {key: _fill(item, mine.get(key), tensors) for key, item in skeleton.items()}
+    if isinstance(skeleton, (list, tuple)):
+        alike = isinstance(own, (list, tuple)) and len(own) == len(skeleton)
+        return type(skeleton)(
+            _fill(item, own[index] if alike else None, tensors)
+            for index, item in enumerate(skeleton)
+        )
+    return skeleton
