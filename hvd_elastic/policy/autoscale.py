@@ -1,0 +1,323 @@
+"""Whether to change the slots of a run, to which, and why: one pure function.
+
+A change is worth what it is expected to bring over a horizon, less the pause of the rescale and
+what is lost while a change that turns out badly is tried. How likely that is follows from the
+uncertainty of the step-time model, so what was never measured is tried as soon as what may be
+learnt is worth the training it costs, and no sooner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_elastic.policy.objective import Objective, Parameters
+from hvd_elastic.policy.place import placements, sizes_to_try
+from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
+from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
+from hvd_elastic.words import count
+
+__all__ = ["decide", "remember", "surroundings_changed"]
+
+_QUICK_CHANGES = 2
+"""So many changes come quickly: the first tries of a run."""
+
+
+def decide(
+    snapshot: Snapshot,
+    now: float,
+    objective: Objective | None = None,
+    parameters: Parameters | None = None,
+) -> Decision:
+    """What to do with the slots of a run.
+
+    Args:
+        snapshot: the run.
+        now: [s], never falling.
+        objective: what the run is after; None: goodput.
+        parameters: patience and curiosity.
+
+    Returns:
+        The decision; always with a reason.
+
+    Source: the gain over a horizon less the pause, and the speedup per slot, are Pollux's (OSDI
+    2021, sections 3.3 and 4.2); uncertainty, placement, cost and hysteresis are added here.
+    """
+    goal, how = objective or Objective(), parameters or Parameters()
+    waiting = _not_yet(snapshot, goal, how)
+    if waiting:
+        return Decision("stay", waiting, snapshot.current, known=False)
+    options = _options(snapshot, goal)
+    scores = score_allocations(snapshot, options)
+    possible = scores.goodput > 0
+    if not possible.any():
+        return Decision(
+            "stay",
+            "no batch plan keeps to the limits of the batch size on any number of slots",
+            snapshot.current,
+        )
+    ranking = _rank(snapshot, goal, how, options, scores, now)
+    best, why = ranking.best, ranking.why
+    if options[best] == snapshot.current:
+        return Decision("stay", why, snapshot.current)
+    target = options[best]
+    held = _held_back(snapshot, how, target, ranking, now)
+    if held:
+        return Decision("stay", f"{why}; {held}", snapshot.current, wish=target)
+    return Decision(_action(snapshot.current, target), why, target)
+
+
+def remember(memory: Memory, decision: Decision, current: Allocation, now: float) -> Memory:
+    """What the next look should know of this one."""
+    if decision.action == "stay":
+        wish = decision.wish
+        if wish is None:
+            return dataclasses.replace(memory, wish=None, wished=0)
+        same = memory.wish is not None and _action(current, wish) == _action(current, memory.wish)
+        return dataclasses.replace(memory, wish=wish, wished=memory.wished + 1 if same else 1)
+    return Memory(changed_at=now, changes=memory.changes + 1)
+
+
+def surroundings_changed(memory: Memory) -> Memory:
+    """Hosts came or went, or steps take another time: patience begins anew."""
+    return dataclasses.replace(memory, changes=0)
+
+
+# ----------------------------------------------------------------------------------------------
+
+
+def _not_yet(snapshot: Snapshot, goal: Objective, how: Parameters) -> str:
+    """Why nothing can be decided; empty: it can."""
+    if not snapshot.current.slots:
+        return "nothing trains yet"
+    if snapshot.model is None or snapshot.measured < how.evidence:
+        have = "none" if not snapshot.measured else str(snapshot.measured)
+        return f"{have} of {count(how.evidence, 'measurement')} on {snapshot.current} so far"
+    if snapshot.silent_s > how.silence_s:
+        return f"no measurement for {snapshot.silent_s:.0f} s: what was known may be out of date"
+    if math.isnan(snapshot.noise_scale):
+        return "the gradient noise scale is not known yet"
+    if not snapshot.hosts:
+        return "the hostfile offers no slot that can be used"
+    if goal.kind == "cost":
+        missing = [host.name for host in snapshot.hosts if host.price is None]
+        if len(missing) == len(snapshot.hosts):
+            return "no host of the hostfile has a price: add price= to its line"
+    return ""
+
+
+def _options(snapshot: Snapshot, goal: Objective) -> list[Allocation]:
+    hosts = [h for h in snapshot.hosts if goal.kind != "cost" or h.price is not None]
+    offered = sum(host.slots for host in hosts)
+    most = min(offered, snapshot.max_np or offered)
+    least = min(snapshot.min_np, most)
+    sizes = sizes_to_try(least, most, snapshot.current.slots, [host.slots for host in hosts])
+    found = placements(hosts, sizes, snapshot.current)
+    return [snapshot.current, *(a for a in found if a != snapshot.current)]
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    """The best option, why, and whether it must be taken at once (a limit is broken)."""
+
+    best: int
+    why: str
+    must: bool
+
+
+def _rank(
+    snapshot: Snapshot,
+    goal: Objective,
+    how: Parameters,
+    options: Sequence[Allocation],
+    scores: Scores,
+    now: float,
+) -> _Ranking:
+    goodput = scores.goodput
+    fits, broken, limit = _limits(snapshot, goal, how, scores, now)
+    fits &= goodput > 0
+    missing = _allocation_is_gone(snapshot)
+    fits[0] &= not missing
+    if not fits.any():
+        return _least_evil(goal, options, scores, limit)
+    by_deadline = goal.deadline_s is not None
+    value = goodput / np.maximum(scores.rate, 1e-9) if by_deadline else goodput
+    # A slot has to bring a share of what those in use bring on average.
+    worth = 0.0 if by_deadline else how.slot_worth * goodput[0] / scores.slots[0]
+    if not fits[0]:  # where it is now is not allowed: the best of what is
+        best = int(np.argmax(np.where(fits, value - worth * scores.slots, -np.inf)))
+        cause = missing or broken
+        return _Ranking(best, f"{cause}; {_describe(options[best], scores, best)}", must=True)
+
+    horizon = how.horizon_s
+    if goal.target is not None and goodput[0] > 0:
+        horizon = min(horizon, max(0.0, goal.target - snapshot.done) / goodput[0])
+    unsure = np.minimum(scores.uncertainty, how.max_uncertainty)
+    unsure[0] = 0.0
+    here = float(value[0])
+    gain, loss, bad = expected_gain_and_loss(value, unsure, here)
+    net = (
+        gain * horizon
+        - here * snapshot.pause_s
+        - loss * how.trial_s
+        - bad * here * snapshot.pause_s
+        - worth * (scores.slots - scores.slots[0]) * horizon
+    )
+    net[0] = 0.0
+    net = np.where(fits, net, -np.inf)
+    best = int(np.argmax(net))
+    if net[best] < how.min_gain * here * horizon or best == 0:
+        return _Ranking(0, _why_stay(options, scores, net, here * horizon, limit), must=False)
+    why = (
+        f"{_describe(options[best], scores, best)} instead of {goodput[0]:.0f} on "
+        f"{count(options[0].slots, 'slot')}"
+    )
+    if by_deadline:
+        why += (
+            f"; {3600 * scores.goodput[best] / scores.rate[best]:.0f} instead of "
+            f"{3600 * goodput[0] / max(scores.rate[0], 1e-9):.0f} useful examples for each unit "
+            "of money"
+        )
+    if not by_deadline and goodput[best] < (1 + how.min_gain) * goodput[0]:
+        freed = int(scores.slots[0] - scores.slots[best])
+        known = f"known to {100 * math.expm1(unsure[best]):.0f} %"
+        why += f", {known}: " + (
+            f"{count(freed, 'slot')} that bring little are given back"
+            if freed > 0
+            else "worth trying"
+        )
+    why += (
+        f"; net of a pause of {snapshot.pause_s:.2g} s and of what slots are worth, "
+        f"{100 * net[best] / (here * horizon):.1f} % better over {horizon:.0f} s"
+    )
+    return _Ranking(best, f"{why}{limit and '; '}{limit}", must=False)
+
+
+def _limits(
+    snapshot: Snapshot, goal: Objective, how: Parameters, scores: Scores, now: float
+) -> tuple[np.ndarray, str, str]:
+    """Which options the objective allows, why the current one is not, and the limit in words."""
+    fits = np.ones(len(scores.slots), bool)
+    goodput = scores.goodput
+    broken = []
+    said = []
+    if goal.kind == "efficiency":
+        # Relative to one slot, or to the fewest that a batch plan exists for.
+        fewest = np.min(scores.slots[goodput > 0])
+        alone = int(np.argmax(np.where(scores.slots == fewest, goodput, -np.inf)))
+        one = goodput[alone] / fewest
+        # What was never measured is taken for good: trying few slots costs little, and tells.
+        doubt = math.exp(min(float(scores.uncertainty[alone]), how.max_uncertainty))
+        per_slot = goodput / scores.slots / np.where(scores.slots == fewest, one, one * doubt)
+        least = goal.min_speedup_per_slot
+        fits &= per_slot >= least
+        if per_slot[0] < 0.95 * least and not fits[0]:
+            broken.append(f"a slot brings {per_slot[0]:.2f} of what one alone does, not {least:g}")
+        elif not fits[0]:
+            fits[0] = True  # so close to the limit, noise would move it to and fro
+        said.append(f"at least {least:g} of a single slot's goodput for each slot")
+    if goal.budget is not None:
+        allowed = scores.rate <= goal.budget
+        fits &= allowed
+        if not allowed[0]:
+            broken.append(f"{scores.rate[0]:g} per hour is above the budget of {goal.budget:g}")
+        said.append(f"within {goal.budget:g} per hour")
+    if goal.deadline_s is not None and goal.target is not None:
+        left_s = snapshot.started_at + goal.deadline_s - now
+        todo = max(0.0, goal.target - snapshot.done)
+        needs = todo / np.maximum(goodput, 1e-9) + snapshot.pause_s
+        allowed = needs <= left_s * (1 - how.deadline_margin)
+        # What runs now is left only when it would be late itself.
+        allowed[0] = needs[0] - snapshot.pause_s <= left_s * (1 - how.deadline_margin / 2)
+        fits &= allowed
+        if not allowed[0]:
+            broken.append(f"{needs[0]:.0f} s are needed and {max(left_s, 0):.0f} s are left")
+        said.append(f"{max(left_s, 0):.0f} s left for {todo:.0f} useful examples")
+    return fits, " and ".join(broken), ", ".join(said)
+
+
+def _allocation_is_gone(snapshot: Snapshot) -> str:
+    """What of the current slots is not on offer any more, or not allowed."""
+    offered = {host.name: host.slots for host in snapshot.hosts}
+    gone = [host for host, slots in snapshot.current.counts if slots > offered.get(host, 0)]
+    if gone:
+        return f"{count(len(gone), 'host')} in use ({', '.join(gone[:4])}) cannot be used further"
+    slots = snapshot.current.slots
+    if slots > (snapshot.max_np or slots):
+        return f"{count(slots, 'slot')} are more than the most allowed, {snapshot.max_np}"
+    if slots < min(snapshot.min_np, sum(offered.values())):
+        return f"{count(slots, 'slot')} are fewer than the least allowed, {snapshot.min_np}"
+    return ""
+
+
+def _least_evil(
+    goal: Objective, options: Sequence[Allocation], scores: Scores, limit: str
+) -> _Ranking:
+    """Nothing keeps to the objective: the nearest to it."""
+    possible = scores.goodput > 0
+    if goal.budget is not None:
+        best = int(np.lexsort((-scores.goodput, np.where(possible, scores.rate, np.inf)))[0])
+        what = f"the cheapest costs {scores.rate[best]:g} per hour"
+    elif goal.deadline_s is not None:
+        best = int(np.argmax(scores.goodput))
+        what = "this is the fastest"
+    else:
+        best = int(np.argmax(np.where(possible, scores.goodput / scores.slots, -np.inf)))
+        what = "this wastes least"
+    best = 0 if scores.goodput[best] <= 0 else best
+    why = f"nothing keeps to it ({limit}); {what}: {_describe(options[best], scores, best)}"
+    return _Ranking(best, why, must=False)
+
+
+def _describe(option: Allocation, scores: Scores, index: int) -> str:
+    text = (
+        f"{count(option.slots, 'slot')} on {count(option.hosts, 'host')} ({option}) with a batch "
+        f"of {scores.batch[index]:.0f}: {scores.goodput[index]:.0f} useful examples/s expected"
+    )
+    return text + (f" at {scores.rate[index]:g} per hour" if scores.rate[index] else "")
+
+
+def _why_stay(
+    options: Sequence[Allocation], scores: Scores, net: np.ndarray, scale: float, limit: str
+) -> str:
+    text = f"{options[0].slots} slots give {scores.goodput[0]:.0f} useful examples/s"
+    others = np.where(np.arange(len(net)) > 0, net, -np.inf)
+    second = int(np.argmax(others))
+    if len(options) > 1 and np.isfinite(others[second]):
+        text += (
+            f"; the best other choice, {options[second].slots} slots with "
+            f"{scores.goodput[second]:.0f}, would change the sum by "
+            f"{100 * net[second] / scale if scale else 0:.1f} % after its pause"
+        )
+    return f"{text}{limit and '; '}{limit}"
+
+
+def _held_back(
+    snapshot: Snapshot, how: Parameters, target: Allocation, ranking: _Ranking, now: float
+) -> str:
+    """Why a change that is worth it has to wait; empty: it does not."""
+    if ranking.must:
+        return ""
+    memory = snapshot.memory
+    cool_s = max(how.cooldown_s, how.cooldown_pauses * snapshot.pause_s)
+    cool_s *= 2 ** max(0, memory.changes - _QUICK_CHANGES)
+    cool_s = min(cool_s, how.max_cooldown_s)
+    if now < memory.changed_at + cool_s:
+        return f"waiting: the last change was {now - memory.changed_at:.0f} of {cool_s:.0f} s ago"
+    same = memory.wish is not None and _action(snapshot.current, memory.wish) == _action(
+        snapshot.current, target
+    )
+    wished = (memory.wished if same else 0) + 1
+    if wished < how.confirmations:
+        return f"seen {wished} of {how.confirmations} times in a row"
+    return ""
+
+
+def _action(current: Allocation, target: Allocation) -> str:
+    if target.slots == current.slots:
+        return "stay" if target == current else "move"
+    return "grow" if target.slots > current.slots else "shrink"

@@ -1,0 +1,345 @@
+"""What a run's own metrics say of it: step times by configuration, noise, pauses, progress.
+
+Takes the fields of the run's events as they come and never trusts them: what is not a finite
+number of the right sign is left out, and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
+from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
+from hvd_elastic.policy.place import HostSpeeds
+from hvd_elastic.policy.snapshot import Allocation
+
+__all__ = ["Evidence"]
+
+_WINDOW_S = 1.0
+"""Shorter windows are joined: the clock of the metrics is not finer than a step."""
+_KEPT = 12
+_SETTLING = 1
+"""Windows after a change that are not timed: readers start, memory is allocated."""
+_SHIFT = 1.25
+_SHIFT_WINDOWS = 4
+_MOVED = 0.05
+_NOISE_PATIENCE = 20
+"""Windows after which a noise scale that nobody could tell counts as infinite."""
+_FIRST_PAUSE_S = 1.0
+_PAUSES = 8
+_CONFIGURATIONS = 48
+
+
+@dataclass(frozen=True)
+class _Configuration:
+    hosts: int
+    ranks: int
+    batch: int
+    extra: int
+    slowness: float
+
+
+class Evidence:
+    """Collects measurements of one run.
+
+    Attributes:
+        rejected: reports that made no sense.
+        done: useful examples so far.
+        noise_scale: as last told [examples]; NaN: not known.
+        limits: of the batch plan; None: nothing was told yet.
+    """
+
+    def __init__(self) -> None:
+        self.rejected = 0
+        self.done = 0.0
+        self.noise_scale = math.nan
+        self.limits: BatchLimits | None = None
+        self.plan: BatchPlan | None = None
+        self._adaptive = False
+        self._allocation = Allocation()
+        self._ranks: tuple[str, ...] = ()
+        self._speeds = HostSpeeds()
+        self._slowness: dict[str, float] = {}
+        self._rank_s: Sequence[Any] = ()
+        self._times: dict[_Configuration, deque[float]] = {}
+        self._pauses: deque[float] = deque(maxlen=_PAUSES)
+        self._last: tuple[float, float, float] | None = None  # when, step, examples
+        self._settling = _SETTLING
+        self._measured = 0
+        self._measured_at = -math.inf
+        self._windows = 0
+        self._model: StepTimeModel | None = None
+        self._fitted: dict[_Configuration, float] = {}
+        self._noise_looked_at = math.nan
+        self.news = False
+        """Something changed that a decision should know at once."""
+
+    # -- what is told ----------------------------------------------------------------------
+
+    def formed(self, hosts_of_ranks: Sequence[str]) -> None:
+        """Another generation: the host of each rank, in their order."""
+        counts: dict[str, int] = {}
+        for host in hosts_of_ranks:
+            counts[host] = counts.get(host, 0) + 1
+        self._allocation = Allocation.of(counts)
+        self._ranks = tuple(hosts_of_ranks)
+        self._last = None
+        self._settling = _SETTLING
+        self._measured = 0
+
+    def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
+        """An event of the run; those that say nothing of this are ignored.
+
+        Args:
+            kind: of the event.
+            fields: as in events.jsonl.
+            now: when it came [s].
+        """
+        if kind == "metrics":
+            self._on_metrics(fields, now)
+        elif kind == "batch_plan":
+            self._on_plan(fields)
+        elif kind == "rescale_finished":
+            pause = _number(fields.get("pause_s"))
+            if pause is not None:
+                self._pauses.append(pause)
+
+    def _on_plan(self, fields: Mapping[str, Any]) -> None:
+        batch = _whole(fields.get("global_batch_size"), 1)
+        extra = _whole(fields.get("accumulation_steps"), 0)
+        if batch is None or extra is None:
+            self.rejected += 1
+            return
+        self.plan = BatchPlan(batch, extra)
+        self._last = None
+        self._settling = _SETTLING
+        limits = _limits(fields.get("limits"))
+        if limits is not None:
+            self.limits, self._adaptive = limits, True
+
+    def _on_metrics(self, fields: Mapping[str, Any], now: float) -> None:
+        step, examples = _number(fields.get("step")), _number(fields.get("examples"))
+        if step is None or examples is None:
+            self.rejected += 1
+            return
+        if fields.get("size") not in (None, self._allocation.slots):
+            self._last = None  # of the world before
+            return
+        noise = _number(fields.get("noise_scale"))
+        if noise is not None:
+            self.noise_scale = noise
+        self._note_speeds(fields.get("rank_s"), now)
+        last = self._last
+        if last is None or step < last[1] or examples < last[2] or now < last[0]:
+            self._last = (now, step, examples)
+            return
+        passed_s, steps, made = now - last[0], step - last[1], examples - last[2]
+        if steps < 1 or passed_s < _WINDOW_S:
+            return
+        self._last = (now, step, examples)
+        self._note_window(passed_s / steps, made / steps, fields, now)
+        self.done += made * self._efficiency()
+
+    def _note_window(
+        self, step_s: float, batch: float, fields: Mapping[str, Any], now: float
+    ) -> None:
+        self._measured_at = now
+        self._windows += 1
+        told = _whole(fields.get("global_batch_size"), 1)
+        if not self._adaptive:
+            # The batch is what full steps have; the last one of an epoch is smaller.
+            known = self.plan.global_batch_size if self.plan else 0
+            whole = told or max(known, math.ceil(batch - 0.01))
+            if whole > 0 and whole != known:
+                self.plan = BatchPlan(whole)
+                self.limits = BatchLimits(whole, whole, max_accumulation_steps=0)
+        plan = self.plan
+        if self._settling > 0:
+            self._settling -= 1
+            return
+        if plan is None or batch < 0.97 * plan.global_batch_size:
+            return  # an epoch ended in it
+        key = _Configuration(
+            self._allocation.hosts,
+            self._allocation.slots,
+            plan.global_batch_size,
+            plan.accumulation_steps,
+            self._slowest(),
+        )
+        times = self._times.setdefault(key, deque(maxlen=_KEPT))
+        times.append(step_s)
+        self._measured += 1
+        if _has_shifted(times):
+            self._forget_what_is_out_of_date(key)
+        while len(self._times) > _CONFIGURATIONS:
+            del self._times[next(iter(self._times))]
+
+    def _note_speeds(self, rank_s: Any, now: float) -> None:
+        if not isinstance(rank_s, Sequence) or len(rank_s) != len(self._ranks):
+            return
+        if rank_s == self._rank_s:
+            return  # metrics come more often than the ranks report
+        self._rank_s = rank_s
+        by_host: dict[str, list[float]] = {}
+        for host, seconds in zip(self._ranks, rank_s, strict=True):
+            value = _number(seconds)
+            if value:
+                by_host.setdefault(host, []).append(value)
+        # A host is as slow as its slowest slot: all wait for that.
+        self._speeds.note({host: max(values) for host, values in by_host.items()}, now)
+        before, self._slowness = self._slowness, self._speeds.slowness()
+        for host, slowness in self._slowness.items():
+            if abs(math.log(slowness / before.get(host, 1.0))) > 2 * _MOVED:
+                self._forget_what_was_timed_meanwhile()
+
+    def _forget_what_was_timed_meanwhile(self) -> None:
+        """A host in use turned out slow: until that was known, the wrong speed was noted."""
+        world = (self._allocation.hosts, self._allocation.slots)
+        self._times = {k: v for k, v in self._times.items() if (k.hosts, k.ranks) != world}
+        self._measured = 0
+        self.news = True
+
+    def _forget_what_is_out_of_date(self, key: _Configuration) -> None:
+        """Steps of one configuration take another time than they did: what else changed with it?
+
+        Where several hosts train, most likely the link between them: times on one host stand.
+        """
+        recent = list(self._times[key])[-_SHIFT_WINDOWS:]
+        kept = {
+            other: times
+            for other, times in self._times.items()
+            if key.hosts > 1 and other.hosts == 1
+        }
+        self._times = {**kept, key: deque(recent, maxlen=_KEPT)}
+        self._model = None
+        self.news = True
+
+    # -- what is known ---------------------------------------------------------------------
+
+    @property
+    def allocation(self) -> Allocation:
+        """Slots that train now."""
+        return self._allocation
+
+    @property
+    def measured(self) -> int:
+        """Timed windows since the allocation began to train."""
+        return self._measured
+
+    @property
+    def pause_s(self) -> float:
+        """Typical pause of a rescale [s]; a guess before the first."""
+        return median(self._pauses) if self._pauses else _FIRST_PAUSE_S
+
+    def silent_s(self, now: float) -> float:
+        """Since the last measurement [s]."""
+        return now - self._measured_at
+
+    def slowness(self, host: str) -> float:
+        """Of a host against the fastest; 1 where it was not measured."""
+        return self._slowness.get(host, 1.0)
+
+    @property
+    def noise(self) -> float:
+        """Noise scale to decide with; NaN: wait for it.
+
+        A fixed batch needs none. Where the batch adapts and, for long enough, no finite noise
+        scale was told, gradients are so noisy that every example counts.
+        """
+        if not self._adaptive:
+            return math.inf
+        if math.isnan(self.noise_scale) and self._windows >= _NOISE_PATIENCE:
+            return math.inf
+        return self.noise_scale
+
+    def noise_moved(self) -> bool:
+        """Whether the noise scale changed since this said so, enough to matter."""
+        now, then = self.noise_scale, self._noise_looked_at
+        moved = not math.isnan(now) and not abs(math.log((now + 1) / (then + 1))) <= 2 * _MOVED
+        if moved:
+            self._noise_looked_at = now
+        return moved
+
+    def model(self) -> StepTimeModel | None:
+        """Fitted to all that is not out of date; the same object while nothing changes much."""
+        middle = {key: median(times) for key, times in self._times.items()}
+        if not middle:
+            return None
+        moved = self._model is None or middle.keys() != self._fitted.keys()
+        if moved or any(
+            abs(math.log(middle[key] / self._fitted[key])) > _MOVED / 5 for key in middle
+        ):
+            self._model = fit_step_time(
+                [
+                    Observation(
+                        key.hosts,
+                        key.ranks,
+                        key.batch / key.ranks / (key.extra + 1),
+                        key.extra,
+                        middle[key],
+                        key.slowness,
+                        steps=len(times),
+                    )
+                    for key, times in self._times.items()
+                    for _ in range(min(len(times), 4))
+                ]
+            )
+            self._fitted = middle
+        return self._model
+
+    def _slowest(self) -> float:
+        values = [self.slowness(host) for host, _ in self._allocation.counts]
+        return round(max(values, default=1.0), 1)
+
+    def _efficiency(self) -> float:
+        if self.plan is None or self.limits is None or not math.isfinite(self.noise):
+            return 1.0
+        initial = self.limits.initial_batch_size
+        size = max(self.plan.global_batch_size, initial)
+        return float(statistical_efficiency(self.noise, initial, size))
+
+
+def _has_shifted(times: Sequence[float]) -> bool:
+    """Whether the last windows all lie on one side of those before, and far from them."""
+    recent = list(times)[-_SHIFT_WINDOWS:]
+    before = list(times)[:-_SHIFT_WINDOWS]
+    if len(before) < _SHIFT_WINDOWS:
+        return False
+    middle = median(before)
+    return min(recent) > _SHIFT * middle or max(recent) * _SHIFT < middle
+
+
+def _limits(told: Any) -> BatchLimits | None:
+    if not isinstance(told, Mapping):
+        return None
+    names = {f.name for f in dataclasses.fields(BatchLimits)}
+    found = {name: told[name] for name in names if name in told}
+    initial, most = (_whole(found.get(n), 1) for n in ("initial_batch_size", "max_batch_size"))
+    optional = found.get("max_atomic_batch_size")
+    rest = [found.get("min_atomic_batch_size", 1), found.get("max_accumulation_steps", 0)]
+    if initial is None or most is None or most < initial:
+        return None
+    if any(_whole(value, 0) is None for value in rest):
+        return None
+    if optional is not None and _whole(optional, 1) is None:
+        return None
+    return BatchLimits(**found)
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, not negative; else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) and value >= 0 else None
+
+
+def _whole(value: Any, least: int) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        return None
+    return value

@@ -1,0 +1,167 @@
+"""Which slots: where a given number of processes would best go, and which hosts are slow."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median, quantiles
+
+from hvd_elastic.policy.snapshot import Allocation, HostOffer
+
+__all__ = ["HostSpeeds", "placements", "sizes_to_try"]
+
+_CLASSES = 6
+_CLASS_STEP = 0.1
+_DENSE = 12
+_GROWTH = 1.12
+
+_KEPT = 6
+_STANDS_OUT = 1.15
+_FORGET_S = 4 * 3600.0
+
+
+def sizes_to_try(least: int, most: int, current: int, host_slots: Sequence[int]) -> list[int]:
+    """Numbers of slots worth a look: all small ones, then ever coarser, and whole hosts.
+
+    >>> sizes_to_try(1, 5, 3, [4])
+    [1, 2, 3, 4, 5]
+    """
+    found = {least, most, current, current - 1, current + 1}
+    found.update(range(least, min(most, _DENSE) + 1))
+    size = float(_DENSE)
+    while size < most:
+        size *= _GROWTH
+        found.add(math.floor(size))
+    total = 0
+    for number, slots in enumerate(sorted(host_slots, reverse=True), 1):
+        total += slots
+        if number & (number - 1) == 0:  # 1, 2, 4, 8, ... whole hosts
+            found.add(total)
+    return sorted(size for size in found if least <= size <= most)
+
+
+def placements(
+    hosts: Sequence[HostOffer], sizes: Sequence[int], current: Allocation
+) -> list[Allocation]:
+    """Allocations worth comparing, of each size.
+
+    For each class of speed, only hosts that are at least as fast are used, since the slowest sets
+    the pace of a synchronous step. Among those the fewest hosts are taken, and for equal numbers
+    those in use now, then cheap, then fast ones; once more with the cheapest slots first, where
+    prices differ.
+
+    Args:
+        hosts: on offer.
+        sizes: numbers of slots.
+        current: slots in use.
+
+    Returns:
+        Each once; sizes that do not fit are left out.
+    """
+    used = {host for host, _ in current.counts}
+    limits = _speed_classes(hosts)
+    by_hosts = sorted(
+        range(len(hosts)),
+        key=lambda i: (
+            -hosts[i].slots,
+            hosts[i].name not in used,
+            hosts[i].price or 0.0,
+            hosts[i].slowness,
+            i,
+        ),
+    )
+    orders = [by_hosts]
+    if len({(host.price or 0.0) / host.slots for host in hosts if host.slots}) > 1:
+        orders.append(
+            sorted(by_hosts, key=lambda i: (hosts[i].price or 0.0) / max(hosts[i].slots, 1))
+        )
+    found: dict[Allocation, None] = {}
+    for limit in limits:
+        for order in orders:
+            fast = [i for i in order if hosts[i].slowness <= limit]
+            for size in sizes:
+                taken = _fill(hosts, fast, size)
+                if taken is not None:
+                    found[taken] = None
+    return list(found)
+
+
+def _speed_classes(hosts: Sequence[HostOffer]) -> list[float]:
+    """Upper limits of slowness, the fastest class first; hosts of one class are alike."""
+    limits: list[float] = []
+    for slowness in sorted({host.slowness for host in hosts}):
+        if limits and slowness <= limits[-1]:
+            continue
+        limits.append(slowness * (1 + _CLASS_STEP))
+    if len(limits) > _CLASSES:
+        limits = [*limits[: _CLASSES - 1], limits[-1]]
+    return limits
+
+
+def _fill(hosts: Sequence[HostOffer], order: Sequence[int], size: int) -> Allocation | None:
+    left, counts = size, {}
+    for place, index in enumerate(order):
+        slots = hosts[index].slots
+        if slots >= left:
+            # The last host: of those that are large enough, the smallest, the first of equals.
+            enough = [i for i in order[place:] if hosts[i].slots >= left]
+            last = index
+            for i in enough:
+                cheaper = (hosts[i].price or 0.0) <= (hosts[index].price or 0.0)
+                if hosts[i].slots < hosts[last].slots and cheaper:
+                    last = i
+            counts[last], left = left, 0
+            break
+        counts[index] = slots
+        left -= slots
+    if left > 0:
+        return None
+    return Allocation.of([(hosts[i].name, counts[i]) for i in sorted(counts)])
+
+
+class HostSpeeds:
+    """How slow each host is against the fastest, from the times of its ranks' own work.
+
+    Each report holds hosts that trained together, at a batch plan that other reports may not
+    have. In logarithms a time is what the report has in common plus what is the host's own; both
+    are medians (median polish: Tukey, Exploratory Data Analysis, 1977, chapter 11), so neither one
+    odd host nor one odd report moves the rest. A host counts as slow once three of four of its
+    last reports say so, and is forgotten a while after it was last seen: it may have been mended.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[str, deque[float]] = {}
+        self._seen_at: dict[str, float] = {}
+
+    def note(self, times: Mapping[str, float], now: float) -> None:
+        """A report.
+
+        Args:
+            times: of a step's own work without waiting, by host [s]; what is not positive and
+                finite is ignored.
+            now: [s].
+        """
+        logs = {h: math.log(t) for h, t in times.items() if math.isfinite(t) and t > 0}
+        if not logs:
+            return
+        known = [value - median(self._own[h]) for h, value in logs.items() if h in self._own]
+        common = median(known or logs.values())
+        for host, value in logs.items():
+            self._own.setdefault(host, deque(maxlen=_KEPT)).append(value - common)
+            self._seen_at[host] = now
+        for host in [h for h, at in self._seen_at.items() if now - at > _FORGET_S]:
+            del self._own[host], self._seen_at[host]
+
+    def slowness(self) -> dict[str, float]:
+        """By host, 1 for the fastest and for those that do not stand out from it."""
+        if not self._own:
+            return {}
+        middle = {host: median(own) for host, own in self._own.items()}
+        fastest = min(middle.values())
+        found = {}
+        for host, own in self._own.items():
+            low = quantiles(own, n=4)[0] if len(own) > 3 else -math.inf
+            slow = low - fastest > math.log(_STANDS_OUT)
+            found[host] = round(math.exp(middle[host] - fastest), 2) if slow else 1.0
+        return found

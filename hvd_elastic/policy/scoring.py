@@ -1,0 +1,113 @@
+"""What allocations are worth: goodput at the best batch plan of each, and how sure that is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_elastic.model.goodput import statistical_efficiency
+from hvd_elastic.policy.snapshot import Allocation, Snapshot
+
+__all__ = ["Scores", "expected_gain_and_loss", "score_allocations"]
+
+_SIZES = 32
+_ACCUMULATIONS = (0, 1, 3, 7, 15)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One entry for each allocation.
+
+    Attributes:
+        goodput: useful examples/s at the best batch plan; 0 where no plan keeps to the limits.
+        uncertainty: standard deviation of the logarithm of its ratio to the first one's.
+        batch: global batch size of that plan.
+        slots: processes.
+        rate: price of the hosts in use [currency per hour]; 0 where prices are not known.
+    """
+
+    goodput: np.ndarray
+    uncertainty: np.ndarray
+    batch: np.ndarray
+    slots: np.ndarray
+    rate: np.ndarray
+
+
+def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> Scores:
+    """Scores of all at once: global batch sizes on a geometric grid, several numbers of passes.
+
+    Raises:
+        ValueError: the snapshot has no fitted model.
+
+    Source: Pollux, OSDI 2021, sections 3.2 and 3.3.
+    """
+    model, limits = snapshot.model, snapshot.limits
+    if model is None:
+        raise ValueError("there is no step time model to score with")
+    offers = {host.name: host for host in snapshot.hosts}
+    slots = np.asarray([a.slots for a in allocations], np.float64)
+    hosts = np.asarray([a.hosts for a in allocations], np.float64)
+    slowness = np.asarray(
+        [
+            max((offers[h].slowness for h, _ in a.counts if h in offers), default=1.0)
+            for a in allocations
+        ]
+    )
+    rate = np.asarray(
+        [sum(offers[h].price or 0.0 for h, _ in a.counts if h in offers) for a in allocations]
+    )
+
+    first, last = limits.initial_batch_size, max(limits.initial_batch_size, limits.max_batch_size)
+    sizes = np.unique(np.rint(np.geomspace(first, last, _SIZES)).astype(np.int64))
+    extras = np.asarray([s for s in _ACCUMULATIONS if s <= limits.max_accumulation_steps])
+    size, extra = (grid.ravel().astype(np.float64) for grid in np.meshgrid(sizes, extras))
+    # Distinct shapes are few: predictions do not tell hosts of the same speed apart.
+    shapes, which = np.unique(np.stack([hosts, slots, slowness]), axis=1, return_inverse=True)
+    on, ranks, slow = (row[:, None] for row in shapes)
+    atomic = size / ranks / (extra + 1)
+    useful = size * statistical_efficiency(snapshot.noise_scale, first, size)
+    goodput = np.where(
+        limits.allow_passes(atomic), useful / model.step_s(on, ranks, atomic, extra, slow), 0.0
+    )
+    best = np.argmax(goodput, axis=1)
+    rows = np.arange(len(best))
+    flat = [column[:, 0] for column in (on, ranks, slow)]
+    which = which.ravel()
+    at = (flat[0], flat[1], atomic[rows, best], extra[best], flat[2])
+    unsure = model.predict(*at, relative_to=int(which[0])).uncertainty
+    return Scores(goodput[rows, best][which], unsure[which], size[best][which], slots, rate)
+
+
+def expected_gain_and_loss(
+    value: np.ndarray, uncertainty: np.ndarray, now: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What a try brings where it turns out well, and costs where it turns out badly.
+
+    A quantity of mean ``value`` is log-normal with standard deviation ``uncertainty`` of its
+    logarithm; what one has is ``now``.
+
+    Returns:
+        ``E[max(X - now, 0)]``, ``E[max(now - X, 0)]`` and ``P(X < now)``, each of value's shape.
+
+    Source: expected improvement (Mockus 1975; Jones, Schonlau and Welch 1998, section 4.1), for a
+    log-normal quantity; the integral is that of Black and Scholes 1973, equation 13.
+
+    >>> gain, loss, bad = expected_gain_and_loss(np.array([3.0]), np.array([0.0]), 2.0)
+    >>> gain.tolist(), loss.tolist(), bad.tolist()
+    ([1.0], [0.0], [0.0])
+    """
+    sigma = np.maximum(uncertainty, 1e-9)
+    logs = np.log(np.maximum(value, 1e-300) / now)
+    d2 = logs / sigma - sigma / 2
+    above, weighted = _normal(d2), _normal(d2 + sigma)
+    gain = np.maximum(value * weighted - now * above, 0.0)
+    loss = np.maximum(gain - (value - now), 0.0)
+    return gain, loss, 1 - above
+
+
+def _normal(x: np.ndarray) -> np.ndarray:
+    """Distribution function of the standard normal distribution."""
+    return 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2)))

@@ -1,0 +1,69 @@
+"""The cluster of a trace at a virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from hvd_elastic.policy.snapshot import Allocation
+from hvd_elastic.sim.trace import Change, Trace
+
+__all__ = ["Cluster"]
+
+
+class Cluster:
+    """Hosts and link as they are now; ``advance`` lets what is due happen.
+
+    Attributes:
+        hosts: that are there, with their true slowness.
+        link: factor on the times of the reduction across hosts.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.hosts = trace.hosts
+        self.link = 1.0
+        self._to_come = list(trace.changes)
+        self._first_slowness = {host.name: host.slowness for host in trace.hosts}
+
+    def next_change_at(self) -> float | None:
+        """When the next change happens [s]; None: no more."""
+        return self._to_come[0].at_s if self._to_come else None
+
+    def advance(self, now: float) -> bool:
+        """Let all changes up to ``now`` [s] happen; whether there was one."""
+        before = len(self._to_come)
+        while self._to_come and self._to_come[0].at_s <= now:
+            self._apply(self._to_come.pop(0))
+        return len(self._to_come) < before
+
+    def slowness_of(self, allocation: Allocation) -> float:
+        """Of the slowest host in use."""
+        slowness = self._slowness()
+        return max(slowness[host] for host, _ in allocation.counts)
+
+    def filled(self, wanted: Allocation, least: int) -> Allocation:
+        """What there is of the wanted slots; other free ones take the place of those missing."""
+        asked = dict(wanted.counts)
+        counts = {h.name: min(asked.get(h.name, 0), h.slots) for h in self.hosts}
+        left = max(wanted.slots, least) - sum(counts.values())
+        for host in self.hosts:
+            more = min(max(left, 0), host.slots - counts[host.name])
+            counts[host.name] += more
+            left -= more
+        return Allocation.of(counts)
+
+    def _slowness(self) -> Mapping[str, float]:
+        return {host.name: host.slowness for host in self.hosts}
+
+    def _apply(self, change: Change) -> None:
+        self.link = self.link if change.link is None else change.link
+        for host in change.add:
+            self._first_slowness[host.name] = host.slowness
+        there = {host.name: host for host in (*self.hosts, *change.add)}
+        for name in change.remove:
+            there.pop(name, None)
+        for name, factor in change.slow.items():
+            if name in there:
+                first = self._first_slowness[name]
+                there[name] = dataclasses.replace(there[name], slowness=first * factor)
+        self.hosts = tuple(there.values())

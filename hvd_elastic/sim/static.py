@@ -1,0 +1,191 @@
+"""The best that a fixed number of slots and a fixed batch could do, by trying all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.sim.cluster import Cluster
+from hvd_elastic.sim.trace import Trace, Workload
+
+__all__ = ["StaticChoice", "best_at", "best_static"]
+
+_SIZES = 96
+_MOMENTS = 200
+
+
+@dataclass(frozen=True)
+class StaticChoice:
+    """A number of slots and a batch plan.
+
+    Attributes:
+        slots: processes.
+        batch: global batch size.
+        accumulation_steps: extra passes.
+        goodput: useful examples/s, mean over the time looked at.
+        rate: price of the hosts used [currency per hour].
+    """
+
+    slots: int
+    batch: int
+    accumulation_steps: int
+    goodput: float
+    rate: float
+
+
+def best_at(
+    workload: Workload,
+    hosts: Sequence[HostOffer],
+    link: float,
+    noise: float,
+    most: int | None = None,
+    budget: float | None = None,
+) -> StaticChoice:
+    """The most goodput that these hosts can give at one noise scale.
+
+    Tried are all numbers of slots, on the fewest hosts of each speed, with all batch plans of a
+    fine grid. For the true step time only hosts, slots and the slowest host count, so no other
+    choice of hosts does better.
+
+    Raises:
+        ValueError: nothing keeps to the limits.
+    """
+    size, extra = _plans(workload.limits)
+    found = None
+    for slots, on, slow, rate in _shapes(hosts, most):
+        if budget is not None and rate > budget:
+            continue
+        goodput = _goodput(workload, size, extra, slots, on, slow, link, np.asarray(noise))
+        best = int(np.argmax(goodput))
+        if found is None or goodput[best] > found.goodput:
+            found = StaticChoice(
+                slots, int(size[best]), int(extra[best]), float(goodput[best]), rate
+            )
+    if found is None or found.goodput <= 0:
+        raise ValueError("no number of slots keeps to the limits of budget and batch")
+    return found
+
+
+def best_static(trace: Trace) -> StaticChoice:
+    """The fixed slots and batch plan that reach the target first, or get nearest to it.
+
+    Where hosts are missing for a while, the choice goes on with what there is, on the best hosts
+    at each time and without any pause.
+    """
+    workload = trace.workload
+    size, extra = _plans(workload.limits)
+    cluster = Cluster(trace)
+    most = max(sum(host.slots for host in hosts) for hosts in _hosts_over_time(trace))
+    most = min(most, trace.max_np or most)
+    choices = np.arange(min(trace.min_np, most), most + 1)
+    done = np.zeros((len(choices), len(size)))
+    reached_s = np.full(done.shape, np.inf)
+    first, last = workload.noise_scale
+    initial = workload.limits.initial_batch_size
+    now, made, key = 0.0, done, None
+    while now < trace.duration_s and not np.isfinite(reached_s).any():
+        cluster.advance(now)
+        if (cluster.link, cluster.hosts) != key:
+            key = (cluster.link, cluster.hosts)
+            made = _throughputs(workload, key[1], key[0], choices, size, extra)
+        noise = first * (last / first) ** np.minimum(done / workload.examples, 1.0)
+        goodput = made * (noise + initial) / (noise + size)
+        end = min(now + workload.examples / _MOMENTS / goodput.max(), trace.duration_s)
+        end = min(end, cluster.next_change_at() or end)
+        after = done + goodput * (end - now)
+        there = after >= workload.examples
+        left_s = (workload.examples - done) / np.maximum(goodput, 1e-9)
+        reached_s = np.where(there, now + left_s, reached_s)
+        done, now = after, end
+    finished = np.isfinite(reached_s).any()
+    best = int(np.argmin(reached_s)) if finished else int(np.argmax(done))
+    row, column = np.unravel_index(best, done.shape)
+    took_s = float(reached_s[row, column]) if finished else trace.duration_s
+    total = workload.examples if finished else float(done[row, column])
+    return StaticChoice(
+        int(choices[row]), int(size[column]), int(extra[column]), total / took_s, 0.0
+    )
+
+
+def _hosts_over_time(trace: Trace) -> list[tuple[HostOffer, ...]]:
+    cluster = Cluster(trace)
+    found = [cluster.hosts]
+    for change in trace.changes:
+        cluster.advance(change.at_s)
+        found.append(cluster.hosts)
+    return found
+
+
+def _plans(limits: BatchLimits) -> tuple[np.ndarray, np.ndarray]:
+    grid = np.geomspace(limits.initial_batch_size, limits.max_batch_size, _SIZES)
+    sizes = np.unique(np.rint(grid).astype(np.int64))
+    extras = np.arange(limits.max_accumulation_steps + 1)
+    size, extra = (part.ravel() for part in np.meshgrid(sizes, extras))
+    return size.astype(np.float64), extra.astype(np.float64)
+
+
+def _shapes(hosts: Sequence[HostOffer], most: int | None) -> list[tuple[int, int, float, float]]:
+    """(slots, hosts, slowness, price per hour): all slots, on the fewest hosts of each speed."""
+    found = []
+    for slowness in sorted({host.slowness for host in hosts}):
+        fast = [host for host in hosts if host.slowness <= slowness]
+        fast.sort(key=lambda host: (-host.slots, host.price or 0.0))
+        slots = on = 0
+        rate = 0.0
+        for host in fast:
+            on, rate = on + 1, rate + (host.price or 0.0)
+            for _ in range(host.slots):
+                slots += 1
+                if most is None or slots <= most:
+                    found.append((slots, on, slowness, rate))
+    return found
+
+
+def _throughputs(
+    workload: Workload,
+    hosts: Sequence[HostOffer],
+    link: float,
+    choices: np.ndarray,
+    size: np.ndarray,
+    extra: np.ndarray,
+) -> np.ndarray:
+    offered = sum(host.slots for host in hosts)
+    best = np.zeros((len(choices), len(size)))
+    for slots, on, slow, _ in _shapes(hosts, None):
+        made = _throughput(workload, size, extra, slots, on, slow, link)
+        for row in np.flatnonzero(np.minimum(choices, offered) == slots):
+            best[row] = np.maximum(best[row], made)
+    return best
+
+
+def _throughput(
+    workload: Workload,
+    size: np.ndarray,
+    extra: np.ndarray,
+    slots: int,
+    on: int,
+    slow: float,
+    link: float,
+) -> np.ndarray:
+    atomic = size / slots / (extra + 1)
+    made = size / workload.model(link).step_s(on, slots, atomic, extra, slow)
+    return np.where(workload.limits.allow_passes(atomic), made, 0.0)
+
+
+def _goodput(
+    workload: Workload,
+    size: np.ndarray,
+    extra: np.ndarray,
+    slots: int,
+    on: int,
+    slow: float,
+    link: float,
+    noise: np.ndarray,
+) -> np.ndarray:
+    initial = workload.limits.initial_batch_size
+    made = _throughput(workload, size, extra, slots, on, slow, link)
+    return np.asarray(made * (noise + initial) / (noise + size))
