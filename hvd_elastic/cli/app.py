@@ -1,0 +1,146 @@
+"""``hvd-elastic``: the table of its commands, each loaded only when it is called.
+
+``hvd-elastic --help`` must answer at once on a leader that holds torch and fabric on a slow disk,
+so the list below knows each command's module and summary; the module is imported when the command
+runs or its own ``--help`` is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+import typer.core
+import typer.main
+
+from hvd_elastic import __version__
+from hvd_elastic.cli.entry import enter
+
+__all__ = ["COMMANDS", "LazyCommand", "app", "main"]
+
+_PASS_ON = {"allow_interspersed_args": False}
+"""Everything after the first positional argument belongs to the user's command."""
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """A command known by name: where it is implemented, and one line about it.
+
+    Attributes:
+        module: dotted module name.
+        attribute: a function with typer annotations, or a ``typer.Typer`` (a group of commands).
+        summary: the line in ``hvd-elastic --help``.
+        context_settings: given to the command parser.
+    """
+
+    module: str
+    attribute: str
+    summary: str
+    context_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def available(self) -> bool:
+        """Whether this version has the module (looked up without importing it)."""
+        return importlib.util.find_spec(self.module) is not None
+
+    def load(self, name: str) -> Any:
+        """Import the module and return the command ready to be invoked as ``name``."""
+        target = getattr(importlib.import_module(self.module), self.attribute)
+        if isinstance(target, typer.Typer):
+            command = typer.main.get_command(target)
+        else:
+            single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+            single.command(name, context_settings=dict(self.context_settings))(target)
+            command = typer.main.get_command(single)
+        command.name = name
+        return command
+
+
+COMMANDS: dict[str, LazyCommand] = {
+    "run": LazyCommand("hvd_elastic.cli.run", "run", "Train a script over a hostfile.", _PASS_ON),
+    "status": LazyCommand("hvd_elastic.cli.runs", "status", "Say how a run is doing."),
+    "list": LazyCommand("hvd_elastic.cli.runs", "list_", "List runs, newest first."),
+    "logs": LazyCommand("hvd_elastic.cli.runs", "logs", "Show or follow the workers' output."),
+    "attach": LazyCommand("hvd_elastic.cli.runs", "attach", "Follow a detached run."),
+    "stop": LazyCommand("hvd_elastic.cli.runs", "stop", "End a run cleanly."),
+    "scale": LazyCommand("hvd_elastic.cli.runs", "scale", "Set the number of processes of a run."),
+    "policy": LazyCommand("hvd_elastic.cli.runs", "policy", "Pause or resume the policy of a run."),
+    "discover": LazyCommand(
+        "hvd_elastic.cli.runs",
+        "discover",
+        "Print a run's hosts as horovodrun --host-discovery-script reads them.",
+    ),
+    "report": LazyCommand("hvd_elastic.cli.runs", "report", "Summarise and plot a run."),
+    "simulate": LazyCommand(
+        "hvd_elastic.cli.simulate", "simulate", "Try a policy on a trace in virtual time."
+    ),
+    "cluster": LazyCommand(
+        "hvd_elastic.cli.clust", "cluster", "Run, copy, kill and check on all hosts of a hostfile."
+    ),
+    "trust": LazyCommand(
+        "hvd_elastic.cli.clust", "trust", "Show and accept the host keys of a hostfile."
+    ),
+    "doctor": LazyCommand(
+        "hvd_elastic.cli.doctor", "doctor", "Say what is installed, built and missing."
+    ),
+    "bench": LazyCommand(
+        "hvd_elastic.cli.bench", "app", "Measure starts, joins, leaves and failures beside peers."
+    ),
+}
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """The group behind ``hvd-elastic``: stubs for the list, the real thing for a call."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name, entry in COMMANDS.items() if entry.available()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        entry = COMMANDS.get(cmd_name)
+        if entry is None or not entry.available():
+            return None
+        return typer.core.TyperCommand(cmd_name, help=entry.summary)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else COMMANDS[name].load(name), rest
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    help="Elastic data-parallel training on Horovod, over the hosts of a hostfile.",
+    epilog=(
+        "Example: hvd-elastic run --hostfile hosts --min-np 2 -- python train.py\n\n"
+        "A command's own help: hvd-elastic COMMAND --help"
+    ),
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"hvd-elastic {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Elastic data-parallel training on Horovod, over the hosts of a hostfile."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``hvd-elastic``."""
+    enter("hvd-elastic", typer.main.get_command(app), argv)
+
+
+if __name__ == "__main__":
+    main()

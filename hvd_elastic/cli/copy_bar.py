@@ -1,0 +1,70 @@
+"""What a terminal shows while a copy goes on: total, rate, time left, and how far each host is."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hvd_elastic.cluster.copy import CopyProgress
+
+__all__ = ["copy_bar", "states_in_words"]
+
+MOST_NAMED = 8
+
+
+@contextlib.contextmanager
+def copy_bar(*, quiet: bool) -> Iterator[Callable[[CopyProgress], None] | None]:
+    """Gives what shows a :class:`CopyProgress`; None off a terminal, where nothing is shown."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[states]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("copy", total=None, states="")
+
+        def show(now: CopyProgress) -> None:
+            progress.update(
+                bar,
+                completed=now.done_bytes,
+                total=now.total_bytes or None,
+                states=states_in_words(now.states),
+            )
+
+        yield show
+
+
+def states_in_words(states: dict[str, str]) -> str:
+    """Each host's state; of many hosts how many are in which, shares by tens.
+
+    >>> states_in_words({"a": "done", "b": "42%"})
+    'a done, b 42%'
+    >>> states_in_words({f"n{i}": "done" if i else "42%" for i in range(9)})
+    '1 at 40%, 8 done'
+    """
+    if len(states) <= MOST_NAMED:
+        return ", ".join(f"{name} {state}" for name, state in states.items())
+    counts: dict[str, int] = {}
+    for state in states.values():
+        if state.endswith("%"):
+            state = f"at {int(state[:-1]) // 10 * 10}%"
+        counts[state] = counts.get(state, 0) + 1
+    return ", ".join(f"{number} {state}" for state, number in counts.items())

@@ -1,0 +1,314 @@
+"""``hvd-elastic doctor``: what is installed, built and missing, and the command that mends it.
+
+Nothing heavy is imported here; Horovod, whose library may crash on import, is asked in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+import typer
+
+from hvd_elastic import __version__
+from hvd_elastic.cluster.account import how_to_mend_shell, why_no_commands
+from hvd_elastic.config import home
+from hvd_elastic.install.horovod_wheel import installed_build, wheel_cache
+from hvd_elastic.install.prerequisites import (
+    PREREQUISITES,
+    Prerequisite,
+    Purpose,
+    apt_command,
+    has_apt,
+)
+from hvd_elastic.words import count
+
+__all__ = ["Finding", "Health", "diagnose", "doctor"]
+
+_BUILD_WITH = "make horovod    (in a checkout of hvd_elastic)"
+_LOW_DISK_BYTES = 2_000_000_000
+_HOROVOD_TIMEOUT_S = 120
+
+_ASK_HOROVOD = """
+import json, pathlib
+import horovod.torch as hvd
+import horovod
+tensorflow = pathlib.Path(horovod.__file__).parent.glob("tensorflow/mpi_lib*.so")
+print(json.dumps({
+    "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": bool(hvd.nccl_built()),
+    "torch": True, "tensorflow": any(tensorflow),
+}))
+"""
+
+
+class Health(str, Enum):
+    """How a finding counts."""
+
+    GOOD = "ok"
+    OPTIONAL = "optional"
+    """Not there; only what its line names cannot be done."""
+    MISSING = "missing"
+    """Not there or broken, and training cannot run without it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis.
+
+    Attributes:
+        name: what was looked at.
+        health: how it counts.
+        found: what there is, or why it does not work.
+        mend: the command or step that mends it; empty when nothing is to be done.
+    """
+
+    name: str
+    health: Health
+    found: str
+    mend: str = ""
+
+
+def diagnose() -> list[Finding]:
+    """Look at everything; the order is that of the printed lines."""
+    return [
+        Finding(
+            "hvd_elastic", Health.GOOD, f"{__version__} in {Path(__file__).resolve().parents[1]}"
+        ),
+        _python(),
+        *(_package(name) for name in ("fabric", "paramiko", "numpy", "psutil")),
+        _torch(),
+        _horovod(),
+        _tensorflow(),
+        *(_prerequisite(item) for item in PREREQUISITES),
+        _gpu(),
+        _wheels(),
+        _disk("home", home()),
+        _login_shell(),
+        _virtual_hosts(),
+    ]
+
+
+def doctor(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of lines."),
+) -> None:
+    """Say what is installed, built and missing, and the command that mends it.
+
+    Ends with status 1 when something is missing without which training cannot run.
+
+    Examples:
+      hvd-elastic doctor
+      hvd-elastic doctor --json | jq '.findings[] | select(.health != "ok")'
+    """
+    findings = diagnose()
+    missing = [item for item in findings if item.health is Health.MISSING]
+    if as_json:
+        print(json.dumps({"healthy": not missing, "findings": [asdict(f) for f in findings]}))
+    else:
+        print(render(findings, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    if missing:
+        raise typer.Exit(1)
+
+
+def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
+    """The lines for a terminal; what is to be mended stands under its finding.
+
+    >>> print(render([Finding("torch", Health.MISSING, "not installed", "make horovod")]))
+    missing   torch  not installed
+                     -> make horovod
+    <BLANKLINE>
+    1 thing is missing without which training cannot run: torch
+    """
+    width = max(len(item.name) for item in findings)
+    paint = {Health.GOOD: "32", Health.OPTIONAL: "33", Health.MISSING: "31"}
+    lines = []
+    for item in findings:
+        word = f"{item.health.value:<8}"
+        if colour:
+            word = f"\x1b[{paint[item.health]}m{word}\x1b[0m"
+        lines.append(f"{word}  {item.name:<{width}}  {item.found}")
+        if item.mend:
+            lines.append(f"{'':<8}  {'':<{width}}  -> {item.mend}")
+    missing = [item.name for item in findings if item.health is Health.MISSING]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        end = (
+            f"{count(len(missing), 'thing')} {verb} missing without which training cannot run: "
+            f"{', '.join(missing)}"
+        )
+    else:
+        end = "Everything that training needs is there."
+    return "\n".join([*lines, "", end])
+
+
+def _python() -> Finding:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    return Finding("python", Health.GOOD, f"{version} ({sys.executable})")
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _package(name: str) -> Finding:
+    version = _version(name)
+    if version is None:
+        mend = f"{sys.executable} -m pip install {name}"
+        return Finding(name, Health.MISSING, "not installed", mend)
+    return Finding(name, Health.GOOD, version)
+
+
+def _torch() -> Finding:
+    version = _version("torch")
+    if version is None:
+        return Finding("torch", Health.MISSING, "not installed", _BUILD_WITH)
+    return Finding("torch", Health.GOOD, version)
+
+
+def _tensorflow() -> Finding:
+    version = _version("tensorflow", "tensorflow-cpu")
+    if version is None:
+        return Finding("tensorflow", Health.OPTIONAL, "not installed (PyTorch needs none)")
+    return Finding("tensorflow", Health.GOOD, version)
+
+
+def _horovod() -> Finding:
+    build = installed_build()
+    if build is None:
+        return Finding("horovod", Health.MISSING, "not installed", _BUILD_WITH)
+    version = _version("horovod")
+    built, why = _built_with(sys.executable)
+    if built is None:
+        return Finding("horovod", Health.MISSING, f"{version} does not import: {why}", _BUILD_WITH)
+    names = ("gloo", "mpi", "nccl", "torch", "tensorflow")
+    parts = ", ".join(f"{name} {'yes' if built.get(name) else 'no'}" for name in names)
+    found = f"{version} built with {parts}"
+    if not built.get("gloo"):
+        return Finding("horovod", Health.MISSING, f"{found}; elastic runs need gloo", _BUILD_WITH)
+    if not build:
+        # works, but a process whose initialisation failed once cannot join again
+        return Finding("horovod", Health.OPTIONAL, f"{found}; not our patched build", _BUILD_WITH)
+    return Finding("horovod", Health.GOOD, found)
+
+
+def _built_with(
+    python: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
+) -> tuple[dict[str, bool] | None, str]:
+    """What the installed Horovod says of itself, or why it cannot."""
+    try:
+        done = run(
+            [python, "-c", _ASK_HOROVOD],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_HOROVOD_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {_HOROVOD_TIMEOUT_S} s"
+    if done.returncode != 0:
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        return None, last[0].strip() if last else f"status {done.returncode}"
+    answer: dict[str, bool] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer, ""
+
+
+def _prerequisite(item: Prerequisite) -> Finding:
+    found = item.find()
+    if found is not None:
+        return Finding(item.name, Health.GOOD, found)
+    mend = apt_command([item], sudo=os.geteuid() != 0) if has_apt() else f"install {item.name}"
+    # a host that only runs workers needs no compiler, and needs no local sshd to be the leader
+    needed = item.purpose is Purpose.CLUSTER and not item.optional and item.name == "ssh"
+    health = Health.MISSING if needed else Health.OPTIONAL
+    return Finding(
+        item.name, health, f"not found; without it you cannot {item.purpose.value}", mend
+    )
+
+
+def _gpu() -> Finding:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Finding("gpu", Health.OPTIONAL, "no nvidia-smi: training runs on the CPU")
+    try:
+        done = subprocess.run(
+            [program, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return Finding("gpu", Health.OPTIONAL, "nvidia-smi does not answer")
+    names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode != 0 or not names:
+        return Finding("gpu", Health.OPTIONAL, "nvidia-smi finds none")
+    return Finding("gpu", Health.GOOD, f"{len(names)} x {names[0]}")
+
+
+def _wheels() -> Finding:
+    cache = wheel_cache()
+    wheels = sorted(cache.glob("*/horovod-*.whl"))
+    if not wheels:
+        return Finding("kept wheels", Health.OPTIONAL, f"none in {cache}")
+    size = sum(wheel.stat().st_size for wheel in wheels)
+    return Finding(
+        "kept wheels", Health.GOOD, f"{count(len(wheels), 'wheel')}, {size / 1e6:.0f} MB in {cache}"
+    )
+
+
+def _disk(name: str, folder: Path) -> Finding:
+    there = folder
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    found = f"{folder}, {free / 1e9:.0f} GB free"
+    if not os.access(there, os.W_OK):
+        mend = "name another folder in HVD_ELASTIC_HOME"
+        return Finding(name, Health.MISSING, f"{folder} is not writable", mend)
+    if free < _LOW_DISK_BYTES:
+        mend = "free some, or name another folder in HVD_ELASTIC_HOME"
+        return Finding(name, Health.OPTIONAL, found, mend)
+    return Finding(name, Health.GOOD, found)
+
+
+def _login_shell() -> Finding:
+    account = _account()
+    if account is None:
+        found = f"user id {os.geteuid()} has no entry in /etc/passwd: nobody can log in as it"
+        return Finding("login shell", Health.OPTIONAL, found, "work as a named user")
+    fault = why_no_commands(account)
+    if fault is None:
+        return Finding("login shell", Health.GOOD, account.pw_shell or "/bin/sh")
+    # training on this machine alone needs no login
+    found = f"{fault}: no virtual hosts, and no other machine can use this one as a host"
+    return Finding("login shell", Health.OPTIONAL, found, how_to_mend_shell(account))
+
+
+def _virtual_hosts() -> Finding:
+    account = _account()
+    if account is None or why_no_commands(account) is not None:
+        return Finding("virtual hosts", Health.OPTIONAL, "none; see login shell")
+    if os.geteuid() == 0:
+        return Finding("virtual hosts", Health.GOOD, "network namespaces (root)")
+    return Finding("virtual hosts", Health.OPTIONAL, "loopback only; network namespaces need root")
+
+
+def _account() -> pwd.struct_passwd | None:
+    try:
+        return pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return None

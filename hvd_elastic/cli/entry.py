@@ -1,0 +1,66 @@
+"""How every program is entered: arguments to a command, its end to an exit status.
+
+A user's mistake ends in a line that begins with ``error:``, whoever found it: the project, or the
+parser of the command line. A defect of ours keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import typer
+
+from hvd_elastic.errors import HvdElasticError
+
+__all__ = ["INTERRUPTED", "enter"]
+
+INTERRUPTED = 130
+
+# typer has click inside, or beside it, and gives only this one of its errors a name of its own.
+_ParserError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def enter(program: str, command: Any, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run ``command`` with the arguments (without: those of this process) and exit.
+
+    Args:
+        program: the name it is called by, for help and messages.
+        command: what typer made.
+        arguments: words after the name.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    raise SystemExit(_status_of(program, command, words))
+
+
+def _status_of(program: str, command: Any, words: list[str]) -> int:
+    try:
+        with command.make_context(program, words) as context:
+            command.invoke(context)
+    except HvdElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except typer.Exit as end:
+        return end.exit_code
+    except _ParserError as error:
+        print(_usage_words(error), file=sys.stderr)
+        return int(getattr(error, "exit_code", 2))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (| head): nothing can be shown any more.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        return 1
+    return 0
+
+
+def _usage_words(error: Any) -> str:
+    message = str(error.format_message()).strip()
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+        return message
+    context = getattr(error, "ctx", None)
+    hint = "" if context is None else f". See: {context.command_path} --help"
+    return f"error: {message[:1].lower()}{message[1:].rstrip('.')}{hint}"

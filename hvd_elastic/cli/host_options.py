@@ -1,0 +1,157 @@
+"""What all tools over hosts take: a hostfile, which of its hosts, and how to reach them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cluster.commands import select_hosts
+from hvd_elastic.cluster.fanout import DEFAULT_FANOUT
+from hvd_elastic.cluster.hostfile import Host, parse_hostfile
+from hvd_elastic.cluster.ssh import SshOptions
+from hvd_elastic.cluster.ssh_config import config_beside
+from hvd_elastic.errors import UsageError
+
+__all__ = ["Chosen", "over_hosts"]
+
+_HOSTFILE = Annotated[
+    Path, typer.Argument(metavar="HOSTFILE", help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'.")
+]
+_FANOUT = Annotated[int, whole_number_option("--fanout", "-f", help="Hosts at a time.")]
+_HOSTS = Annotated[
+    str | None, typer.Option("--hosts", metavar="LIST", help="Only these, as in gpu[01-04],login.")
+]
+_EXCLUDE = Annotated[
+    str | None, typer.Option("--exclude", metavar="LIST", help="All but these, as --hosts.")
+]
+_EXCLUDE_HOSTS = Annotated[
+    str | None,
+    typer.Option("--exclude-hosts", metavar="LIST", help="All hosts but these, as --hosts."),
+]
+_DRY_RUN = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done, change nothing.")
+]
+_JSON = Annotated[bool, typer.Option("--json", help="One JSON object a line, as hosts end.")]
+_SSH_CONFIG = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssh-config",
+        "-F",
+        envvar="HVD_ELASTIC_SSH_CONFIG",
+        metavar="FILE",
+        help="Read this ssh configuration instead of ~/.ssh/config.",
+    ),
+]
+_IDENTITY = Annotated[
+    Path | None,
+    typer.Option("--identity", "-i", metavar="FILE", help="A private key to try first."),
+]
+_CONNECT_TIMEOUT = Annotated[
+    float,
+    number_option("--connect-timeout", least=0.1, metavar="SECONDS", help="For each host."),
+]
+_VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Say more of what goes on.")]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What came of the shared options.
+
+    Attributes:
+        hosts: those to work on, in the order of the hostfile.
+        ssh: how to connect.
+        fanout: how many at a time.
+        dry_run: show only what would be done.
+        as_json: JSON lines instead of text.
+        verbose: say more.
+    """
+
+    hosts: Sequence[Host]
+    ssh: SshOptions
+    fanout: int
+    dry_run: bool
+    as_json: bool
+    verbose: bool
+
+
+def over_hosts(
+    *,
+    fanout: int = DEFAULT_FANOUT,
+    without: Sequence[str] = (),
+    excludes_files: bool = False,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the hostfile and the shared options, read, as its first argument.
+
+    Args:
+        fanout: the default of ``--fanout``.
+        without: names of shared options that make no sense for this command.
+        excludes_files: ``--exclude`` is the command's own; hosts are left out by
+            ``--exclude-hosts``.
+    """
+    shared: dict[str, tuple[Any, Any]] = {
+        "fanout": (_FANOUT, fanout),
+        "hosts": (_HOSTS, None),
+        "exclude_hosts": (_EXCLUDE_HOSTS if excludes_files else _EXCLUDE, None),
+        "dry_run": (_DRY_RUN, False),
+        "as_json": (_JSON, False),
+        "ssh_config": (_SSH_CONFIG, None),
+        "identity": (_IDENTITY, None),
+        "connect_timeout": (_CONNECT_TIMEOUT, 10.0),
+        "verbose": (_VERBOSE, False),
+    }
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(hostfile: Path, **given: Any) -> None:
+            settings = {name: given.pop(name, default) for name, (_, default) in shared.items()}
+            function(_choose(hostfile, **settings), **given)
+
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [
+            inspect.Parameter("hostfile", keyword, annotation=_HOSTFILE),
+            *(parameter.replace(kind=keyword) for parameter in own),
+            *(
+                inspect.Parameter(name, keyword, annotation=annotation, default=default)
+                for name, (annotation, default) in shared.items()
+                if name not in without
+            ),
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return command
+
+    return decorate
+
+
+def _choose(
+    hostfile: Path,
+    *,
+    fanout: int,
+    hosts: str | None,
+    exclude_hosts: str | None,
+    dry_run: bool,
+    as_json: bool,
+    ssh_config: Path | None,
+    identity: Path | None,
+    connect_timeout: float,
+    verbose: bool,
+) -> Chosen:
+    if verbose:
+        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
+        # paramiko tells every packet.
+        logging.getLogger("paramiko").setLevel(logging.INFO)
+    chosen = select_hosts(parse_hostfile(hostfile), hosts, exclude_hosts)
+    if identity is not None and not identity.expanduser().is_file():
+        raise UsageError(f"--identity {identity}: no such file; name a private key")
+    config = ssh_config or config_beside(hostfile)
+    ssh = SshOptions(config, connect_timeout, identity=identity)
+    return Chosen(chosen, ssh, fanout, dry_run, as_json, verbose)

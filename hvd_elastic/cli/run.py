@@ -1,0 +1,512 @@
+"""``hvd-elastic run``: flags to a :class:`RunSpec`, then one leader."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.scaling_options import ScalingOptions
+from hvd_elastic.errors import HvdElasticError, RunError, SeveralErrors, UsageError
+from hvd_elastic.words import count
+
+if TYPE_CHECKING:
+    from hvd_elastic.launch.spec import RunSpec
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+__all__ = ["run"]
+
+_POLICIES = ("fixed", "goodput")
+_MPI_AND_ELASTIC = "a job under --mpi has a fixed size: leave --min-np and --max-np out, give --np"
+
+
+_WITH_RESUME = {"resume", "command", "hostfile", "np", "max_np", "detach", "json_output"}
+
+
+def run(
+    context: typer.Context,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="the training command, after --", metavar="-- COMMAND [ARG]..."),
+    ] = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="hosts and slots; without it this machine alone"),
+    ] = None,
+    np: Annotated[
+        int | None,
+        whole_number_option("--np", "-n", help="wanted number of processes (default: all slots)"),
+    ] = None,
+    min_np: Annotated[
+        int, whole_number_option("--min-np", help="fewest processes to train with")
+    ] = 1,
+    max_np: Annotated[
+        int | None, whole_number_option("--max-np", help="most processes (default: all slots)")
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option(help="name of the run (default: date and time)")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="who decides the number of processes: fixed (you) or goodput")
+    ] = "fixed",
+    objective: Annotated[
+        str | None,
+        typer.Option(help="of --policy goodput: goodput, efficiency or cost (default: goodput)"),
+    ] = None,
+    min_speedup_per_slot: Annotated[
+        float | None,
+        number_option(
+            "--min-speedup-per-slot",
+            above=True,
+            help="of --objective efficiency: least speedup divided by slots (default: 0.5)",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="of --objective cost: most that the hosts in use may cost, such as 40/h",
+            metavar="PRICE/h",
+        ),
+    ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="of --objective cost: reach --target-examples within, such as 6h or 90m",
+            metavar="TIME",
+        ),
+    ] = None,
+    target_examples: Annotated[
+        float | None,
+        number_option(
+            "--target-examples",
+            above=True,
+            help="of --deadline: useful examples to be reached, such as 5e7",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="lead a run on: its live processes, or else its newest checkpoint"),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="run in the background; see attach and logs")
+    ] = False,
+    checkpoint_every: Annotated[
+        float, number_option("--checkpoint-every", help="seconds between checkpoints, 0 for none")
+    ] = 30.0,
+    keep_checkpoints: Annotated[
+        int, whole_number_option("--keep-checkpoints", help="how many checkpoints to keep")
+    ] = 3,
+    checkpoint_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="folder or URL (s3://…) for checkpoints (default: in the run folder)",
+            metavar="DIR|URL",
+        ),
+    ] = None,
+    checkpoint_copies: Annotated[
+        int,
+        whole_number_option(
+            "--checkpoint-copies", least=0, help="copies of each checkpoint shard on other hosts"
+        ),
+    ] = 0,
+    python: Annotated[
+        str | None, typer.Option(help="Python on every host (default: this one's path)")
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            "-F",
+            envvar="HVD_ELASTIC_SSH_CONFIG",
+            help="ssh configuration (default: ~/.ssh/config)",
+        ),
+    ] = None,
+    network_interface: Annotated[
+        str | None, typer.Option(help="interface of the ring (default: the one ssh came in by)")
+    ] = None,
+    failure_timeout: Annotated[
+        float,
+        number_option(
+            "--failure-timeout",
+            above=True,
+            help="seconds of silence after which a host or worker counts as lost",
+        ),
+    ] = 5.0,
+    spares: Annotated[
+        int,
+        whole_number_option(
+            "--spares", least=0, help="warm standbys that take a lost process's place at once"
+        ),
+    ] = 0,
+    leader_grace: Annotated[
+        float,
+        number_option(
+            "--leader-grace", help="seconds the hosts train on without a leader, for --resume"
+        ),
+    ] = 60.0,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="record which examples were really read")
+    ] = False,
+    mpi: Annotated[
+        bool, typer.Option("--mpi", help="a static job through Open MPI's mpirun")
+    ] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="print every event as a JSON line")
+    ] = False,
+) -> None:
+    """Train a script over the hosts of a hostfile, elastically.
+
+    The script imports [bold]hvd_elastic.torch[/bold]. Edit the hostfile while it runs and hosts
+    join or leave; a host that dies is left out and comes back when it answers again.
+
+    Examples:
+      hvd-elastic run -- python train.py
+
+      hvd-elastic run --hostfile hosts -- python train.py --lr 0.1
+
+      hvd-elastic run -H hosts --np 8 --min-np 4 --run-id resnet -- python train.py
+
+      hvd-elastic run -H hosts --max-np 16 --policy goodput -- python train.py
+
+      hvd-elastic run --resume resnet
+
+    Exit status: 0 when training finished, 1 when it failed, 2 for wrong usage, 130 when stopped.
+    """
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    if resume is not None:
+        _check_resume_options(context)
+        folder = RunFolder.open(resume)
+        _check_not_complete(folder)
+        spec = _resumed_spec(folder, command, hostfile, np, max_np)
+    else:
+        scaling = ScalingOptions(
+            policy, objective, min_speedup_per_slot, budget, deadline, target_examples
+        )
+        _raise_together(
+            lambda: _check_hostfile(hostfile, np, min_np, spares),
+            lambda: _check_sizes(np, min_np, max_np, mpi),
+            lambda: _check_policy(policy),
+            lambda: scaling.check(hostfile, mpi),
+            lambda: _check_patience(failure_timeout),
+            lambda: _check_ssh_config(ssh_config),
+            lambda: _check_command(command),
+        )
+        spec = _spec(
+            command=command or [],
+            hostfile=hostfile,
+            np=np,
+            min_np=min_np,
+            max_np=max_np,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_copies=checkpoint_copies,
+            python=python,
+            ssh_config=ssh_config,
+            network_interface=network_interface,
+            failure_timeout=failure_timeout,
+            spares=spares,
+            leader_grace=leader_grace,
+            audit=audit,
+            scaling=scaling,
+        )
+        if mpi:
+            from hvd_elastic.launch.mpi import run_mpi
+
+            raise typer.Exit(run_mpi(spec, os.environ))
+        _check_checkpoint_dir(spec.checkpoint_folder)  # before the run id is taken
+        folder = RunFolder.create(run_id, spec.as_dict())
+    if detach:
+        _lead_in_background(spec, folder, resumed=resume is not None)
+        return
+    raise typer.Exit(_lead(spec, folder, resumed=resume is not None, json_output=json_output))
+
+
+def _spec(
+    *,
+    command: list[str],
+    hostfile: Path | None,
+    np: int | None,
+    min_np: int,
+    max_np: int | None,
+    checkpoint_every: float,
+    keep_checkpoints: int,
+    checkpoint_dir: str | None,
+    checkpoint_copies: int,
+    python: str | None,
+    ssh_config: Path | None,
+    network_interface: str | None,
+    failure_timeout: float,
+    spares: int,
+    leader_grace: float,
+    audit: bool,
+    scaling: ScalingOptions,
+) -> RunSpec:
+    from hvd_elastic.launch.spec import RunSpec
+
+    return RunSpec(
+        command=tuple(command),
+        cwd=str(Path.cwd()),
+        hostfile=None if hostfile is None else str(hostfile.absolute()),
+        slots=(np or max_np or 1) + spares,
+        np=np,
+        min_np=min_np,
+        max_np=max_np,
+        python=python or sys.executable,
+        ssh_config=_ssh_config_for(hostfile, ssh_config),
+        interface=network_interface,
+        audit=audit,
+        checkpoint_every_s=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        checkpoint_folder=_checkpoint_folder(checkpoint_dir),
+        checkpoint_copies=checkpoint_copies,
+        failure_timeout_s=failure_timeout,
+        spares=spares,
+        leader_grace_s=leader_grace,
+        **scaling.fields(),
+    )
+
+
+def _ssh_config_for(hostfile: Path | None, ssh_config: Path | None) -> str | None:
+    """The one that is named, else that of a virtual cluster, else None: the user's."""
+    from hvd_elastic.cluster.ssh_config import config_beside
+
+    if ssh_config is None and hostfile is not None:
+        ssh_config = config_beside(hostfile)
+    return None if ssh_config is None else str(ssh_config.absolute())
+
+
+def _raise_together(*checks: Callable[[], None]) -> None:
+    """Look at everything before anything is begun, and name all mistakes at once."""
+    found: list[HvdElasticError] = []
+    for check in checks:
+        try:
+            check()
+        except HvdElasticError as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise SeveralErrors(found)
+
+
+def _check_hostfile(hostfile: Path | None, np: int | None, min_np: int, spares: int) -> None:
+    from hvd_elastic.cluster.hostfile import parse_hostfile
+
+    if hostfile is None:
+        return
+    slots = parse_hostfile(hostfile).slots
+    wanted = max(min_np, np or 0)
+    if wanted <= slots < wanted + spares:
+        raise UsageError(
+            f"--spares {spares} beside {count(wanted, 'process')} needs "
+            f"{count(wanted + spares, 'slot')}, and {hostfile} has {slots}. Lower one of them, or "
+            "add hosts or slots to the hostfile."
+        )
+    if wanted > slots:
+        flag = "--np" if np == wanted else "--min-np"
+        raise UsageError(
+            f"{flag} {wanted} is above the {count(slots, 'slot')} of {hostfile}. Lower it, "
+            "or add hosts or slots to the hostfile."
+        )
+
+
+def _check_sizes(np: int | None, min_np: int, max_np: int | None, mpi: bool) -> None:
+    if mpi and (min_np != 1 or max_np is not None):
+        raise UsageError(_MPI_AND_ELASTIC)
+    for wider, narrower, names in (
+        (max_np, min_np, "--min-np {1} is above --max-np {0}"),
+        (np, min_np, "--min-np {1} is above --np {0}"),
+        (max_np, np, "--np {1} is above --max-np {0}"),
+    ):
+        if wider is not None and narrower is not None and narrower > wider:
+            raise UsageError(names.format(wider, narrower))
+
+
+def _check_patience(failure_timeout: float) -> None:
+    from hvd_elastic.launch.spec import SHORTEST_HEARTBEAT_S
+
+    least = 2 * SHORTEST_HEARTBEAT_S
+    if failure_timeout < least:
+        raise UsageError(
+            f"--failure-timeout {failure_timeout:g} is below two heartbeats, which come every "
+            f"{SHORTEST_HEARTBEAT_S:g} s at the most often. Give at least {least:g}; a few seconds "
+            "forgive a busy network."
+        )
+
+
+def _check_policy(policy: str) -> None:
+    if policy not in _POLICIES:
+        raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(_POLICIES)}")
+
+
+def _check_ssh_config(ssh_config: Path | None) -> None:
+    if ssh_config is not None and not ssh_config.expanduser().is_file():
+        raise UsageError(
+            f"--ssh-config {ssh_config}: no such file; name an ssh configuration, or leave it out "
+            "to use ~/.ssh/config"
+        )
+
+
+def _checkpoint_folder(place: str | None) -> str | None:
+    from hvd_elastic.launch.checkpoint_url import is_url
+
+    if place is None or is_url(place):
+        return place
+    return str(Path(place).absolute())
+
+
+def _check_checkpoint_dir(place: str | None) -> None:
+    from hvd_elastic.launch.checkpoint_url import CheckpointUrl, is_url
+    from hvd_elastic.launch.checkpoints import check_folder
+
+    if place is None:
+        return
+    if is_url(place):
+        CheckpointUrl(place).check()
+    else:
+        check_folder(place)
+
+
+def _check_command(command: list[str] | None) -> None:
+    """Refuse what cannot start anywhere, before any host is touched."""
+    if not command:
+        raise UsageError(
+            "no training command. Give it after --, for example: hvd-elastic run -- python train.py"
+        )
+    if shutil.which(command[0]) is None:
+        raise UsageError(
+            f"the command {command[0]!r} is not on PATH. Give the training command after --, for "
+            "example: hvd-elastic run -- python train.py"
+        )
+    for argument in command[1:]:
+        if not argument.startswith("-"):
+            # Only a script that an interpreter is given first is surely meant as a file.
+            is_script = "python" in Path(command[0]).name and argument.endswith(".py")
+            if is_script and not Path(argument).is_file():
+                raise UsageError(f"the training script {argument} does not exist in {Path.cwd()}")
+            return
+
+
+def _check_not_complete(folder: RunFolder) -> None:
+    from hvd_elastic.telemetry.summary import summarize
+
+    if summarize(folder.read_events()).status == "succeeded":
+        raise RunError(
+            f"run {folder.run_id} has finished: there is nothing to resume. Look at it with: "
+            f"hvd-elastic report {folder.run_id}"
+        )
+
+
+def _check_resume_options(context: typer.Context) -> None:
+    """Refuse options that a resumed run takes from its start, instead of ignoring them."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            if parameter.name not in _WITH_RESUME:
+                raise UsageError(
+                    f"{parameter.opts[0]} cannot be given with --resume: the run keeps what it was "
+                    "started with. Valid beside --resume: --hostfile, --np, --max-np, --detach, "
+                    "--json."
+                )
+
+
+def _resumed_spec(
+    folder: RunFolder,
+    command: list[str] | None,
+    hostfile: Path | None,
+    np: int | None,
+    max_np: int | None,
+) -> RunSpec:
+    from dataclasses import replace
+
+    from hvd_elastic.launch.spec import RunSpec
+
+    if command:
+        raise UsageError(
+            f"--resume {folder.run_id} runs the command it was started with; leave it out"
+        )
+    spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
+    changes: dict[str, Any] = {}
+    if hostfile is not None:
+        changes["hostfile"] = str(hostfile.absolute())
+        changes["ssh_config"] = _ssh_config_for(hostfile, None) or spec.ssh_config
+    if np is not None:
+        changes |= {"np": np, "slots": max(np, spec.slots)}
+    if max_np is not None:
+        changes["max_np"] = max_np
+    spec = replace(spec, **changes)
+    if not Path(spec.cwd).is_dir():
+        raise RunError(f"run {folder.run_id} was started in {spec.cwd}, which is gone")
+    return spec
+
+
+def _lead(spec: RunSpec, folder: RunFolder, *, resumed: bool, json_output: bool) -> int:
+    import json
+
+    from hvd_elastic.launch.leader import Leader
+    from hvd_elastic.launch.spec import forwarded_environment
+    from hvd_elastic.telemetry.terminal import RunView
+
+    with folder.take_lead(), RunView(live=False if json_output else None) as view:
+
+        def show_event(event: Any) -> None:
+            if json_output:
+                print(json.dumps(event), flush=True)
+            else:
+                view.show(event)
+
+        def show_output(host: str, slot: int, line: str) -> None:
+            if not json_output:
+                view.print(f"[{host}:{slot}] {line}")
+
+        leader = Leader(
+            spec,
+            folder,
+            forwarded_environment(os.environ),
+            show_event,
+            show_output,
+            resumed=resumed,
+        )
+        finish = leader.run()
+    if finish.status == "failed" and any(folder.logs.iterdir()):
+        print(f"logs of the workers: {folder.logs}", file=sys.stderr)
+    return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
+
+
+def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> None:
+    """Fork a leader that outlives this terminal; its output goes to leader.log."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        print(folder.run_id)
+        print(
+            f"running in the background: hvd-elastic attach {folder.run_id}, "
+            f"hvd-elastic stop {folder.run_id}",
+            file=sys.stderr,
+        )
+        return
+    os.setsid()
+    log = os.open(folder.leader_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.pop("COLUMNS", None)
+    try:
+        status = _lead(spec, folder, resumed=resumed, json_output=False)
+    except HvdElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = error.exit_status
+    except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
+        import traceback
+
+        traceback.print_exc()
+        status = 1
+    os._exit(status)

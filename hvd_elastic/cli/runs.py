@@ -1,0 +1,545 @@
+"""Commands that look at runs and steer them; all read the run folder only.
+
+Steering leaves a request in the run folder and waits for the leader's answer, so it works from
+any shell of the same user, after a lost terminal as well.
+"""
+
+# ruff: noqa: D301  (the backspace tells the command line to keep the lines of the examples)
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hvd_elastic.cli.numbers import parse_whole_number, whole_number_option
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.words import count, worker_name
+
+if TYPE_CHECKING:
+    from hvd_elastic.telemetry.audit import AuditResult
+    from hvd_elastic.telemetry.records import LineFollower, Record
+    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.telemetry.summary import RunSummary
+
+__all__ = ["attach", "discover", "list_", "logs", "policy", "report", "scale", "status", "stop"]
+
+STOP_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+_TAIL_BYTES = 256 * 1024
+
+OptionalRun = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Run id; the newest run if left out.")
+]
+RequiredRun = Annotated[str, typer.Argument(metavar="RUN", help="Run id; see: hvd-elastic list")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
+    """Say how a run is doing: progress, hosts, rescales.
+
+    \b
+    Examples:
+      hvd-elastic status
+      hvd-elastic status digits-3 --json
+    """
+    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.telemetry.summary import summarize
+
+    folder = RunFolder.open(run)
+    alive = folder.leader_alive()
+    records = folder.read_events()
+    summary = summarize(records)
+    summary.run_id = folder.run_id
+    state = _state(summary.status, alive=alive, waiting=bool(summary.waiting))
+    if as_json:
+        _print_json(
+            {
+                **summary.as_json(),
+                "status": state,
+                "leader_alive": alive,
+                "leader": folder.leader(),
+                "folder": str(folder.path),
+            }
+        )
+        return
+    for name, value in _status_rows(folder, summary, state):
+        print(f"{name:<12} {value}")
+    _print_latest(records)
+
+
+def list_(
+    as_json: AsJson = False,
+    limit: Annotated[
+        int, whole_number_option("--limit", "-n", least=0, help="How many runs; 0 = all.")
+    ] = 20,
+) -> None:
+    """List runs, newest first.
+
+    \b
+    Examples:
+      hvd-elastic list
+      hvd-elastic list -n 0 --json
+    """
+    from hvd_elastic.config import runs_folder
+    from hvd_elastic.telemetry.runfolder import list_runs
+
+    runs = list_runs()
+    rows = [_list_row(run) for run in (runs[:limit] if limit else runs)]
+    if as_json:
+        _print_json(rows)
+        return
+    if not rows:
+        print(f"no runs in {runs_folder()}")
+        return
+    width = max(len(row["run_id"]) for row in rows)
+    print(f"{'RUN':<{width}}  {'STATUS':<10} {'STARTED':<16} {'STEPS':>9}  SIZE")
+    for row in rows:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+        print(
+            f"{row['run_id']:<{width}}  {row['status']:<10} {started} {row['steps']:>9}  "
+            f"{row['size'] or ''}"
+        )
+    if len(rows) < len(runs):
+        print(f"and {count(len(runs) - len(rows), 'older run')}: hvd-elastic list -n 0")
+
+
+def logs(
+    run: OptionalRun = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Wait for more until the run ends.")
+    ] = False,
+    host: Annotated[str | None, typer.Option(help="Only the workers of this host.")] = None,
+    lines: Annotated[
+        int,
+        whole_number_option("--lines", "-n", least=0, help="Last lines of each worker; 0 = all."),
+    ] = 50,
+    leader: Annotated[
+        bool, typer.Option("--leader", help="The output of a detached leader instead.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show or follow the workers' output, each line with its worker.
+
+    \b
+    Examples:
+      hvd-elastic logs
+      hvd-elastic logs digits-3 -f --host node2
+      hvd-elastic logs digits-3 --leader -n 200
+    """
+    from hvd_elastic.telemetry.records import LineFollower
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    folder = RunFolder.open(run)
+    followers: dict[Path, LineFollower] = {}
+    paths = _log_paths(folder, host, leader)
+    alive = folder.leader_alive()
+    if not paths and not (follow and alive):
+        _explain_no_logs(folder, host, leader, alive)
+    for path in paths:
+        found, followers[path] = _last_lines(path, lines, whole=follow)
+        for line in found:
+            _print_log_line(path, line, as_json)
+    # The leader is asked before the files are read: what it wrote last has to be shown.
+    while follow and folder.leader_alive():
+        time.sleep(_POLL_S)
+        for path in _log_paths(folder, host, leader):
+            for line in followers.setdefault(path, LineFollower(path)).poll():
+                _print_log_line(path, line, as_json)
+    for path in _log_paths(folder, host, leader) if follow else []:
+        for line in followers.setdefault(path, LineFollower(path)).poll_rest():
+            _print_log_line(path, line, as_json)
+
+
+def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
+    """Follow a run as if it ran in this terminal; Ctrl-C detaches and leaves it running.
+
+    The exit status is 0 when the run succeeded or was detached from, else 1.
+
+    \b
+    Examples:
+      hvd-elastic attach
+      hvd-elastic attach digits-3
+      hvd-elastic attach digits-3 --json     one event a line
+    """
+    from hvd_elastic.telemetry.records import EventFollower
+    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.telemetry.terminal import RunView
+
+    folder = RunFolder.open(run)
+    follower = EventFollower(folder.events)
+    ended: Record | None = None
+    try:
+        with RunView() as view:
+            while True:
+                alive = folder.leader_alive()
+                for event in follower.poll():
+                    if as_json:
+                        print(json.dumps(event), flush=True)
+                    else:
+                        view.show(event)
+                    if event["kind"] in {"run_finished", "run_started"}:
+                        ended = event if event["kind"] == "run_finished" else None
+                if ended is not None or not alive:
+                    break
+                time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        print(
+            f"detached; run {folder.run_id} goes on. End it with: hvd-elastic stop {folder.run_id}",
+            file=sys.stderr,
+        )
+        return
+    if ended is None:
+        raise RunError(
+            f"the leader of run {folder.run_id} is not alive and the run is not finished. "
+            f"Go on with: hvd-elastic run --resume {folder.run_id}"
+        )
+    if ended.get("status") != "succeeded":
+        raise typer.Exit(1)
+
+
+def stop(
+    run: RequiredRun,
+    wait: Annotated[bool, typer.Option(help="Wait until the run has ended.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """End a run cleanly: its workers finish their step, and nothing stays on the hosts.
+
+    \b
+    Examples:
+      hvd-elastic stop digits-3
+      hvd-elastic stop digits-3 --no-wait
+    """
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    folder = RunFolder.open(run)
+    message = folder.ask_leader("stop", {"reason": "asked to by hvd-elastic stop"})
+    ended = _wait_for_end(folder) if wait else None
+    result = (ended or {}).get("status", "stopping")
+    if as_json:
+        _print_json({"run_id": folder.run_id, "ok": True, "message": message, "status": result})
+    else:
+        steps = f" after {count(ended.get('steps'), 'step')}" if ended else ""
+        print(f"run {folder.run_id}: {result}{steps}")
+
+
+def scale(
+    run: RequiredRun,
+    np: Annotated[
+        str,
+        typer.Argument(metavar="N", help="Processes to train with, or 'auto': as many as allowed."),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Set the number of processes of a running job; training goes on meanwhile.
+
+    \b
+    Examples:
+      hvd-elastic scale digits-3 4
+      hvd-elastic scale digits-3 auto
+    """
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    wanted = _parse_np(np)
+    folder = RunFolder.open(run)
+    message = folder.ask_leader("scale", {"np": wanted})
+    if as_json:
+        _print_json({"run_id": folder.run_id, "ok": True, "np": wanted, "message": message})
+    else:
+        print(message)
+
+
+def policy(
+    run: RequiredRun,
+    do: Annotated[str, typer.Argument(metavar="pause|resume", help="What it should do.")],
+    as_json: AsJson = False,
+) -> None:
+    """Keep the policy of a running job from changing its processes, or let it again.
+
+    \b
+    Examples:
+      hvd-elastic policy digits-3 pause
+      hvd-elastic policy digits-3 resume
+    """
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    if do not in ("pause", "resume"):
+        raise UsageError(f"a policy can be told to pause or resume, not to {do!r}")
+    message = RunFolder.open(run).ask_leader("policy", {"do": do})
+    if as_json:
+        _print_json({"run_id": run, "ok": True, "do": do, "message": message})
+    else:
+        print(message)
+
+
+def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
+    """Print a run's hosts now, as horovodrun --host-discovery-script reads them.
+
+    \b
+    Examples:
+      hvd-elastic discover digits-3
+      echo 'exec hvd-elastic discover digits-3' > hosts.sh; chmod +x hosts.sh
+      horovodrun -np 2 --host-discovery-script ./hosts.sh python train.py
+    """
+    from hvd_elastic.telemetry.records import iter_events
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    folder = RunFolder.open(run)
+    hosts = None
+    for event in iter_events(folder.events):
+        if event["kind"] in {"hosts_changed", "run_started"} and "hosts" in event:
+            hosts = [(str(name), int(slots)) for name, slots in event["hosts"]]
+    if hosts is None:
+        raise RunError(
+            f"run {folder.run_id} has not told its hosts yet; see: hvd-elastic status "
+            f"{folder.run_id}"
+        )
+    if not folder.leader_alive():
+        print(
+            f"warning: run {folder.run_id} has no live leader; these are its last hosts",
+            file=sys.stderr,
+        )
+    if as_json:
+        _print_json([{"host": name, "slots": slots} for name, slots in hosts])
+        return
+    for name, slots in hosts:
+        if slots > 0:
+            print(f"{name}:{slots}")
+
+
+def report(
+    run: OptionalRun = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write it; report.html in the run folder if left out."),
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Summarise a run, and plot it in one HTML file that needs no network.
+
+    \b
+    Examples:
+      hvd-elastic report
+      hvd-elastic report digits-3 --out digits.html --open
+    """
+    from hvd_elastic.telemetry.report import write_report
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    folder = RunFolder.open(run)
+    result = write_report(folder, out)
+    if as_json:
+        _print_json(
+            {
+                "path": str(result.path),
+                "audit": {
+                    "recorded": result.audit.recorded,
+                    "ok": result.audit.ok,
+                    "sentence": result.audit.sentence(),
+                    "problems": result.audit.problems(),
+                },
+                **result.summary.as_json(),
+            }
+        )
+    else:
+        for name, value in _report_rows(result.summary, result.audit, folder.leader_alive()):
+            print(f"{name:<12} {value}")
+        print(f"{'report':<12} {result.path}")
+    if open_:
+        import webbrowser
+
+        if not webbrowser.open(result.path.resolve().as_uri()):
+            print(f"no browser found here; open {result.path} yourself", file=sys.stderr)
+
+
+# ----------------------------------------------------------------------------------------------
+
+
+def _state(status: str, *, alive: bool, waiting: bool = False) -> str:
+    """What a run is, from its last words and whether its leader lives."""
+    if status == "running":
+        if not alive:
+            return "died"
+        return "waiting" if waiting else "running"
+    if status == "unknown":
+        return "starting" if alive else "never began"
+    return status
+
+
+def _status_rows(folder: RunFolder, summary: RunSummary, state: str) -> list[tuple[str, str]]:
+    from hvd_elastic.telemetry.wording import duration_words, number_words, progress_words
+
+    words = {
+        "died": f"died: no live leader; go on with: hvd-elastic run --resume {folder.run_id}",
+        "waiting": summary.waiting,
+        "failed": f"failed: {summary.message}" if summary.message else "failed",
+    }
+    rows = [("run", folder.run_id), ("status", words.get(state, state))]
+    if summary.started is not None:
+        rows.append(
+            (
+                "started",
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))
+                + f", {duration_words(summary.duration_s)} until its last event",
+            )
+        )
+    progress = progress_words({**summary.last, "step": summary.steps}, summary.size)
+    rows.append(("progress", progress))
+    own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
+    if own:
+        rows.append(("metrics", ", ".join(f"{k} {number_words(v)}" for k, v in own.items())))
+    if summary.hosts:
+        rows.append(("hosts", " ".join(f"{name}:{slots}" for name, slots in summary.hosts)))
+    rows.append(("rescales", _rescale_words(summary)))
+    if summary.checkpoints:
+        last = summary.checkpoints[-1]
+        rows.append(("checkpoint", f"step {last.step}, {last.path}"))
+    rows.append(("folder", str(folder.path)))
+    if summary.failure:
+        last_line = summary.failure.rstrip().rpartition("\n")[2]
+        rows.append(("failure", f"worker {summary.failed_worker}: {last_line}"))
+    return rows
+
+
+def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
+    """What the run came to, in the words of its end."""
+    from hvd_elastic.telemetry.wording import duration_words, number_words, outcome_words
+
+    state = _state(summary.status, alive=alive, waiting=bool(summary.waiting))
+    outcome = outcome_words(state, summary.steps, summary.examples, summary.message)
+    rows = [("run", f"{summary.run_id}: {outcome}")]
+    rows.append(("took", duration_words(summary.duration_s)))
+    metrics = summary.final_metrics()
+    if metrics:
+        rows.append(("metrics", ", ".join(f"{k} {number_words(v)}" for k, v in metrics.items())))
+    rows.append(("rescales", _rescale_words(summary)))
+    if audit.recorded:
+        rows.append(("examples", audit.sentence()))
+    return rows
+
+
+def _rescale_words(summary: RunSummary) -> str:
+    from hvd_elastic.telemetry.wording import duration_words
+
+    pause_s = summary.longest_pause_s
+    longest = f", longest pause {duration_words(pause_s)}" if pause_s is not None else ""
+    return f"{len(summary.live_rescales)}{longest}"
+
+
+def _print_latest(records: list[Record], count: int = 8) -> None:
+    from hvd_elastic.telemetry.wording import Narrator
+
+    narrator = Narrator()
+    told = [(event, line) for event in records for line in narrator.tell(event)]
+    if told:
+        print("\nlatest")
+    for event, line in told[-count:]:
+        stamp = time.strftime("%H:%M:%S", time.localtime(event.get("t")))
+        print(f"  {stamp}  {line.text.splitlines()[0] if line.text else ''}")
+
+
+def _list_row(folder: RunFolder) -> dict[str, Any]:
+    """Told from the end of the events alone: a list of many long runs must not take minutes."""
+    from hvd_elastic.telemetry.records import read_last_events
+    from hvd_elastic.telemetry.summary import summarize
+
+    summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
+    status = "running" if summary.status == "unknown" and summary.ended else summary.status
+    return {
+        "run_id": folder.run_id,
+        "status": _state(status, alive=folder.leader_alive(), waiting=bool(summary.waiting)),
+        "created": folder.created,
+        "steps": summary.steps,
+        "size": summary.size,
+        "folder": str(folder.path),
+    }
+
+
+def _log_paths(folder: RunFolder, host: str | None, leader: bool) -> list[Path]:
+    if leader:
+        return [folder.leader_log] if folder.leader_log.exists() else []
+    paths = [path for path in folder.logs.glob("*.log") if path.is_file()]
+    if host is not None:
+        paths = [path for path in paths if _worker_of(path)[0] == host]
+    return sorted(paths, key=lambda path: (_worker_of(path)[0], len(path.name), path.name))
+
+
+def _worker_of(path: Path) -> tuple[str, str]:
+    host, _, local_rank = path.stem.rpartition(".")
+    return host, local_rank
+
+
+def _explain_no_logs(folder: RunFolder, host: str | None, leader: bool, alive: bool) -> None:
+    """Say that nothing was printed; an error is only what was asked for in vain."""
+    if leader:
+        raise RunError(
+            f"run {folder.run_id} has no {folder.leader_log.name}: only a run started with "
+            "--detach has one"
+        )
+    hosts = sorted({_worker_of(path)[0] for path in _log_paths(folder, None, False)})
+    if host is not None and hosts:
+        raise RunError(
+            f"run {folder.run_id} has no log of host {host!r}. It has logs of: {', '.join(hosts)}"
+        )
+    printed = "have printed nothing yet" if alive else "printed nothing"
+    print(f"the workers of run {folder.run_id} {printed}", file=sys.stderr)
+
+
+def _last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], LineFollower]:
+    """The last lines of a file (0 = all), and a follower for what comes after them.
+
+    With ``whole`` a last line that is not finished is left to the follower.
+    """
+    from hvd_elastic.telemetry.records import LineFollower
+
+    size = path.stat().st_size
+    tail_bytes = _TAIL_BYTES
+    while True:
+        start = max(0, size - tail_bytes) if count else 0
+        follower = LineFollower(path, offset=start)
+        found = follower.poll() if whole else follower.poll_rest()
+        if start and count:
+            if len(found) <= count:  # the first is the rest of a line
+                tail_bytes *= 8
+                continue
+            found = found[1:]
+        return (found[-count:] if count else found), follower
+
+
+def _print_log_line(path: Path, line: bytes, as_json: bool) -> None:
+    # Of a progress bar that rewrites its line, the last state is what there is to see.
+    text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+    host, local_rank = _worker_of(path)
+    if as_json:
+        entry = {"host": host, "local_rank": local_rank, "line": text}
+        print(json.dumps(entry), flush=True)
+    else:
+        print(f"{worker_name(host, local_rank)} | {text}", flush=True)
+
+
+def _parse_np(text: str) -> int | None:
+    return None if text == "auto" else parse_whole_number("N", text, instead=", or 'auto'")
+
+
+def _wait_for_end(folder: RunFolder) -> Record | None:
+    from hvd_elastic.telemetry.records import read_last_events
+
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while folder.leader_alive():
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"run {folder.run_id} was asked to stop but its leader still lives after "
+                f"{STOP_TIMEOUT_S:g} s ({folder.leader()}). See: hvd-elastic logs {folder.run_id} "
+                "--leader"
+            )
+        time.sleep(_POLL_S)
+    ended = [e for e in read_last_events(folder.events, _TAIL_BYTES) if e["kind"] == "run_finished"]
+    return ended[-1] if ended else None
+
+
+def _print_json(data: Any) -> None:
+    json.dump(data, sys.stdout, indent=2)
+    sys.stdout.write("\n")

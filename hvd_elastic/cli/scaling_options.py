@@ -1,0 +1,154 @@
+"""The options of ``run`` and ``simulate`` that say what the policy is after."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvd_elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    from hvd_elastic.policy.objective import Objective
+
+__all__ = ["ScalingOptions", "parse_budget", "parse_duration"]
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
+
+
+def parse_duration(name: str, text: str) -> float:
+    """Seconds.
+
+    Raises:
+        UsageError: says what is taken.
+
+    >>> parse_duration("--deadline", "1.5h"), parse_duration("--deadline", "1h30m")
+    (5400.0, 5400.0)
+    """
+    parts = _DURATION.findall(text)
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
+        raise UsageError(f"{name} takes a time such as 45s, 90m, 6h or 1h30m, not '{text}'")
+    return seconds
+
+
+def parse_budget(text: str) -> float:
+    """Currency per hour.
+
+    >>> parse_budget("40/h"), parse_budget("2.5")
+    (40.0, 2.5)
+    """
+    found = _BUDGET.fullmatch(text)
+    if found is None or float(found[1]) <= 0:
+        raise UsageError(f"--budget takes a price for an hour such as 40/h, not '{text}'")
+    return float(found[1])
+
+
+@dataclass(frozen=True)
+class ScalingOptions:
+    """As given on the command line; None: not given."""
+
+    policy: str
+    objective: str | None
+    min_speedup_per_slot: float | None
+    budget: str | None
+    deadline: str | None
+    target_examples: float | None
+
+    def check(
+        self, hostfile: Path | None, mpi: bool, prices: Sequence[float | None] | None = None
+    ) -> None:
+        """Refuse what cannot work, before anything is begun.
+
+        Args:
+            hostfile: of the run.
+            mpi: whether it is a job under mpirun.
+            prices: of the hosts, where they do not stand in a hostfile.
+
+        Raises:
+            UsageError: says what and what is valid.
+        """
+        if self.policy == "fixed":
+            self._refuse_what_belongs_to_goodput()
+            return
+        if self.policy != "goodput":
+            return  # said elsewhere
+        if mpi:
+            raise UsageError("a job under --mpi has a fixed size: leave --policy goodput out")
+        self.as_objective()
+        if self.objective == "cost":
+            if prices is None:
+                prices = self._prices_of(hostfile)
+            self._check_prices(prices)
+
+    def as_objective(self) -> Objective:
+        """What the policy is after.
+
+        Raises:
+            UsageError: the options do not fit together.
+        """
+        from hvd_elastic.policy.objective import Objective
+
+        fields = self.fields()
+        try:
+            return Objective(
+                kind=fields["objective"],
+                min_speedup_per_slot=fields["min_speedup_per_slot"],
+                budget=fields["budget"],
+                deadline_s=fields["deadline_s"],
+                target=fields["target_examples"],
+            )
+        except ValueError as error:
+            raise UsageError(f"--objective {fields['objective']}: {error}") from error
+
+    def fields(self) -> dict[str, Any]:
+        """For a :class:`RunSpec`."""
+        share = self.min_speedup_per_slot
+        return {
+            "policy": self.policy,
+            "objective": self.objective or "goodput",
+            "min_speedup_per_slot": 0.5 if share is None else share,
+            "budget": None if self.budget is None else parse_budget(self.budget),
+            "deadline_s": None
+            if self.deadline is None
+            else parse_duration("--deadline", self.deadline),
+            "target_examples": self.target_examples,
+        }
+
+    def _refuse_what_belongs_to_goodput(self) -> None:
+        for name in (
+            *("objective", "min_speedup_per_slot", "budget", "deadline", "target_examples"),
+        ):
+            if getattr(self, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} is of use with --policy goodput only; add it")
+
+    def _prices_of(self, hostfile: Path | None) -> list[float | None]:
+        from hvd_elastic.cluster.hostfile import parse_hostfile
+
+        if hostfile is None:
+            raise UsageError("--objective cost needs a --hostfile that has price= for each host")
+        hosts = parse_hostfile(hostfile).hosts
+        missing = [host.name for host in hosts if host.price is None]
+        if missing:
+            from hvd_elastic.words import hosts_named
+
+            raise UsageError(
+                f"--objective cost: {hostfile} has no price= for {hosts_named(missing)}; add it, "
+                "such as 'gpu1 slots=8 price=2.5'"
+            )
+        return [host.price for host in hosts]
+
+    def _check_prices(self, prices: Sequence[float | None]) -> None:
+        known = [price for price in prices if price is not None]
+        if len(known) < len(prices):
+            raise UsageError("--objective cost needs a price for each host")
+        if self.budget is not None and min(known) > parse_budget(self.budget):
+            raise UsageError(
+                f"--budget {self.budget} cannot be met: the cheapest host costs {min(known):g} "
+                "per hour"
+            )

@@ -1,0 +1,117 @@
+"""``hvd-elastic simulate``: a day of training in a second, with the policy of a real run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.scaling_options import ScalingOptions
+from hvd_elastic.errors import UsageError
+
+__all__ = ["simulate"]
+
+_POLICIES = ("fixed", "goodput")
+
+
+def simulate(
+    trace: Annotated[Path, typer.Option(help="cluster, workload and changes, as JSON")],
+    policy: Annotated[str, typer.Option(help="fixed (the trace's np) or goodput")] = "goodput",
+    objective: Annotated[
+        str | None, typer.Option(help="goodput, efficiency or cost (default: goodput)")
+    ] = None,
+    min_speedup_per_slot: Annotated[
+        float | None,
+        number_option("--min-speedup-per-slot", above=True, help="of --objective efficiency"),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="of --objective cost, such as 40/h", metavar="PRICE/h")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option(help="of --objective cost, such as 6h", metavar="TIME")
+    ] = None,
+    seed: Annotated[int, whole_number_option("--seed", least=0, help="of the jitter")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Try a policy on a trace in virtual time: what it decides, when, and why.
+
+    The controller is that of a real run. Its goodput is set against the best fixed number of slots
+    and batch, found by trying all of them. docs/autoscaling.md has the form of a trace.
+
+    Examples:
+      hvd-elastic simulate --trace day.json
+
+      hvd-elastic simulate --trace day.json --objective cost --budget 40/h --json
+    """
+    from hvd_elastic.control.scaling import ScalingConfig
+    from hvd_elastic.sim.run import simulate as run_trace
+    from hvd_elastic.sim.static import best_static
+    from hvd_elastic.sim.trace import read_trace
+
+    if policy not in _POLICIES:
+        raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(_POLICIES)}")
+    found = read_trace(trace)
+    target = found.workload.examples if deadline is not None else None
+    options = ScalingOptions(policy, objective, min_speedup_per_slot, budget, deadline, target)
+    options.check(None, mpi=False, prices=[host.price for host in found.hosts])
+    config = None
+    if policy == "goodput":
+        config = ScalingConfig(found.min_np, found.max_np, options.as_objective())
+    began = time.perf_counter()
+    try:
+        result = run_trace(found, config, seed)
+        best = best_static(found)
+    except ValueError as error:
+        raise UsageError(f"trace {trace}: {error}") from error
+    took_s = time.perf_counter() - began
+    goodput = result.mean_goodput(found.duration_s)
+    summary: dict[str, Any] = {
+        "policy": policy,
+        "goodput": goodput,
+        "best_static": {
+            "slots": best.slots,
+            "batch": best.batch,
+            "accumulation_steps": best.accumulation_steps,
+            "goodput": best.goodput,
+        },
+        "share_of_best_static": goodput / best.goodput,
+        "rescales": result.rescales,
+        "cost": result.cost,
+        "reached_s": result.reached_s,
+        "decisions": [vars(decision) for decision in result.decisions],
+    }
+    if json_output:
+        print(json.dumps(summary, indent=2))
+        return
+    _show(summary)
+    print(f"simulated in {took_s:.1f} s", file=sys.stderr)
+
+
+def _show(summary: dict[str, Any]) -> None:
+    from hvd_elastic.telemetry.wording import duration_words, number_words
+
+    for decision in summary["decisions"]:
+        at = duration_words(decision["at_s"])
+        print(f"{at:>12}  {decision['action']:<6} {decision['slots']:>4}  {decision['reason']}")
+    if not summary["decisions"]:
+        print("nothing was changed")
+    best = summary["best_static"]
+    rows = {
+        "goodput": f"{number_words(summary['goodput'])} useful examples/s",
+        "best static": f"{number_words(best['goodput'])} useful examples/s, with {best['slots']} "
+        f"slots and a batch of {best['batch']}",
+        "share": f"{100 * summary['share_of_best_static']:.1f} %",
+        "rescales": str(summary["rescales"]),
+        "cost": number_words(summary["cost"]),
+        "target": "not reached"
+        if summary["reached_s"] is None
+        else f"reached after {duration_words(summary['reached_s'])}",
+    }
+    print()
+    for name, value in rows.items():
+        print(f"{name:<12} {value}")

@@ -1,0 +1,344 @@
+"""``virtclust``: a private cluster on one machine, whose hosts can be cut off and crashed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.main
+
+from hvd_elastic.cli.entry import enter
+from hvd_elastic.cli.numbers import number_option, parse_whole_number
+from hvd_elastic.errors import HvdElasticError, UsageError
+from hvd_elastic.words import count
+
+if TYPE_CHECKING:
+    from hvd_elastic.cluster.virtual import VirtualCluster
+
+__all__ = ["app", "main"]
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+_NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")
+_JSON = typer.Option(False, "--json", help="Print one JSON object.")
+_SHARE = typer.Option(
+    [], help="A file or folder under /tmp, /data or /run that the hosts shall see; repeatable."
+)
+_Cpus = Annotated[
+    float | None,
+    number_option("--cpus", least=0.01, help="CPU cores each host may use, such as 0.5."),
+]
+_COPY = typer.Option(None, help="Write a second copy of the hostfile here.")
+_COMMAND = typer.Argument(
+    None, metavar="[-- COMMAND…]", help="One word is a shell line; none is a login shell."
+)
+_HowMany = Annotated[
+    int,
+    typer.Argument(
+        metavar="N", parser=lambda text: parse_whole_number("N", text), help="How many."
+    ),
+]
+_HOST = typer.Argument(..., metavar="HOST", help="A host such as vc1-2, or its number.")
+
+
+app = typer.Typer(
+    help=(
+        "A private cluster on this machine: hosts with their own network, sshd, host name, "
+        "processes, /data and /tmp.\n\n"
+        "Needs root; without, hosts are addresses of the loopback interface with an sshd each "
+        "(they share files and processes, and cables cannot be cut)."
+    ),
+    epilog=(
+        "Example: virtclust up 3x2 --rate 1gbit; virtclust run vc1-1 -- hostname; "
+        "virtclust crash vc1-2; virtclust boot vc1-2; virtclust down\n\n"
+        "A command's own help: virtclust COMMAND --help"
+    ),
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings=_CONTEXT,
+)
+
+
+def _say(as_json: bool, record: dict[str, Any], *lines: str) -> None:
+    print(json.dumps(record) if as_json else "\n".join(lines))
+
+
+def _describe(cluster: VirtualCluster) -> dict[str, Any]:
+    state = cluster.state
+    return {
+        "name": cluster.name,
+        "backend": state.backend,
+        "slots": state.slots,
+        "subnet": state.subnet,
+        "leader_address": cluster.leader_address,
+        "rate_bits_per_s": state.rate_bits_per_s,
+        "cpus": state.cpus,
+        "hosts": [
+            {
+                "name": host.name,
+                "address": host.address,
+                "port": host.port,
+                "status": cluster.status(host.name),
+            }
+            for host in state.hosts
+        ],
+        "hostfile": str(cluster.hostfile),
+        "ssh_config": str(cluster.ssh_config),
+    }
+
+
+def _host_lines(record: dict[str, Any]) -> list[str]:
+    width = max((len(host["name"]) for host in record["hosts"]), default=0)
+    return [
+        f"  {host['name']:<{width}}  {host['status']:<4} {host['address']}"
+        + ("" if host["port"] == 22 else f" port {host['port']}")
+        for host in record["hosts"]
+    ]
+
+
+def _kind(record: dict[str, Any]) -> str:
+    where = "in network namespaces" if record["backend"] == "netns" else "on the loopback interface"
+    return (
+        f"{count(len(record['hosts']), 'host')} of {count(record['slots'], 'slot')} {where}, "
+        f"{record['subnet']}"
+    )
+
+
+@app.command(
+    epilog="Examples: virtclust up 3x2    virtclust up 8x1 --name big --rate 1gbit --cpus 1"
+)
+def up(
+    shape: str = typer.Argument(..., metavar="HOSTSxSLOTS", help="Such as 3x2."),
+    name: str | None = typer.Option(
+        None, "--name", "-n", help="Hosts are called NAME-1, NAME-2, …; default vc1, vc2, …"
+    ),
+    rate: str | None = typer.Option(
+        None, help="Rate of each host's link in each direction: 1gbit, 200mbit."
+    ),
+    cpus: _Cpus = None,
+    loopback: bool = typer.Option(
+        False, "--loopback", help="Addresses of 127/8 instead of namespaces, even with root."
+    ),
+    share: list[Path] = _SHARE,
+    hostfile: Path | None = _COPY,
+    as_json: bool = _JSON,
+) -> None:
+    """Make a cluster and write its hostfile and ssh configuration.
+
+    Hosts see this machine's files, except that /data, /tmp and /run are their own.
+    """
+    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.cluster.virtual.plan import parse_shape
+
+    wanted = parse_shape(shape)
+    begun = time.monotonic()
+    cluster = VirtualCluster.up(
+        wanted.hosts,
+        wanted.slots,
+        name=name,
+        rate=rate,
+        loopback=True if loopback else None,
+        cpus=cpus,
+        shares=share,
+        hostfile=hostfile,
+    )
+    seconds = time.monotonic() - begun
+    record = {**_describe(cluster), "seconds": round(seconds, 3)}
+    notes = []
+    if record["backend"] == "loopback" and not loopback:
+        notes.append("no root here: files and processes are shared, cables cannot be cut")
+    config, listed = shlex.quote(record["ssh_config"]), shlex.quote(record["hostfile"])
+    _say(
+        as_json,
+        record,
+        f"cluster {cluster.name}: {_kind(record)}, up in {seconds:.1f} s",
+        *notes,
+        *_host_lines(record),
+        f"hostfile    {record['hostfile']}",
+        f"ssh config  {record['ssh_config']}",
+        f"log in      virtclust run {record['hosts'][0]['name']}   or   "
+        f"ssh -F {config} {record['hosts'][0]['name']}",
+        f"train       hvd-elastic run -H {listed} -F {config} -- python train.py",
+        f"end it      virtclust down --name {cluster.name}",
+    )
+
+
+@app.command(epilog="Examples: virtclust down    virtclust down --name vc2    virtclust down --all")
+def down(
+    name: str | None = _NAME,
+    every: bool = typer.Option(False, "--all", help="All clusters of this user."),
+    as_json: bool = _JSON,
+) -> None:
+    """End a cluster and leave nothing behind, also after a crash or a killed virtclust."""
+    from hvd_elastic.cluster.virtual import VirtualCluster
+
+    if every and name is not None:
+        raise UsageError("--all and --name exclude each other; leave one out")
+    if every:
+        clusters = VirtualCluster.every()
+    elif name is None and not VirtualCluster.every():
+        clusters = []
+    else:
+        known = [cluster for cluster in VirtualCluster.every() if cluster.name == name]
+        clusters = known or [VirtualCluster.find(name)]
+    for cluster in clusters:
+        cluster.down()
+    names = [cluster.name for cluster in clusters]
+    _say(as_json, {"down": names}, f"down: {', '.join(names) or 'there was no cluster'}")
+
+
+def _act(
+    host: str, name: str | None, action: str, done: str, as_json: bool, **options: Any
+) -> None:
+    from hvd_elastic.cluster.virtual import VirtualCluster
+
+    cluster, full_name = VirtualCluster.find_host(host, name)
+    getattr(cluster, action)(full_name, **options)
+    record = {"host": full_name, "status": cluster.status(full_name)}
+    _say(as_json, record, f"{full_name}: {done}")
+
+
+@app.command(epilog="Example: virtclust cut vc1-2")
+def cut(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
+    """Pull a host's cable: packets are lost without a word, connections stay open."""
+    _act(host, name, "cut", "its cable is pulled", as_json)
+
+
+@app.command(epilog="Example: virtclust heal vc1-2")
+def heal(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
+    """Plug a host's cable in again."""
+    _act(host, name, "heal", "its cable is plugged in", as_json)
+
+
+@app.command(epilog="Examples: virtclust crash vc1-2    virtclust crash vc1-2 --silent")
+def crash(
+    host: str = _HOST,
+    name: str | None = _NAME,
+    silent: bool = typer.Option(
+        False, "--silent", help="Peers see no closed connection, as when the power fails."
+    ),
+    as_json: bool = _JSON,
+) -> None:
+    """Kill -9 everything on a host, its sshd included; it stays off until booted."""
+    _act(host, name, "crash", "off", as_json, silent=silent)
+
+
+@app.command(epilog="Example: virtclust boot vc1-2")
+def boot(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
+    """Start a crashed host again: same name, address, host key and /data; empty /tmp."""
+    _act(host, name, "boot", "up", as_json)
+
+
+@app.command(epilog="Example: virtclust add 2 --name vc1")
+def add(
+    hosts: _HowMany,
+    name: str | None = _NAME,
+    as_json: bool = _JSON,
+) -> None:
+    """Make more hosts of the same kind; the hostfile grows by them."""
+    from hvd_elastic.cluster.virtual import VirtualCluster
+
+    cluster = VirtualCluster.find(name)
+    names = cluster.add(hosts)
+    _say(as_json, {"name": cluster.name, "added": names}, f"added: {', '.join(names)}")
+
+
+@app.command(epilog="Example: hvd-elastic run --hostfile $(virtclust hostfile --path) -- …")
+def hostfile(
+    name: str | None = _NAME,
+    path: bool = typer.Option(False, "--path", help="Print where it is instead."),
+    as_json: bool = _JSON,
+) -> None:
+    """Print a cluster's hostfile."""
+    from hvd_elastic.cluster.virtual import VirtualCluster
+
+    cluster = VirtualCluster.find(name)
+    text = cluster.hostfile.read_text()
+    record = {"path": str(cluster.hostfile), "ssh_config": str(cluster.ssh_config), "text": text}
+    _say(as_json, record, str(cluster.hostfile) if path else text.rstrip("\n"))
+
+
+@app.command("list", epilog="Example: virtclust list --json")
+def list_(as_json: bool = _JSON) -> None:
+    """List the clusters of this user."""
+    from hvd_elastic.cluster.virtual import VirtualCluster
+
+    records: list[dict[str, Any]] = []
+    lines: list[str] = []
+    for cluster in VirtualCluster.every():
+        try:
+            record = _describe(cluster)
+        except HvdElasticError as error:
+            record = {"name": cluster.name, "error": str(error)}
+            lines.append(
+                f"{cluster.name}: not whole; take it down with: "
+                f"virtclust down --name {cluster.name}"
+            )
+        else:
+            lines.append(f"{cluster.name}: {_kind(record)}")
+        records.append(record)
+    _say(as_json, {"clusters": records}, *(lines or ["no cluster"]))
+
+
+@app.command(epilog="Example: virtclust status --name vc1")
+def status(name: str | None = _NAME, as_json: bool = _JSON) -> None:
+    """Show a cluster's hosts and how they stand: up, cut or off."""
+    from hvd_elastic.cluster.virtual import VirtualCluster
+
+    record = _describe(VirtualCluster.find(name))
+    _say(
+        as_json,
+        record,
+        f"{record['name']}: {_kind(record)}",
+        *_host_lines(record),
+        f"hostfile    {record['hostfile']}",
+        f"ssh config  {record['ssh_config']}",
+    )
+
+
+@app.command(
+    context_settings={**_CONTEXT, "allow_interspersed_args": False},
+    epilog="Examples: virtclust run vc1-1 -- df -h /data    virtclust run vc1-1   (a login shell)",
+)
+def run(
+    host: str = _HOST,
+    command: list[str] = _COMMAND,
+    name: str | None = _NAME,
+) -> None:
+    """Run a command on a host through ssh; its exit status is the command's."""
+    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.cluster.virtual.tools import find_tool
+
+    cluster, full_name = VirtualCluster.find_host(host, name)
+    words = list(command or [])
+    # Kept by the parser, since options after the host are the command's own.
+    if words[:1] == ["--"]:
+        del words[0]
+    line = words[0] if len(words) == 1 else shlex.join(words)
+    ssh = find_tool("ssh")
+    arguments = [ssh, "-F", str(cluster.ssh_config), full_name, *([line] if line else [])]
+    # ssh takes over the terminal and the exit status.
+    os.execv(ssh, arguments)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``virtclust``."""
+    # A terminated "up" cleans up as an interrupted one does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    enter("virtclust", typer.main.get_command(app), argv)
+
+
+if __name__ == "__main__":
+    main()
