@@ -1,0 +1,140 @@
+"""How long training stands still for a checkpoint, and when that is complete; see README.md here.
+
+Run it: ``python benchmarks/checkpoints.py --out benchmarks/results/checkpoints.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.bench.figures import conditions, figure, write_result
+from hvd_elastic.telemetry.records import read_events
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = (1, 2)
+CHECKPOINT_EVERY_S = 2.0
+ROWS_PER_TENSOR, COLUMNS = 1000, 1000
+DEADLINE_S = 900.0
+
+
+def train(args: argparse.Namespace) -> None:
+    """The training script: a step is a pause, then plain SGD on all parameters."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    tensors = max(1, args.parameters // (ROWS_PER_TENSOR * COLUMNS))
+    model = torch.nn.Module()
+    model.small = torch.nn.Linear(4, 1)
+    model.large = torch.nn.ParameterList(
+        torch.nn.Parameter(torch.zeros(ROWS_PER_TENSOR, COLUMNS), requires_grad=False)
+        for _ in range(tensors)
+    )
+    # Frozen parameters: they are copied like others, and their gradients cost the ring no time.
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.randn(8 * args.steps, 4)), 8)
+
+    @hvd.run
+    def steps(state: hvd.State) -> tuple[float, float]:
+        fresh: list[float] = []
+        longest, before = 0.0, float("inf")
+        for _ in hvd.epochs(1):
+            for (inputs,) in loader:
+                optimizer.zero_grad()
+                model.small(inputs).square().mean().backward()
+                time.sleep(args.step_time)
+                optimizer.step()
+                state.commit()
+                now = time.monotonic()
+                longest, before = max(longest, now - before), now
+        # How it was done before: rank 0 copies everything into fresh memory, between two steps.
+        for _ in range(3):
+            began = time.monotonic()
+            copies = [value.to("cpu", copy=True) for value in model.state_dict().values()]
+            fresh.append(time.monotonic() - began)
+            del copies
+        return statistics.median(fresh), longest
+
+    fresh_copy_s, longest_step_s = steps(hvd.State(model=model, optimizer=optimizer))
+    hvd.report(fresh_copy_s=fresh_copy_s, longest_step_s=longest_step_s)
+
+
+def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """One run with ``ranks`` ranks on this machine; what its events say."""
+    with tempfile.TemporaryDirectory(prefix="hvd-elastic-bench-") as home:
+        options = ["--np", str(ranks), "--run-id", "bench", "--checkpoint-every"]
+        options += [str(CHECKPOINT_EVERY_S), "--", sys.executable, __file__, "--train"]
+        options += ["--parameters", str(args.parameters), "--steps", str(args.steps)]
+        options += ["--step-time", str(args.step_time)]
+        done = subprocess.run(
+            [sys.executable, "-m", "hvd_elastic.cli.app", "run", *options],
+            cwd=ROOT,
+            env={**os.environ, "HVD_ELASTIC_HOME": home, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        if done.returncode != 0:
+            raise SystemExit(f"the run with {ranks} ranks failed:\n{done.stdout}{done.stderr}")
+        events = read_events(Path(home) / "runs" / "bench" / "events.jsonl")
+    taken = [event for event in events if event["kind"] == "checkpoint"]
+    said = next(e for e in reversed(events) if e["kind"] == "metrics" and "fresh_copy_s" in e)
+    # The last one is taken when training is over: nobody waits to go on.
+    during = taken[:-1] or taken
+    megabytes = taken[0]["bytes"] / 1e6
+    blocked = figure([event["blocked_s"] for event in during])
+    return {
+        "megabytes": round(megabytes, 1),
+        "shards": taken[0]["shards"],
+        "checkpoints": len(taken),
+        "copy_in_fresh_memory_s": round(said["fresh_copy_s"], 4),
+        "blocked_s": blocked,
+        "blocked_ms_per_mb": round(1e3 * (blocked.median_s or 0.0) / megabytes, 4),
+        "longest_step_s": round(said["longest_step_s"], 4),
+        "complete_after_s": figure([event["seconds"] for event in during]),
+    }
+
+
+def main() -> None:
+    """Measure, print, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--step-time", type=float, default=0.2, help="pause in each step [s]")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file as well")
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        train(args)
+        return
+    load_before = os.getloadavg()
+    results = {}
+    for ranks in RANKS:
+        results[f"{ranks} ranks"] = found = measure(args, ranks)
+        print(f"{ranks} rank(s), {found['megabytes']:.0f} MB in {found['shards']} shard(s):")
+        print(f"  copy of everything in fresh memory  {found['copy_in_fresh_memory_s']:.3f} s")
+        print(f"  training stands still               {found['blocked_s']}")
+        print(f"                                      {found['blocked_ms_per_mb']} ms/MB")
+        print(f"  longest step                        {found['longest_step_s']:.3f} s")
+        print(f"  complete and verified after         {found['complete_after_s']}", flush=True)
+    if args.out is not None:
+        note = f"{args.parameters} parameters, steps padded with {args.step_time} s."
+        body = {name: dict(values) for name, values in results.items()}
+        for values in body.values():
+            for name in ("blocked_s", "complete_after_s"):
+                values[name] = vars(values[name])
+        write_result(args.out, "checkpoints", conditions("this machine", note, load_before), body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""How long a data set's way to many hosts is, beside rsync; see README.md here.
+
+Run it: ``python benchmarks/cluster.py --out benchmarks/results/cluster.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from hvd_elastic.bench.cluster.copying import ROWS, measure_copies, show_copies, write_copies
+from hvd_elastic.errors import HvdElasticError
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default=",".join(ROWS), help="of " + ", ".join(ROWS))
+    parser.add_argument("--rate", default="100mbit", help="of every link (default: 100mbit)")
+    parser.add_argument("--size", type=int, default=128, help="of the data set in MB")
+    parser.add_argument("--counts", default="2,4,8,16", help="hosts in the row scale")
+    parser.add_argument("--hosts", type=int, default=8, help="hosts in the other rows")
+    parser.add_argument("--no-peers", action="store_true", help="without rsync")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file as well")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        result = measure_copies(
+            arguments.rows.split(","),
+            rate=arguments.rate,
+            size=arguments.size * 1_000_000,
+            counts=[int(count) for count in arguments.counts.split(",")],
+            hosts=arguments.hosts,
+            peers=not arguments.no_peers,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except HvdElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    print(show_copies(result))
+    if arguments.out is not None:
+        write_copies(result, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

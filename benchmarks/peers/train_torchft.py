@@ -1,0 +1,52 @@
+"""The workload under torchft: one replica group for each worker, all settings as they come."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from workload import (
+    batches,
+    load_data,
+    loss_of,
+    make_model,
+    make_optimizer,
+    mark,
+    parse_arguments,
+)
+
+args = parse_arguments()
+mark("ready")
+model = make_model(args)
+inner = make_optimizer(model)
+
+
+def load_state(state: dict[str, Any]) -> None:
+    """Take what a healthy replica sent."""
+    model.load_state_dict(state["model"])
+    inner.load_state_dict(state["optimizer"])
+
+
+def give_state() -> dict[str, Any]:
+    """What a recovering replica gets."""
+    return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
+
+manager = Manager(
+    pg=ProcessGroupGloo(),
+    load_state_dict=load_state,
+    state_dict=give_state,
+    min_replica_size=args.min_np,
+)
+replicated = DistributedDataParallel(manager, model)
+optimizer = Optimizer(manager, inner)
+inner.world_size = manager.num_participants  # type: ignore[attr-defined]  # read by the marks
+
+world = [1]  # its size is known only after the first step has begun
+for images, labels in batches(load_data(args), args, lambda: world[0]):
+    optimizer.zero_grad()
+    loss_of(replicated, images, labels).backward()
+    optimizer.step()
+    world[0] = manager.num_participants()
+    time.sleep(args.step_time)

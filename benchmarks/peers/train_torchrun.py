@@ -1,0 +1,46 @@
+"""The workload under ``torchrun``: DDP, and a snapshot file from which all workers start again."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from workload import (
+    batches,
+    load_data,
+    loss_of,
+    make_model,
+    make_optimizer,
+    mark,
+    parse_arguments,
+)
+
+SNAPSHOT_EVERY_S = 1.0
+
+args = parse_arguments()
+mark("ready")
+dist.init_process_group("gloo")
+model = make_model(args)
+optimizer = make_optimizer(model)
+if args.snapshot.exists():
+    saved = torch.load(args.snapshot, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+replicated = DistributedDataParallel(model)
+due = time.monotonic() + SNAPSHOT_EVERY_S
+
+
+optimizer.world_size = dist.get_world_size  # type: ignore[attr-defined]  # read by the marks
+for images, labels in batches(load_data(args), args, dist.get_world_size):
+    optimizer.zero_grad()
+    loss_of(replicated, images, labels).backward()
+    optimizer.step()
+    time.sleep(args.step_time)
+    if dist.get_rank() == 0 and time.monotonic() >= due:
+        part = args.snapshot.with_suffix(f".{os.getpid()}")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, part)
+        part.replace(args.snapshot)
+        due = time.monotonic() + SNAPSHOT_EVERY_S

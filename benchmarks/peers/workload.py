@@ -1,0 +1,136 @@
+"""What all launchers train in the elasticity benchmark: one model, one data set, one padding.
+
+Each launcher has a script of its own beside this file, since each wants its own calls; everything
+that decides how long a step takes is here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+COMMIT_BLOCK = 40
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options that every script takes; ``--slow-start`` is slept here, as if for imports."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path, required=True, help="folder of digits.py")
+    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
+    parser.add_argument("--step-time", type=float, default=0.015, help="sleep in each step [s]")
+    parser.add_argument("--slow-start", type=float, default=0.0, help="sleep before training [s]")
+    parser.add_argument("--newcomers-only", type=Path, help="sleep only when this file exists")
+    parser.add_argument("--model", choices=("digits", "tiny"), default="digits")
+    parser.add_argument("--frozen-mb", type=float, default=0.0, help="frozen parameters [MB]")
+    parser.add_argument("--commit-blocks", action="store_true", help="commit in every other block")
+    parser.add_argument("--min-np", type=int, default=1)
+    parser.add_argument("--snapshot", type=Path, help="file for launchers that restart")
+    args = parser.parse_args()
+    if args.newcomers_only is None or args.newcomers_only.exists():
+        time.sleep(args.slow_start)
+    return args
+
+
+class Model(nn.Module):
+    """The network of ``scripts/examples/digits.py``, or a linear one, with frozen ballast.
+
+    The ballast is an embedding table of which each step reads one row: it weighs in the state that
+    a newcomer needs, and neither in the step nor in the gradients.
+    """
+
+    def __init__(self, kind: str, frozen_mb: float) -> None:
+        super().__init__()
+        if kind == "tiny":
+            self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        else:
+            self.network = nn.Sequential(
+                *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+                *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+                *(nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
+            )
+        rows = max(1, round(frozen_mb * 1e6 / 4 / 1000))
+        weight = torch.zeros(rows, 1000)
+        self.ballast = nn.Embedding.from_pretrained(weight, freeze=True) if frozen_mb else None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Scores of the ten digits."""
+        scores: torch.Tensor = self.network(images)
+        if self.ballast is not None:
+            scores = scores + self.ballast(torch.zeros(1, dtype=torch.int64))[:, :10]
+        return scores
+
+
+def make_model(args: argparse.Namespace) -> nn.Module:
+    """The model, the same on every rank."""
+    torch.manual_seed(0)
+    return Model(args.model, args.frozen_mb)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """SGD; without momentum where the model carries ballast."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    momentum = 0.0 if getattr(model, "ballast", None) is not None else 0.9
+    return torch.optim.SGD(trained, lr=0.05, momentum=momentum)
+
+
+def load_data(args: argparse.Namespace) -> TensorDataset:
+    """The training examples."""
+    with np.load(args.data / "train.npz") as arrays:
+        return TensorDataset(*(torch.from_numpy(arrays[key]) for key in ("images", "labels")))
+
+
+def batches(
+    dataset: TensorDataset, args: argparse.Namespace, world_size: Callable[[], int]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Random shares of the global batch without end, for scripts without a loader of their own.
+
+    Args:
+        dataset: of :func:`load_data`.
+        args: the options.
+        world_size: number of ranks, asked before each step.
+    """
+    images, labels = dataset.tensors
+    random = np.random.default_rng(os.getpid())
+    while True:
+        share = max(1, args.batch_size // max(1, world_size()))
+        chosen = random.integers(len(labels), size=share)
+        picked = torch.from_numpy(chosen)
+        yield images[picked], labels[picked]
+
+
+def loss_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """What is minimised."""
+    return F.cross_entropy(model(images), labels)
+
+
+def commits(args: argparse.Namespace, step: int) -> bool:
+    """Whether this step ends with a commit, where blocks with and without take turns.
+
+    Writes a note into the marks where a block begins, so that steps are told apart.
+    """
+    if not args.commit_blocks:
+        return True
+    committing = step // COMMIT_BLOCK % 2 == 1
+    if step % COMMIT_BLOCK == 0:
+        mark("note", text="commit" if committing else "no commit")
+    return committing
+
+
+def mark(kind: str, **fields: Any) -> None:
+    """Add a line to the marks of this process, if it is being watched."""
+    path = os.environ.get("HVD_ELASTIC_BENCH_MARKS")
+    if path:
+        line = json.dumps({"mark": kind, "mono": time.monotonic(), **fields})
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")

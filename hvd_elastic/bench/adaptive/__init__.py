@@ -1,0 +1,1 @@
+"""How well a batch that adapts knows what it decides on, and what that costs."""

@@ -1,0 +1,395 @@
+"""What a data set's way to many hosts takes, in multiples of size over link rate (D/B)."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.bench.cluster.copybed import CopyBed, Timed, make_copy_bed
+from hvd_elastic.bench.figures import conditions, write_result
+from hvd_elastic.errors import RunError, UsageError
+
+__all__ = ["ROWS", "Measured", "measure_copies", "show_copies", "write_copies"]
+
+SMALL_FILES = 20_000
+SMALL_BYTES = 10_000
+_WORDS = b"epoch loss accuracy learning rate batch gradient worker host step tensor".split()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One figure.
+
+    Attributes:
+        row: which (see :data:`ROWS`).
+        tool: ``copyclust`` or what it is compared with.
+        hosts: how many.
+        seconds: from the command to its end.
+        ratio: the same in units of D/B.
+        sent: what this machine sent, headers included, in units of D.
+        target: the most that ``ratio`` (or ``seconds``, for the row "nothing") shall be; None where
+            nothing is promised.
+        complete: hosts that hold the source byte for byte afterwards.
+        note: what else must be known.
+    """
+
+    row: str
+    tool: str
+    hosts: int
+    seconds: float
+    ratio: float
+    sent: float
+    target: float | None
+    complete: int
+    note: str = ""
+
+
+ROWS: dict[str, str] = {
+    "scale": "random bytes in one file, to more and more hosts",
+    "small": f"{SMALL_FILES} files of {SMALL_BYTES // 1000} KB",
+    "most": "90 % is there already",
+    "times": "all is there, with other times",
+    "nothing": f"nothing to do, {SMALL_FILES} files",
+    "text": "compressible text",
+    "crash": "a host in the middle crashes at a third",
+    "silent": "a cable in the middle is pulled at a third",
+    "slow": "one host in the middle at a fifth of the speed",
+    "again": "the leader is killed at a half, then started again",
+}
+
+
+class _Measuring:
+    """The rows, on one set of hosts after the other.
+
+    Args:
+        rate: of each link, as tc has it.
+        size: bytes of the large data set.
+        counts: numbers of hosts for the row "scale".
+        hosts: the number of hosts for the other rows.
+        peers: whether rsync is measured too.
+        say: told what is going on.
+    """
+
+    def __init__(
+        self,
+        rate: str,
+        size: int,
+        counts: Sequence[int],
+        hosts: int,
+        peers: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._rate = rate
+        self._size = size
+        self._counts = counts
+        self._hosts = hosts
+        self._peers = peers
+        self._say = say
+        self.found: list[Measured] = []
+
+    def run(self, rows: Sequence[str]) -> None:
+        with tempfile.TemporaryDirectory(prefix="hvd_elastic-bench-") as folder:
+            self._folder = Path(folder)
+            if "scale" in rows:
+                for count in self._counts:
+                    with make_copy_bed(count, self._rate, self._folder) as bed:
+                        self._scale(bed)
+            others = [row for row in rows if row != "scale"]
+            if others:
+                with make_copy_bed(self._hosts, self._rate, self._folder) as bed:
+                    for row in others:
+                        getattr(self, f"_{row}")(bed)
+
+    # ---- rows
+
+    def _scale(self, bed: CopyBed) -> None:
+        source = self._random(self._size)
+        target = 1.10 if len(bed.hosts) == 16 else None
+        self._ours("scale", bed, source, target)
+        if self._peers and len(bed.hosts) <= 4:
+            self._rsync("scale", bed, source, together=False)
+        # Beyond, it is known: so many times the time for one.
+        if self._peers and len(bed.hosts) <= 4:
+            self._rsync("scale", bed, source, together=True)
+
+    def _small(self, bed: CopyBed) -> None:
+        self._ours("small", bed, self._many(), 1.10)
+
+    def _most(self, bed: CopyBed) -> None:
+        def prepare(source: Path) -> None:
+            bed.put_there(source)
+            for host in bed.hosts:
+                (bed.cluster.data(host) / "set" / "9").unlink()
+
+        source = self._random(self._size, pieces=10)
+        self._ours("most", bed, source, 0.15, prepare=prepare)
+        if self._peers:
+            self._rsync("most", bed, source, together=True, prepare=prepare)
+
+    def _times(self, bed: CopyBed) -> None:
+        def prepare(source: Path) -> None:
+            bed.put_there(source)
+            for path in source.iterdir():
+                os.utime(path, (path.stat().st_mtime + 10,) * 2)
+
+        source = self._random(self._size, pieces=10)
+        self._ours("times", bed, source, 0.2, prepare=prepare)
+        if self._peers:
+            self._rsync("times", bed, source, together=True, prepare=prepare)
+
+    def _nothing(self, bed: CopyBed) -> None:
+        source = self._many()
+        self._ours("nothing", bed, source, 2.0, prepare=bed.put_there)
+        if self._peers:
+            self._rsync("nothing", bed, source, together=True, prepare=bed.put_there)
+
+    def _text(self, bed: CopyBed) -> None:
+        rng = random.Random(0)
+        source = self._empty()
+        words = (b"%s=%d\n" % (rng.choice(_WORDS), rng.randrange(1000)) for _ in range(200_000))
+        block = b"".join(words)
+        with (source / "text").open("wb") as file:
+            while file.tell() < self._size:
+                start = rng.randrange(len(block) // 2)
+                file.write(block[start : start + (1 << 20)])
+        self._ours("text", bed, source, 0.5)
+
+    def _crash(self, bed: CopyBed) -> None:
+        self._broken("crash", bed, 1.2, bed.cluster.crash)
+
+    def _silent(self, bed: CopyBed) -> None:
+        self._broken("silent", bed, 1.4, bed.cluster.cut)
+
+    def _broken(self, row: str, bed: CopyBed, target: float, hurt: Callable[[str], Any]) -> None:
+        victim = bed.hosts[len(bed.hosts) // 2 - 1]
+
+        def meanwhile(_: object) -> None:
+            bed.wait_for(victim, self._size // 3)
+            hurt(victim)
+
+        note = f"{len(bed.hosts) - 1} survivors"
+        self._ours(row, bed, self._random(self._size), target, meanwhile=meanwhile, note=note)
+
+    def _slow(self, bed: CopyBed) -> None:
+        bed.clear()
+        slow = bed.hosts[len(bed.hosts) // 2 - 1]
+        bed.slow_down(slow, 0.2)
+        healthy: list[float] = []
+
+        def meanwhile(_: object) -> None:
+            begun = time.monotonic()
+            others = [host for host in bed.hosts if host != slow]
+            files = [bed.cluster.data(host) / "set" / "0" for host in others]
+            while not all(file.exists() for file in files):
+                if time.monotonic() - begun > 600:
+                    raise RunError("the healthy hosts never had everything")
+                time.sleep(0.05)
+            healthy.append(time.monotonic() - begun)
+
+        note = "the slow host; all healthy ones at "
+        source = self._random(self._size)
+        self._ours("slow", bed, source, 5.3, meanwhile=meanwhile, note=note)
+        unit = self._size / bed.bytes_per_s
+        self.found[-1] = replace(self.found[-1], note=f"{note}{healthy[0] / unit:.2f} (most: 1.4)")
+        bed.slow_down(slow, 1.0)
+
+    def _again(self, bed: CopyBed) -> None:
+        source = self._random(self._size)
+        half = self._size // 2
+        bed.clear()
+        arrived: list[int] = []
+
+        def meanwhile(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+            bed.wait_for(bed.hosts[-1], half)
+            processes[0].kill()
+
+        bed.time(source, [bed.ours(source)], meanwhile)
+        deadline = time.monotonic() + 30
+        while any(bed.cluster.pids(host) for host in bed.hosts) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = sum(len(bed.cluster.pids(host)) for host in bed.hosts)
+        arrived += [bed.arrived(host) for host in bed.hosts]
+        fraction = min(arrived) / self._size
+        note = f"{left} processes left; {fraction:.2f} had arrived everywhere"
+        target = round(1 - fraction + 0.1, 2)
+        self._keep(
+            "again", "copyclust", bed, source, bed.time(source, [bed.ours(source)]), target, note
+        )
+
+    # ---- copies
+
+    def _ours(
+        self,
+        row: str,
+        bed: CopyBed,
+        source: Path,
+        target: float | None,
+        *,
+        prepare: Callable[[Path], None] | None = None,
+        meanwhile: Callable[[Sequence[subprocess.Popen[bytes]]], None] | None = None,
+        note: str = "",
+    ) -> None:
+        bed.clear()
+        if prepare is not None:
+            prepare(source)
+        timed = bed.time(source, [bed.ours(source)], meanwhile)
+        self._keep(row, "copyclust", bed, source, timed, target, note)
+
+    def _rsync(
+        self,
+        row: str,
+        bed: CopyBed,
+        source: Path,
+        *,
+        together: bool,
+        prepare: Callable[[Path], None] | None = None,
+    ) -> None:
+        bed.clear()
+        if prepare is not None:
+            prepare(source)
+        commands = [bed.rsync(source, host) for host in bed.hosts]
+        timed = bed.time(source, commands, together=together)
+        tool = "rsync, all at once" if together else "rsync, one by one"
+        self._keep(row, tool, bed, source, timed, None, "")
+
+    def _keep(
+        self,
+        row: str,
+        tool: str,
+        bed: CopyBed,
+        source: Path,
+        timed: Timed,
+        target: float | None,
+        note: str,
+    ) -> None:
+        size = sum(path.stat().st_size for path in source.rglob("*"))
+        measured = Measured(
+            row=row,
+            tool=tool,
+            hosts=len(bed.hosts),
+            seconds=round(timed.seconds, 2),
+            ratio=round(timed.seconds * bed.bytes_per_s / size, 3),
+            sent=round(timed.sent_bytes / size, 3),
+            target=target,
+            complete=len(timed.complete),
+            note=note,
+        )
+        self.found.append(measured)
+        self._say(_line(measured))
+
+    # ---- sources
+
+    def _empty(self) -> Path:
+        folder = self._folder / "source"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
+    def _random(self, size: int, pieces: int = 1) -> Path:
+        folder = self._empty()
+        for number in range(pieces):
+            (folder / str(number)).write_bytes(os.urandom(size // pieces))
+        return folder
+
+    def _many(self) -> Path:
+        folder = self._empty()
+        for number in range(SMALL_FILES):
+            below = folder / str(number % 100)
+            below.mkdir(exist_ok=True)
+            (below / str(number)).write_bytes(os.urandom(SMALL_BYTES))
+        return folder
+
+
+def measure_copies(
+    rows: Sequence[str],
+    *,
+    rate: str,
+    size: int,
+    counts: Sequence[int],
+    hosts: int,
+    peers: bool,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measures; returns what :func:`show_copies` prints and :func:`write_copies` keeps.
+
+    Args:
+        rows: names of :data:`ROWS`.
+        rate: of every link, this machine's included, such as ``100mbit``.
+        size: of the large data sets [bytes].
+        counts: numbers of hosts for the row "scale".
+        hosts: the number of hosts for the others.
+        peers: whether rsync is measured too.
+        say: told every figure.
+
+    Raises:
+        UsageError: there is no such row, or no rsync.
+    """
+    unknown = [row for row in rows if row not in ROWS]
+    if unknown:
+        raise UsageError(f"there is no row '{unknown[0]}'; there are {', '.join(ROWS)}")
+    if peers and shutil.which("rsync") is None:
+        raise UsageError("rsync is not installed. Install it: apt install rsync; or --no-peers")
+    load_before = os.getloadavg()
+    peak = _PeakLoad()
+    measuring = _Measuring(rate, size, counts, hosts, peers, say)
+    with peak:
+        try:
+            measuring.run(rows)
+        except KeyboardInterrupt:
+            say("interrupted; what was measured is kept")
+    note = (
+        f"Links of {rate} in each direction, this machine's included; D = {size / 1e6:.0f} MB "
+        f"({SMALL_FILES * SMALL_BYTES / 1e6:.0f} MB in small files). All hosts share these cores. "
+        f"Highest load average meanwhile: {peak.highest:.1f}."
+    )
+    taken = conditions("virtual hosts (namespaces)", note, load_before)
+    return {"conditions": taken, "rows": measuring.found}
+
+
+class _PeakLoad:
+    """The highest 1-minute load average while it is open."""
+
+    def __init__(self) -> None:
+        self.highest = 0.0
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(1.0):
+            self.highest = max(self.highest, os.getloadavg()[0])
+
+
+def _line(measured: Measured) -> str:
+    unit = "s" if measured.row == "nothing" else "D/B"
+    value = measured.seconds if measured.row == "nothing" else measured.ratio
+    limit = "" if measured.target is None else f" (at most {measured.target:g})"
+    where = f"{measured.row:8} {measured.hosts:3} hosts  {measured.tool:18}"
+    note = f"; {measured.note}" if measured.note else ""
+    what = f"{value:6.2f} {unit}{limit}, {measured.seconds:.1f} s, {measured.sent:.2f} D sent"
+    return f"{where} {what}, {measured.complete} complete{note}"
+
+
+def show_copies(result: dict[str, Any]) -> str:
+    """The figures as lines of text, with the conditions below."""
+    lines = [_line(measured) for measured in result["rows"]]
+    return "\n".join([*lines, "", result["conditions"].sentence()])
+
+
+def write_copies(result: dict[str, Any], path: Path) -> None:
+    """Keeps the figures as JSON."""
+    rows = [asdict(measured) for measured in result["rows"]]
+    write_result(path, "cluster", result["conditions"], {"rows_mean": ROWS, "rows": rows})

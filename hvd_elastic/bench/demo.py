@@ -1,0 +1,277 @@
+"""The main job on one machine: ``make demo``, or ``python -m hvd_elastic.bench.demo``.
+
+Three virtual hosts; a convolutional network learns scikit-learn's handwritten digits on two of
+them; the third joins, one is asked to leave and comes back, a worker is killed with ``kill -9``.
+At the end: the accuracy, the proof that every example was used exactly once an epoch, each rescale
+with its pause, and a report to open in a browser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hvd_elastic.cluster.copy import copy_to_hosts
+from hvd_elastic.cluster.hostfile import parse_hostfile
+from hvd_elastic.cluster.ssh import SshOptions
+from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.telemetry.audit import AuditResult
+from hvd_elastic.telemetry.records import EventFollower
+from hvd_elastic.telemetry.report import write_report
+from hvd_elastic.telemetry.runfolder import RunFolder, new_run_id
+from hvd_elastic.telemetry.summary import RunSummary
+from hvd_elastic.words import count
+
+__all__ = ["main"]
+
+ROOT = Path(__file__).resolve().parents[2]
+ACCURACY_WANTED = 0.97
+_DEADLINE_S = 170.0
+_STEPS_BETWEEN = 60
+
+
+@dataclass
+class Act:
+    """One thing that happens to the cluster, and how to see that training has dealt with it."""
+
+    title: str
+    do: Callable[[], None]
+    size_after: int
+    generations: int
+
+
+class Story:
+    """Watches a run's events and makes the acts happen one after the other."""
+
+    def __init__(self, folder: RunFolder, acts: list[Act], say: Callable[[str], None]) -> None:
+        self._events = EventFollower(folder.events)
+        self._acts = acts
+        self._say = say
+        self._current: Act | None = None
+        self._generations = 0
+        self._size = 0
+        self._settled_at: int | None = None
+        self._step = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether every act has been played and dealt with."""
+        return not self._acts and self._current is None
+
+    def look(self) -> None:
+        """Take in new events; begin the next act when training has gone on for a while."""
+        for event in self._events.poll():
+            kind = event["kind"]
+            if kind == "rescale_finished":
+                self._generations += 1
+                self._size = event["size"]
+                self._settled_at = self._step
+            elif kind == "metrics":
+                self._step = event["step"]
+                if self._settled_at is None:
+                    self._settled_at = self._step
+        act = self._current
+        if (
+            act is not None
+            and self._generations >= act.generations
+            and (self._size == act.size_after)
+        ):
+            self._current = None
+            self._settled_at = self._step
+        quiet = self._settled_at is not None and self._step - self._settled_at >= _STEPS_BETWEEN
+        if self._current is None and self._acts and self._generations and quiet:
+            act = self._acts.pop(0)
+            act.generations += self._generations
+            self._current = act
+            self._say(act.title)
+            act.do()
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Train digits while hosts come, go and die.")
+    parser.add_argument("--loopback", action="store_true", help="without network namespaces")
+    parser.add_argument("--epochs", type=int, default=70, help="how long to train")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    arguments = parser.parse_args()
+    console = Console(stderr=arguments.json)
+    try:
+        return play(console, arguments.loopback, arguments.epochs, arguments.json)
+    except HvdElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted; the virtual hosts are gone", file=sys.stderr)
+        return 130
+
+
+def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
+    """Make the hosts, run the job with its story, show what came of it."""
+
+    def say(text: str) -> None:
+        console.print(f"[bold cyan]demo[/]  {text}")
+
+    say("making three virtual hosts, each with its own sshd")
+    with (
+        tempfile.TemporaryDirectory(prefix="hvd_elastic-demo-") as temporary,
+        VirtualCluster.up(hosts=3, slots=1, loopback=loopback or None) as cluster,
+    ):
+        first, second, third = cluster.hosts
+        where = "addresses of the loopback network" if cluster.loopback else "network namespaces"
+        say(f"{', '.join(cluster.hosts)}: {where}")
+        data = cluster.folder / "digits" if cluster.loopback else Path("/data/digits")
+        say(f"copying the data set to {data} of every host")
+        prepare_data(Path(temporary) / "digits", data, cluster)
+        hostfile = Path(temporary) / "hosts"
+
+        def use(*hosts: str) -> None:
+            replacement = hostfile.with_suffix(".new")
+            replacement.write_text("".join(f"{host} slots=1\n" for host in hosts))
+            replacement.replace(hostfile)
+
+        def kill_worker() -> None:
+            os.kill(worker_on(cluster, second), signal.SIGKILL)
+
+        use(first, second)
+        run_id = new_run_id()
+        acts = [
+            Act(
+                f"{third} joins: a line is added to the hostfile", lambda: use(*cluster.hosts), 3, 1
+            ),
+            Act(
+                f"{first} is asked to leave: its line is taken out",
+                lambda: use(second, third),
+                2,
+                1,
+            ),
+            Act(f"{first} comes back", lambda: use(*cluster.hosts), 3, 1),
+            Act(f"kill -9 of the worker on {second}", kill_worker, 3, 2),
+        ]
+        command = [
+            *(sys.executable, "-m", "hvd_elastic.cli.app", "run", "--run-id", run_id),
+            *("--hostfile", str(hostfile), "--ssh-config", str(cluster.ssh_config)),
+            *("--audit", "--checkpoint-every", "5", "--", sys.executable),
+            *(str(ROOT / "scripts/examples/digits.py"), "--data", str(data)),
+            *("--epochs", str(epochs), "--step-time", "0.015", "--quiet"),
+        ]
+        say(f"hvd-elastic run --hostfile {hostfile} -- python scripts/examples/digits.py …")
+        begin = time.monotonic()
+        with leader(command, quiet=as_json) as process:
+            story: Story | None = None
+            while process.poll() is None:
+                time.sleep(0.05)
+                if story is None:
+                    with contextlib.suppress(RunError):
+                        story = Story(RunFolder.open(run_id), acts, say)
+                else:
+                    story.look()
+                if time.monotonic() - begin > _DEADLINE_S:
+                    raise RunError(f"the demo did not end within {_DEADLINE_S:.0f} s; see {run_id}")
+        result = write_report(RunFolder.open(run_id))
+        told = story is not None and story.over
+    return show(console, result.summary, result.audit, result.path, told, as_json)
+
+
+def prepare_data(folder: Path, target: Path, cluster: VirtualCluster) -> None:
+    """Write the arrays and bring them to every host."""
+    command = [sys.executable, str(ROOT / "datasets_prep/digits.py"), "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RunError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    hosts = parse_hostfile(cluster.hostfile).hosts
+    options = SshOptions(config_path=cluster.ssh_config)
+    for result in copy_to_hosts(hosts, folder, str(target), options):
+        if not result.ok:
+            raise RunError(f"copying to {result.host.name} failed: {result.error}")
+
+
+@contextlib.contextmanager
+def leader(command: list[str], *, quiet: bool) -> Iterator[subprocess.Popen[bytes]]:
+    """The leader as a process of its own; ended with the demo."""
+    output = subprocess.DEVNULL if quiet else None
+    # The virtual hosts share this machine's cores: threads of three workers would fight for them.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=output, env=environment)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+        if process.poll() is None:
+            process.kill()
+
+
+def worker_on(cluster: VirtualCluster, host: str) -> int:
+    """Process id of the training worker on a host."""
+    mark = f"HVD_ELASTIC_HOST={host}".encode()
+    for pid in sorted(cluster.pids(host)):
+        with contextlib.suppress(OSError):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if mark in environment:
+                return pid
+    raise RunError(f"no worker was found on {host}")
+
+
+def show(
+    console: Console,
+    summary: RunSummary,
+    audit: AuditResult,
+    report: Path,
+    told: bool,
+    as_json: bool,
+) -> int:
+    """Print the summary; returns the exit status."""
+    accuracy = summary.final_metrics().get("test_accuracy")
+    accurate = accuracy is not None and accuracy >= ACCURACY_WANTED
+    good = summary.status == "succeeded" and audit.ok and accurate and told
+    if as_json:
+        content: dict[str, Any] = {
+            "ok": good,
+            "test_accuracy": accuracy,
+            "summary": summary.as_json(),
+            "exactly_once": audit.ok,
+            "report": str(report),
+        }
+        print(json.dumps(content, indent=2))
+        return 0 if good else 1
+    table = Table(title="What came of it", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row(
+        "status",
+        f"{summary.status}, {count(summary.steps, 'step')}, {count(summary.epochs, 'epoch')}",
+    )
+    shown = "none" if accuracy is None else f"{accuracy:.2%}"
+    table.add_row("test accuracy", f"{shown} (wanted: at least {ACCURACY_WANTED:.0%})")
+    table.add_row("examples", audit.sentence())
+    for rescale in summary.rescales:
+        pause = "start" if rescale.pause_s is None else f"pause {rescale.pause_s:.2f} s"
+        table.add_row(
+            f"{rescale.from_size} → {rescale.to_size} processes", f"{pause}: {rescale.reason}"
+        )
+    table.add_row("report", str(report))
+    console.print(table)
+    if not told:
+        console.print("[red]training ended before everything of the demo had happened[/]")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
