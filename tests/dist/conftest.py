@@ -1,0 +1,61 @@
+"""One virtual cluster for all tests with real ranks, and jobs on it that cannot outlive a test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hvd_elastic.cluster.virtual import VirtualCluster
+from tests.dist.running import RunningJob, Stage
+
+# Training scripts of the tests: run by workers, not to be imported for their doctests.
+collect_ignore = ["scripts"]
+
+LOOPBACK = "HVD_ELASTIC_TEST_LOOPBACK"
+"""Set to 1 to run as without root: hosts on the loopback interface."""
+
+StartJob = Callable[..., RunningJob]
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Four hosts."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
+    # Whoever ends the tests from outside (a time limit, say) must not leave hosts behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", 143))
+    folder = tmp_path_factory.mktemp("dist")
+    home = tmp_path_factory.mktemp("cluster")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HVD_ELASTIC_HOME", str(home))
+        loopback = True if os.environ.get(LOOPBACK) == "1" else None
+        made = VirtualCluster.up(4, 2, loopback=loopback, shares=[folder])
+    with made as cluster:
+        yield Stage(cluster, folder)
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def start_job(stage: Stage) -> Iterator[StartJob]:
+    """Start jobs that end with the test at the latest."""
+    stage.boot_all()
+    with contextlib.ExitStack() as jobs:
+
+        def start(*arguments: Any, **options: Any) -> RunningJob:
+            return jobs.enter_context(RunningJob(stage, *arguments, **options))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_jobs(stage: Stage) -> Iterator[list[RunningJob]]:
+    """Holds the job that the tests of one module disturb one after the other."""
+    jobs: list[RunningJob] = []
+    yield jobs
+    for job in jobs:
+        with job:
+            pass

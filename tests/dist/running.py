@@ -1,0 +1,445 @@
+"""A real job on a virtual cluster: started, followed, disturbed, ended, and checked afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from typing_extensions import Self
+
+from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.telemetry.audit import AuditResult, check_audit
+from hvd_elastic.telemetry.records import EventFollower, Record, read_events
+from hvd_elastic.telemetry.runfolder import RunFolder
+
+__all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = ROOT / "tests" / "dist" / "scripts" / "train_probe.py"
+DEADLINE_S = 60.0
+"""For what takes a few seconds on an idle machine; busy ones take many times that."""
+CLEAN_S = 15.0
+"""Nothing of ours is left on any host this long after a run's end, however it ended."""
+POLL_S = 0.02
+_AGENT = "hvd_elastic.launch.agent"
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """One worker, as seen from this machine."""
+
+    host: str
+    name: str
+    slot: int
+    pid: int
+
+    def kill(self) -> None:
+        """Kill -9."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@dataclass
+class Stage:
+    """Virtual hosts, and a folder that this machine and all of them see."""
+
+    cluster: VirtualCluster
+    folder: Path
+
+    @property
+    def hosts(self) -> list[str]:
+        return self.cluster.hosts
+
+    def boot_all(self) -> None:
+        """Start the hosts that a test has crashed."""
+        for host in self.hosts:
+            if self.cluster.status(host) == "off":
+                self.cluster.boot(host)
+
+    def temporary_entries(self) -> set[tuple[str, str]]:
+        """What lies in the /tmp of the hosts; on loopback it is everybody's."""
+        found: set[tuple[str, str]] = set()
+        if not self.cluster.loopback:
+            for host in self.hosts:
+                folder = self.cluster.folder / "hosts" / host / "tmp"
+                # PyTorch keeps what it compiles there, for every later process of the user.
+                names = {path.name for path in folder.iterdir()} - {
+                    f"torchinductor_{getpass.getuser()}"
+                }
+                found |= {(host, name) for name in names}
+        return found
+
+
+class RunningJob:
+    """``hvd-elastic run`` with the probe script, beside the test.
+
+    As a context manager it ends everything it started, whatever happened.
+
+    Args:
+        stage: where.
+        hosts: host name → slots, the hostfile in this order.
+        options: more options of ``run``.
+        script: command instead of the probe; FOLDER stands for the job's.
+        script_options: of the probe.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        hosts: Mapping[str, int],
+        *options: str,
+        script: list[str] | None = None,
+        script_options: tuple[str, ...] = (),
+    ) -> None:
+        self.stage = stage
+        self.run_id = f"job-{secrets.token_hex(4)}"
+        self.folder = stage.folder / self.run_id
+        self.folder.mkdir()
+        self.home = self.folder / "home"
+        self.hostfile = self.folder / "hosts"
+        self.use(hosts)
+        self.output = self.folder / "output"
+        self.events: list[Record] = []
+        self._run_folder = self.home / "runs" / self.run_id
+        self._follower = EventFollower(self._run_folder / "events.jsonl")
+        self._lives = 0
+        self._temporary = stage.temporary_entries()
+        command = script or [sys.executable, str(PROBE), "FOLDER", *script_options]
+        command = [str(self.folder) if word == "FOLDER" else word for word in command]
+        self.process = self._start(
+            *("run", "--run-id", self.run_id, "--hostfile", str(self.hostfile)),
+            *("--ssh-config", str(stage.cluster.ssh_config), "--audit"),
+            *("--checkpoint-every", "1", *options, "--", *command),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        for process in self._left_processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    # -- starting and ending ---------------------------------------------------------------
+
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        self._lives += 1
+        with self.output.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "hvd_elastic.cli.app", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env=self.environment(),
+            )
+
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
+        kept |= {"HVD_ELASTIC_HOME": str(self.home), "PYTHONPATH": str(ROOT)}
+        return kept | {"OMP_NUM_THREADS": "1", "DIST_TEST_LIFE": str(self._lives)}
+
+    def command(self, *arguments: str) -> str:
+        """Another command of ours, of the same user; what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "hvd_elastic.cli.app", *arguments],
+            capture_output=True,
+            text=True,
+            env=self.environment(),
+            timeout=30,
+        )
+        assert done.returncode == 0, f"{arguments} ended with {done.returncode}: {done.stderr}"
+        return done.stdout
+
+    def resume(self, *options: str, alive: bool = False) -> None:
+        """Another leader goes on with the run; ``alive``: in the processes that are there."""
+        assert self.process.poll() is not None
+        self._lives -= alive
+        self.process = self._start("run", "--resume", self.run_id, *options)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """Exit status of the leader."""
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end within {timeout_s:g} s; {self.story()}") from None
+        self.poll()
+        return status
+
+    def finish(self, timeout_s: float = DEADLINE_S, *, but_spools: bool = False) -> AuditResult:
+        """Let training end, and check all that must be true of a run that ended well.
+
+        Args:
+            timeout_s: for the end.
+            but_spools: see :meth:`check_nothing_left`.
+        """
+        (self.folder / "enough").touch()
+        assert self.wait(timeout_s) == 0, self.story()
+        assert self.kinds("run_finished")[-1]["status"] == "succeeded", self.story()
+        self.check_nothing_left(but_spools=but_spools)
+        self.check_equal_parameters()
+        return self.check_audit(finished=True)
+
+    # -- following -------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        self.events += self._follower.poll()
+
+    def mark(self) -> int:
+        """Now, as a place in the list of events."""
+        self.poll()
+        return len(self.events)
+
+    def kinds(self, kind: str, since: int = 0) -> list[Record]:
+        """Events of one kind since a mark."""
+        self.poll()
+        return [event for event in self.events[since:] if event["kind"] == kind]
+
+    def wait_for(
+        self,
+        condition: Callable[[], Any],
+        what: str,
+        deadline_s: float = DEADLINE_S,
+        *,
+        ended_too: bool = False,
+    ) -> Any:
+        """Wait until ``condition`` is true and return it; fails when the run ends before."""
+        end = time.monotonic() + deadline_s
+        while True:
+            ended = self.process.poll() is not None
+            self.poll()
+            found = condition()
+            if found:
+                return found
+            assert ended_too or not ended, f"ended before: {what}; {self.story()}"
+            assert time.monotonic() < end, f"{what}: not in {deadline_s:g} s; {self.story()}"
+            time.sleep(POLL_S)
+
+    def wait_event(
+        self, kind: str, since: int, deadline_s: float = DEADLINE_S, **fields: Any
+    ) -> Any:
+        """The first event of a kind, with these fields, since a mark."""
+
+        def find() -> Record | None:
+            return next((e for e in self.kinds(kind, since) if fields.items() <= e.items()), None)
+
+        return self.wait_for(find, f"event {kind} {fields or ''}")
+
+    def size(self) -> int | None:
+        """Processes that train together; None while that changes."""
+        for event in reversed(self.events):
+            if event["kind"] == "rescale_finished":
+                return int(event["size"])
+            if event["kind"] in ("rescale_started", "run_started", "waiting"):
+                return None
+        return None
+
+    def wait_size(self, size: int, since: int = 0, deadline_s: float = DEADLINE_S) -> Record:
+        """Wait until ``size`` processes train together, by a rescale since a mark."""
+
+        def reached() -> Record | None:
+            done = self.kinds("rescale_finished", since)
+            return done[-1] if done and self.size() == size else None
+
+        found: Record = self.wait_for(reached, f"training with {size} processes", deadline_s)
+        return found
+
+    def settled_on(self, hosts: Mapping[str, int]) -> bool:
+        """Whether a worker trains in each of these slots, and none is coming or going."""
+        slots = {(host, slot) for host in hosts for slot in range(hosts[host])}
+        self.poll()
+        known: set[tuple[str, int]] = set()
+        for event in self.events:
+            # A worker's end is reported a moment after its process is gone.
+            if event["kind"] == "worker_standby":
+                known.add((event["host"], event["local_rank"]))
+            elif event["kind"] == "worker_left":
+                known.discard((event["host"], event["local_rank"]))
+        running = [(worker.host, worker.slot) for worker in self.workers()]
+        return self.size() == len(slots) and known == slots and {*running} == slots
+
+    @property
+    def step(self) -> int:
+        """Steps made, as last heard."""
+        made = [event["step"] for event in self.events if event["kind"] == "metrics"]
+        return int(made[-1]) if made else 0
+
+    def wait_steps(self, steps: int, deadline_s: float = DEADLINE_S) -> None:
+        """Wait until training has gone on for ``steps`` more steps."""
+        self.poll()
+        wanted = self.step + steps
+        self.wait_for(lambda: self.step >= wanted, f"step {wanted}", deadline_s)
+
+    def story(self) -> str:
+        """What happened, for a failed test."""
+        self.poll()
+        shown = [e for e in self.events if e["kind"] not in ("metrics", "checkpoint")][-40:]
+        begin = self.events[0]["t"] if self.events else 0.0
+        lines = []
+        for event in shown:
+            rest = {k: v for k, v in event.items() if k not in ("t", "mono", "kind")}
+            lines.append(f"{event['t'] - begin:7.2f} {event['kind']} {rest}")
+        text = self.output.read_text(errors="replace")[-3000:]
+        return f"{self.run_id} at step {self.step}:\n" + "\n".join(lines) + f"\noutput:\n{text}"
+
+    # -- disturbing ------------------------------------------------------------------------
+
+    def use(self, hosts: Mapping[str, int]) -> None:
+        """Write the hostfile, as an editor does: a new file in the place of the old."""
+        new = self.hostfile.with_suffix(".new")
+        new.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()))
+        new.replace(self.hostfile)
+
+    def workers(self, host: str | None = None) -> list[WorkerProcess]:
+        """Live workers by host and slot, newest incarnation only where two overlap."""
+        found = []
+        for process in _our_processes(self.run_id):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                environment = process.environ()
+                name, where = environment["HVD_ELASTIC_WORKER"], environment["HVD_ELASTIC_HOST"]
+                # What a worker starts carries its marks too, but only it leads its session.
+                if os.getsid(process.pid) == process.pid and host in (None, where):
+                    slot = int(environment["HVD_ELASTIC_LOCAL_RANK"])
+                    found.append(WorkerProcess(where, name, slot, process.pid))
+        return sorted(found, key=lambda worker: (self.stage.hosts.index(worker.host), worker.slot))
+
+    def worker(self, host: str, slot: int = 0) -> WorkerProcess:
+        """The worker in a slot, which is there."""
+        return next(worker for worker in self.workers(host) if worker.slot == slot)
+
+    def name_of_rank(self, rank: int) -> str:
+        """The worker that had this rank when one last said so."""
+        return next(str(r["worker"]) for r in reversed(self.digests()) if r["rank"] == rank)
+
+    def worker_of_rank(self, rank: int) -> WorkerProcess:
+        """The worker with this rank."""
+        name = self.name_of_rank(rank)
+        return next(worker for worker in self.workers() if worker.name == name)
+
+    def kill_agent(self, host: str) -> None:
+        """Kill -9 of the agent of a host, if there is one."""
+        for where, agent in [*self._agents()]:
+            if where == host:
+                with contextlib.suppress(psutil.Error):
+                    agent.kill()
+
+    def agent_pid(self, host: str) -> int:
+        """The process of a host's agent."""
+        return next(agent.pid for where, agent in self._agents() if where == host)
+
+    def _agents(self) -> Iterator[tuple[str, psutil.Process]]:
+        for host in self.stage.hosts:
+            for pid in self.stage.cluster.pids(host):
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    # sshd runs it through a shell that replaces itself by it.
+                    if _AGENT in process.cmdline() and "python" in process.name():
+                        yield host, process
+
+    # -- checking --------------------------------------------------------------------------
+
+    def digests(self) -> list[dict[str, Any]]:
+        """What the ranks said they hold."""
+        path = self.folder / "digests.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def check_equal_parameters(self) -> None:
+        """All ranks hold the same, bit for bit, at the start of each generation and after."""
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+        for record in self.digests():
+            key = tuple(record[name] for name in ("life", "generation", "kind", "step"))
+            groups[key].append(record)
+        for key, records in groups.items():
+            held = {record["digest"] for record in records}
+            assert len(held) == 1, (
+                f"ranks differ at (life, generation, kind, step) {key}: {records}"
+            )
+        # A generation's first step needs the gradients of all its ranks, so all were there.
+        life = 0
+        for event in self.events:
+            life += event["kind"] in ("run_started", "leader_cut_off")
+            life -= event["kind"] == "taken_over"
+            if event["kind"] == "rescale_finished":
+                ranks = {
+                    record["rank"]
+                    for (of, generation, kind, _), records in groups.items()
+                    if (of, generation, kind) == (str(life), event["generation"], "synced")
+                    for record in records
+                }
+                assert ranks == set(range(event["size"])), f"{event}: {ranks} were compared"
+
+    def check_audit(self, *, finished: bool = False) -> AuditResult:
+        """Every example exactly once in each epoch."""
+        result = check_audit(read_events(self._run_folder / "audit.jsonl"), finished=finished)
+        assert result.ok, "\n".join([*result.problems(), self.story()])
+        return result
+
+    def check_nothing_left(
+        self, hosts: list[str] | None = None, *, but_spools: bool = False
+    ) -> None:
+        """No process, socket, lock or temporary file, here or on a host, soon after the end.
+
+        Args:
+            hosts: look at these hosts alone, of a run that goes on elsewhere.
+            but_spools: what a killed leader did not collect may stay.
+        """
+        end = time.monotonic() + CLEAN_S
+        while left := [x for x in self._left(hosts) if not (but_spools and _is_left_on_purpose(x))]:
+            assert time.monotonic() < end, f"left behind: {left}; {self.story()}"
+            time.sleep(POLL_S)
+
+    def _left(self, hosts: list[str] | None) -> Iterator[Any]:
+        cluster = self.stage.cluster
+        for host in hosts or self.stage.hosts:
+            for pid in cluster.pids(host):
+                with contextlib.suppress(psutil.Error):
+                    yield host, psutil.Process(pid).cmdline()
+            # Sockets in the abstract namespace are of a network namespace.
+            for pid in sorted(cluster.pids(host, system=True))[:1]:
+                table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
+                of_host = hosts is None or not cluster.loopback
+                if f"hvd_elastic/{self.run_id}/" in table and of_host:
+                    yield host, f"socket of run {self.run_id}"
+            if (spool := self.home / "spool" / self.run_id / host).exists():
+                yield spool
+        if hosts is None:
+            yield from self._left_processes()
+            if (self.home / "spool").exists():
+                yield self.home / "spool"
+            if RunFolder(self._run_folder).leader_alive():
+                yield "the lock of the leader"
+            yield from self.stage.temporary_entries() - self._temporary
+
+    def _left_processes(self) -> list[psutil.Process]:
+        return [*_our_processes(self.run_id), *(agent for _, agent in self._agents())]
+
+
+def _is_left_on_purpose(left: Any) -> bool:
+    """Whether it is a spool with what no leader has, or the folder of such."""
+    names = ("*.shard", "untold.jsonl")
+    return isinstance(left, Path) and any(found for name in names for found in left.rglob(name))
+
+
+def _our_processes(run_id: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HVD_ELASTIC_RUN_ID") == run_id:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    yield process

@@ -1,0 +1,172 @@
+"""A small training job that says what it holds, and stands still where a test wants it to.
+
+Before the first step of every generation, and every few steps, each rank appends to
+``<folder>/digests.jsonl`` a digest of its parameters, buffers and optimizer state; the tests
+compare them. Files in ``<folder>`` steer it:
+
+``enough``        training ends with the epoch
+``stuck``         steps take for ever, as long as it is there
+``stuck-<host>``  the same on that host alone
+``gate-<host>``   workers of that host stand still before they meet the others of a new generation;
+                  each says so by making ``at-gate-<worker>``
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.torch import context
+from hvd_elastic.torch.engine import HorovodEngine
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--examples", type=int, default=150)
+parser.add_argument("--batch-size", type=int, default=12)
+parser.add_argument("--max-batch-size", type=int, help="adapt the batch up to this size")
+parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
+parser.add_argument("--num-workers", type=int, default=0)
+parser.add_argument("--step-time", type=float, default=0.03)
+parser.add_argument("--epochs", type=int, default=10**9)
+parser.add_argument("--seed", type=int, help="of the first parameters; by default each rank's own")
+parser.add_argument("--double", action="store_true", help="64-bit numbers")
+args = parser.parse_args()
+
+HOST, WORKER = os.environ["HVD_ELASTIC_HOST"], os.environ["HVD_ELASTIC_WORKER"]
+LIFE = os.environ["DIST_TEST_LIFE"]
+DIGEST_EVERY = 10
+POLL_S = 0.02
+
+
+class Net(nn.Module):
+    """Layers, and a buffer that differs between ranks until the next generation."""
+
+    mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, inputs):
+        self.mean.mul_(0.9).add_(inputs.mean(0), alpha=0.1)
+        return self.layers(inputs)
+
+
+def wait_at_gate():
+    gate = args.folder / f"gate-{HOST}"
+    while gate.exists():
+        (args.folder / f"at-gate-{WORKER}").touch()
+        time.sleep(POLL_S)
+
+
+def start_after_gate(engine, env, *, start=HorovodEngine.start):
+    wait_at_gate()
+    start(engine, env)
+
+
+setattr(HorovodEngine, "start", start_after_gate)  # noqa: B010
+
+
+def digest(values):
+    found = hashlib.sha256()
+
+    def add(value):
+        if isinstance(value, torch.Tensor):
+            found.update(str((value.dtype, tuple(value.shape))).encode())
+            found.update(value.detach().contiguous().numpy().tobytes())
+        elif isinstance(value, dict):
+            for name in sorted(value, key=str):
+                found.update(str(name).encode())
+                add(value[name])
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    add(values)
+    return found.hexdigest()
+
+
+def tell(kind, values):
+    now = context.current()
+    record = {"kind": kind, "life": LIFE, "worker": WORKER, "generation": now.generation}
+    record |= {"step": now.progress.step, "rank": hvd.rank(), "size": hvd.size()}
+    line = json.dumps({**record, "digest": digest(values)}) + "\n"
+    out = os.open(args.folder / "digests.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(out, line.encode())  # one write to an appending file: ranks do not mix
+    os.close(out)
+
+
+hvd.init()
+if args.double:
+    torch.set_default_dtype(torch.float64)
+if args.seed is None:
+    args.seed = int.from_bytes(os.urandom(4), "little")  # equal only by being synchronised
+torch.manual_seed(args.seed)
+model = Net()
+sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(sgd, model)
+generator = torch.Generator().manual_seed(1)
+inputs = torch.randn(args.examples, 8, generator=generator)
+targets = torch.randint(3, (args.examples,), generator=generator)
+dataset = TensorDataset(inputs, targets)
+loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
+    dataset,
+    args.batch_size,
+    shuffle=True,
+    num_workers=args.num_workers,
+    max_batch_size=args.max_batch_size,
+)
+told = 0
+
+
+def tell_if_due(state):
+    global told
+    generation, step = context.current().generation, context.current().progress.step
+    if generation != told:
+        told = generation
+        whole = [model.state_dict(), optimizer.state_dict(), state.batches]
+        tell("synced", whole)
+    elif step % DIGEST_EVERY == 0:
+        # Buffers are each rank's own between two generations.
+        tell("same", [dict(model.named_parameters()), optimizer.state_dict(), state.batches])
+
+
+def enough():
+    there = torch.tensor([float((args.folder / "enough").exists())])
+    return hvd.allreduce(there, "enough", average=False).item() > 0
+
+
+@hvd.run
+def train(state):
+    for _ in hvd.epochs(args.epochs):
+        for inputs, targets in loader:
+            if not context.current().passes > 1:
+                tell_if_due(state)
+            optimizer.zero_grad()
+            if args.memory and hvd.rank() == 0 and len(inputs) > args.memory:
+                raise torch.cuda.OutOfMemoryError("made up by the test")
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            state.batches = context.current().progress.step
+            time.sleep(args.step_time)
+            while any((args.folder / f"stuck{who}").exists() for who in ("", f"-{HOST}")):
+                time.sleep(POLL_S)
+            state.commit(loss=loss)
+        if enough():
+            break
+
+
+train(hvd.State(model=model, optimizer=optimizer, batches=0))
+if hvd.rank() == 0:
+    torch.save(model.layers.state_dict(), args.folder / "trained.pt")

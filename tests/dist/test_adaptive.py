@@ -1,0 +1,84 @@
+"""The batch adapts while hosts come, go and die, and nothing is read twice or left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.conftest import StartJob
+from tests.dist.running import RunningJob, Stage
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+ADAPTIVE = ("--batch-size", "12", "--max-batch-size", "96", "--examples", "600")
+
+
+def sizes(job: RunningJob) -> list[int]:
+    return [plan["global_batch_size"] for plan in job.kinds("batch_plan")]
+
+
+def wait_larger_batch(job: RunningJob) -> None:
+    job.wait_for(lambda: max(sizes(job), default=0) > 12, "a larger batch")
+
+
+def test_the_batch_grows_and_outlives_a_join_a_departure_and_a_death(
+    stage: Stage, start_job: StartJob
+) -> None:
+    one, two, three = stage.hosts[:3]
+    job = start_job({one: 1, two: 1}, script_options=ADAPTIVE)
+    job.wait_size(2)
+    wait_larger_batch(job)
+    grown = sizes(job)[-1]
+    since = job.mark()
+    job.use({one: 1, two: 1, three: 1})
+    job.wait_size(3, since)
+    job.wait_steps(30)
+    assert all(size > 12 for size in sizes(job)[-1:]), "a rescale does not begin anew"
+    since = job.mark()
+    job.worker_of_rank(0).kill()  # the one that decides
+    job.wait_event("rescale_finished", since)
+    job.wait_size(3, since)
+    job.wait_steps(30)
+    since = job.mark()
+    job.use({two: 1, three: 1})
+    job.wait_size(2, since)
+    job.wait_steps(20)
+    job.finish()
+    metrics = job.kinds("metrics")[-1]
+    assert metrics["noise_scale"] > 0
+    assert 0 < metrics["efficiency"] <= 1
+    assert metrics["goodput"] == pytest.approx(metrics["throughput"] * metrics["efficiency"])
+    assert grown <= 96
+    for plan in job.kinds("batch_plan"):
+        assert plan["reason"]
+        assert plan["lr_scale"] >= 1
+
+
+def test_a_resumed_run_goes_on_with_its_batch(stage: Stage, start_job: StartJob) -> None:
+    hosts = dict.fromkeys(stage.hosts[:2], 1)
+    job = start_job(hosts, script_options=ADAPTIVE)
+    job.wait_size(2)
+    wait_larger_batch(job)
+    grown, since = sizes(job)[-1], job.mark()
+    job.wait_event("checkpoint", since)
+    job.command("stop", job.run_id)
+    job.wait()
+    since = job.mark()
+    job.resume()
+    job.wait_size(2, since)
+    job.wait_steps(5)
+    assert job.kinds("metrics", since)[0]["global_batch_size"] >= min(grown, 13)
+    job.finish()
+
+
+def test_a_pass_that_does_not_fit_on_one_rank_is_made_smaller_on_all(
+    stage: Stage, start_job: StartJob
+) -> None:
+    hosts = dict.fromkeys(stage.hosts[:2], 1)
+    job = start_job(hosts, script_options=(*ADAPTIVE, "--memory", "9"))
+    job.wait_size(2)
+    wait_larger_batch(job)
+    job.wait_steps(60)
+    job.finish()
+    last = job.kinds("batch_plan")[-1]
+    assert last["atomic_batch_size"] <= 9
+    assert not job.kinds("worker_left")[:-2], "nobody had to leave for it"

@@ -1,0 +1,333 @@
+"""What a user can get wrong: a clear message, the right exit status, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cluster.virtual import VirtualCluster
+from tests.dist import jobs
+from tests.dist.jobs import Job, assert_nothing_left, call, hostfile_of, write_script
+from tests.small_disk import mounted
+
+pytestmark = pytest.mark.dist
+
+hosts, shared = jobs.hosts, jobs.shared
+ONE_PROCESS = ["--np", 1, "--checkpoint-every", 0]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def script(shared: Path) -> Path:
+    return write_script(shared)
+
+
+def refused(done: subprocess.CompletedProcess[str], status: int, *words: str) -> None:
+    """A message that says what, where, and what to do."""
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr + done.stdout
+    for word in words:
+        assert word in done.stderr
+
+
+def no_run(home: Path) -> None:
+    runs = home / "runs"
+    assert not runs.exists() or not list(runs.iterdir())
+
+
+# ---- before any host is touched
+
+
+def test_missing_hostfile(home: Path, script: Path) -> None:
+    done = call("run", "-H", home / "nohosts", "--", sys.executable, script, home=home)
+    refused(done, 1, str(home / "nohosts"), "does not exist", "slots=8")
+    no_run(home)
+
+
+def test_hostfile_that_names_no_host(home: Path, script: Path) -> None:
+    hostfile = home / "hosts"
+    hostfile.write_text("# none yet\n\n")
+    done = call("run", "-H", hostfile, "--", sys.executable, script, home=home)
+    refused(done, 1, str(hostfile), "names no host", "slots=8")
+    no_run(home)
+
+
+def test_hostfile_with_a_line_that_cannot_be_read(home: Path, script: Path) -> None:
+    hostfile = home / "hosts"
+    hostfile.write_text("node1 slots=2\nnode2 slots=many\n")
+    done = call("run", "-H", hostfile, "--", sys.executable, script, home=home)
+    refused(done, 1, f"{hostfile}, line 2", "node2 slots=many", "slots=8")
+    no_run(home)
+
+
+def test_script_that_does_not_exist(home: Path) -> None:
+    done = call("run", "--", sys.executable, "trian.py", home=home)
+    refused(done, 2, "trian.py does not exist", str(home))
+    no_run(home)
+
+
+def test_command_that_does_not_exist(home: Path) -> None:
+    done = call("run", "--", "pyhton", "train.py", home=home)
+    refused(done, 2, "'pyhton' is not on PATH", "hvd-elastic run -- python train.py")
+    no_run(home)
+
+
+def test_min_np_above_the_slots(home: Path, script: Path) -> None:
+    hostfile = hostfile_of(home / "hosts", ["a", "b"], slots=2)
+    done = call("run", "-H", hostfile, "--min-np", 5, "--", sys.executable, script, home=home)
+    refused(done, 2, "--min-np 5 is above the 4 slots", str(hostfile), "add hosts or slots")
+    no_run(home)
+
+
+def test_run_id_in_use(home: Path, script: Path) -> None:
+    (home / "runs" / "taken").mkdir(parents=True)
+    done = call("run", "--run-id", "taken", "--", sys.executable, script, home=home)
+    refused(done, 1, "'taken' is in use", "another --run-id", "hvd-elastic run --resume taken")
+    assert not list((home / "runs" / "taken").iterdir())
+
+
+@pytest.mark.parametrize("place", ["below a file", "not writable"])
+def test_unwritable_checkpoint_folder(home: Path, script: Path, place: str) -> None:
+    if place == "below a file":
+        (home / "file").write_text("")
+        folder = home / "file" / "checkpoints"
+    else:
+        # The kernel's own folders are closed to root as well.
+        folder = Path("/proc/checkpoints")
+    options = ["--run-id", "job", "--checkpoint-dir", folder]
+    done = call("run", *options, "--", sys.executable, script, home=home)
+    refused(done, 1, f"checkpoints cannot be written to {folder}", "give a folder that can be made")
+    no_run(home)  # so that the same command with another folder is not told "in use"
+
+
+# ---- hosts
+
+
+@pytest.mark.parametrize(
+    ("python", "words"),
+    [
+        ("missing", ["has no Python at", "--python"]),
+        ("without package", ["has no package hvd_elastic", "Install it there", "--python"]),
+        ("other minor", ["has Python 3.8.1", "the leader has 3.", "--python"]),
+        ("other version", ["has hvd_elastic 0.0.0", "Install the same version on every host"]),
+    ],
+)
+def test_host_with_a_python_that_is_of_no_use(
+    home: Path, script: Path, shared: Path, hosts: VirtualCluster, python: str, words: list[str]
+) -> None:
+    path = interpreter(shared, python)
+    hostfile = hostfile_of(home / "hosts", hosts.hosts[:2])
+    options = ["-H", hostfile, "-F", hosts.ssh_config, "--python", path, "--run-id", "job"]
+    done = call("run", *options, "--", sys.executable, script, home=home)
+    assert done.returncode == 1, done.stderr
+    for word in [*words, *hosts.hosts[:2], str(path) if "version" not in python else ""]:
+        assert word in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "trying again" not in done.stdout, "another try cannot help"
+    assert_nothing_left(run_id="job", cluster=hosts)
+
+
+def interpreter(folder: Path, kind: str) -> Path:
+    """A Python with a fault, as a host may have it."""
+    path = folder / f"python-{kind.replace(' ', '-')}"
+    if kind == "missing":
+        return path
+    python = shlex.quote(sys.executable)
+    if kind == "without package":
+        # Isolated: neither PYTHONPATH nor what is installed for it.
+        path.write_text(f'#!/bin/sh\nexec {python} -I -S "$@"\n')
+    else:
+        fault = {
+            "other minor": "import platform; platform.python_version = lambda: '3.8.1'",
+            "other version": "import hvd_elastic; hvd_elastic.__version__ = '0.0.0'",
+        }[kind]
+        root = Path(__file__).resolve().parents[2]
+        program = f"import sys; sys.path.insert(0, {str(root)!r}); {fault}; import runpy; "
+        program += "runpy.run_module('hvd_elastic.launch.agent', run_name='__main__')"
+        path.write_text(f"#!/bin/sh\nexec {python} -c {shlex.quote(program)}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_host_that_cannot_be_reached_is_named_and_tried_again(home: Path, script: Path) -> None:
+    """It may come up later, so the run waits for it, says so, and ends when it is told to."""
+    with socket.socket() as sock:  # bound and not listening: connections are refused
+        sock.bind(("127.0.0.99", 0))
+        port = sock.getsockname()[1]
+        hostfile = home / "hosts"
+        hostfile.write_text(f"127.0.0.99 port={port} slots=1\n")
+        with Job("-H", hostfile, "--", sys.executable, script, home=home) as job:
+            job.until(lambda: "trying again" in job.text, "the host is named")
+            job.until(lambda: job.events("waiting"), "it waits")
+            job.process.send_signal(signal.SIGINT)
+            assert job.wait() == 130
+        assert job.text.count("no ssh server listens there") == 1, "the cause is said once"
+        assert "waiting for 1 process: host 127.0.0.99 cannot be reached (trying" in job.text
+        assert "port= in the hostfile" in job.text
+        assert "Traceback" not in job.text
+        assert_nothing_left(mark=job.mark)
+
+
+def test_hostfile_without_a_name_that_is_known_ends_the_run(home: Path, script: Path) -> None:
+    """A typing error is not waited out."""
+    hostfile = hostfile_of(home / "hosts", ["no-such-host.invalid", "nor-this.invalid"])
+    with Job("-H", hostfile, "--min-np", 2, "--", sys.executable, script, home=home) as job:
+        assert job.wait() == 1
+    assert "waiting for 2 processes: hosts no-such-host.invalid, nor-this.invalid" in job.text
+    (finished,) = job.events("run_finished")
+    assert finished["message"].startswith(
+        "the names of hosts no-such-host.invalid, nor-this.invalid cannot be looked up (4 tries)"
+    )
+    assert "Mend the hostfile" in job.text
+    assert "Traceback" not in job.text
+    assert_nothing_left(mark=job.mark)
+
+
+def test_one_host_that_cannot_be_reached_does_not_stop_the_others(
+    home: Path, script: Path, hosts: VirtualCluster
+) -> None:
+    hostfile = hostfile_of(home / "hosts", ["no-such-host.invalid", hosts.hosts[0]])
+    options = ["-H", hostfile, "-F", hosts.ssh_config, "--checkpoint-every", 0]
+    with Job(*options, "--", sys.executable, script, home=home) as job:
+        assert job.wait() == 0, job.text
+    assert "host no-such-host.invalid" in job.text
+    assert [event["host"] for event in job.events("worker_joined")] == [hosts.hosts[0]]
+    assert_nothing_left(mark=job.mark, cluster=hosts)
+
+
+# ---- scripts
+
+
+@pytest.mark.parametrize("step", [-1, 0, 100])
+def test_script_that_raises_ends_the_run_with_its_traceback_once(
+    home: Path, script: Path, hosts: VirtualCluster, step: int
+) -> None:
+    """All ranks raise alike; that is no failure of hosts, so nothing is tried again."""
+    hostfile = hostfile_of(home / "hosts", hosts.hosts[:2])
+    options = ["-H", hostfile, "-F", hosts.ssh_config, "--checkpoint-every", 0]
+    arguments = ["--epochs", 20, "--fail-at", step]
+    with Job(*options, "--", sys.executable, script, *arguments, home=home) as job:
+        assert job.wait() == 1, job.text
+    error = "ValueError: broken " + ("at import" if step < 0 else f"in step {step}")
+    assert job.text.count("Traceback (most recent call last)") == 1, job.text
+    assert job.text.count(f"\n{error}\n") == 1, job.text
+    assert len(job.events("script_failed")) == 1
+    assert job.events("script_failed")[0]["traceback"].rstrip().endswith(error)
+    (finished,) = job.events("run_finished")
+    assert finished["status"] == "failed"
+    assert finished["steps"] == max(0, step)
+    # No storm: each slot was started once, in the first generation.
+    assert len(job.events("rescale_started")) <= 1
+    assert len(job.events("worker_standby")) <= 2
+    logs = [path.read_text() for path in (job.folder / "logs").iterdir()]
+    assert any(error in text for text in logs), "it is in the worker's log too"
+    assert_nothing_left(mark=job.mark, cluster=hosts)
+
+
+def test_script_that_one_host_does_not_have(
+    home: Path, tmp_path: Path, hosts: VirtualCluster
+) -> None:
+    if hosts.loopback:
+        pytest.skip("hosts on the loopback network share all files")
+    script = write_script(tmp_path)  # /tmp is each virtual host's own
+    hostfile = hostfile_of(home / "hosts", hosts.hosts[:1])
+    options = ["-H", hostfile, "-F", hosts.ssh_config]
+    with Job(*options, "--", sys.executable, script, home=home, cwd=Path("/var")) as job:
+        assert job.wait() == 1
+    assert str(script) in job.text
+    assert "No such file or directory" in job.text
+    assert "Traceback" not in job.text
+    assert_nothing_left(mark=job.mark, cluster=hosts)
+
+
+def test_script_that_trains_with_nothing_of_ours(home: Path) -> None:
+    script = write_script(home, "print('no training here')\n")
+    with Job(*ONE_PROCESS, "--", sys.executable, script, home=home) as job:
+        assert job.wait() == 1
+    assert "without ever calling the run function of hvd_elastic" in job.text
+    assert "Traceback" not in job.text
+    assert_nothing_left(mark=job.mark)
+
+
+# ---- disks and checkpoints
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    with mounted(tmp_path / "small", "64k", lazy=True) as disk:
+        yield disk
+
+
+@pytest.mark.root
+def test_disk_that_is_full_before_the_run(small_disk: Path, script: Path) -> None:
+    """However little is left, and so whatever file it is that cannot be written."""
+    arguments = ["--np", 1, "--run-id", "job", "--", sys.executable, "-c", "pass"]
+    for free_pages in range(5):
+        filler = small_disk / "filler"
+        filler.write_bytes(b"x" * (16 - free_pages) * 4096)
+        done = call("run", *arguments, home=small_disk)
+        said = done.stdout + done.stderr
+        assert done.returncode == 1
+        assert "Traceback" not in said
+        if not (small_disk / "runs" / "job").exists():
+            refused(done, 1, str(small_disk), "No space left on device", "HVD_ELASTIC_HOME")
+        elif free_pages < 3:
+            assert "No space left on device" in said
+        assert_nothing_left(run_id="job")
+        shutil.rmtree(small_disk / "runs")
+        filler.unlink()
+
+
+@pytest.mark.root
+def test_disk_that_fills_up_during_the_run(small_disk: Path, script: Path, tmp_path: Path) -> None:
+    """Training is worth more than its records: it goes on, and says what is lost."""
+    write_script(script.parent, name="chatty.py", text=script.read_text() + "print('y' * 90000)\n")
+    options = ["--np", 1, "--audit", "--checkpoint-every", 0.1, "--run-id", "job"]
+    arguments = [script.parent / "chatty.py", "--epochs", 100]
+    done = call("run", *options, "--", sys.executable, *arguments, home=small_disk)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert f"cannot write to {small_disk}" in done.stdout
+    assert "No space left on device" in done.stdout
+    assert "checkpoint" in done.stdout
+    assert "run succeeded after 1000 steps" in done.stdout
+    assert_nothing_left(run_id="job")
+
+
+def test_truncated_checkpoint_is_skipped_for_an_older_one(home: Path, script: Path) -> None:
+    options = ["--np", 1, "--audit", "--checkpoint-every", 0.1]
+    arguments = [script, "--step-time", 0.05, "--epochs", 8]
+    with Job(*options, "--", sys.executable, *arguments, home=home) as job:
+        job.until(lambda: len(job.events("checkpoint")) >= 2, "two checkpoints are there")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130, job.text
+    newest, older = sorted(job.folder.glob("checkpoints/step-*.shard"), reverse=True)[:2]
+    with newest.open("r+b") as file:
+        file.truncate(newest.stat().st_size // 2)
+    shutil.rmtree(job.folder / "logs")
+    (job.folder / "logs").mkdir()
+    done = call("run", "--resume", job.run_id, home=home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{newest} was skipped: it is truncated" in done.stdout
+    (restored,) = job.events("restored")
+    assert f"{restored['step']:012d}" in older.name
+    assert job.audit().ok, job.audit().problems()
+    assert job.events("run_finished")[-1]["steps"] == 80
+    assert_nothing_left(run_id=job.run_id)

@@ -1,0 +1,220 @@
+"""Checkpoints of several ranks on several hosts, while ranks, leaders and disks fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.launch.checkpoints import find_checkpoints, find_shards, newest_valid
+from tests.dist.conftest import StartJob
+from tests.dist.running import PROBE, RunningJob, Stage
+from tests.small_disk import mounted
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+# The probe, as if its parameters were many; ``gate-write-<host>`` in its folder holds the writing of
+# shards on that host, which says so by making ``at-write-<host>``.
+SHARDED = f"""
+import os, pathlib, runpy, sys, time
+import hvd_elastic.torch.checkpoint as checkpoint
+
+folder, host = pathlib.Path(sys.argv[1]), os.environ["HVD_ELASTIC_HOST"]
+
+def gated(*arguments, write=checkpoint.write_shard):
+    while (folder / f"gate-write-{{host}}").exists():
+        (folder / f"at-write-{{host}}").touch()
+        time.sleep(0.02)
+    return write(*arguments)
+
+checkpoint.write_shard = gated
+checkpoint.SHARD_BYTES = 64
+sys.argv[0] = {str(PROBE)!r}
+runpy.run_path({str(PROBE)!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def start_sharded(stage: Stage, start_job: StartJob) -> Any:
+    """Start the probe so that every rank writes a shard."""
+
+    def start(hosts: dict[str, int], *options: str) -> RunningJob:
+        script = stage.folder / "sharded.py"
+        script.write_text(SHARDED)
+        return start_job(hosts, *options, script=[sys.executable, str(script), "FOLDER"])
+
+    return start
+
+
+def folder_of(job: RunningJob) -> Path:
+    return job.home / "runs" / job.run_id / "checkpoints"
+
+
+def spool_of(job: RunningJob, host: str) -> Path:
+    return job.home / "spool" / job.run_id / host
+
+
+def test_every_rank_writes_a_shard_and_any_number_goes_on_from_them(
+    stage: Stage, start_sharded: Any
+) -> None:
+    a, b, c, _ = stage.hosts
+    job = start_sharded({a: 2, b: 1})
+    job.wait_size(3)
+    done = job.wait_for(
+        lambda: [e for e in job.kinds("checkpoint") if e["shards"] == 3], "three shards"
+    )
+    assert 0 <= done[-1]["blocked_s"] < 5
+    manifest = json.loads(Path(done[-1]["path"]).read_text())
+    assert [shard["host"] for shard in manifest["shards"]] == [a, a, b]
+    job.command("stop", job.run_id)
+    assert job.wait() == 130
+    job.check_nothing_left()
+    newest = newest_valid(folder_of(job))
+    assert newest is not None
+    since = job.mark()
+    job.use({c: 1})
+    job.resume()
+    restored = job.wait_event("restored", since)
+    assert (restored["step"], restored["path"]) == (newest.step, str(newest.path))
+    job.wait_size(1, since)
+    job.wait_for(
+        lambda: [e for e in job.kinds("checkpoint", since) if e["shards"] == 1], "one shard"
+    )
+    job.finish()
+
+
+def test_ranks_killed_while_shards_are_written_cost_that_checkpoint_alone(
+    stage: Stage, start_sharded: Any
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_sharded({a: 1, b: 1})
+    job.wait_size(2)
+    job.wait_for(lambda: [e for e in job.kinds("checkpoint") if e["shards"] == 2], "a checkpoint")
+    gate = job.folder / f"gate-write-{b}"
+    gate.touch()
+    job.wait_for((job.folder / f"at-write-{b}").exists, "a shard is being written")
+
+    def half() -> list[int]:
+        here, there = ({s.step for s in find_shards(spool_of(job, host))} for host in (a, b))
+        return list(here - there - {event["step"] for event in job.kinds("checkpoint")})
+
+    (step,) = job.wait_for(half, "the other shard is there")
+    since = job.mark()
+    for worker in job.workers():
+        worker.kill()
+    gate.unlink()
+    restored = job.wait_event("restored", since)
+    collected = [e["step"] for e in job.kinds("checkpoint") if e["mono"] < restored["mono"]]
+    assert restored["step"] == max(collected) < step
+    job.wait_size(2, since)
+    job.wait_for(
+        lambda: [e for e in job.kinds("checkpoint", since) if e["shards"] == 2], "the next one"
+    )
+    assert not job.kinds("warning", since)
+    job.finish()
+
+
+def test_a_truncated_shard_is_skipped_by_name_for_the_one_before(
+    stage: Stage, start_sharded: Any
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_sharded({a: 1, b: 1})
+    job.wait_for(lambda: len(job.kinds("checkpoint")) > 1, "two checkpoints")
+    job.command("stop", job.run_id)
+    assert job.wait() == 130
+    newest, before, *_ = find_checkpoints(folder_of(job))
+    cut = newest.shards[-1].path
+    os.truncate(cut, 10)
+    since = job.mark()
+    job.resume()
+    restored = job.wait_event("restored", since)
+    assert restored["step"] == before.step
+    said = [event["message"] for event in job.kinds("warning", since)]
+    assert any(f"{cut} was skipped: it is truncated: 10 of" in message for message in said), said
+    job.wait_size(2, since)
+    job.finish()
+
+
+@pytest.fixture
+def small_disk(stage: Stage) -> Iterator[Path]:
+    if stage.cluster.loopback:
+        pytest.skip("needs hosts in namespaces: without root no file system can be mounted")
+    with mounted(stage.folder / "small-disk", "64k", lazy=True) as disk:
+        yield disk
+
+
+@pytest.mark.root
+def test_a_full_disk_costs_checkpoints_and_is_said_once(
+    stage: Stage, start_sharded: Any, small_disk: Path
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_sharded({a: 1, b: 1}, "--checkpoint-dir", str(small_disk))
+    job.wait_event("checkpoint", 0)
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    since = job.mark()
+    job.wait_event("warning", since)
+    metrics = len(job.kinds("metrics"))
+    job.wait_for(lambda: len(job.kinds("metrics")) > metrics + 16, "four checkpoints later")
+    (said,) = job.kinds("warning", since)
+    assert f"{small_disk} is full" in said["message"]
+    assert newest_valid(small_disk) is not None
+    filler.unlink()
+    job.wait_for(lambda: job.kinds("checkpoint", job.mark() - 1), "there is room again")
+    job.finish()
+
+
+def test_what_a_dead_leader_did_not_collect_is_put_together_by_the_next(
+    stage: Stage, start_sharded: Any
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_sharded({a: 1, b: 1}, "--checkpoint-copies", "1", "--leader-grace", "0")
+    job.wait_for(lambda: [e for e in job.kinds("checkpoint") if e["shards"] == 2], "a checkpoint")
+    job.wait_for(
+        lambda: all(len({s.index for s in find_shards(spool_of(job, h))}) == 2 for h in (a, b)),
+        "each host has a copy of the other's shard",
+    )
+    job.process.kill()
+    job.wait()
+    job.check_nothing_left(but_spools=True)
+    # The disks of the leader and of one host are lost.
+    for path in folder_of(job).iterdir():
+        path.unlink()
+    subprocess.run(["rm", "-rf", str(spool_of(job, b))], check=True)
+    held = {shard.step for shard in find_shards(spool_of(job, a)) if shard.index == 1}
+    since = job.mark()
+    job.resume()
+    restored = job.wait_event("restored", since)
+    assert restored["step"] in held
+    job.wait_size(2, since)
+    job.finish()
+
+
+def test_a_checkpoint_of_another_model_ends_the_run_and_loses_nothing(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, *_ = stage.hosts
+    script = stage.folder / "wide.py"
+    text = PROBE.read_text()
+    script.write_text(text)
+    job = start_job({a: 1}, script=[sys.executable, str(script), "FOLDER"])
+    job.wait_event("checkpoint", 0)
+    job.command("stop", job.run_id)
+    assert job.wait() == 130
+    held = sorted(path.name for path in folder_of(job).iterdir())
+    script.write_text(text.replace("nn.Linear(8, 16)", "nn.Linear(8, 20)").replace("(16, 3)", "(20, 3)"))
+    job.resume()
+    assert job.wait() == 1
+    said = job.output.read_text()
+    assert "model.layers.0.weight is (16, 8) in the checkpoint and (20, 8) in this script" in said
+    assert "Traceback" not in said
+    assert sorted(path.name for path in folder_of(job).iterdir()) == held
+    job.check_nothing_left()

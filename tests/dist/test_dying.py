@@ -1,0 +1,232 @@
+"""Workers, agents, hosts and leaders that are killed, and runs that go on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from tests.dist.conftest import StartJob
+from tests.dist.running import CLEAN_S, RunningJob, Stage, WorkerProcess
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+STEPS_IN_A_REPORT = 25
+"""Metrics come every 0.25 s, so the last step heard of is a few behind the last one made."""
+
+
+@pytest.fixture
+def job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+    """A job that trains with two processes on the first host and one on the second."""
+    stage.boot_all()
+    baseline = {stage.hosts[0]: 2, stage.hosts[1]: 1}
+    if not shared_jobs or shared_jobs[-1].process.poll() is not None:
+        shared_jobs.append(RunningJob(stage, baseline))
+        shared_jobs[-1].wait_size(3)
+    job = shared_jobs[-1]
+    job.use(baseline)
+    job.wait_for(lambda: job.settled_on(baseline), "training in three slots")
+    for gate in job.folder.glob("*gate-*"):
+        gate.unlink()
+    yield job
+    job.check_equal_parameters()
+    job.check_audit()
+
+
+def check_went_on_from_live_state(job: RunningJob, since: int, before: int) -> None:
+    """Not from a checkpoint, and at most the step in flight was done again."""
+    assert not job.kinds("restored", since)
+    steps = [before, *(event["step"] for event in job.kinds("metrics", since))]
+    assert all(later >= earlier - 1 for earlier, later in itertools.pairwise(steps)), steps
+
+
+def refill(job: RunningJob, since: int, killed: WorkerProcess) -> None:
+    """Wait until the slot of a worker that was killed is in use again."""
+    job.wait_event("worker_joined", since, host=killed.host, local_rank=killed.slot)
+    job.wait_size(3, since)
+
+
+def test_kill_9_of_a_worker_leaves_the_others_of_its_host_alone(
+    stage: Stage, job: RunningJob
+) -> None:
+    a, b, *_ = stage.hosts
+    killed, others = job.worker(a, 1), [job.worker(a, 0), job.worker(b)]
+    since, before = job.mark(), job.step
+    killed.kill()
+    left = job.wait_event("worker_left", since)
+    assert (left["host"], left["local_rank"]) == (a, 1)
+    assert "signal 9" in left["cause"]
+    job.wait_event("rescale_finished", since, size=2)
+    refill(job, since, killed)
+    assert [w for w in job.workers() if w in others] == others
+    assert not job.kinds("host_lost", since)
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_kill_9_of_the_worker_of_rank_0(job: RunningJob) -> None:
+    killed = job.worker_of_rank(0)
+    since, before = job.mark(), job.step
+    killed.kill()
+    refill(job, since, killed)
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_kill_9_of_an_agent_ends_its_workers_and_replaces_them(
+    stage: Stage, job: RunningJob
+) -> None:
+    a, *_ = stage.hosts
+    old = job.workers(a)
+    since, before = job.mark(), job.step
+    job.kill_agent(a)
+    lost = job.wait_event("host_lost", since)
+    assert lost["host"] == a
+    job.wait_for(lambda: not {*old} & {*job.workers(a)}, "its workers have ended", CLEAN_S)
+    job.wait_for(lambda: len(job.kinds("worker_joined", since)) == 2, "replaced")
+    job.wait_size(3, since)
+    assert len(job.workers(a)) == 2
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_kill_9_of_all_workers_of_a_host(stage: Stage, job: RunningJob) -> None:
+    a, *_ = stage.hosts
+    since, before = job.mark(), job.step
+    for worker in job.workers(a):
+        worker.kill()
+    job.wait_event("rescale_finished", since, size=1)
+    job.wait_for(lambda: len(job.kinds("worker_joined", since)) == 2, "replaced")
+    job.wait_size(3, since)
+    assert not job.kinds("host_lost", since), "its agent is alive"
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_a_host_crashes_and_comes_back(stage: Stage, job: RunningJob) -> None:
+    a, *_ = stage.hosts
+    since, before = job.mark(), job.step
+    stage.cluster.crash(a)
+    job.wait_event("host_lost", since, host=a)
+    job.wait_event("rescale_finished", since, size=1)
+    job.wait_steps(10)
+    stage.cluster.boot(a)
+    job.wait_size(3, since)
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_kill_9_of_all_workers_goes_back_to_the_checkpoint(job: RunningJob) -> None:
+    job.wait_event("checkpoint", job.mark())
+    since = job.mark()
+    workers = job.workers()
+    for worker in workers:
+        worker.kill()
+    restored = job.wait_event("restored", since)
+    newest = max(event["step"] for event in job.kinds("checkpoint"))
+    assert 0 < restored["step"] <= newest
+    job.wait_size(3, since)
+    job.wait_steps(5)
+    assert not {*workers} & {*job.workers()}
+    assert job.check_audit().voided_steps > 0 or restored["step"] == newest
+
+
+@pytest.mark.parametrize("who", ["newcomer", "member"])
+def test_kill_9_while_a_generation_forms(stage: Stage, job: RunningJob, who: str) -> None:
+    a, b, c, _ = stage.hosts
+    gate = job.folder / f"gate-{c}"
+    gate.touch()
+    since, before = job.mark(), job.step
+    job.use({a: 2, b: 1, c: 1})
+    job.wait_for(lambda: [*job.folder.glob(f"at-gate-{c}*")], "the newcomer stands before the door")
+    job.wait_event("rescale_started", since, to_size=4)
+    assert not job.kinds("rescale_finished", since)
+    killed = job.worker(c) if who == "newcomer" else job.worker(a, 1)
+    killed.kill()
+    gate.unlink()
+    job.wait_event("worker_joined", since, host=killed.host, local_rank=killed.slot)
+    job.wait_size(4, since)
+    job.wait_steps(5)
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_kill_9_of_a_newcomer_in_the_moment_it_is_announced(stage: Stage, job: RunningJob) -> None:
+    a, b, c, _ = stage.hosts
+    since, before = job.mark(), job.step
+    job.use({a: 2, b: 1, c: 1})
+    job.wait_event("worker_standby", since, host=c)
+    killed = job.worker(c)
+    killed.kill()
+    job.wait_event("worker_left", since, host=c)
+    job.wait_for(lambda: job.worker(c) != killed if job.workers(c) else False, "started again")
+    job.wait_size(4, since)
+    job.wait_steps(5)
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_kill_9_of_a_worker_that_is_only_starting(stage: Stage, job: RunningJob) -> None:
+    a, b, c, _ = stage.hosts
+    since, before = job.mark(), job.step
+    job.use({a: 2, b: 1, c: 1})
+    job.wait_for(lambda: job.workers(c), "a worker is being started")
+    job.worker(c).kill()
+    job.wait_event("worker_left", since, host=c)
+    assert not job.kinds("rescale_started", since), "the others have not noticed"
+    job.wait_size(4, since)
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_the_run_that_lost_so_much_ends_well(job: RunningJob) -> None:
+    audit = job.finish()
+    assert audit.complete_epochs == len(audit.epochs) > 3
+
+
+def test_fewer_survivors_than_min_np_wait_for_the_host(stage: Stage, start_job: StartJob) -> None:
+    # Horovod's own driver never gets out of this: horovod issue 3494.
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--min-np", "2")
+    job.wait_size(2)
+    job.wait_steps(5)
+    survivor, since, before = job.worker(a), job.mark(), job.step
+    stage.cluster.crash(b)
+    waiting = job.wait_event("waiting", since, have=1)
+    assert waiting["need"] == 2
+    assert b in waiting["reason"]
+    stage.cluster.boot(b)
+    job.wait_size(2, since)
+    assert job.worker(a) == survivor
+    job.wait_steps(5)
+    check_went_on_from_live_state(job, since, before)
+    job.finish()
+
+
+def test_kill_9_of_the_leader_ends_everything_and_resume_finishes_at_another_size(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, c, _ = stage.hosts
+    # The processes that read for a worker have temporary folders and sockets of their own.
+    options = ("--leader-grace", "0")
+    job = start_job({a: 2, b: 1}, *options, script_options=("--num-workers", "1"))
+    job.wait_size(3)
+    job.wait_for(lambda: len(job.kinds("checkpoint")) > 1, "two checkpoints")
+    checkpoint = job.kinds("checkpoint")[-1]["step"]
+    job.process.kill()
+    job.wait()
+    job.check_nothing_left(but_spools=True)
+    since = job.mark()
+    job.use({c: 1, b: 1})
+    job.resume()
+    restored = job.wait_event("restored", since)
+    assert checkpoint <= restored["step"] <= job.step + STEPS_IN_A_REPORT
+    job.wait_size(2, since)
+    assert [worker.host for worker in job.workers()] == [b, c]
+    job.wait_steps(5)
+    job.finish(but_spools=True)  # on the host that is not part of it any more
+
+
+def test_kill_9_of_the_leader_while_a_generation_forms(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1}, "--leader-grace", "0")
+    job.wait_size(1)
+    (job.folder / f"gate-{b}").touch()
+    job.use({a: 1, b: 1})
+    job.wait_for(lambda: [*job.folder.glob(f"at-gate-{b}*")], "a generation is being formed")
+    job.process.kill()
+    job.wait()
+    job.check_nothing_left(but_spools=True)

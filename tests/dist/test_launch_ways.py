@@ -1,0 +1,287 @@
+"""One training script, launched in every way we promise; each reads every example exactly once."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.telemetry.records import read_events
+from tests.dist import jobs
+from tests.dist.jobs import (
+    ROOT,
+    START_S,
+    Job,
+    assert_nothing_left,
+    audit_of,
+    command,
+    ended,
+    environment,
+    hostfile_of,
+    write_script,
+)
+from tests.command_lines import CommandLines
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+hosts, shared = jobs.hosts, jobs.shared
+
+DIGITS = ROOT / "scripts" / "examples" / "digits.py"
+EPOCHS = 2
+DEADLINE_S = 120.0
+HOROVODRUN = shutil.which(
+    "horovodrun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+)
+needs_horovodrun = pytest.mark.skipif(HOROVODRUN is None, reason="Horovod is not built")
+
+
+def why_no_mpi() -> str:
+    """Why a job under Open MPI cannot be tried here; empty when it can."""
+    if shutil.which("mpirun") is None:
+        return "Open MPI's mpirun is not installed"
+    program = "import mpi4py.MPI, horovod.torch as h; raise SystemExit(0 if h.mpi_built() else 9)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    if done.returncode == 9:
+        return "Horovod was built without MPI"
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+
+
+@pytest.fixture(scope="module")
+def mpi() -> None:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sklearn", reason="the digits come from scikit-learn")
+    folder = tmp_path_factory.mktemp("data") / "digits"
+    prepare = [sys.executable, str(ROOT / "datasets_prep" / "digits.py"), "--out", str(folder)]
+    subprocess.run(prepare, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where a run without a leader keeps its records."""
+    yield tmp_path / "run"
+    # horovodrun is not asked to tidy up, so what it left is ended by its environment.
+    for process in jobs.marked(str(tmp_path / "run"), "HVD_ELASTIC_RUN_FOLDER"):
+        process.kill()
+
+
+def start(words: list[Any], folder: Path, output: Path) -> subprocess.Popen[bytes]:
+    """A launcher that is not ours, in a session of its own."""
+    own = {"HVD_ELASTIC_RUN_FOLDER": str(folder), "HVD_ELASTIC_AUDIT": "1"}
+    env = environment(folder.parent, **own)
+    # horovodrun calls the first python on PATH.
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            [str(word) for word in words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=folder.parent,
+            env=env,
+            start_new_session=True,
+        )
+
+
+def finish(words: list[Any], folder: Path) -> str:
+    output = folder.parent / "output"
+    with ended(start(words, folder, output)) as process:
+        status = process.wait(DEADLINE_S)
+        assert status == 0, output.read_text(errors="replace")
+    return output.read_text(errors="replace")
+
+
+def digits(data: Path, *more: object) -> list[Any]:
+    options = ["--data", data, "--epochs", EPOCHS, *more]
+    return [sys.executable, DIGITS, *options]
+
+
+def check(folder: Path, sizes: set[int], epochs: int = EPOCHS) -> None:
+    """Exactly once, by as many processes as there should be, and something was learned."""
+    result = audit_of(folder)
+    assert result.ok, result.problems()
+    assert result.complete_epochs == epochs
+    made = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"]
+    assert {event["size"] for event in made} == sizes
+    assert made[-1]["test_accuracy"] > 0.85
+
+
+def test_plain_python(data: Path, folder: Path) -> None:
+    finish(digits(data), folder)
+    check(folder, {1})
+
+
+@needs_horovodrun
+def test_horovodrun(data: Path, folder: Path) -> None:
+    finish([HOROVODRUN, "-np", 2, "--network-interfaces", "lo", *digits(data)], folder)
+    check(folder, {2})
+
+
+@needs_horovodrun
+def test_horovodrun_elastic_with_a_slot_that_is_added(
+    data: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Horovod's own driver changes the ranks; state and data follow."""
+    slots, discovery = tmp_path / "slots", tmp_path / "discover.sh"
+    slots.write_text("localhost:1\n")
+    discovery.write_text(f"#!/bin/sh\ncat {slots}\n")
+    discovery.chmod(0o755)
+    output = tmp_path / "output"
+    options = ["-np", 1, "--min-np", 1, "--max-np", 2, "--network-interfaces", "lo"]
+    train = digits(data, "--step-time", 0.03, "--epochs", 12)
+    words = [HOROVODRUN, *options, "--host-discovery-script", discovery, *train]
+    with ended(start(words, folder, output)) as process:
+
+        def until(condition: Callable[[], Any]) -> None:
+            deadline = time.monotonic() + START_S
+            while not condition():
+                said = output.read_text(errors="replace")
+                assert process.poll() is None, said
+                assert time.monotonic() < deadline, said
+                time.sleep(0.05)
+
+        until((folder / "audit.jsonl").exists)
+        new = tmp_path / "slots.new"
+        new.write_text("localhost:2\n")
+        new.replace(slots)
+        assert process.wait(DEADLINE_S) == 0, output.read_text(errors="replace")
+    check(folder, {1, 2}, epochs=12)
+
+
+def test_hvd_elastic_run(data: Path, tmp_path: Path) -> None:
+    with Job("--np", 2, "--audit", "--", *digits(data), home=tmp_path) as job:
+        assert job.wait(DEADLINE_S) == 0, job.text
+    check(job.folder, {2})
+    assert_nothing_left(mark=job.mark, run_id=job.run_id)
+
+
+# ---- Open MPI
+
+MPI_SCRIPT = '''\
+"""mpi4py beside Horovod: both count the same ranks, in one MPI world."""
+import os
+from pathlib import Path
+
+from mpi4py import MPI
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+world = MPI.COMM_WORLD
+assert (world.Get_rank(), world.Get_size()) == (hvd.rank(), hvd.size())
+total = world.allreduce(hvd.rank() + 1)
+mine = torch.tensor([float(hvd.rank() + 1)])
+summed = hvd.allreduce(mine, name="ranks", op=hvd.Sum).item()
+said = f"rank {hvd.rank()} of {hvd.size()}: {total} {summed} {os.environ['SECRET_TOKEN']}"
+# mpirun mixes what ranks print without regard to lines
+Path(f"said-{hvd.rank()}").write_text(said)
+'''
+
+
+def run_mpi(
+    home: Path, *arguments: object, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command("run", "--mpi", *arguments),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=cwd or home,
+        env=environment(home, **(env or {})),
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.usefixtures("mpi")
+def test_mpi_trains_the_same_script(data: Path, folder: Path) -> None:
+    own = {"HVD_ELASTIC_RUN_FOLDER": str(folder), "HVD_ELASTIC_AUDIT": "1"}
+    done = run_mpi(folder.parent, "--np", 2, "--", *digits(data), env=own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check(folder, {2})
+
+
+@pytest.mark.usefixtures("mpi")
+@pytest.mark.parametrize("where", ["here", "on two hosts"])
+def test_mpi4py_beside_horovod_and_no_value_in_a_command_line(
+    tmp_path: Path, shared: Path, hosts: VirtualCluster, where: str
+) -> None:
+    canary = f"canary-{secrets.token_hex(12)}"
+    script = write_script(shared, MPI_SCRIPT, "with_mpi4py.py")
+    options: list[Any] = ["--np", 2]
+    if where != "here":
+        if hosts.loopback:
+            pytest.skip("Open MPI takes hosts on the loopback network for one")
+        hostfile = hostfile_of(tmp_path / "hosts", hosts.hosts[:2])
+        options = ["-H", hostfile, "-F", hosts.ssh_config]
+    for rank in (0, 1):
+        (shared / f"said-{rank}").unlink(missing_ok=True)
+    with CommandLines(canary) as watcher:
+        words = [*options, "--", sys.executable, script]
+        done = run_mpi(tmp_path, *words, cwd=shared, env={"SECRET_TOKEN": canary})
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [(shared / f"said-{rank}").read_text() for rank in (0, 1)]
+    assert said == [f"rank {rank} of 2: 3 3.0 {canary}" for rank in (0, 1)]
+    assert watcher.rounds > 20
+    assert not watcher.found
+    assert_nothing_left(cluster=hosts)
+
+
+@pytest.mark.usefixtures("mpi")
+def test_mpi_ends_with_its_ranks_on_ctrl_c(tmp_path: Path) -> None:
+    mark = secrets.token_hex(8)
+    script = write_script(tmp_path, "import signal\nprint('up', flush=True)\nsignal.pause()\n")
+    process = subprocess.Popen(
+        command("run", "--mpi", "--np", 2, "--", sys.executable, script),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(tmp_path, **{jobs.MARK: mark}),
+        start_new_session=True,
+    )
+    with ended(process):
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=START_S)
+        assert process.returncode != 0
+        assert "Traceback" not in said
+        assert_nothing_left(mark=mark)
+
+
+@pytest.mark.usefixtures("mpi")
+def test_a_script_that_fails_under_mpi_fails_the_job(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "raise SystemExit(3)\n")
+    done = run_mpi(tmp_path, "--np", 2, "--", sys.executable, script)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_mpi_takes_no_elastic_bounds(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "")
+    done = run_mpi(tmp_path, "--max-np", 2, "--", sys.executable, script)
+    assert done.returncode == 2
+    assert "--min-np and --max-np" in done.stderr
+
+
+def test_mpi_that_is_not_installed_is_named_with_its_packages(tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.symlink_to(sys.executable)
+    script = write_script(tmp_path, "")
+    done = run_mpi(tmp_path, "--", str(python), script, env={"PATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert "apt-get install openmpi-bin libopenmpi-dev" in done.stderr
+    assert "make horovod" in done.stderr

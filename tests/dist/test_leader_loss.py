@@ -1,0 +1,206 @@
+"""The leader is killed; training goes on, and another leader takes it over."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from hvd_elastic.cluster.virtual.plan import interface_name
+from tests.dist.conftest import StartJob
+from tests.dist.running import RunningJob, Stage
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+GRACE_S = 3.0
+
+
+def kill_leader(job: RunningJob) -> None:
+    job.process.kill()
+    job.wait()
+
+
+def until_steps_without_leader(job: RunningJob, steps: int) -> None:
+    """Training goes on: the workers say so by themselves."""
+    made = lambda: max((record["step"] for record in job.digests()), default=0)  # noqa: E731
+    wanted = made() + steps
+    job.wait_for(lambda: made() >= wanted, "training goes on without a leader", ended_too=True)
+
+
+def take_over(job: RunningJob, *options: str) -> int:
+    since = job.mark()
+    job.resume(*options, alive=True)
+    job.wait_event("taken_over", since)
+    assert not job.kinds("restored", since)
+    return since
+
+
+def test_the_next_leader_goes_on_in_the_same_processes(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 2, b: 1})
+    job.wait_size(3)
+    job.wait_steps(5)
+    workers = job.workers()
+    kill_leader(job)
+    until_steps_without_leader(job, 50)
+    before = max(record["step"] for record in job.digests())
+    since = take_over(job)
+    assert job.workers() == workers
+    job.wait_for(lambda: job.step > before, "what was trained meanwhile is on record")
+    assert not job.kinds("rescale_started", since), "nobody noticed"
+    assert not job.kinds("worker_left", since)
+    # It leads as the first one did.
+    since, killed = job.mark(), job.worker(b)
+    killed.kill()
+    job.wait_event("rescale_finished", since, size=2)
+    job.wait_size(3, since)
+    audit = job.finish()
+    assert audit.voided_steps <= 1, "at most the step in flight of the kill"
+
+
+@pytest.mark.root
+def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
+    stage: Stage, start_job: StartJob
+) -> None:
+    if stage.cluster.loopback:
+        pytest.skip("hosts on the loopback network have no cables to pull")
+    a, b, *_ = stage.hosts
+    job = start_job({a: 2, b: 1}, "--failure-timeout", "2")
+    job.wait_size(3)
+    job.wait_steps(5)
+    since, workers = job.mark(), job.workers()
+    cable = ("ip", "link", "set", interface_name(stage.cluster.state.subnet))
+    subprocess.run([*cable, "down"], check=True)
+    try:
+        job.wait_event("leader_cut_off", since)
+        until_steps_without_leader(job, 50)
+    finally:
+        subprocess.run([*cable, "up"], check=True)
+    job.wait_event("taken_over", since, size=3)
+    assert job.workers() == workers
+    job.wait_steps(20)
+    for kind in ("rescale_started", "worker_left", "host_lost", "restored"):
+        assert not job.kinds(kind, since), "nobody noticed"
+    job.finish()
+
+
+def test_what_happens_without_a_leader_is_mended_by_the_next(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 2, b: 1})
+    job.wait_size(3)
+    job.wait_steps(5)
+    killed, others = job.worker(b), job.workers(a)
+    kill_leader(job)
+    until_steps_without_leader(job, 20)
+    killed.kill()
+    since = take_over(job)
+    job.wait_size(3, since)
+    assert job.workers(a) == others
+    assert job.worker(b) != killed
+    job.finish()
+
+
+def test_a_host_that_crashes_without_a_leader(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1})
+    job.wait_size(2)
+    job.wait_steps(5)
+    survivor = job.worker(a)
+    kill_leader(job)
+    stage.cluster.crash(b)
+    since = take_over(job)
+    job.wait_event("rescale_finished", since, size=1)
+    assert job.workers() == [survivor]
+    stage.cluster.boot(b)
+    job.wait_size(2, since)
+    job.finish()
+
+
+def test_the_next_leader_has_another_hostfile(stage: Stage, start_job: StartJob) -> None:
+    a, b, c, _ = stage.hosts
+    job = start_job({a: 1, b: 1})
+    job.wait_size(2)
+    kept = job.worker(a)
+    kill_leader(job)
+    job.use({a: 1, c: 1})
+    since = take_over(job)
+    job.wait_size(1, since)
+    job.wait_size(2, since)
+    assert [worker.host for worker in job.workers()] == [a, c]
+    assert job.worker(a) == kept
+    job.finish()
+
+
+@pytest.mark.parametrize("when", ["starting", "forming"])
+def test_the_leader_is_killed_before_training_or_while_the_world_changes(
+    stage: Stage, start_job: StartJob, when: str
+) -> None:
+    a, b, *_ = stage.hosts
+    gate = stage.folder / "none"
+    if when == "starting":
+        job = start_job({a: 1, b: 1})
+        job.wait_for(lambda: len(job.workers()) == 2, "workers are being started")
+    else:
+        job = start_job({a: 1})
+        job.wait_size(1)
+        gate = job.folder / f"gate-{b}"
+        gate.touch()
+        job.use({a: 1, b: 1})
+        job.wait_for(lambda: [*job.folder.glob(f"at-gate-{b}*")], "a generation is being formed")
+    kill_leader(job)
+    gate.unlink(missing_ok=True)
+    since = take_over(job)
+    job.wait_size(2, since)
+    job.wait_steps(5)
+    job.finish()
+
+
+def test_training_that_ends_without_a_leader_ends_well(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1})
+    job.wait_size(2)
+    job.wait_steps(5)
+    kill_leader(job)
+    (job.folder / "enough").touch()
+    job.wait_for(lambda: not job.workers(), "training ends", ended_too=True)
+    job.resume(alive=True)
+    job.finish()
+
+
+def left(job: RunningJob) -> Callable[[], bool]:
+    return lambda: not job.workers()
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["training", "broken"])
+def test_after_the_grace_time_all_ends_with_a_checkpoint(
+    stage: Stage, start_job: StartJob, broken: bool
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--leader-grace", str(GRACE_S), "--checkpoint-every", "600")
+    job.wait_size(2)
+    job.wait_steps(5)
+    kill_leader(job)
+    until_steps_without_leader(job, 20)
+    if broken:
+        job.worker(b).kill()
+    job.wait_for(left(job), "the grace time is over", ended_too=True)
+    job.check_nothing_left(but_spools=True)
+    made = max(record["step"] for record in job.digests())
+    since = job.mark()
+    job.resume()
+    restored = job.wait_event("restored", since)
+    assert restored["step"] >= made - 1, "the last checkpoint was left on the host"
+    job.wait_steps(5)
+    job.finish()
+
+
+def test_a_run_that_is_led_is_not_led_twice(stage: Stage, start_job: StartJob) -> None:
+    job = start_job({stage.hosts[0]: 1})
+    job.wait_size(1)
+    with pytest.raises(AssertionError, match="has a live leader"):
+        job.command("run", "--resume", job.run_id)
+    job.wait_steps(5)
+    job.finish()

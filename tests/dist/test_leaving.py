@@ -1,0 +1,213 @@
+"""Hosts that join and leave because somebody asked for it."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.dist.conftest import StartJob
+from tests.dist.running import RunningJob, Stage
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+SOON_S = 12.0
+"""A run that is asked to stop waits up to 10 s for its last checkpoint; these have a small one."""
+
+
+@pytest.fixture
+def job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+    """A job that trains with one process on each of the first two hosts."""
+    baseline = dict.fromkeys(stage.hosts[:2], 1)
+    if not shared_jobs or shared_jobs[-1].process.poll() is not None:
+        shared_jobs.append(RunningJob(stage, baseline))
+        shared_jobs[-1].wait_size(2)
+    job = shared_jobs[-1]
+    job.use(baseline)
+    job.wait_for(lambda: job.settled_on(baseline), "training on the first two hosts")
+    yield job
+    job.check_equal_parameters()
+    job.check_audit()
+
+
+def worker_hosts(job: RunningJob) -> list[str]:
+    return [worker.host for worker in job.workers()]
+
+
+def check_steps_never_fall(job: RunningJob, since: int = 0) -> None:
+    steps = [event["step"] for event in job.kinds("metrics", since)]
+    assert all(earlier <= later for earlier, later in itertools.pairwise(steps)), steps
+    assert not job.kinds("restored", since)
+
+
+def test_a_host_joins_when_it_is_added_to_the_hostfile(stage: Stage, job: RunningJob) -> None:
+    a, b, c, _ = stage.hosts
+    before, since = job.workers(), job.mark()
+    job.use({a: 1, b: 1, c: 1})
+    job.wait_size(3, since)
+    job.wait_steps(10)
+    kinds = [event["kind"] for event in job.events[since:]]
+    assert kinds.index("worker_standby") < kinds.index("rescale_started")
+    assert kinds.count("rescale_started") == 1
+    (rescale,) = job.kinds("rescale_started", since)
+    assert (rescale["from_size"], rescale["to_size"]) == (2, 3)
+    assert c in rescale["reason"]
+    (joined,) = job.kinds("worker_joined", since)
+    assert (joined["host"], joined["local_rank"], joined["rank"]) == (c, 0, 2)
+    assert job.workers()[:2] == before, "those that were there went on in the same processes"
+    assert not job.kinds("worker_left", since)
+    check_steps_never_fall(job, since)
+
+
+def test_a_host_leaves_when_it_is_taken_out_of_the_hostfile(stage: Stage, job: RunningJob) -> None:
+    a, b, *_ = stage.hosts
+    stays, since = job.worker(b), job.mark()
+    job.use({b: 1})
+    job.wait_size(1, since)
+    left = job.wait_event("worker_left", since)
+    assert (left["host"], left["cause"]) == (a, "left")
+    job.wait_steps(10)
+    assert job.workers() == [stays]
+    job.check_nothing_left([a])
+    assert not job.kinds("host_lost", since)
+    check_steps_never_fall(job, since)
+
+
+def test_a_host_gets_and_loses_slots(stage: Stage, job: RunningJob) -> None:
+    a, b, *_ = stage.hosts
+    before, since = job.workers(), job.mark()
+    job.use({a: 1, b: 2})
+    job.wait_size(3, since)
+    assert [(w.host, w.slot) for w in job.workers()] == [(a, 0), (b, 0), (b, 1)]
+    middle = job.mark()
+    job.use({a: 1, b: 1})
+    job.wait_size(2, middle)
+    job.wait_for(lambda: job.workers() == before, "only the slot that was added is gone")
+    check_steps_never_fall(job, since)
+
+
+def test_scale_takes_processes_away_and_brings_them_back(stage: Stage, job: RunningJob) -> None:
+    since = job.mark()
+    job.command("scale", job.run_id, "1")
+    job.wait_size(1, since)
+    job.wait_for(lambda: worker_hosts(job) == stage.hosts[:1], "one process on the first host")
+    middle = job.mark()
+    job.command("scale", job.run_id, "2")
+    job.wait_size(2, middle)
+    check_steps_never_fall(job, since)
+
+
+def test_all_hosts_are_replaced_by_others_in_one_edit(stage: Stage, job: RunningJob) -> None:
+    a, b, c, d = stage.hosts
+    since = job.mark()
+    job.use({c: 1, d: 1})
+    job.wait_for(lambda: worker_hosts(job) == [c, d] and job.size() == 2, "others have taken over")
+    job.wait_steps(10)
+    check_steps_never_fall(job, since)
+    assert {event["cause"] for event in job.kinds("worker_left", since)} == {"left"}
+    job.check_nothing_left([a, b])
+
+
+def test_a_hostfile_that_cannot_be_read_changes_nothing(stage: Stage, job: RunningJob) -> None:
+    before, since = job.workers(), job.mark()
+    job.hostfile.write_text(f"{stage.hosts[0]} slots=many\n")
+    warning = job.wait_event("warning", since)
+    assert "slots=many" in warning["message"]
+    job.wait_steps(10)
+    assert job.workers() == before
+    assert not job.kinds("rescale_started", since)
+
+
+def test_the_run_that_was_changed_all_the_time_ends_well(job: RunningJob) -> None:
+    audit = job.finish()
+    assert audit.complete_epochs == len(audit.epochs) > 3
+
+
+def test_below_min_np_by_the_hostfile_it_waits_and_goes_on(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, c, _ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--min-np", "2")
+    job.wait_size(2)
+    keeper, since = job.worker(a), job.mark()
+    job.use({a: 1})
+    waiting = job.wait_event("waiting", since, have=1)
+    assert waiting["need"] == 2
+    assert "hostfile" in waiting["reason"]
+    job.check_nothing_left([b])
+    assert job.workers() == [keeper]
+    job.use({a: 1, c: 1})
+    job.wait_size(2, since)
+    assert job.worker(a) == keeper, "it kept the state in memory"
+    job.wait_steps(5)
+    check_steps_never_fall(job)
+    job.finish()
+
+
+def test_stop_writes_a_checkpoint_and_resume_goes_on_exactly_there(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, c, _ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--checkpoint-every", "3600")
+    job.wait_size(2)
+    job.wait_steps(20)
+    job.command("stop", job.run_id)
+    assert job.wait() == 130
+    (checkpoint,) = job.kinds("checkpoint")
+    (finished,) = job.kinds("run_finished")
+    assert finished["status"] == "stopped"
+    assert finished["steps"] == checkpoint["step"], "the end says how far the state really is"
+    assert job.step - 15 <= checkpoint["step"], "of the moment of the stop"
+    job.check_nothing_left()
+    job.use({b: 1, c: 1, a: 1})
+    since = job.mark()
+    job.resume()
+    job.wait_size(3, since)
+    restored = job.wait_event("restored", since)
+    assert restored["step"] == checkpoint["step"]
+    audit = job.finish()
+    assert audit.voided_steps <= 15
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_leader_ends_everything(
+    stage: Stage, start_job: StartJob, number: signal.Signals
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1})
+    job.wait_size(2)
+    job.wait_steps(5)
+    job.process.send_signal(number)
+    assert job.wait(SOON_S) == 130
+    (finished,) = job.kinds("run_finished")
+    assert finished["status"] == "stopped"
+    assert job.kinds("checkpoint")[-1]["step"] >= job.step - 15
+    assert "Traceback" not in job.output.read_text()
+    job.check_nothing_left()
+    job.check_audit()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1})
+    job.wait_size(2)
+    job.wait_steps(5)
+    (job.folder / "stuck").touch()
+    last = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    job.wait_event("stop_requested", 0)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(8) == 130
+    assert time.monotonic() - last < 8
+    job.check_nothing_left()
+
+
+def test_ctrl_c_while_hosts_are_still_starting(stage: Stage, start_job: StartJob) -> None:
+    job = start_job(dict.fromkeys(stage.hosts, 1))
+    job.wait_event("run_started", 0)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(SOON_S) == 130
+    job.check_nothing_left()

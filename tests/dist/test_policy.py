@@ -1,0 +1,120 @@
+"""``run --policy goodput``: real jobs on virtual hosts whose device time is a sleep.
+
+A step takes ``a + b m`` seconds of sleep for m examples on a rank, so slots behave like devices
+whatever the number of cores here; gradients, all-reduce and rescales are real.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.telemetry.records import Record
+from tests.dist.conftest import StartJob
+from tests.dist.running import RunningJob
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+BATCH = 24
+DEADLINE_S = 120.0
+
+SCRIPT = f"""
+import sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import hvd_elastic.torch as hvd
+
+folder, constant_s, example_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+hvd.init()
+torch.manual_seed(0)
+model = nn.Linear(8, 3)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+data = TensorDataset(torch.randn(2400, 8), torch.randint(3, (2400,)))
+loader = hvd.DataLoader(data, {BATCH}, shuffle=True)
+
+
+@hvd.run
+def train(state):
+    for _ in hvd.epochs(10**9):
+        for inputs, targets in loader:
+            time.sleep(constant_s + example_s * len(inputs))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+
+train(hvd.State(model, optimizer))
+"""
+
+
+@pytest.fixture
+def start(start_job: StartJob, stage: Any, tmp_path: Path) -> Any:
+    def begin(constant_s: float, example_s: float, *options: str) -> RunningJob:
+        script = stage.folder / f"{tmp_path.name}.py"
+        script.write_text(SCRIPT, encoding="utf-8")
+        command = [sys.executable, str(script), "FOLDER", str(constant_s), str(example_s)]
+        hosts = {stage.hosts[0]: 2, stage.hosts[1]: 2}
+        return start_job(hosts, "--policy", "goodput", *options, script=command)
+
+    return begin
+
+
+def decisions(job: RunningJob, since: int = 0) -> Iterator[Record]:
+    yield from job.kinds("decision", since)
+
+
+def wait_decision(job: RunningJob, action: str, np: int | None = None) -> Record:
+    def find() -> Record | None:
+        found = [d for d in decisions(job) if d["action"] == action and np in (None, d.get("np"))]
+        return found[0] if found else None
+
+    return job.wait_for(find, f"decision {action} {np or ''}", DEADLINE_S)
+
+
+def test_slots_are_added_where_examples_take_the_time(start: Any) -> None:
+    job = start(0.002, 0.01)
+    grown = wait_decision(job, "grow")
+    assert "useful examples/s expected" in grown["reason"]
+    assert grown["snapshot"]["current"] == [[job.stage.hosts[0], 1]], "it begins with --min-np"
+    assert grown["snapshot"]["step_time"] is not None
+    # Wherever the first try led, in the end there are four: each cuts the time of a step.
+    job.wait_for(lambda: job.size() == 4, "training with 4 processes", DEADLINE_S)
+    begun = [e for e in job.kinds("rescale_started") if e["to_size"] == 4]
+    assert begun, job.story()
+    stayed = wait_decision(job, "stay")
+    assert "useful examples/s" in stayed["reason"]
+    status = job.command("status", job.run_id)
+    assert "decision" in status
+
+
+def test_slots_that_bring_nothing_are_given_back(start: Any) -> None:
+    efficiency = ("--objective", "efficiency", "--min-speedup-per-slot", "0.8")
+    job = start(0.15, 0.0001, *efficiency, "--np", "4")
+    shrunk = wait_decision(job, "shrink")
+    assert shrunk["snapshot"]["current"] != shrunk["target"]
+    assert shrunk["reason"], "in words"
+    job.wait_for(lambda: job.size() == 1, "training with 1 process", DEADLINE_S)
+    mark = job.mark()
+    job.wait_steps(40)
+    assert not [d for d in decisions(job, mark) if d["action"] == "grow"], job.story()
+
+
+def test_who_asks_for_a_size_gets_it(start: Any) -> None:
+    job = start(0.002, 0.01)
+    job.wait_for(lambda: job.size() == 1, "training")
+    told = json.loads(job.command("scale", job.run_id, "2", "--json"))
+    assert told["ok"]
+    assert wait_decision(job, "pause")["reason"] == "2 processes were asked for"
+    job.wait_size(2)
+    mark = job.mark()
+    job.wait_steps(60)
+    assert [*decisions(job, mark)] == [], "the policy keeps out of it"
+    job.command("policy", job.run_id, "resume")
+    wait_decision(job, "grow")

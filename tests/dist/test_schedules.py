@@ -1,0 +1,72 @@
+"""Random courses of joins, leaves and kills: every example is used exactly once in every epoch."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.dist.running import RunningJob, Stage
+from tests.dist.schedules import Act, make_schedule
+
+SCHEDULES = int(os.environ.get("HVD_ELASTIC_TEST_SCHEDULES", "20"))
+"""More make a soak: HVD_ELASTIC_TEST_SCHEDULES=500 make test ARGS=tests/dist/test_schedules.py"""
+FIRST_SEED = int(os.environ.get("HVD_ELASTIC_TEST_FIRST_SEED", "0"))
+SCHEDULES_IN_A_RUN = 5
+"""Starting a run takes longer than a schedule, so several are played on one, one after another."""
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def job(stage: Stage, shared_jobs: list[RunningJob]) -> RunningJob:
+    """A job that trains, and is to have one process on each of the first two hosts."""
+    stage.boot_all()
+    baseline = dict.fromkeys(stage.hosts[:2], 1)
+    if not shared_jobs or shared_jobs[-1].process.poll() is not None:
+        shared_jobs.append(RunningJob(stage, baseline))
+        shared_jobs[-1].wait_size(2)
+    job = shared_jobs[-1]
+    job.use(baseline)
+    return job  # on its way there from where the schedule before left it
+
+
+def play(stage: Stage, job: RunningJob, act: Act) -> None:
+    """Do it; whom it would hit may be gone, or not there yet."""
+    workers = job.workers()
+    if act.kind == "hosts":
+        job.use(act.hosts)
+    elif act.kind == "crash":
+        stage.cluster.crash(act.host)
+        stage.cluster.boot(act.host)
+    elif act.kind == "kill_agent":
+        job.kill_agent(act.host)
+    elif act.kind == "kill_rank_0":
+        workers = [worker for worker in workers if worker.name == job.name_of_rank(0)]
+    elif act.kind == "kill_host":
+        workers = [worker for worker in workers if worker.host == act.host]
+    elif act.kind == "kill_worker":
+        workers = [w for w in workers if (w.host, w.slot) == (act.host, act.slot)]
+    if act.kind.startswith("kill") and act.kind != "kill_agent":
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + SCHEDULES))
+def test_every_example_is_used_exactly_once(stage: Stage, job: RunningJob, seed: int) -> None:
+    schedule = make_schedule(seed, stage.hosts[:3])
+    for act in schedule:
+        job.wait_steps(act.after_steps)
+        play(stage, job, act)
+    hosts = schedule[-1].hosts
+    job.wait_for(lambda: job.settled_on(hosts), f"training on {hosts} after {schedule}")
+    job.wait_steps(3)
+    job.check_equal_parameters()
+    job.check_audit()
+    if (seed - FIRST_SEED) % SCHEDULES_IN_A_RUN == SCHEDULES_IN_A_RUN - 1:
+        job.finish()
+
+
+def test_the_last_run_of_the_schedules_ends_well(shared_jobs: list[RunningJob]) -> None:
+    if shared_jobs and shared_jobs[-1].process.poll() is None:
+        shared_jobs[-1].finish()

@@ -1,0 +1,166 @@
+"""Processes that freeze and cables that are pulled: no connection closes, and runs that go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.dist.conftest import StartJob
+from tests.dist.running import RunningJob, Stage
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+TIMEOUT_S = 2.0
+SLACK_S = 15.0
+"""The machine is busy; how quick it is on a quiet one is measured, not tested."""
+FAST = ("--failure-timeout", str(TIMEOUT_S))
+
+
+@contextlib.contextmanager
+def frozen(*pids: int) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def wait_out_the_timeout(job: RunningJob) -> None:
+    end = time.monotonic() + 3 * TIMEOUT_S
+    job.wait_for(lambda: time.monotonic() > end, "three times the failure timeout is over")
+
+
+def check_pause(job: RunningJob, since: int) -> None:
+    """It stood still for the timeout and not much longer, and nothing was lost."""
+    pause_s = job.kinds("rescale_finished", since)[0]["pause_s"]
+    assert pause_s < TIMEOUT_S + SLACK_S
+    assert not job.kinds("restored", since)
+
+
+def test_a_frozen_worker_is_replaced(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 2}, *FAST)
+    job.wait_size(3)
+    job.wait_steps(5)
+    since, worker = job.mark(), job.worker(b, 1)
+    with frozen(worker.pid):
+        left = job.wait_event("worker_left", since)
+        assert (left["host"], left["local_rank"]) == (b, 1)
+        assert "no sign of life" in left["cause"]
+        job.wait_event("rescale_finished", since, size=2)
+        check_pause(job, since)
+        job.wait_size(3, since)
+        assert worker.pid not in [known.pid for known in job.workers()]
+    assert not job.kinds("host_lost", since), "its agent and the other worker are alive"
+    job.finish()
+
+
+def test_a_frozen_standby_is_replaced_and_nobody_waits(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, *FAST, "--np", "1", "--spares", "1")
+    job.wait_size(1)
+    job.wait_event("worker_standby", 0, host=b)
+    since, spare = job.mark(), job.worker(b)
+    with frozen(spare.pid):
+        job.wait_event("worker_left", since, host=b)
+        job.wait_event("worker_standby", since, host=b)
+    assert not job.kinds("rescale_started", since)
+    job.finish()
+
+
+def test_a_frozen_agent_costs_its_host_and_comes_back_as_a_new_one(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, *FAST)
+    job.wait_size(2)
+    job.wait_steps(5)
+    since, old = job.mark(), job.worker(b)
+    with frozen(job.agent_pid(b)):
+        job.wait_event("host_lost", since, host=b)
+        job.wait_event("rescale_finished", since, size=1)
+        check_pause(job, since)
+    job.wait_size(2, since)
+    assert job.worker(b) != old
+    job.finish()
+
+
+def test_a_frozen_leader_blames_nobody(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, *FAST)
+    job.wait_size(2)
+    since, digests = job.mark(), len(job.digests())
+    with frozen(job.process.pid):
+        # Training does not need the leader. Long enough that everybody seems silent to it.
+        wait_out_the_timeout(job)
+        job.wait_for(lambda: len(job.digests()) > digests + 10, "training has gone on")
+    job.wait_steps(20)
+    assert not job.kinds("host_lost", since)
+    assert not job.kinds("worker_left", since)
+    job.finish()
+
+
+@pytest.mark.root
+def test_a_pulled_cable_costs_the_host_until_it_is_mended(
+    stage: Stage, start_job: StartJob
+) -> None:
+    if stage.cluster.loopback:
+        pytest.skip("hosts on the loopback network have no cables to pull")
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, *FAST)
+    job.wait_size(2)
+    job.wait_steps(5)
+    since, old = job.mark(), job.worker(b)
+    stage.cluster.cut(b)
+    try:
+        job.wait_event("host_lost", since, host=b)
+        job.wait_event("rescale_finished", since, size=1)
+        check_pause(job, since)
+        job.wait_steps(5)
+    finally:
+        stage.cluster.heal(b)
+    job.wait_size(2, since, deadline_s=120)  # connecting is tried at growing intervals
+    assert job.worker(b) != old, "it comes back as a newcomer"
+    job.finish()
+
+
+def test_a_slow_worker_is_not_taken_for_a_dead_one(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, *FAST)
+    job.wait_size(2)
+    job.wait_steps(5)
+    since, stuck = job.mark(), job.folder / f"stuck-{b}"
+    stuck.touch()
+    wait_out_the_timeout(job)
+    stuck.unlink()
+    job.wait_steps(20)
+    assert not job.kinds("rescale_started", since)
+    assert not job.kinds("worker_left", since)
+    job.finish()
+
+
+def test_a_spare_takes_the_place_of_a_killed_worker_in_one_pause(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, c, _ = stage.hosts
+    job = start_job({a: 1, b: 1, c: 1}, "--spares", "1")
+    job.wait_size(2)
+    job.wait_event("worker_standby", 0, host=c)
+    since, killed = job.mark(), job.worker(b)
+    killed.kill()
+    job.wait_size(2, since)
+    sizes = [event["size"] for event in job.kinds("rescale_finished", since)]
+    assert sizes == [2], "it never shrank"
+    assert {worker.host for worker in job.workers()} >= {a, c}
+    job.wait_event("worker_standby", since, host=b)
+    job.wait_steps(5)
+    assert not job.kinds("rescale_started", since)[1:], "the new spare waits"
+    job.finish()

@@ -1,0 +1,464 @@
+"""copyclust over hosts in namespaces: what arrives, and what happens when something breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.cluster.virtual import VirtualCluster, netns
+from tests import small_disk
+
+NO_NAMESPACES = netns.why_no_namespaces()
+pytestmark = [
+    pytest.mark.ssh,
+    pytest.mark.root,
+    pytest.mark.skipif(NO_NAMESPACES is not None, reason=NO_NAMESPACES or ""),
+]
+CHECKOUT = Path(__file__).parents[2]
+MB = 1_000_000
+HOSTS = 4
+
+
+class Bed:
+    """Four hosts with slow links, and copyclust as a user calls it."""
+
+    def __init__(self, cluster: VirtualCluster, home: Path) -> None:
+        self.cluster = cluster
+        self.hosts = cluster.hosts
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(CHECKOUT),
+            "HVD_ELASTIC_HOME": str(home),
+        }
+
+    def argv(self, *arguments: str) -> list[str]:
+        program = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
+        hostfile = str(self.cluster.hostfile)
+        return [sys.executable, "-c", program, hostfile, *arguments, "--json"]
+
+    def __call__(self, *arguments: str) -> Outcome:
+        done = subprocess.run(
+            self.argv(*arguments),
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            env=self.environment,
+            timeout=90,
+            stdin=subprocess.DEVNULL,
+        )
+        return Outcome(done)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.argv(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def finish(self, process: subprocess.Popen[str]) -> Outcome:
+        out, err = process.communicate(timeout=90)
+        return Outcome(subprocess.CompletedProcess([], process.returncode, out, err))
+
+    def data(self, number: int) -> Path:
+        return self.cluster.data(self.hosts[number])
+
+    def parts(self, number: int) -> list[Path]:
+        return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]
+
+    def wait_for_parts(self, number: int, size: int) -> None:
+        wait_until(
+            lambda: any(path.stat().st_size >= size for path in self.parts(number)),
+            f"{size} bytes on host {number}",
+        )
+
+    def wait_idle(self) -> None:
+        wait_until(
+            lambda: not any(self.cluster.pids(host) for host in self.hosts), "the end on all hosts"
+        )
+
+
+class Outcome:
+    """What a call printed."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        self.status = done.returncode
+        self.errors = done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        self.hosts: dict[str, dict[str, Any]] = {
+            line["host"]: line for line in lines if line["kind"] == "host"
+        }
+
+    def __getitem__(self, key: str) -> list[Any]:
+        return [self.hosts[name][key] for name in sorted(self.hosts)]
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 40
+    while True:
+        try:
+            if condition():
+                return
+        except FileNotFoundError:
+            pass  # a part got its name while it was looked at
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HVD_ELASTIC_HOME", str(home))
+        with VirtualCluster.up(HOSTS, 1, rate="100mbit", loopback=False) as cluster:
+            yield Bed(cluster, home)
+
+
+@pytest.fixture
+def bed(made: Bed) -> Iterator[Bed]:
+    yield made
+    for host in made.hosts:
+        if made.cluster.status(host) == "off":
+            made.cluster.boot(host)
+        elif made.cluster.status(host) == "cut":
+            made.cluster.heal(host)
+    made.wait_idle()
+    for number in range(HOSTS):
+        subprocess.run(["rm", "-rf", *made.data(number).iterdir()], check=True)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    return folder
+
+
+def make_large(folder: Path, size: int = 24 * MB) -> Path:
+    path = folder / "large"
+    path.write_bytes(os.urandom(size))
+    return path
+
+
+def describe(root: Path) -> dict[bytes, tuple[object, ...]]:
+    """Everything below a folder: kind, mode, time, content."""
+    found: dict[bytes, tuple[object, ...]] = {}
+    top = os.fsencode(root)
+    for folder, names, files in os.walk(top):
+        for name in [b"", *names, *files]:
+            path = os.path.join(folder, name)
+            status = os.lstat(path)
+            content: object = None
+            if stat.S_ISLNK(status.st_mode):
+                content = os.readlink(path)
+            elif stat.S_ISREG(status.st_mode):
+                content = Path(os.fsdecode(path)).read_bytes()
+            key = os.path.relpath(path, top)
+            found[key] = (status.st_mode, status.st_mtime_ns, content)
+    return found
+
+
+def test_everything_arrives_as_it_was(bed: Bed, source: Path) -> None:
+    odd = ["a b", "it's", 'a"b', "new\nline", "-rf", "--help", "$HOME", "ü", "~", "x" * 255]
+    for name in odd:
+        (source / name).write_bytes(os.urandom(100))
+    with open(os.fsencode(source) + b"/\xff\xfe", "wb") as file:
+        file.write(b"not UTF-8")
+    (source / "empty folder" / "in it").mkdir(parents=True)
+    (source / "empty").touch()
+    make_large(source, 1_000_003).chmod(0o640)
+    (source / "program").write_bytes(b"#!/bin/sh\n")
+    (source / "program").chmod(0o755)
+    (source / "read-only").mkdir()
+    (source / "read-only" / "file").write_bytes(b"1" * 70_000)
+    (source / "read-only" / "file").chmod(0o444)
+    (source / "link").symlink_to("a b")
+    (source / "dangling").symlink_to("/nowhere/ü")
+    os.mkfifo(source / "pipe")
+    os.utime(source / "a b", ns=(1_234_567_890_123_456_789, 1_234_567_890_123_456_789))
+    (source / "read-only").chmod(0o555)
+    result = bed(str(source), "/data/")
+    assert result.status == 0, result.errors
+    assert "pipe: neither file, folder nor link" in result.errors
+    (source / "pipe").unlink()
+    os.utime(source, (1, 1))
+    assert bed(str(source), "/data/").status == 0
+    wanted = describe(source)
+    for number in range(HOSTS):
+        assert describe(bed.data(number) / "set") == wanted
+
+    # Nothing differs: nothing is sent. Then one host lacks one file.
+    assert bed(str(source), "/data/")["files"] == [0] * HOSTS
+    (bed.data(2) / "set" / "it's").unlink()
+    result = bed(str(source), "/data/")
+    assert result["files"] == [0, 0, 1, 0]
+    assert result["bytes"] == [0, 0, 100, 0]
+    assert describe(bed.data(2) / "set")[b"it's"] == wanted[b"it's"]
+
+
+def test_many_small_files_in_the_plain(bed: Bed, source: Path) -> None:
+    for number in range(2000):
+        folder = source / str(number % 20)
+        folder.mkdir(exist_ok=True)
+        (folder / str(number)).write_bytes(os.urandom(number))
+    result = bed(str(source), "/data/set", "--plain")
+    assert result.status == 0, result.errors
+    assert result["files"] == [2000] * HOSTS
+    wanted = describe(source)
+    for number in range(HOSTS):
+        assert describe(bed.data(number) / "set") == wanted
+
+
+def test_a_single_file_and_where_it_cannot_go(bed: Bed, source: Path) -> None:
+    file = make_large(source, 100_000)
+    assert bed(str(file), "/data/deep/er/name").status == 0
+    assert (bed.data(3) / "deep/er/name").read_bytes() == file.read_bytes()
+    result = bed(str(file), "/data/deep")
+    assert result.status == 1
+    assert "is a folder there; end the destination with /" in result["error"][0]
+    result = bed(str(source), "/data/deep/er/name")
+    assert result.status == 1
+    assert "is no folder there" in result["error"][0]
+    assert bed(str(file), "/data/deep/").status == 0
+    assert (bed.data(0) / "deep/large").stat().st_size == 100_000
+
+
+def test_only_times_differ(bed: Bed, source: Path) -> None:
+    make_large(source, 3 * MB)
+    (source / "small").write_bytes(b"small")
+    assert bed(str(source), "/data/set").status == 0
+    for name in ("large", "small"):
+        os.utime(source / name, (1_000_000_000, 1_000_000_000))
+    result = bed(str(source), "/data/set")
+    assert (result["touched"], result["bytes"]) == ([2] * HOSTS, [0] * HOSTS)
+    assert describe(bed.data(1) / "set") == describe(source)
+
+    # Same size, same time, other bytes: only --checksum finds that.
+    there = bed.data(1) / "set" / "small"
+    there.write_bytes(b"SMALL")
+    os.utime(there, (1_000_000_000, 1_000_000_000))
+    assert bed(str(source), "/data/set")["files"] == [0] * HOSTS
+    assert bed(str(source), "/data/set", "--checksum")["files"] == [0, 1, 0, 0]
+    assert there.read_bytes() == b"small"
+
+
+def test_delete_exclude_and_dry_run(bed: Bed, source: Path) -> None:
+    (source / "keep").write_bytes(b"keep")
+    (source / "work.tmp").write_bytes(b"1")
+    (source / "cache" / "deep").mkdir(parents=True)
+    (source / "cache" / "deep" / "x").write_bytes(b"1")
+    for number in range(HOSTS):
+        old = bed.data(number) / "set" / "old" / "deeper"
+        old.mkdir(parents=True)
+        (old / "file").write_bytes(b"old")
+        (bed.data(number) / "set" / "spared.tmp").write_bytes(b"old")
+    arguments = [str(source), "/data/set", "--delete", "--exclude", "*.tmp", "--exclude", "/cache"]
+    plan = bed(*arguments, "--dry-run")
+    assert (plan["files"], plan["removed"]) == ([1] * HOSTS, [["old"]] * HOSTS)
+    assert not (bed.data(0) / "set" / "keep").exists()
+    assert (bed.data(0) / "set" / "old").exists()
+    assert bed(*arguments).status == 0
+    assert sorted(path.name for path in (bed.data(0) / "set").iterdir()) == ["keep", "spared.tmp"]
+
+
+def test_links_in_the_destination_are_not_followed(bed: Bed, source: Path) -> None:
+    (source / "sub").mkdir()
+    (source / "sub" / "file").write_bytes(b"new")
+    (source / "name").write_bytes(b"new")
+    outside = bed.data(0) / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"not ours")
+    (bed.data(0) / "set").mkdir()
+    (bed.data(0) / "set" / "sub").symlink_to("/data/outside")
+    (bed.data(0) / "set" / "name").symlink_to("/data/outside/file")
+    assert bed(str(source), "/data/set").status == 0
+    assert (outside / "file").read_bytes() == b"not ours"
+    assert describe(bed.data(0) / "set") == describe(source)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_host_that_dies_is_cut_out_and_repaired(bed: Bed, source: Path, silent: bool) -> None:
+    make_large(source)
+    process = bed.start(str(source), "/data/set")
+    bed.wait_for_parts(1, 4 * MB)
+    bed.cluster.crash(bed.hosts[1], silent=silent)
+    result = bed.finish(process)
+    assert result.status == 1
+    assert [state == "ok" for state in result["state"]] == [True, False, True, True]
+    assert bed.hosts[1] in result["error"][1]
+    wanted = describe(source)
+    for number in (0, 2, 3):
+        assert describe(bed.data(number) / "set") == wanted
+    bed.cluster.boot(bed.hosts[1])
+    result = bed(str(source), "/data/set")
+    assert result.status == 0, result.errors
+    assert [count > 0 for count in result["files"]] == [False, True, False, False]
+    assert result["resumed_bytes"][1] > 0
+    assert describe(bed.data(1) / "set") == wanted
+
+
+def test_a_cable_that_is_plugged_in_again_does_no_harm(bed: Bed, source: Path) -> None:
+    make_large(source, 40 * MB)
+    process = bed.start(str(source), "/data/set")
+    bed.wait_for_parts(2, 2 * MB)
+    bed.cluster.cut(bed.hosts[1])
+    before = max(path.stat().st_size for path in bed.parts(3))
+    bed.wait_for_parts(3, before + 8 * MB)
+    bed.cluster.heal(bed.hosts[1])
+    result = bed.finish(process)
+    assert result.status == 0, result["error"]
+    wanted = describe(source)
+    for number in range(HOSTS):
+        assert describe(bed.data(number) / "set") == wanted
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_copy_goes_on_where_it_was(
+    bed: Bed, source: Path, number: signal.Signals
+) -> None:
+    make_large(source)
+    process = bed.start(str(source), "/data/set")
+    bed.wait_for_parts(3, 8 * MB)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL)
+    bed.wait_idle()
+    assert not (bed.data(3) / "set" / "large").exists()
+    result = bed(str(source), "/data/set")
+    assert result.status == 0, result.errors
+    assert min(result["resumed_bytes"]) >= 8 * MB
+    for host in range(HOSTS):
+        assert describe(bed.data(host) / "set") == describe(source)
+
+
+def test_a_damaged_rest_is_found_and_sent_again(bed: Bed, source: Path) -> None:
+    make_large(source)
+    process = bed.start(str(source), "/data/set")
+    bed.wait_for_parts(1, 8 * MB)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    bed.wait_idle()
+    (part,) = (path for path in bed.parts(1) if path.stat().st_size > MB)
+    with part.open("r+b") as file:
+        file.write(b"damage")
+    result = bed(str(source), "/data/set")
+    assert result.status == 0, result.errors
+    for host in range(HOSTS):
+        assert describe(bed.data(host) / "set") == describe(source)
+
+
+def test_a_source_that_changes_is_reported(bed: Bed, source: Path) -> None:
+    large = make_large(source)
+    (source / "other").write_bytes(b"fine")
+    process = bed.start(str(source), "/data/set")
+    bed.wait_for_parts(0, 2 * MB)
+    with large.open("r+b") as file:
+        file.seek(20 * MB)
+        file.write(b"changed")
+    result = bed.finish(process)
+    assert result.status == 1
+    for number in range(HOSTS):
+        assert "large: it was changed during the copy" in result["error"][number]
+        assert sorted(p.name for p in (bed.data(number) / "set").iterdir()) == ["other"]
+    assert bed(str(source), "/data/set").status == 0
+    assert (bed.data(3) / "set" / "large").read_bytes() == large.read_bytes()
+
+
+def test_a_disk_that_is_too_small_and_one_that_fills_up(bed: Bed, source: Path) -> None:
+    make_large(source)
+    host = bed.hosts[1]
+
+    def on_host(command: str) -> None:
+        assert bed.cluster.run_on(host, ["sh", "-c", command]).returncode == 0
+
+    on_host("mkdir /data/disk && mount -t tmpfs -o size=60m none /data/disk")
+    try:
+        on_host("head -c 40000000 /dev/zero > /data/disk/other")
+        result = bed(str(source), "/data/disk/set")
+        assert result.status == 1
+        assert [state == "ok" for state in result["state"]] == [True, False, True, True]
+        assert "MB are free there. Make room" in result["error"][1]
+        assert result["bytes"][1] == 0
+
+        on_host("rm /data/disk/other; rm -rf /data/disk/set")
+        for number in (0, 2, 3):
+            (bed.data(number) / "disk/set/large").unlink()
+        process = bed.start(str(source), "/data/disk/set")
+        bed.wait_for_parts(2, 4 * MB)
+        on_host("head -c 60000000 /dev/zero > /data/disk/other || true")
+        result = bed.finish(process)
+        assert result.status == 1
+        assert [state == "ok" for state in result["state"]] == [True, False, True, True]
+        assert "No space left on device. Make room there" in result["error"][1]
+        for number in (0, 2, 3):
+            assert describe(bed.data(number) / "disk/set") == describe(source)
+    finally:
+        bed.wait_idle()
+        on_host("umount /data/disk")
+
+
+def test_from_another_host(bed: Bed, source: Path) -> None:
+    data = os.urandom(200_000)
+    (bed.data(2) / "set").mkdir()
+    (bed.data(2) / "set" / "file").write_bytes(data)
+    result = bed("/data/set", "/data/copy", "--from", bed.hosts[2])
+    assert result.status == 0, result.errors
+    for number in range(HOSTS):
+        assert (bed.data(number) / "copy" / "file").read_bytes() == data
+    result = bed("/data/none", "/data/copy", "--from", bed.hosts[2])
+    assert result.status == 1
+    assert f"host {bed.hosts[2]}: source /data/none: No such file" in result.errors
+
+
+def test_shares(bed: Bed, source: Path) -> None:
+    for number in range(10):
+        (source / f"shard-{number}").write_bytes(os.urandom(100_000))
+    result = bed(str(source), "/data/set", "--shard")
+    assert result.status == 0, result.errors
+    assert sorted(result["files"]) == [2, 2, 3, 3]
+    found = [p.name for n in range(HOSTS) for p in (bed.data(n) / "set").iterdir()]
+    assert sorted(found) == sorted(path.name for path in source.iterdir())
+
+
+def test_a_stranger_gets_nothing_and_does_no_harm(bed: Bed, source: Path) -> None:
+    make_large(source)
+    process = bed.start(str(source), "/data/set", "--plain")
+    bed.wait_for_parts(1, 2 * MB)
+    program = (
+        "import re, socket, subprocess, sys\n"
+        "out = subprocess.run(['ss', '-ltnp'], capture_output=True, text=True).stdout\n"
+        "port = int(re.search(r'10[.0-9]*:(\\d+) .*python', out)[1])\n"
+        "address = re.search(r'(\\S+):%d ' % port, out)[1]\n"
+        "sock = socket.create_connection((address, port)); sock.settimeout(30)\n"
+        "sock.sendall(b'x' * 64)\n"
+        "got = b''\n"
+        "while piece := sock.recv(1000): got += piece\n"
+        "print(len(got))"
+    )
+    done = bed.cluster.run_on(bed.hosts[1], ["python3", "-c", program])
+    assert bed.finish(process).status == 0
+    # A nonce, and the proof that this is the node: no word of the data.
+    assert done.stdout.strip() in ("32", "64"), done.stderr
+    assert describe(bed.data(3) / "set") == describe(source)
+
+
+def test_a_small_disk_of_this_machine_is_no_source_of_trouble(tmp_path: Path, bed: Bed) -> None:
+    """The leader writes nothing: its own disk may be full."""
+    with small_disk.mounted(tmp_path / "full", "2m") as folder:
+        (folder / "data").write_bytes(os.urandom(MB))
+        with pytest.raises(OSError, match="No space"):
+            (folder / "rest").write_bytes(bytes(4 * MB))
+        assert bed(str(folder / "data"), "/data/set/data").status == 0

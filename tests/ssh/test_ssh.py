@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cluster.connection import Connection
+from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.cluster.ssh import (
+    CommandTimeoutError,
+    LocalConnection,
+    SshConnection,
+    SshOptions,
+    connect,
+    is_local,
+)
+from hvd_elastic.errors import HostKeyError, HostUnreachableError, SshError
+from tests.ssh import sshd as private_sshd
+from tests.ssh.sshd import Sshd
+
+pytestmark = [
+    pytest.mark.ssh,
+    pytest.mark.skipif(not private_sshd.AVAILABLE, reason="sshd is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    server = Sshd(tmp_path_factory.mktemp("sshd"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def options(server: Sshd, tmp_path: Path) -> SshOptions:
+    return SshOptions(config_path=server.write_config(tmp_path / "config", ["node1", "node2"]))
+
+
+@pytest.fixture(params=["ssh", "local"])
+def connection(request: pytest.FixtureRequest, options: SshOptions) -> Iterator[Connection]:
+    host = Host("node1") if request.param == "ssh" else Host("localhost")
+    with connect(host, options) as connection:
+        yield connection
+
+
+def test_a_command_runs(connection: Connection) -> None:
+    result = connection.run("echo out; echo err >&2; exit 3", timeout_s=20)
+    assert (result.exit_status, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
+    assert not result.ok
+    assert result.text == "out"
+    assert connection.alive
+
+
+def test_arguments_arrive_as_they_are(connection: Connection) -> None:
+    arguments = ["a b", "it's", '"q"', "$HOME", "*", "line1\nline2", "back\\slash", "", "ü", ";id"]
+    program = "import sys; sys.stdout.write('\\0'.join(sys.argv[1:]))"
+    result = connection.run([sys.executable, "-c", program, *arguments], timeout_s=20)
+    assert result.stdout.decode().split("\0") == arguments
+
+
+def test_ten_megabytes_in_and_out(connection: Connection) -> None:
+    data = os.urandom(10 << 20)
+    result = connection.run("cat", timeout_s=60, stdin=data)
+    assert hashlib.sha256(result.stdout).digest() == hashlib.sha256(data).digest()
+
+
+def test_writing_everything_before_reading_does_not_hang(connection: Connection) -> None:
+    data = b"x" * 99 + b"\n"
+    process = connection.start("tee /dev/stderr")
+    process.stdin.write(data * 80_000)
+    process.stdin.close()
+    assert sum(1 for _ in process.stdout) == 80_000
+    assert process.wait(20) == 0
+    assert process.wait_drained(20)
+    assert process.stderr_tail.endswith(data)
+    process.close()
+
+
+def test_a_dialogue_line_by_line(connection: Connection) -> None:
+    seen: list[bytes] = []
+    process = connection.start(
+        "echo ready >&2; while read line; do echo got $line; done; exit 7", seen.append
+    )
+    for word in (b"one", b"two"):
+        process.stdin.write(word + b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline(timeout=20) == b"got " + word + b"\n"
+    with pytest.raises(TimeoutError):
+        process.stdout.readline(timeout=0.01)
+    with pytest.raises(TimeoutError, match="still runs"):
+        process.wait(0.01)
+    process.stdin.close()
+    assert process.wait(20) == 7
+    assert process.wait_drained(20)
+    assert list(process.stdout) == []
+    assert b"".join(seen) == b"ready\n"
+    process.close()
+
+
+def test_input_that_is_not_read_is_no_failure(connection: Connection) -> None:
+    result = connection.run("head -c 3", timeout_s=20, stdin=b"abc" * 3_000_000)
+    assert result.stdout == b"abc"
+
+
+def test_writing_to_a_command_that_ended_is_a_broken_pipe(connection: Connection) -> None:
+    process = connection.start("exit 0")
+    assert process.wait(20) == 0
+    process.wait_drained(20)
+    with pytest.raises(BrokenPipeError):
+        process.stdin.write(b"x" * 20_000_000)
+    process.close()
+
+
+def test_a_command_that_takes_too_long_is_stopped_there(
+    connection: Connection, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    with pytest.raises(CommandTimeoutError, match=r"within 0.7 s") as caught:
+        connection.run(
+            f"echo $$ > {shlex.quote(str(pid_file))}; echo begun; sleep 100; echo late",
+            timeout_s=0.7,
+        )
+    assert caught.value.stdout == b"begun\n"
+    pid = int(pid_file.read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, "the command outlived its time"
+        time.sleep(0.05)
+
+
+def test_a_background_child_does_not_hold_the_result(connection: Connection) -> None:
+    started = time.monotonic()
+    result = connection.run("echo begun; sleep 30 & echo $!", timeout_s=25)
+    assert time.monotonic() - started < 20
+    words = result.text.split()
+    os.kill(int(words[1]), 9)
+    assert words[0] == "begun"
+
+
+def test_files_both_ways(connection: Connection, tmp_path: Path) -> None:
+    data = os.urandom(3 << 20)
+    source = tmp_path / "a file"
+    source.write_bytes(data)
+    source.chmod(0o750)
+    there = tmp_path / "there"
+    there.mkdir()
+    assert connection.put(source, str(there / "it's")) == len(data)
+    assert (there / "it's").read_bytes() == data
+    assert (there / "it's").stat().st_mode & 0o777 == 0o750
+    assert connection.fetch(str(there / "it's"), tmp_path / "back") == len(data)
+    assert (tmp_path / "back").read_bytes() == data
+    assert [path.name for path in there.iterdir()] == ["it's"]
+    with pytest.raises(SshError, match=r"none.*No such file"):
+        connection.fetch(str(there / "none"), tmp_path / "nothing")
+    with pytest.raises(SshError, match="No such file"):
+        connection.put(source, str(there / "no folder" / "x"))
+    assert not list(tmp_path.glob(".*part"))
+
+
+def test_addresses(connection: Connection) -> None:
+    assert connection.local_address == connection.peer_address == "127.0.0.1"
+    assert connection.addresses_seen_there() == ("127.0.0.1", "127.0.0.1")
+
+
+def test_an_unknown_key_is_refused_with_its_fingerprint(server: Sshd, tmp_path: Path) -> None:
+    config = server.write_config(tmp_path / "config", ["node1"])
+    config.write_text(config.read_text().replace(str(server.folder / "known_hosts"), "/dev/null"))
+    printed = subprocess.run(
+        ["ssh-keygen", "-lf", f"{server.host_key}.pub"], capture_output=True, text=True
+    ).stdout.split()[1]
+    with pytest.raises(HostKeyError, match="unknown host key") as caught:
+        connect(Host("node1"), SshOptions(config_path=config))
+    assert printed in str(caught.value)
+    assert "hvd-elastic trust" in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["options", "home"])
+def test_a_key_can_be_known_elsewhere(
+    server: Sshd, tmp_path: Path, own_home: Path, where: str
+) -> None:
+    config = server.write_config(tmp_path / "config", ["node1"])
+    config.write_text(config.read_text().replace(str(server.folder / "known_hosts"), "none"))
+    known = tmp_path / "more" if where == "options" else own_home / "known_hosts"
+    known.parent.mkdir(exist_ok=True)
+    known.write_text(server.known_hosts_line())
+    files = (known,) if where == "options" else ()
+    with connect(Host("node1"), SshOptions(config, known_hosts_files=files)) as connection:
+        assert connection.run("true", 20).ok
+
+
+@pytest.mark.parametrize("marker", ["", "@revoked "])
+def test_a_changed_or_revoked_key_is_fatal(server: Sshd, tmp_path: Path, marker: str) -> None:
+    config = server.write_config(tmp_path / "config", ["node1"])
+    wrong = tmp_path / "wrong"
+    if marker:
+        wrong.write_text(marker + server.known_hosts_line())
+    else:
+        other = private_sshd.make_key(tmp_path / "other").with_suffix(".pub").read_text()
+        wrong.write_text(f"[{server.address}]:{server.port} {other}")
+    config.write_text(config.read_text().replace(str(server.folder / "known_hosts"), str(wrong)))
+    with pytest.raises(HostKeyError) as caught:
+        connect(Host("node1"), SshOptions(config_path=config))
+    assert f"{wrong}, line 1" in str(caught.value)
+    assert ("revoked" if marker else "HAS CHANGED") in str(caught.value)
+
+
+def test_a_dead_port(server: Sshd, options: SshOptions) -> None:
+    port = private_sshd.free_port()
+    with pytest.raises(HostUnreachableError) as caught:
+        connect(Host("node1", port=port), options)
+    for part in ("node1", "127.0.0.1", f"port {port}", "connection refused"):
+        assert part in str(caught.value)
+
+
+def test_a_name_that_does_not_exist(options: SshOptions) -> None:
+    with pytest.raises(HostUnreachableError, match="no-such-host"):
+        connect(Host("no-such-host.invalid"), options)
+
+
+def test_an_address_that_drops_everything(options: SshOptions) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        # A full backlog makes the kernel drop further connections: as a firewall does.
+        fillers = []
+        for _ in range(4):
+            filler = socket.socket()
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+            fillers.append(filler)
+        started = time.monotonic()
+        with pytest.raises(HostUnreachableError, match=r"no answer within 0.8 s"):
+            connect(
+                Host("127.0.0.1", port=listener.getsockname()[1]),
+                SshOptions(options.config_path, connect_timeout_s=0.8),
+            )
+        assert time.monotonic() - started < 3
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.mark.parametrize("banner", [b"", b"SSH-2.0-Slow\r\n"])
+def test_a_server_that_says_nothing_more(options: SshOptions, banner: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(banner)
+                while peer.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(HostUnreachableError, match=r"no answer within 1 s"):
+            connect(
+                Host("127.0.0.1", port=listener.getsockname()[1]),
+                SshOptions(options.config_path, connect_timeout_s=1),
+            )
+        assert time.monotonic() - started < 4
+        thread.join(5)
+        assert not thread.is_alive(), "the socket was left open"
+
+
+def test_something_else_listens_there(options: SshOptions) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(b"220 mail ready\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(HostUnreachableError, match="no ssh connection"):
+            connect(Host("127.0.0.1", port=listener.getsockname()[1]), options)
+
+
+def test_a_user_without_a_key_there(server: Sshd, tmp_path: Path) -> None:
+    config = server.write_config(tmp_path / "config", ["node1"])
+    key = private_sshd.make_key(tmp_path / "stranger")
+    config.write_text(config.read_text().replace(str(server.user_key), str(key)))
+    with pytest.raises(SshError, match=r"refused to log in.*authorized_keys") as caught:
+        connect(Host("node1"), SshOptions(config_path=config))
+    assert not isinstance(caught.value, HostUnreachableError)
+    with connect(Host("node1"), SshOptions(config_path=config, identity=server.user_key)) as other:
+        assert other.run("true", 20).ok
+
+
+def test_a_locked_key_is_no_prompt(server: Sshd, tmp_path: Path) -> None:
+    config = server.write_config(tmp_path / "config", ["node1"])
+    locked = tmp_path / "locked"
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(locked)], check=True
+    )
+    config.write_text(config.read_text().replace(str(server.user_key), str(locked)))
+    with pytest.raises(SshError, match="ssh-add"):
+        connect(Host("node1"), SshOptions(config_path=config))
+
+
+def test_the_agents_key_is_used(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent_socket = tmp_path / "agent"
+    agent = subprocess.Popen(
+        ["ssh-agent", "-D", "-a", str(agent_socket)], stdout=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 5
+        while not agent_socket.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(agent_socket))
+        subprocess.run(["ssh-add", "-q", str(server.user_key)], check=True)
+        config = server.write_config(tmp_path / "config", ["node1"])
+        text = config.read_text().replace(f"IdentityFile {server.user_key}\n", "")
+        config.write_text(text.replace("IdentitiesOnly yes", ""))
+        with connect(Host("node1"), SshOptions(config_path=config)) as connection:
+            assert connection.run("true", 20).ok
+        # Only its public half lies beside: IdentitiesOnly picks the agent's key for it.
+        (tmp_path / "half.pub").write_text(Path(f"{server.user_key}.pub").read_text())
+        (tmp_path / "half").write_text("unreadable")
+        config.write_text(f"{text}  IdentityFile {tmp_path / 'half'}\n")
+        with connect(Host("node1"), SshOptions(config_path=config)) as connection:
+            assert connection.run("true", 20).ok
+    finally:
+        agent.terminate()
+        agent.wait(5)
+
+
+def test_through_a_jump_host(server: Sshd, tmp_path: Path) -> None:
+    config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump door\n")
+    server.write_config(config, ["door"])
+    with connect(Host("node1"), SshOptions(config_path=config)) as connection:
+        assert connection.run("echo there", 20).text == "there"
+        assert connection.peer_address is None
+        assert connection.addresses_seen_there() == ("127.0.0.1", "127.0.0.1")
+
+
+def test_a_jump_that_leads_to_itself(server: Sshd, tmp_path: Path) -> None:
+    config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump node1\n")
+    with pytest.raises(SshError, match="jump"):
+        connect(Host("node1"), SshOptions(config_path=config))
+
+
+def test_a_lost_connection_is_noticed(server: Sshd, options: SshOptions) -> None:
+    with connect(Host("node1"), options) as connection:
+        assert isinstance(connection, SshConnection)
+        process = connection.start("cat")
+        # The sshd of this connection is the parent of its commands.
+        pid = int(connection.run("echo $PPID", 20).text)
+        os.kill(pid, 9)
+        assert process.stdout.readline(timeout=20) == b""
+        assert process.wait(20) == -1
+        process.close()
+        with pytest.raises(SshError, match=r"host node1: .*connection is lost"):
+            connection.start("true")
+        assert not connection.alive
+
+
+def test_a_host_that_falls_silent_cannot_hold_the_caller(options: SshOptions) -> None:
+    with connect(Host("node1"), options) as connection:
+        process = connection.start("cat")
+        pid = int(connection.run("echo $PPID", 20).text)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            assert not process.stop(grace_s=0.3)
+            assert time.monotonic() - started < 5
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_command_killed_by_a_signal(connection: Connection) -> None:
+    process = connection.start("kill -9 $$; sleep 1")
+    status = process.wait(20)
+    assert status == (137 if isinstance(connection, LocalConnection) else -1)
+    process.close()
+
+
+def test_a_missing_configuration(tmp_path: Path) -> None:
+    with pytest.raises(SshError, match="cannot be read"):
+        connect(Host("node1"), SshOptions(config_path=tmp_path / "none"))
+
+
+def test_what_counts_as_this_machine(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text("Host *\n  User nobody\nHost local?ost\n  Port 2222\n")
+    other = tmp_path / "other"
+    other.write_text("Host *\n  User nobody\n")
+    empty = SshOptions(config_path=other)
+    for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+        assert is_local(Host(name), empty)
+    assert not is_local(Host("localhost", user="bob"), empty)
+    assert not is_local(Host("localhost", port=22), empty)
+    assert not is_local(Host("127.0.0.2"), empty)
+    assert not is_local(Host("localhost"), SshOptions(config_path=config))
+
+
+def test_importing_is_quick() -> None:
+    program = (
+        "import sys, hvd_elastic.cluster.ssh as s; "
+        "print([m for m in ('fabric', 'paramiko', 'invoke') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "[]\n", result.stderr

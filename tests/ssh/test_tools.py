@@ -1,0 +1,388 @@
+"""The cluster tools over a real sshd: eight hosts, one of which may hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ssh import sshd as private_sshd
+from tests.ssh.sshd import Sshd
+
+pytestmark = [
+    pytest.mark.ssh,
+    pytest.mark.skipif(not private_sshd.AVAILABLE, reason="sshd is not installed"),
+]
+
+NAMES = [f"node{number}" for number in range(1, 9)]
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    server = Sshd(tmp_path_factory.mktemp("sshd"))
+    yield server
+    server.stop()
+
+
+class Tools:
+    """Runs the tools as a user does, against eight hosts that are one sshd."""
+
+    def __init__(self, server: Sshd, folder: Path) -> None:
+        self.folder = folder
+        self.config = server.write_config(folder / "config", NAMES)
+        self.hostfile = folder / "hosts"
+        self.hostfile.write_text("# all\nnode[1-8] slots=1\n")
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(CHECKOUT),
+            "HVD_ELASTIC_HOME": str(folder / "home"),
+            "HVD_ELASTIC_SSH_CONFIG": str(self.config),
+        }
+        self.environment.pop("SSH_AUTH_SOCK", None)
+
+    def argv(self, tool: str, *arguments: str) -> list[str]:
+        if tool == "trust":
+            return [sys.executable, "-m", "hvd_elastic.cli.app", "trust", *arguments]
+        program = f"from hvd_elastic.cli.clust import {tool}_main; {tool}_main()"
+        return [sys.executable, "-c", program, *arguments]
+
+    def __call__(self, tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.argv(tool, *arguments),
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
+
+
+@pytest.fixture
+def tools(server: Sshd, tmp_path: Path) -> Tools:
+    return Tools(server, tmp_path)
+
+
+def records(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    return {line["host"]: line for line in lines if line["kind"] == "host"}
+
+
+def wait_until(condition: object, what: str) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_each_line_under_its_host(tools: Tools) -> None:
+    result = tools("runclust", str(tools.hostfile), "--hosts", "node[1-3]", "echo a; echo b >&2")
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"node{n}: a" for n in (1, 2, 3)]
+    assert {f"node{n}: b" for n in (1, 2, 3)} < set(result.stderr.splitlines())
+    assert result.stderr.splitlines()[-1].startswith("3 hosts in ")
+
+
+def test_arguments_arrive_as_typed_and_options_stand_where_they_like(tools: Tools) -> None:
+    for arguments in (
+        ["--hosts", "node1", str(tools.hostfile), "printf", "%s|", "a b", "-x", "$HOME"],
+        [str(tools.hostfile), "--hosts=node1", "printf", "%s|", "a b", "-x", "$HOME"],
+        [str(tools.hostfile), "--hosts", "node1", "--", "printf", "%s|", "a b", "-x", "$HOME"],
+    ):
+        result = tools("runclust", *arguments)
+        assert result.stdout == "node1: a b|-x|$HOME|\n", result.stderr
+
+
+def test_one_host_hangs_one_fails(tools: Tools, tmp_path: Path) -> None:
+    # node8 is a port that answers nobody.
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent:
+        tools.hostfile.write_text(f"node[1-7]\n127.0.0.1 port={silent.getsockname()[1]}  # hangs\n")
+        result = tools(
+            "runclust", str(tools.hostfile), "--json", "--connect-timeout", "3", "--timeout", "2",
+            f"mkdir {shlex.quote(str(tmp_path))}/first 2>/dev/null && sleep 60; echo done",
+        )  # fmt: skip
+    found = records(result)
+    assert result.returncode == 1
+    states = [entry["state"] for entry in found.values()]
+    assert sorted(map(str, states)) == ["ok"] * 6 + ["timed out", "unreachable"]
+    assert found["127.0.0.1"]["state"] == "unreachable"
+    assert "no answer within 3 s" in str(found["127.0.0.1"]["error"])
+    # Those that answer come before those that do not.
+    assert states[:6] == ["ok"] * 6
+    assert json.loads(result.stdout.splitlines()[-1])["states"]["ok"] == 6
+
+
+def test_statuses_and_usage(tools: Tools) -> None:
+    result = tools("runclust", str(tools.hostfile), "--exclude", "node[3-8]", "exit 3")
+    assert result.returncode == 1
+    assert "host node1: exit status 3" in result.stderr
+    assert "2 failed (node[1-2])" in result.stderr
+    assert tools("runclust", str(tools.hostfile), "--hosts", "nobody", "true").returncode == 2
+    assert tools("runclust", str(tools.hostfile)).returncode == 2
+    assert tools("killclust", str(tools.hostfile)).returncode == 2
+    result = tools("runclust", str(tools.folder / "none"), "true")
+    assert result.returncode != 0
+    assert result.stderr.startswith("error: hostfile ")
+    assert "Traceback" not in result.stderr
+    result = tools("runclust", str(tools.hostfile), "--dry-run", "rm", "-r", "a b")
+    assert result.stdout.splitlines()[0] == "node1 (ssh): rm -r 'a b'"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_commands_there(
+    tools: Tools, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = subprocess.Popen(
+        tools.argv(
+            "runclust", str(tools.hostfile), "--hosts", "node[1-3]", "echo $$; exec sleep 100"
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tools.environment,
+    )
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "3 interrupted (node[1-3])" in errors
+    assert "Traceback" not in errors
+    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+
+
+def test_copy_a_folder(tools: Tools, tmp_path: Path) -> None:
+    source = tmp_path / "a set"
+    (source / "empty").mkdir(parents=True)
+    (source / "sub").mkdir()
+    (source / "sub" / "big").write_bytes(os.urandom(2_000_000))
+    (source / "it's").write_bytes(b"")
+    (source / "link").symlink_to("sub/big")
+    (source / "sub").chmod(0o750)
+    target = tmp_path / "there"
+    arguments = [str(tools.hostfile), str(source), f"{target}/", "--hosts", "node1"]
+    result = tools("copyclust", *arguments)
+    assert result.returncode == 0, result.stderr
+    copied = target / "a set"
+    names = sorted(path.relative_to(copied).as_posix() for path in copied.rglob("*"))
+    assert names == ["empty", "it's", "link", "sub", "sub/big"]
+    assert (copied / "sub" / "big").read_bytes() == (source / "sub" / "big").read_bytes()
+    assert (copied / "link").readlink() == Path("sub/big")
+    assert (copied / "sub").stat().st_mode & 0o777 == 0o750
+    before = (source / "sub" / "big").stat()
+    assert (copied / "sub" / "big").stat().st_mtime_ns == before.st_mtime_ns
+
+    (source / "it's").write_bytes(b"new")
+    found = records(tools("copyclust", *arguments, "--json"))
+    assert (found["node1"]["files"], found["node1"]["skipped"]) == (1, 1)
+    assert (copied / "it's").read_bytes() == b"new"
+
+
+def test_hosts_that_share_the_destination_get_it_once(tools: Tools, tmp_path: Path) -> None:
+    source = tmp_path / "set"
+    source.mkdir()
+    for number in range(5):
+        (source / str(number)).write_bytes(os.urandom(100_000))
+    arguments = [str(tools.hostfile), str(source), f"{tmp_path}/there", "--hosts", "node[1-3]"]
+    result = tools("copyclust", *arguments, "--json")
+    assert result.returncode == 0, result.stdout
+    assert sorted(str(entry["files"]) for entry in records(result).values()) == ["0", "0", "5"]
+    names = sorted(path.name for path in (tmp_path / "there").iterdir())
+    assert names == ["0", "1", "2", "3", "4"]
+
+
+def test_nothing_is_copied_to_a_host_whose_key_has_changed(
+    tools: Tools, server: Sshd, tmp_path: Path
+) -> None:
+    other = private_sshd.make_key(tmp_path / "other").with_suffix(".pub").read_text()
+    known = tmp_path / "known"
+    known.write_text(f"[{server.address}]:{server.port} {other}")
+    text = tools.config.read_text().replace(str(server.folder / "known_hosts"), str(known))
+    tools.config.write_text(text)
+    (tmp_path / "file").write_bytes(b"secret")
+    target = tmp_path / "there"
+    result = tools("copyclust", str(tools.hostfile), str(tmp_path / "file"), str(target))
+    assert result.returncode == 1
+    assert result.stderr.count("THE HOST KEY HAS CHANGED") == 8
+    assert not target.exists()
+
+
+def test_copies_that_cannot_be(tools: Tools, tmp_path: Path) -> None:
+    source = tmp_path / "file"
+    source.write_bytes(b"data")
+    only = ["--hosts", "node1"]
+    assert tools("copyclust", str(tools.hostfile), str(source), "relative", *only).returncode == 2
+    result = tools("copyclust", str(tools.hostfile), str(tmp_path / "none"), "/x", *only)
+    assert result.returncode == 2
+    assert "none does not exist. Name a file or folder of this machine" in result.stderr
+    result = tools("copyclust", str(tools.hostfile), str(source), "/proc/none/x", *only)
+    assert result.returncode == 1
+    assert "host node1: /proc/none: No such file or directory" in result.stderr
+    (tmp_path / "folder").mkdir()
+    result = tools("copyclust", str(tools.hostfile), str(source), str(tmp_path / "folder"), *only)
+    assert result.returncode == 1
+    assert "is a folder there; end the destination with /" in result.stderr
+    result = tools("copyclust", str(tools.hostfile), str(source), f"{source}/x", *only)
+    assert result.returncode == 1
+    assert "host node1: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> None:
+    def start(command: str, **changes: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            env={**os.environ, **changes},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    mark = {"HVD_ELASTIC_RUN_ID": "digits-1"}
+    # Forked; deaf to TERM; a descendant whose environment was cleared; another run; no run.
+    plain = start("sleep 100 & echo $!; wait", **mark)
+    deaf = start("trap '' TERM; echo ready; while :; do sleep 1; done", **mark)
+    cleared = start("env -i sleep 100 & echo $!; wait", **mark)
+    other = start("echo ready; exec sleep 100", HVD_ELASTIC_RUN_ID="digits-10")
+    bystander = start("echo ready; exec sleep 100")
+    everyone = [plain, deaf, cleared, other, bystander]
+    try:
+        words = [process.stdout.readline() for process in everyone if process.stdout]
+        victims = {plain.pid, deaf.pid, cleared.pid, int(words[0]), int(words[2])}
+        # They must be reaped for their pids to vanish: their parent is this test.
+        for process in everyone:
+            threading.Thread(target=process.wait, daemon=True).start()
+        arguments = [str(tools.hostfile), "--hosts", "node1", "--run", "digits-1", "--json"]
+        listed = records(tools("killclust", *arguments, "--dry-run"))["node1"]["processes"]
+        assert isinstance(listed, list)
+        assert {entry["pid"] for entry in listed} >= victims
+        assert all(is_alive(pid) for pid in victims)
+
+        result = tools("killclust", *arguments, "--grace", "0.5")
+        assert result.returncode == 0, result.stdout
+        ended = records(result)["node1"]["processes"]
+        assert isinstance(ended, list)
+        how = {entry["pid"]: entry["ended"] for entry in ended}
+        assert {pid for pid in victims if is_alive(pid)} == set()
+        assert (how[plain.pid], how[deaf.pid]) == ("TERM", "KILL")
+        assert is_alive(other.pid)
+        assert is_alive(bystander.pid)
+        again = tools("killclust", *arguments)
+        assert records(again)["node1"]["processes"] == []
+    finally:
+        for process in everyone:
+            if is_alive(process.pid):
+                process.kill()
+            process.wait(10)
+            if process.stdout:
+                process.stdout.close()
+
+
+def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
+    names = ["TORCHELASTIC_RUN_ID=job", "OMPI_COMM_WORLD_RANK=0", "HOROVOD_RANK=1"]
+
+    def orphan(command: str, *marks: str) -> int:
+        """Started by a shell that is gone at once, as a launcher that was killed."""
+        done = subprocess.run(
+            ["setsid", "sh", "-c", f"env {' '.join(marks)} {command} >/dev/null 2>&1 & echo $!"],
+            capture_output=True,
+            text=True,
+        )
+        return int(done.stdout)
+
+    strays = [orphan("sleep 100", name) for name in names]
+    strays += [orphan("sh -c 'sleep 100; :'", names[0])]
+    bystanders = [
+        orphan("sleep 100"),
+        orphan("sleep 100", "HVD_ELASTIC_RUN_ID=run", names[0]),
+    ]
+    # This test is their launcher, and alive.
+    held = [
+        subprocess.Popen(["env", name, "sh", "-c", "sleep 100; :"], start_new_session=True)
+        for name in names
+    ]
+    try:
+        wait_until(lambda: all(map(is_alive, strays)), "the strays' start")
+        if Path(f"/proc/{strays[0]}/stat").read_text().rpartition(")")[2].split()[1] != "1":
+            pytest.skip("orphans are not given to process 1 here, but to a subreaper")
+        arguments = [str(tools.hostfile), "--hosts", "node1", "--strays", "--json"]
+        listed = records(tools("killclust", *arguments, "--dry-run"))["node1"]["processes"]
+        assert isinstance(listed, list)
+        found = {entry["pid"]: entry["run"] for entry in listed}
+        assert set(strays) <= set(found)
+        assert found[strays[0]] == "torchrun job"
+        assert not {*bystanders, *(process.pid for process in held)} & set(found)
+        assert tools("killclust", *arguments, "--grace", "2").returncode == 0
+        wait_until(lambda: not any(map(is_alive, strays)), "the strays' end")
+        assert all(map(is_alive, bystanders))
+        assert all(process.poll() is None for process in held)
+    finally:
+        for pid in [*bystanders, *strays]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in held:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def test_check(tools: Tools) -> None:
+    result = tools("checkclust", str(tools.hostfile), "--hosts", "node1", "--json")
+    checks = records(result)["node1"]["checks"]
+    assert isinstance(checks, list)
+    levels = {check["name"]: check["level"] for check in checks}
+    assert levels["python"] == "ok"
+    assert levels["clock"] == "ok"
+    result = tools("checkclust", str(tools.hostfile), "--hosts", "node1", "--python", "/no/python")
+    assert result.returncode == 1
+    assert "host node1: no /no/python there" in result.stderr
+
+
+def test_trust_shows_accepts_and_then_is_strict(tools: Tools, server: Sshd) -> None:
+    text = tools.config.read_text().replace(str(server.folder / "known_hosts"), "none")
+    tools.config.write_text(text)
+    known = tools.folder / "home" / "known_hosts"
+    printed = subprocess.run(
+        ["ssh-keygen", "-lf", f"{server.host_key}.pub"], capture_output=True, text=True
+    ).stdout.split()[1]
+
+    refused = tools("runclust", str(tools.hostfile), "--hosts", "node1", "true")
+    assert refused.returncode == 1
+    assert "hvd-elastic trust" in refused.stderr
+
+    result = tools("trust", str(tools.hostfile))
+    assert result.returncode == 1
+    assert result.stdout.count(printed) == 8
+    assert not known.exists()
+
+    result = tools("trust", str(tools.hostfile), "--yes")
+    assert result.returncode == 0, result.stderr
+    assert known.read_text() == server.known_hosts_line()
+    assert tools("runclust", str(tools.hostfile), "--hosts", "node1", "true").returncode == 0
+    found = records(tools("trust", str(tools.hostfile), "--json"))
+    assert {entry["state"] for entry in found.values()} == {"known"}
+
+    other = private_sshd.make_key(tools.folder / "other").with_suffix(".pub").read_text()
+    known.write_text(f"[{server.address}]:{server.port} {other}")
+    result = tools("trust", str(tools.hostfile), "--yes", "--json")
+    assert result.returncode == 1
+    assert {entry["state"] for entry in records(result).values()} == {"refused"}
+    assert known.read_text().endswith(other)

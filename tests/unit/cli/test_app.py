@@ -1,0 +1,144 @@
+"""The command table: quick, honest about what exists, one line for a user's mistake."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import typer
+
+from hvd_elastic import __version__
+from hvd_elastic.cli import app as app_module
+from hvd_elastic.cli.app import COMMANDS, LazyCommand, main
+from hvd_elastic.errors import RunError, UsageError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Registers a function as `hvd-elastic probe`; returns the registering function."""
+
+    def register(function, **settings):
+        module = types.ModuleType("hvd_elastic_probe")
+        module.__spec__ = types.SimpleNamespace(name=module.__name__)  # type: ignore[assignment]
+        module.target = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        entry = LazyCommand(module.__name__, "target", "A probe.", settings)
+        monkeypatch.setitem(app_module.COMMANDS, "probe", entry)
+
+    return register
+
+
+def status_of(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return 0 if ended.value.code is None else int(ended.value.code)
+
+
+def test_help_lists_available_commands_in_the_table_s_order(capsys):
+    assert status_of("--help") == 0
+    out = capsys.readouterr().out
+    listed = [name for name, entry in COMMANDS.items() if entry.available()]
+    assert "doctor" in listed
+    places = [out.index(f" {name} ") for name in listed]
+    assert places == sorted(places)
+
+
+def test_every_available_command_loads():
+    for name, entry in COMMANDS.items():
+        if entry.available():
+            assert entry.load(name).name == name
+
+
+def test_a_command_whose_module_does_not_exist_is_neither_listed_nor_run(monkeypatch, capsys):
+    entry = LazyCommand("hvd_elastic.cli.no_such_module", "x", "Not there.")
+    monkeypatch.setitem(app_module.COMMANDS, "absent", entry)
+    assert status_of("--help") == 0
+    assert "absent" not in capsys.readouterr().out
+    assert status_of("absent") == 2
+    assert "absent" in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help_and_the_status_of_wrong_usage(capsys):
+    assert status_of() == 2
+    assert "Usage: hvd-elastic" in "".join(capsys.readouterr())
+
+
+def test_version(capsys):
+    assert status_of("--version") == 0
+    assert capsys.readouterr().out == f"hvd-elastic {__version__}\n"
+
+
+def test_an_unknown_command_is_wrong_usage(capsys):
+    assert status_of("rnu") == 2
+    assert capsys.readouterr().err == "error: no such command 'rnu'. See: hvd-elastic --help\n"
+
+
+@pytest.mark.parametrize(("error", "status"), [(RunError, 1), (UsageError, 2)])
+def test_a_user_s_mistake_is_one_line_and_the_error_s_status(command, capsys, error, status):
+    def fail():
+        raise error("run 'a' is not known; see hvd-elastic list")
+
+    command(fail)
+    assert status_of("probe") == status
+    captured = capsys.readouterr()
+    assert captured.err == "error: run 'a' is not known; see hvd-elastic list\n"
+    assert captured.out == ""
+
+
+def test_a_defect_of_ours_keeps_its_traceback(command):
+    def fail():
+        raise ZeroDivisionError
+
+    command(fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["probe"])
+
+
+def test_ctrl_c_ends_with_130(command, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    command(interrupted)
+    assert status_of("probe") == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_command_chooses_its_status_by_typer_exit(command):
+    def failed():
+        raise typer.Exit(1)
+
+    command(failed)
+    assert status_of("probe") == 1
+
+
+def test_a_group_of_commands_is_loaded_like_one(command, capsys):
+    group = typer.Typer()
+
+    @group.command()
+    def inner(word: str) -> None:
+        print(f"inner {word}")
+
+    @group.callback()
+    def about() -> None:
+        """A group."""
+
+    command(group)
+    assert status_of("probe", "inner", "x") == 0
+    assert capsys.readouterr().out == "inner x\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["--np", "2", "--", "python", "train.py", "--lr", "0.1", "--np", "9"],
+        ["--np", "2", "python", "train.py", "--lr", "0.1", "--np", "9"],
+    ],
+)
+def test_options_after_the_script_belong_to_the_script(command, capsys, line):
+    def take(words: list[str], np: int = 1) -> None:
+        print(np, words)
+
+    command(take, **COMMANDS["run"].context_settings)
+    assert status_of("probe", *line) == 0
+    assert capsys.readouterr().out == "2 ['python', 'train.py', '--lr', '0.1', '--np', '9']\n"

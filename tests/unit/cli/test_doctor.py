@@ -1,0 +1,104 @@
+"""The doctor's findings, its words, and its status."""
+
+from __future__ import annotations
+
+import json
+import pwd
+import subprocess
+
+import pytest
+
+from hvd_elastic.cli import doctor
+from hvd_elastic.cli.app import main
+from hvd_elastic.cli.doctor import Finding, Health, render
+
+GOOD = Finding("torch", Health.GOOD, "2.13.0")
+ABSENT = Finding("horovod", Health.MISSING, "not installed", "make horovod")
+OPTIONAL = Finding("Open MPI", Health.OPTIONAL, "not found", "apt-get install x")
+
+
+def status_of(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(("findings", "status"), [([GOOD, OPTIONAL], 0), ([GOOD, ABSENT], 1)])
+def test_only_what_training_needs_makes_the_status_1(monkeypatch, capsys, findings, status):
+    monkeypatch.setattr(doctor, "diagnose", lambda: findings)
+    assert status_of() == status
+    assert capsys.readouterr().out == render(findings) + "\n"
+
+
+def test_json_is_one_object_with_all_findings(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "diagnose", lambda: [GOOD, ABSENT])
+    assert status_of("--json") == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["healthy"] is False
+    assert answer["findings"][1] == {
+        "name": "horovod",
+        "health": "missing",
+        "found": "not installed",
+        "mend": "make horovod",
+    }
+
+
+def test_what_mends_stands_under_what_is_missing():
+    lines = render([GOOD, ABSENT]).splitlines()
+    assert lines[1].startswith("missing   horovod")
+    assert lines[2].strip() == "-> make horovod"
+
+
+def test_colour_is_only_added_when_asked_for():
+    assert "\x1b" not in render([GOOD, ABSENT, OPTIONAL])
+    assert "\x1b[31m" in render([ABSENT], colour=True)
+
+
+def test_the_real_diagnosis_names_every_part():
+    names = {finding.name for finding in doctor.diagnose()}
+    assert {"python", "torch", "horovod", "Open MPI", "sshd", "ip", "tc", "cmake", "g++"} <= names
+    assert {"kept wheels", "home", "login shell", "virtual hosts"} <= names
+
+
+def test_a_user_to_whom_sshd_gives_no_commands_is_told_so(monkeypatch):
+    account = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/usr/sbin/nologin"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: account)
+    found = {finding.name: finding for finding in doctor.diagnose()}
+    assert found["login shell"].health is Health.OPTIONAL
+    assert "user ann has the login shell /usr/sbin/nologin" in found["login shell"].found
+    assert found["login shell"].mend == "as root: usermod --shell /bin/bash ann"
+    assert found["virtual hosts"].health is Health.OPTIONAL
+
+
+def answer(status: int, out: str = "", err: str = ""):
+    def run(*_, **__):
+        return subprocess.CompletedProcess([], status, out, err)
+
+    return run
+
+
+def test_a_horovod_that_crashes_on_import_is_reported_with_its_last_line():
+    built, why = doctor._built_with("python", answer(1, err="Trace\nImportError: libmpi.so\n\n"))
+    assert (built, why) == (None, "ImportError: libmpi.so")
+    assert doctor._built_with("python", answer(-11)) == (None, "status -11")
+
+
+def test_a_horovod_that_hangs_is_reported():
+    def run(*_, **__):
+        raise subprocess.TimeoutExpired("python", 1)
+
+    built, why = doctor._built_with("python", run)
+    assert built is None
+    assert "no answer" in why
+
+
+def test_what_horovod_prints_before_its_answer_is_ignored():
+    built, _ = doctor._built_with("python", answer(0, 'a banner\n{"gloo": true}\n'))
+    assert built == {"gloo": True}
+
+
+def test_a_home_that_cannot_be_written_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    finding = doctor._disk("home", tmp_path / "not" / "yet")
+    assert finding.health is Health.MISSING
+    assert "HVD_ELASTIC_HOME" in finding.mend

@@ -1,0 +1,76 @@
+"""``hvd-elastic run``: what it refuses before any host is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cli.app import main
+from hvd_elastic.telemetry.records import EventLog
+from hvd_elastic.telemetry.runfolder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+
+
+def call(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *arguments])
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--np", "abc"], "--np takes a whole number of 1 or more, not 'abc'"),
+        (["--min-np", "0"], "--min-np takes a whole number of 1 or more, not '0'"),
+        (["--max-np", "1.5"], "--max-np takes a whole number of 1 or more, not '1.5'"),
+        (["--checkpoint-every", "often"], "--checkpoint-every takes a number of 0 or more"),
+        (["--failure-timeout", "0"], "--failure-timeout takes a number above 0, not '0'"),
+        (["--failure-timeout", "nan"], "--failure-timeout takes a number above 0, not 'nan'"),
+        (["--nope"], "no such option: --nope"),
+    ],
+)
+def test_options_say_what_they_take(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], wanted: str
+) -> None:
+    status, message = call(*arguments, "--", "true", capsys=capsys)
+    assert status == 2
+    assert message.startswith(f"error: {wanted}")
+    assert message.count("\n") == 1
+
+
+def test_all_mistakes_are_named_in_the_order_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["-H", str(tmp_path / "none"), "--np", "2", "--min-np", "3", "-F", "nowhere"]
+    status, message = call(*options, "--", "python", "trian.py", capsys=capsys)
+    assert status == 2
+    lines = message.splitlines()
+    assert [line.split(" does not")[0].split(":")[1] for line in lines] == [
+        f" hostfile {tmp_path / 'none'}",
+        " --min-np 3 is above --np 2",
+        " --ssh-config nowhere",
+        " the training script trian.py",
+    ]
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_a_finished_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create("done-1")
+    with EventLog(folder.events) as log:
+        log.append("run_started", {"run_id": "done-1", "hosts": [["node1", 1]]})
+        log.append("run_finished", {"status": "succeeded", "steps": 10})
+    status, message = call("--resume", "done-1", capsys=capsys)
+    assert status == 1
+    assert "done-1 has finished" in message
+
+
+def test_options_that_resume_would_ignore_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    RunFolder.create("stopped-1")
+    status, message = call("--resume", "stopped-1", "--audit", capsys=capsys)
+    assert status == 2
+    assert "--audit cannot be given with --resume" in message

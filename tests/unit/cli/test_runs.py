@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from hvd_elastic.cli.app import main
+from hvd_elastic.config import runs_folder
+from hvd_elastic.telemetry.records import EventLog
+from hvd_elastic.telemetry.runfolder import Request, RunFolder
+from tests.unit.telemetry.sample_run import sample_folder
+
+
+class Done(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command line of hvd-elastic in this process."""
+
+    def run(*arguments: str) -> Done:
+        status = 0
+        try:
+            main(arguments)
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 0
+        captured = capsys.readouterr()
+        return Done(status, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def run() -> RunFolder:
+    return sample_folder(runs_folder())
+
+
+@contextmanager
+def leader(
+    folder: RunFolder, handle: Callable[[Request, EventLog], bool] | None = None
+) -> Iterator[EventLog]:
+    """A leader that answers every request with yes; ``handle`` returning True ends it."""
+    gone = threading.Event()
+    lock = folder.take_lead()
+    log = EventLog(folder.events)
+
+    def serve() -> None:
+        while not gone.wait(0.01):
+            for request in folder.take_requests():
+                log.append("command_done", {"id": request.id, "ok": True, "message": "will do"})
+                if handle is not None and handle(request, log):
+                    lock.release()
+                    return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield log
+    finally:
+        gone.set()
+        thread.join()
+        log.close()
+        lock.release()
+
+
+def test_status(call: Call, run: RunFolder) -> None:
+    done = call("status", "digits-3")
+    assert done.status == 0
+    assert "status       succeeded" in done.out
+    assert "node1:1 node3:1" in done.out
+    assert "4, longest pause 0.83 s" in done.out
+    assert "run succeeded after 276 steps" in done.out
+    found = call("status", "--json").json
+    assert (found["run_id"], found["status"], found["steps"]) == ("digits-3", "succeeded", 276)
+    assert found["leader_alive"] is False
+    assert len(found["rescales"]) == 5
+    assert found["final_metrics"]["accuracy"] > 0.97
+
+
+def test_status_of_runs_that_are_not_well(call: Call) -> None:
+    folder = RunFolder.create("a")
+    assert call("status", "a", "--json").json["status"] == "never began"
+    with folder.take_lead():
+        assert call("status", "a", "--json").json["status"] == "starting"
+        with EventLog(folder.events) as log:
+            log.append("run_started", {"run_id": "a", "hosts": [["n1", 1]]})
+            assert call("status", "a", "--json").json["status"] == "running"
+            reason = "waiting for 1 process: host n1 did not come back yet (trying again in 1 s)"
+            log.append("waiting", {"reason": reason, "have": 0, "need": 1})
+            assert call("status", "a", "--json").json["status"] == "waiting"
+            assert f"status       {reason}\n" in call("status", "a").out
+            trace = "Traceback:\n  x\nValueError: no"
+            log.append("script_failed", {"host": "n1", "local_rank": 0, "traceback": trace})
+    done = call("status", "a")
+    assert "died: no live leader; go on with: hvd-elastic run --resume a" in done.out
+    assert "worker n1:0: ValueError: no" in done.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "nope"), ("logs", "nope"), ("attach", "nope"), ("stop", "nope"),
+        ("scale", "nope", "2"), ("discover", "nope"), ("report", "nope"),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_not_there(call: Call, run: RunFolder, arguments: tuple[str, ...]) -> None:
+    done = call(*arguments)
+    assert done.status == 1
+    assert done.err.startswith("error: there is no run 'nope'")
+    assert "newest are: digits-3" in done.err
+    assert done.out == ""
+
+
+def test_no_runs_at_all(call: Call) -> None:
+    assert "there is no run yet" in call("status").err
+    assert call("list").out.startswith("no runs in ")
+    assert call("list", "--json").json == []
+
+
+def test_a_run_id_that_cannot_be(call: Call) -> None:
+    done = call("status", "../etc")
+    assert done.status == 2
+    assert "is not valid" in done.err
+
+
+def test_list(call: Call, run: RunFolder) -> None:
+    other = sample_folder(runs_folder(), "other", status="running")
+    run.write_run({"created": 1.0})
+    other.write_run({"created": 2.0})
+    rows = call("list", "--json").json
+    assert [(row["run_id"], row["status"], row["steps"]) for row in rows] == [
+        ("other", "died", 276),
+        ("digits-3", "succeeded", 276),
+    ]
+    lines = call("list", "-n", "1").out.splitlines()
+    assert lines[1].startswith("other ")
+    assert lines[2] == "and 1 older run: hvd-elastic list -n 0"
+    assert len(call("list", "-n", "0").out.splitlines()) == 3
+
+
+def test_list_reads_only_the_end_of_a_long_run(call: Call) -> None:
+    folder = RunFolder.create("long")
+    with EventLog(folder.events) as log:
+        log.append("run_started", {"run_id": "long"})
+        for step in range(5000):
+            log.append("metrics", {"step": step, "loss": 1.0})
+    with folder.take_lead():
+        row = call("list", "--json").json[0]
+    assert (row["status"], row["steps"]) == ("running", 4999)
+
+
+def test_logs(call: Call, run: RunFolder) -> None:
+    run.log_path("node1", 0).write_text("first\n10%\r50%\r100%\nlast without end")
+    run.log_path("node10.example.org", 1).write_bytes(b"\xff broken\n" * 3)
+    done = call("logs", "digits-3")
+    assert done.out.splitlines() == [
+        "node1:0 | first",
+        "node1:0 | 100%",
+        "node1:0 | last without end",
+        *["node10.example.org:1 | \ufffd broken"] * 3,
+    ]
+    assert call("logs", "-n", "1", "--host", "node1").out == "node1:0 | last without end\n"
+    entry = json.loads(call("logs", "-n", "1", "--host", "node10.example.org", "--json").out)
+    assert (entry["host"], entry["local_rank"]) == ("node10.example.org", "1")
+    missing = call("logs", "--host", "node7")
+    assert missing.status == 1
+    assert "has logs of: node1, node10.example.org" in missing.err
+    assert "only a run started with --detach" in call("logs", "--leader").err
+
+
+def test_the_last_lines_of_a_large_log(call: Call, run: RunFolder) -> None:
+    run.log_path("n", 0).write_text("".join(f"{i} {'x' * 1000}\n" for i in range(2000)))
+    lines = call("logs", "-n", "700").out.splitlines()
+    assert len(lines) == 700
+    assert lines[0].startswith("n:0 | 1300 x")
+    assert len(call("logs", "-n", "0").out.splitlines()) == 2000
+
+
+def test_logs_without_any(call: Call, run: RunFolder) -> None:
+    assert call("logs") == (0, "", "the workers of run digits-3 printed nothing\n")
+    with leader(run):
+        assert "have printed nothing yet" in call("logs").err
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "hvd_elastic.cli.app", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+
+
+def test_logs_follow_until_the_leader_is_gone(run: RunFolder) -> None:
+    run.log_path("n", 0).write_text("old\nhalf")
+    with leader(run):
+        process = started("logs", "digits-3", "-f")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "n:0 | old\n"
+        with run.log_path("n", 0).open("a") as file:
+            file.write(" done\n")
+        assert process.stdout.readline() == "n:0 | half done\n"
+        run.log_path("m", 0).write_text("a new worker\nend")
+        assert process.stdout.readline() == "m:0 | a new worker\n"
+    out, err = process.communicate(timeout=30)
+    assert (out, err, process.returncode) == ("m:0 | end\n", "", 0)
+
+
+def test_attach_to_a_run_that_is_over(call: Call, run: RunFolder) -> None:
+    done = call("attach", "digits-3")
+    assert done.status == 0
+    assert "host node3 joined: 2 → 3 slots (pause 0.12 s)" in done.out
+    events = [json.loads(line) for line in call("attach", "--json").out.splitlines()]
+    assert events[-1]["kind"] == "run_finished"
+
+
+@pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 1), ("stopped", 1)])
+def test_attach_ends_as_the_run_does(status: str, code: int) -> None:
+    folder = RunFolder.create("live")
+    with leader(folder) as log:
+        log.append("run_started", {"run_id": "live", "hosts": [["n1", 2]]})
+        process = started("attach", "live")
+        assert process.stdout is not None
+        assert "run live: 1 host, 2 slots" in process.stdout.readline()
+        log.append("run_finished", {"status": status, "steps": 3})
+        out, err = process.communicate(timeout=30)
+    assert f"run {status} after 3 steps" in out
+    assert (process.returncode, err) == (code, "")
+
+
+def test_attach_to_a_run_whose_leader_died(call: Call) -> None:
+    sample_folder(runs_folder(), status="running")
+    done = call("attach")
+    assert done.status == 1
+    assert "--resume digits-3" in done.err
+
+
+def test_ctrl_c_detaches() -> None:
+    folder = RunFolder.create("live")
+    with leader(folder) as log:
+        log.append("run_started", {"run_id": "live", "hosts": []})
+        process = started("attach")
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert folder.leader_alive()
+    assert (process.returncode, err) == (
+        0,
+        "detached; run live goes on. End it with: hvd-elastic stop live\n",
+    )
+
+
+def test_stop_waits_for_the_end(call: Call) -> None:
+    folder = RunFolder.create("live")
+
+    def end(request: Request, log: EventLog) -> bool:
+        assert request.op == "stop"
+        time.sleep(0.3)  # a leader takes a while to end its workers
+        log.append("run_finished", {"status": "stopped", "steps": 12})
+        return True
+
+    with leader(folder, end):
+        done = call("stop", "live")
+    assert (done.status, done.out) == (0, "run live: stopped after 12 steps\n")
+
+
+def test_stop_without_waiting(call: Call) -> None:
+    with leader(RunFolder.create("live")):
+        done = call("stop", "live", "--no-wait", "--json")
+    assert done.json == {
+        "run_id": "live", "ok": True, "message": "will do", "status": "stopping",
+    }  # fmt: skip
+
+
+def test_steering_a_run_without_a_leader(call: Call, run: RunFolder) -> None:
+    done = call("stop", "digits-3")
+    assert done.status == 1
+    assert "no live leader, so 'stop' cannot reach it: it has succeeded" in done.err
+
+
+def test_scale(call: Call) -> None:
+    folder = RunFolder.create("live")
+    asked: list[object] = []
+
+    def note(request: Request, _: EventLog) -> bool:
+        asked.append((request.op, request.fields["np"]))
+        return False
+
+    with leader(folder, note):
+        assert call("scale", "live", "3").out == "will do\n"
+        assert call("scale", "live", "auto", "--json").json["np"] is None
+    assert asked == [("scale", 3), ("scale", None)]
+
+
+@pytest.mark.parametrize("number", ["0", "x", "1.5", "--", ""])
+def test_scale_to_nonsense(call: Call, number: str) -> None:
+    RunFolder.create("live")
+    done = call("scale", "live", number)
+    assert done.status == 2
+    assert "Traceback" not in done.err
+
+
+def test_discover(call: Call, run: RunFolder) -> None:
+    with leader(run) as log:
+        done = call("discover", "digits-3")
+        assert (done.out, done.err) == ("node1:1\nnode3:1\n", "")
+        log.append("hosts_changed", {"hosts": [["node9", 4], ["node1", 0]]})
+        assert call("discover").out == "node9:4\n"
+        assert call("discover", "--json").json[0] == {"host": "node9", "slots": 4}
+    done = call("discover", "digits-3")
+    assert (done.status, done.out) == (0, "node9:4\n")
+    assert "no live leader" in done.err
+
+
+def test_discover_before_anything_is_known(call: Call) -> None:
+    RunFolder.create("a")
+    done = call("discover", "a")
+    assert done.status == 1
+    assert "has not told its hosts yet" in done.err
+
+
+def test_report(call: Call, run: RunFolder, tmp_path: Path) -> None:
+    lines = call("report", "digits-3").out.splitlines()
+    assert lines[0] == "run          digits-3: succeeded after 276 steps, 17,244 examples"
+    assert "rescales     4, longest pause 0.83 s" in lines
+    assert any("used exactly once in each of 12 epochs" in line for line in lines)
+    assert lines[-1] == f"report       {run.path / 'report.html'}"
+    out = tmp_path / "r.html"
+    found = call("report", "--out", str(out), "--json").json
+    assert out.stat().st_size > 50_000
+    assert found["path"] == str(out)
+    assert found["audit"]["ok"] is True
+    assert found["steps"] == 276
+
+
+@pytest.mark.parametrize(
+    "name", ["status", "list", "logs", "attach", "stop", "scale", "discover", "report"]
+)
+def test_help_has_examples_on_lines_of_their_own(call: Call, name: str) -> None:
+    done = call(name, "--help")
+    assert done.status == 0
+    assert "Examples:" in done.out
+    assert any(line.strip().startswith(f"hvd-elastic {name}") for line in done.out.splitlines())
+    assert "--json" in done.out

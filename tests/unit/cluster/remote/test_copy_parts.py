@@ -1,0 +1,187 @@
+"""The pieces of a copy's nodes on one machine: links, paths, patterns, compression, stores."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.cluster.copy_keys import make_certificate
+from hvd_elastic.cluster.remote import copy_wire as wire
+from hvd_elastic.cluster.remote.copy_feed import LINK_UNKNOWN, Packer
+from hvd_elastic.cluster.remote.copy_store import SharedError, StoreError, Target
+from hvd_elastic.cluster.remote.copy_tree import (
+    Tree,
+    check_inside,
+    is_excluded,
+    read_tree,
+    walk,
+)
+
+SECRET = b"s" * 32
+TEXT = b"loss=0.5 " * 7000
+
+
+def meet(
+    feeder: tuple[bytes, str | None], fed: tuple[bytes, str | None]
+) -> tuple[wire.Link | Exception, wire.Link | Exception]:
+    """Both ends of a link over a real socket: what each got, or why not."""
+    results: dict[str, wire.Link | Exception] = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def take() -> None:
+            try:
+                results["fed"] = wire.accept(server.accept()[0], *fed)
+            except (OSError, wire.LinkError) as error:
+                results["fed"] = error
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        try:
+            results["feeder"] = wire.connect([server.getsockname()], *feeder)
+        except wire.LinkError as error:
+            results["feeder"] = error
+        thread.join(30)
+    return results["feeder"], results["fed"]
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_link_carries_frames_both_know_the_secret_of(encrypted: bool) -> None:
+    certificate = make_certificate() if encrypted else None
+    feeder, fed = meet((SECRET, certificate), (SECRET, certificate))
+    assert isinstance(feeder, wire.Link)
+    assert isinstance(fed, wire.Link)
+    fed.send_list([[0, 5]])
+    assert feeder.read_list() == [[0, 5]]
+    data = os.urandom(wire.FRAME_BYTES)
+
+    def feed() -> None:
+        for number in range(100):
+            feeder.send(wire.make_frame(wire.DATA, number, 7, data))
+        feeder.close()
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    for number in range(100):
+        assert wire.read_frame(fed.file) == (wire.DATA, number, 7, data)
+    with pytest.raises(wire.LinkError, match="closed"):
+        wire.read_frame(fed.file)
+    thread.join(30)
+    fed.close()
+
+
+def test_who_knows_another_secret_or_certificate_is_refused() -> None:
+    own = make_certificate()
+    for other in [(b"x" * 32, own), (SECRET, make_certificate()), (SECRET, None)]:
+        for result in meet(other, (SECRET, own)):
+            assert isinstance(result, Exception)
+    for result in meet((b"x" * 32, None), (SECRET, None)):
+        assert isinstance(result, Exception)
+
+
+def test_a_packed_frame_never_grows_beyond_a_frame() -> None:
+    import zlib
+
+    assert wire.unpack_payload(zlib.compress(b"a" * wire.FRAME_BYTES)) == b"a" * wire.FRAME_BYTES
+    for bad in (zlib.compress(bytes(10 * wire.FRAME_BYTES)), b"junk", zlib.compress(b"ab")[:-2]):
+        with pytest.raises(wire.LinkError, match="damaged"):
+            wire.unpack_payload(bad)
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "a/../../x", "/etc/x", "a//b", "", ".", "a/.", "a\0b", ".hvd_elastic-part/x"]
+)
+def test_paths_that_would_leave_the_destination(path: str) -> None:
+    with pytest.raises(ValueError, match="would leave the destination"):
+        check_inside(path)
+    with pytest.raises(ValueError, match="would leave the destination"):
+        read_tree([True, [[path, 1, 1, 0o644]], [], []])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "fits_not"),
+    [
+        ("*.tmp", ["a.tmp", "x/a.tmp", "a.tmp/inside"], ["a.tmpx"]),
+        ("cache", ["cache", "x/cache/y"], ["cached"]),
+        ("/cache", ["cache", "cache/y"], ["x/cache"]),
+        ("data/old*", ["data/old1", "data/older/x"], ["x/data/old1"]),
+        ("logs/", ["logs", "x/logs/y"], ["log"]),
+    ],
+)
+def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
+    assert all(is_excluded(path, [pattern]) for path in fits)
+    assert not any(is_excluded(path, [pattern]) for path in fits_not)
+
+
+def frames(packer: Packer, payload: bytes, number: int, link_s: float) -> list[bytes | None]:
+    found = []
+    for _ in range(number):
+        found.append(packer.pack(payload))
+        packer.sent(len(payload), link_s)
+    return found
+
+
+def test_text_is_compressed_on_a_slow_link_and_noise_never() -> None:
+    packed = frames(Packer(), TEXT, 200, link_s=60.0)
+    assert packed[:LINK_UNKNOWN] == [None] * LINK_UNKNOWN
+    first = packed[LINK_UNKNOWN]
+    assert first is not None
+    assert wire.unpack_payload(first) == TEXT
+    assert None not in packed[LINK_UNKNOWN:]
+    assert frames(Packer(), os.urandom(60_000), 100, link_s=60.0) == [None] * 100
+
+
+def test_nothing_is_compressed_for_a_link_that_holds_nobody_up() -> None:
+    assert frames(Packer(), TEXT, 200, link_s=0.0) == [None] * 200
+
+
+def target_of(place: Path, tree: Tree, copy: str = "this") -> Target:
+    target = Target(os.fsencode(place), tree, copy, [], deletes=False, checksum=False)
+    target.compare()
+    target.settle_doubts({})
+    target.prepare()
+    return target
+
+
+def test_one_copy_at_a_time_and_hosts_that_share_a_place(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "file").write_bytes(b"data")
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    first = target_of(tmp_path / "there", tree)
+    with pytest.raises(SharedError):
+        target_of(tmp_path / "there", tree)
+    with pytest.raises(StoreError, match=r"another copy to .* is going on there"):
+        target_of(tmp_path / "there", tree, "another")
+    first.whole(0, hashlib.sha256(b"data").digest(), 0, b"data", b"")
+    assert first.finish() == []
+    again = target_of(tmp_path / "there", tree, "another")
+    assert again.needed == []
+    again.finish()
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
+
+
+def test_what_arrives_damaged_gets_no_name_and_is_asked_for_again(tmp_path: Path) -> None:
+    data = os.urandom(200_000)
+    (tmp_path / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    target = target_of(tmp_path / "there", tree)
+
+    def send(content: bytes) -> Any:
+        target.write(0, 0, content, b"")
+        target.end(0, hashlib.sha256(data).digest(), 0)
+
+    for _ in range(2):
+        with pytest.raises(wire.LinkError, match="arrived damaged"):
+            send(b"x" + data[1:])
+        assert target.wants() == [(0, 0)]
+        assert not (tmp_path / "there").exists()
+    with pytest.raises(wire.LinkError, match="nobody asked for"):
+        target.write(0, 7, b"x", b"")
+    send(data)
+    assert (tmp_path / "there").read_bytes() == data
+    assert target.complete

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cluster.ssh_config import (
+    VIRTCLUST_MARK,
+    config_beside,
+    has_entry,
+    known_hosts_files,
+    load_ssh_config,
+    read_config_text,
+)
+from hvd_elastic.errors import SshError
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "found"),
+    [
+        ("Host gpu1", "gpu1", True),
+        ("host=gpu1", "gpu1", True),
+        ("  Host a gpu? b", "gpu1", True),
+        ("Host *", "gpu1", False),
+        ("Host gpu10", "gpu1", False),
+        ("HostName gpu1", "gpu1", False),
+        ("# Host gpu1", "gpu1", False),
+    ],
+)
+def test_an_entry_of_its_own(line: str, name: str, found: bool) -> None:
+    assert has_entry(f"{line}\n  Port 1\n", name) is found
+
+
+def test_included_files(tmp_path: Path) -> None:
+    (tmp_path / "inner").write_text("Host gpu1\n  Port 2222\n")
+    config = tmp_path / "config"
+    config.write_text(f"Include {tmp_path}/inn*\nUser alice\nHost gpu2\n  Port 3333\n")
+    loaded = load_ssh_config(config)
+    assert loaded.lookup("gpu1")["port"] == "2222"
+    # What follows the Include stands outside the included blocks.
+    assert loaded.lookup("gpu2")["user"] == "alice"
+    assert loaded.lookup("gpu2")["port"] == "3333"
+
+
+def test_a_file_that_includes_itself_ends(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"Include {config}\nHost gpu1\n  Port 5\n")
+    assert load_ssh_config(config).lookup("gpu1")["port"] == "5"
+
+
+def test_the_users_file_comes_before_the_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("Host gpu1\n  Port 7\n")
+    (tmp_path / "system").write_text("Port 8\nUser bob\n")
+    monkeypatch.setattr("hvd_elastic.cluster.ssh_config.SYSTEM_CONFIG", str(tmp_path / "system"))
+    loaded = load_ssh_config(None)
+    assert (loaded.lookup("gpu1")["port"], loaded.lookup("gpu1")["user"]) == ("7", "bob")
+    assert loaded.lookup("gpu2")["port"] == "8"
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(SshError, match=r"none cannot be read: No such file"):
+        read_config_text(tmp_path / "none")
+    broken = tmp_path / "broken"
+    broken.write_text("Host gpu1\n  Port\n")
+    with pytest.raises(SshError, match="broken"):
+        load_ssh_config(broken)
+
+
+def test_known_hosts_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tmp_path / ".ssh" / "known_hosts" in known_hosts_files({})
+    entry = {"userknownhostsfile": "~/one %d/two", "globalknownhostsfile": "none"}
+    assert known_hosts_files(entry) == [tmp_path / "one", tmp_path / "two"]
+
+
+def test_the_configuration_of_a_virtual_cluster_is_found_beside_its_hostfile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostfile, config = tmp_path / "hostfile", tmp_path / "ssh_config"
+    assert config_beside(hostfile) is None
+    config.write_text("Host *\n")
+    assert config_beside(hostfile) is None, "nobody says that it belongs to the hostfile"
+    config.write_text(f"{VIRTCLUST_MARK} Use it with: …\nHost a\n")
+    assert config_beside(hostfile) == config
+    monkeypatch.chdir(tmp_path)
+    assert config_beside(Path("hostfile")) == config
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert config_beside(hostfile) is None, "another user's ProxyCommand would run as this one"

@@ -1,0 +1,580 @@
+"""Hosts, agents and workers as the machine sees them, without processes and without time.
+
+Commands and events travel in order, each host's both ways on its own, and as slowly as the test
+likes: ``do`` carries out one small thing chosen by the test (deliver one message, let one worker
+take its next move, kill something), so that all the races of a real cluster can happen. What the
+leader is told and what it orders is checked by ``Referee`` after every event.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hvd_elastic.control import commands as cmd
+from hvd_elastic.control import events as ev
+from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
+
+SILENT_KILL_ROUNDS = 40
+
+
+class Doing(enum.Enum):
+    """What a simulated worker is at."""
+
+    STARTING = enum.auto()
+    WAITING = enum.auto()
+    MEETING = enum.auto()
+    TRAINING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass
+class SimWorker:
+    name: str
+    host: str
+    doing: Doing = Doing.STARTING
+    generation: int = 0
+    passed: int = 0  # the newest generation it joined or passed over
+    step: int | None = None  # None: it holds no state
+    pending: cmd.Announce | cmd.Hold | cmd.Leave | None = None
+    aborted: int = 0
+    alive: bool = True
+    frozen: bool = False
+
+
+@dataclass
+class SimHost:
+    up: bool = True
+    fatal: bool = False
+    agent: bool = False
+    starting: bool = False
+    to_host: deque[cmd.Command] = field(default_factory=deque)
+    to_leader: deque[ev.Event] = field(default_factory=deque)
+
+
+class Referee:
+    """What the leader knows, kept independently of the machine, and the rules of the game."""
+
+    def __init__(self, min_np: int) -> None:
+        self.min_np = min_np
+        self.live: dict[str, str] = {}  # worker → host
+        self.slots: dict[str, tuple[str, int]] = {}
+        self.ready: set[str] = set()
+        self.told_to_leave: set[str] = set()  # or killed
+        self.holders: dict[str, int] = {}  # worker → step it last reported
+        self.finished: set[str] = set()
+        self.agents: set[str] = set()
+        self.members: tuple[cmd.Member, ...] = ()
+        self.generation = 0
+        self.joined: set[str] = set()
+        self.accounted: set[str] = set()
+        self.whole = True  # no member of the generation broke, died or was asked to hold
+        self.over: cmd.Finish | None = None
+        self.announced: list[cmd.Announce] = []
+
+    def told(self, event: ev.Event) -> None:
+        members = {member.worker for member in self.members}
+        match event:
+            case ev.AgentFailed(host) | ev.AgentLost(host):
+                self.agents.discard(host)
+                for worker in [w for w, where in self.live.items() if where == host]:
+                    self._ended(worker, members)
+            case ev.WorkerExited(worker):
+                self._ended(worker, members)
+            case ev.WorkerReady(worker):
+                self.ready.add(worker)
+            case ev.WorkerJoined(worker, generation):
+                self.holders[worker] = 0
+                if generation == self.generation:
+                    self.joined.add(worker)
+            case ev.WorkerBroken(worker, generation, step) | ev.WorkerHeld(
+                worker, generation, step
+            ):
+                if step < 0:
+                    self.holders.pop(worker, None)
+                elif worker in self.holders:
+                    self.holders[worker] = step
+                if worker in members:
+                    self.accounted.add(worker)
+                    self.whole = self.whole and generation != self.generation
+            case ev.WorkerFinished(worker):
+                self.finished.add(worker)
+            case _:
+                pass
+
+    def _ended(self, worker: str, members: set[str]) -> None:
+        if worker in members:
+            self.whole = False
+        for group in (self.ready, self.accounted):
+            group.discard(worker)
+        self.live.pop(worker, None)
+        self.holders.pop(worker, None)
+
+    def ordered(self, commands: list[cmd.Command]) -> None:
+        if self.over is not None:
+            assert not commands, f"commands after Finish: {commands}"
+        for command in commands:
+            assert self.over is None, f"{command} after Finish"
+            match command:
+                case cmd.Finish():
+                    self.over = command
+                case cmd.StartAgent(host):
+                    assert host not in self.agents, f"the agent of {host} is started twice"
+                    self.agents.add(host)
+                case cmd.StopAgent(host):
+                    assert host in self.agents
+                    assert host not in self.live.values(), f"{host} still has workers"
+                    self.agents.remove(host)
+                case cmd.StartWorker(worker, host, slot):
+                    assert worker not in self.slots, f"the name {worker} is used twice"
+                    busy = {self.slots[other] for other in self.live}
+                    assert (host, slot) not in busy, f"{host}:{slot} has a worker already"
+                    self.live[worker] = host
+                    self.slots[worker] = (host, slot)
+                case cmd.Leave(worker):
+                    assert worker not in self.told_to_leave
+                    assert worker in self.live
+                    assert worker not in self.finished
+                    self.told_to_leave.add(worker)
+                case cmd.Hold(worker):
+                    assert worker in {member.worker for member in self.members}
+                    self.whole = False
+                case cmd.KillWorker(worker):
+                    assert worker in self.live
+                    self.told_to_leave.add(worker)
+                case cmd.Abort(generation):
+                    assert generation <= self.generation
+                    self.whole = self.whole and generation != self.generation
+                case cmd.Announce():
+                    self._announced(command)
+                case _:
+                    pass
+
+    def _announced(self, new: cmd.Announce) -> None:
+        assert new.generation == self.generation + 1
+        names = [member.worker for member in new.members]
+        for name in names:
+            assert name in self.ready, f"{name} is not live and ready"
+            assert name not in self.told_to_leave
+            assert name not in self.finished
+        for member in self.members:
+            known = member.worker
+            if known not in self.live or known in self.told_to_leave or known in self.finished:
+                continue
+            if self.whole:
+                assert known in self.joined, f"{new.generation} while {known} is still joining"
+            else:
+                assert known in self.accounted, f"{new.generation} without word from {known}"
+        if not self.finished:
+            assert len(names) >= self.min_np
+        check_ranks(new.members, {name: self.slots[name] for name in names})
+        holders = {w: s for w, s in self.holders.items() if w not in self.told_to_leave}
+        holders = {w: s for w, s in holders.items() if w not in self.finished}
+        if holders:
+            assert new.root in holders, f"root {new.root} of holders {holders}"
+            if not self.whole:
+                assert holders[new.root] == max(holders.values())
+            assert new.root in names
+        else:
+            assert new.root is None
+            assert new.restore or not any(self.announced) or not self.ever_joined()
+        assert ":" in new.reason
+        self.members, self.generation = new.members, new.generation
+        self.joined, self.accounted, self.whole = set(), set(), True
+        self.announced.append(new)
+
+    def ever_joined(self) -> bool:
+        return getattr(self, "formed_once", False)
+
+
+def check_ranks(members: tuple[cmd.Member, ...], slots: dict[str, tuple[str, int]]) -> None:
+    """Ranks as Horovod wants them."""
+    assert len({member.worker for member in members}) == len(members)
+    assert len({(member.host, member.slot) for member in members}) == len(members)
+    assert [member.rank for member in members] == list(range(len(members)))
+    for member in members:
+        assert slots[member.worker] == (member.host, member.slot)
+        here = [other for other in members if other.host == member.host]
+        assert [other.local_rank for other in here] == list(range(len(here)))
+        assert [other.rank for other in here] == list(range(here[0].rank, here[0].rank + len(here)))
+        assert member.local_size == len(here)
+        across = [other for other in members if other.local_rank == member.local_rank]
+        assert across[member.cross_rank] == member
+        assert member.cross_size == len(across)
+
+
+class SimulatedCluster:
+    """Applies commands, invents events; every choice is the caller's.
+
+    Args:
+        hosts: slots by host.
+        config: the machine's.
+        notices: workers see by themselves that a peer is gone (its connections were closed);
+            otherwise they are blocked until the leader calls the generation off (pulled cable).
+    """
+
+    def __init__(self, hosts: dict[str, int], config: MachineConfig, notices: bool = True) -> None:
+        self.notices = notices
+        self.config = config
+        self.machine = RunMachine(config)
+        self.referee = Referee(config.min_np)
+        self.now = 0.0
+        self.hosts = {name: SimHost() for name in hosts}
+        self.workers: dict[str, SimWorker] = {}
+        self.announced: dict[int, cmd.Announce] = {}
+        self.reached: dict[int, set[str]] = {}
+        self.root_step: dict[int, int] = {}
+        self.saved_step = 0
+        self.final_step = 1_000_000
+        self.all_slots = dict(hosts)
+        self.listed: tuple[ev.HostSlots, ...] = ()
+        self.set_hosts(hosts)
+
+    # -- leader ----------------------------------------------------------------------------
+
+    def tell(self, event: ev.Event) -> list[cmd.Command]:
+        self.referee.told(event)
+        commands = self.machine.handle(event, self.now)
+        self.referee.ordered(commands)
+        if self.machine.phase is Phase.RUNNING:
+            self.referee.formed_once = True  # type: ignore[attr-defined]
+        for command in commands:
+            self._route(command)
+        due = self.machine.deadline()
+        assert due is None or due > self.now, "a deadline that has passed: the loop would spin"
+        return commands
+
+    def _route(self, command: cmd.Command) -> None:
+        match command:
+            case cmd.StartAgent(host):
+                self.hosts[host].starting = True
+            case cmd.StopAgent(host):
+                self._drop_agent(host)
+            case cmd.StartWorker(_, host, _):
+                self.hosts[host].to_host.append(command)
+            case cmd.KillWorker(worker) | cmd.Leave(worker) | cmd.Hold(worker):
+                host = self.referee.slots[worker][0]
+                self.hosts[host].to_host.append(command)
+            case cmd.Announce():
+                self.announced[command.generation] = command
+                self.reached[command.generation] = set()
+                for host in {member.host for member in command.members}:
+                    self.hosts[host].to_host.append(command)
+            case cmd.Abort():
+                for sim_host in self.hosts.values():
+                    if sim_host.agent:
+                        sim_host.to_host.append(command)
+            case _:
+                pass
+
+    def _drop_agent(self, name: str) -> None:
+        host = self.hosts[name]
+        host.agent = host.starting = False
+        host.to_host.clear()
+        host.to_leader.clear()
+        for worker in self.workers.values():
+            if worker.host == name:
+                worker.alive = False
+
+    def set_hosts(self, slots: dict[str, int]) -> None:
+        for name in slots:
+            self.hosts.setdefault(name, SimHost())
+        self.listed = tuple(ev.HostSlots(name, number) for name, number in slots.items())
+        self.tell(ev.HostsChanged(self.listed))
+
+    # -- what can happen -------------------------------------------------------------------
+
+    def deliver_command(self, name: str) -> None:
+        command = self.hosts[name].to_host.popleft()
+        here = [w for w in self.workers.values() if w.host == name and w.alive]
+        match command:
+            case cmd.StartWorker(worker, host, _):
+                self.workers[worker] = SimWorker(worker, host)
+            case cmd.Announce():
+                names = {member.worker for member in command.members}
+                for sim in here:
+                    if sim.name in names:
+                        sim.pending = command
+            case cmd.Abort(generation):
+                for sim in here:
+                    sim.aborted = max(sim.aborted, generation)
+            case cmd.KillWorker(worker):
+                if self.workers[worker].alive:
+                    self.end(self.workers[worker], signal=9)
+            case cmd.Leave(worker) | cmd.Hold(worker):
+                self.workers[worker].pending = command
+            case _:
+                raise AssertionError(command)
+
+    def deliver_event(self, name: str) -> None:
+        self.tell(self.hosts[name].to_leader.popleft())
+
+    def say(self, worker: SimWorker, event: ev.Event) -> None:
+        self.hosts[worker.host].to_leader.append(event)
+
+    def end(self, worker: SimWorker, code: int | None = None, signal: int | None = None) -> None:
+        worker.alive = False
+        self.say(worker, ev.WorkerExited(worker.name, code, signal))
+
+    def peers(self, generation: int) -> list[SimWorker]:
+        names = [member.worker for member in self.announced[generation].members]
+        return [self.workers[name] for name in names if name in self.workers]
+
+    def moves(self, worker: SimWorker) -> Callable[[], None] | None:
+        """The next thing this worker can do by itself, if any."""
+        if not worker.alive or worker.frozen:
+            return None
+        match worker.doing:
+            case Doing.STARTING:
+                return lambda: self._become_ready(worker)
+            case Doing.WAITING:
+                return (lambda: self._follow(worker)) if worker.pending else None
+            case Doing.MEETING:
+                return self._meeting_moves(worker)
+            case Doing.TRAINING:
+                return self._training_moves(worker)
+            case Doing.FINISHED:
+                return lambda: self.end(worker, code=0)
+
+    def _become_ready(self, worker: SimWorker) -> None:
+        worker.doing = Doing.WAITING
+        self.say(worker, ev.WorkerReady(worker.name, 0.1))
+
+    def _follow(self, worker: SimWorker) -> None:
+        order, worker.pending = worker.pending, None
+        match order:
+            case cmd.Leave():
+                self.end(worker, code=0)
+            case cmd.Hold():
+                self.say(worker, ev.WorkerHeld(worker.name, worker.generation, self._said(worker)))
+            case cmd.Announce(generation):
+                worker.generation = generation
+                if worker.aborted >= generation:  # passed over, and said so
+                    self._break_off(worker)
+                    return
+                worker.doing = Doing.MEETING
+                self.reached[generation].add(worker.name)
+                if order.root == worker.name:
+                    if worker.step is None:
+                        self._break_off(worker)
+                    else:
+                        self.root_step[generation] = worker.step
+                elif order.root is None and order.members[0].worker == worker.name:
+                    self.root_step[generation] = self.saved_step if order.restore else 0
+
+    def _said(self, worker: SimWorker) -> int:
+        return -1 if worker.step is None else worker.step
+
+    def _break_off(self, worker: SimWorker, torn: bool = False) -> None:
+        if torn:
+            worker.step = None
+        worker.doing = Doing.WAITING
+        self.say(worker, ev.WorkerBroken(worker.name, worker.generation, self._said(worker)))
+
+    def _meeting_moves(self, worker: SimWorker) -> Callable[[], None] | None:
+        generation = worker.generation
+        peers = self.peers(generation)
+        everybody = {m.worker for m in self.announced[generation].members}
+        met = self.reached[generation] == everybody and generation in self.root_step
+        if worker.aborted >= generation:
+            return lambda: self._break_off(worker, torn=met and self._differs(worker))
+        if self.notices and any(not peer.alive for peer in peers):
+            return lambda: self._break_off(worker, torn=met and self._differs(worker))
+        if met:
+            return lambda: self._join(worker)
+        return None
+
+    def _differs(self, worker: SimWorker) -> bool:
+        return worker.step != self.root_step[worker.generation]
+
+    def _join(self, worker: SimWorker) -> None:
+        worker.doing = Doing.TRAINING
+        worker.step = self.root_step[worker.generation]
+        self.say(worker, ev.WorkerJoined(worker.name, worker.generation))
+
+    def _together(self, worker: SimWorker) -> bool:
+        return all(
+            peer.alive
+            and not peer.frozen
+            and peer.doing is Doing.TRAINING
+            and peer.generation == worker.generation
+            for peer in self.peers(worker.generation)
+        )
+
+    def _training_moves(self, worker: SimWorker) -> Callable[[], None] | None:
+        peers = self.peers(worker.generation)
+        if worker.step is not None and worker.step >= self.final_step:
+            return lambda: self._finish(worker)
+        if worker.aborted >= worker.generation or (
+            self.notices and any(self._has_gone(peer, worker.generation) for peer in peers)
+        ):
+            return lambda: self._break_off(worker)
+        if not self._together(worker):
+            return None
+        if any(peer.pending is not None for peer in peers):
+            return lambda: self._stop_at_boundary(peers)
+        return lambda: self._take_step(peers)
+
+    def _has_gone(self, peer: SimWorker, generation: int) -> bool:
+        if not peer.alive or peer.generation > generation:
+            return True
+        return peer.generation == generation and peer.doing in (Doing.WAITING, Doing.FINISHED)
+
+    def _finish(self, worker: SimWorker) -> None:
+        worker.doing = Doing.FINISHED
+        self.say(worker, ev.WorkerFinished(worker.name))
+
+    def _stop_at_boundary(self, peers: list[SimWorker]) -> None:
+        for peer in peers:
+            peer.doing = Doing.WAITING
+
+    def _take_step(self, peers: list[SimWorker]) -> None:
+        for peer in peers:
+            assert peer.step is not None
+            peer.step += 1
+
+    # -- faults ----------------------------------------------------------------------------
+
+    def crash_worker(self, worker: SimWorker, ahead: int) -> None:
+        """Dies in the middle of a step: some of the others have completed it (bits of ahead)."""
+        if worker.doing is Doing.TRAINING and self._together(worker):
+            for number, peer in enumerate(self.peers(worker.generation)):
+                if peer is not worker and ahead >> number & 1 and peer.step is not None:
+                    if peer.step < self.final_step:
+                        peer.step += 1
+        self.end(worker, signal=9)
+
+    def crash_host(self, name: str) -> None:
+        host = self.hosts[name]
+        told, was_starting = host.agent, host.starting
+        self._drop_agent(name)
+        host.up = False
+        if told:
+            self.tell(ev.AgentLost(name, "no heartbeat", 3.0))
+        elif was_starting:
+            self.tell(ev.AgentFailed(name, "unreachable", fatal=False))
+
+    def agent_answers(self, name: str) -> None:
+        host = self.hosts[name]
+        host.starting = False
+        if host.up and not host.fatal:
+            host.agent = True
+            self.tell(ev.AgentReady(name))
+        else:
+            cause = "wrong python" if host.fatal else "unreachable"
+            self.tell(ev.AgentFailed(name, cause, host.fatal))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        due = self.machine.deadline()
+        if due is not None and self.now >= due:
+            self.tell(ev.Tick())
+
+    # -- choosing --------------------------------------------------------------------------
+
+    def do(self, kind: str, pick: int, extra: int) -> None:
+        """One thing of this kind; ``pick`` chooses among the possible ones, if there are any."""
+        match kind:
+            case "deliver":
+                if names := [n for n, h in self.hosts.items() if h.to_leader]:
+                    self.deliver_event(names[pick % len(names)])
+            case "command":
+                if names := [n for n, h in self.hosts.items() if h.to_host and h.agent]:
+                    self.deliver_command(names[pick % len(names)])
+            case "agent":
+                if names := [n for n, h in self.hosts.items() if h.starting]:
+                    self.agent_answers(names[pick % len(names)])
+            case "move":
+                if moves := [m for w in self.workers.values() if (m := self.moves(w))]:
+                    moves[pick % len(moves)]()
+            case "round":
+                self.round()
+            case "time":
+                self.pass_time((0.1, 0.6, 6.0, 61.0)[extra % 4])
+            case "crash":
+                if alive := [w for w in self.workers.values() if w.alive]:
+                    self.crash_worker(alive[pick % len(alive)], extra)
+            case "freeze":
+                if alive := [w for w in self.workers.values() if w.alive]:
+                    alive[pick % len(alive)].frozen = True
+            case "break":
+                busy = [w for w in self.workers.values() if w.alive and not w.frozen]
+                busy = [w for w in busy if w.doing in (Doing.MEETING, Doing.TRAINING)]
+                if busy:
+                    self._break_off(busy[pick % len(busy)])
+            case "crash_host":
+                self.crash_host(list(self.hosts)[pick % len(self.hosts)])
+            case "boot":
+                host = self.hosts[list(self.hosts)[pick % len(self.hosts)]]
+                host.up, host.fatal = True, False
+            case "spoil":
+                self.hosts[list(self.hosts)[pick % len(self.hosts)]].fatal = True
+            case "hosts":
+                # Each bit of extra lists a host, pick turns their order round or halves slots.
+                names = list(self.all_slots)
+                if pick % 2:
+                    names.reverse()
+                slots = {n: self.all_slots[n] for i, n in enumerate(names) if extra >> i & 1}
+                if pick % 3 == 0:
+                    slots = {n: max(1, number // 2) for n, number in slots.items()}
+                self.set_hosts(slots)
+            case "target":
+                self.tell(ev.TargetChanged(None if extra % 3 == 0 else 1 + pick % 6))
+            case "finish":
+                if training := [w for w in self.workers.values() if self._trains(w)]:
+                    self.final_step = max(w.step for w in training if w.step is not None)
+            case _:
+                raise AssertionError(kind)
+
+    def _trains(self, worker: SimWorker) -> bool:
+        return worker.alive and worker.doing is Doing.TRAINING and self._together(worker)
+
+    def round(self) -> bool:
+        """Everything that can happen without a fault, once; whether anything did."""
+        happened = False
+        for name, host in list(self.hosts.items()):
+            if host.starting:
+                self.agent_answers(name)
+                happened = True
+            while host.agent and host.to_host:
+                self.deliver_command(name)
+                happened = True
+        stepped: set[int] = set()
+        for worker in list(self.workers.values()):
+            if move := self.moves(worker):
+                if worker.doing is Doing.TRAINING and worker.generation in stepped:
+                    continue
+                before = worker.doing, worker.generation
+                move()
+                if (worker.doing, worker.generation) == before:
+                    stepped.add(worker.generation)
+                else:
+                    happened = True
+        for name, host in list(self.hosts.items()):
+            while host.to_leader:
+                self.deliver_event(name)
+                happened = True
+        return happened
+
+    def settle(self) -> None:
+        """No more faults, hosts for everybody: let things run until they come to rest."""
+        for host in self.hosts.values():
+            host.up, host.fatal = True, False
+        self.tell(ev.TargetChanged(None))
+        self.set_hosts(self.all_slots)
+        for number in range(400):
+            if self.machine.handle is None or self.referee.over:
+                return
+            if number == SILENT_KILL_ROUNDS:  # heartbeats: their agents notice the frozen ones
+                for worker in self.workers.values():
+                    if worker.frozen and worker.alive:
+                        self.end(worker, signal=9)
+            if self.round():
+                continue
+            due = self.machine.deadline()
+            if due is None and number > SILENT_KILL_ROUNDS:
+                return
+            self.pass_time(1.0 if due is None else max(0.0, due - self.now))
+        raise AssertionError(f"the run does not come to rest: {self.machine.snapshot()}")

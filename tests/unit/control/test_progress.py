@@ -1,0 +1,109 @@
+"""Heartbeats in, verdicts out."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_elastic.control.events import GenerationStuck, WorkerSilent
+from hvd_elastic.control.progress import Activity, ProgressWatch
+
+MEMBERS = ["a", "b", "c"]
+GENERATION = 3
+
+
+def watch(**activities: Activity) -> ProgressWatch:
+    made = ProgressWatch(failure_timeout_s=5.0)
+    for worker, activity in activities.items():
+        made.note(worker, activity)
+    return made
+
+
+def waits(seconds: float, longest_wait_s: float = 0.1) -> Activity:
+    return Activity(
+        generation=GENERATION,
+        step=7,
+        step_s=seconds + 0.1,
+        waiting_s=seconds,
+        longest_step_s=0.2,
+        longest_wait_s=longest_wait_s,
+    )
+
+
+def computes(seconds: float, longest_step_s: float = 0.2, step: int = 7) -> Activity:
+    return Activity(
+        generation=GENERATION,
+        step=step,
+        step_s=seconds,
+        longest_step_s=longest_step_s,
+        longest_wait_s=0.1,
+    )
+
+
+def test_a_silent_worker_is_named_when_the_timeout_is_over() -> None:
+    judge = watch(a=Activity(silent_s=4.9), b=Activity(silent_s=5.0))
+    assert judge.silent() == [WorkerSilent("b", "gave no sign of life for 5.0 s")]
+    judge.forget("b")
+    assert judge.silent() == []
+
+
+def test_nobody_is_stuck_while_one_computes() -> None:
+    judge = watch(a=waits(400), b=waits(400), c=computes(400))
+    assert judge.stuck(GENERATION, MEMBERS) == []
+
+
+def test_a_generation_is_stuck_when_all_wait_for_each_other() -> None:
+    judge = watch(a=waits(5.0), b=waits(6.0), c=waits(5.2))
+    found = judge.stuck(GENERATION, MEMBERS)
+    assert isinstance(found, GenerationStuck)
+    assert found.generation == 3
+    assert "all 3 workers have waited for each other for 5.0 s" in found.cause
+
+
+def test_a_wait_in_the_generation_before_does_not_count() -> None:
+    judge = watch(a=waits(50), b=waits(50), c=waits(50))
+    assert judge.stuck(GENERATION + 1, MEMBERS) == []
+    assert judge.stuck(GENERATION + 1, ["a"]) == [], "not of the only survivor either"
+
+
+def test_a_member_that_has_said_nothing_yet_is_not_waiting() -> None:
+    assert watch(a=waits(50), b=waits(50)).stuck(GENERATION, MEMBERS) == []
+
+
+def test_long_reductions_are_given_time_in_proportion() -> None:
+    slow_network = [waits(30, longest_wait_s=8.0)] * 3
+    assert watch(**dict(zip(MEMBERS, slow_network, strict=True))).stuck(GENERATION, MEMBERS) == []
+    longer = [waits(40, longest_wait_s=8.0)] * 3
+    judge = watch(**dict(zip(MEMBERS, longer, strict=True)))
+    assert isinstance(judge.stuck(GENERATION, MEMBERS), GenerationStuck)
+
+
+def test_the_first_reduction_is_given_as_long_as_gloo_gives_it() -> None:
+    first = {name: waits(29.0, longest_wait_s=0.0) for name in MEMBERS}
+    assert watch(**first).stuck(GENERATION, MEMBERS) == []
+
+
+@pytest.mark.parametrize(
+    ("longest_step_s", "patience_s"), [(0.2, 600.0), (100.0, 2000.0)], ids=["short", "long"]
+)
+def test_a_worker_that_makes_no_progress_is_given_up_in_the_end(
+    longest_step_s: float, patience_s: float
+) -> None:
+    still = watch(a=waits(60), b=computes(patience_s - 1, longest_step_s), c=waits(60))
+    assert still.stuck(GENERATION, MEMBERS) == []
+    over = watch(a=waits(60), b=computes(patience_s, longest_step_s), c=waits(60))
+    (found,) = over.stuck(GENERATION, MEMBERS)  # type: ignore[misc]
+    assert found.worker == "b"
+    assert "made no progress" in found.cause
+
+
+def test_a_slow_worker_is_named_once_a_step() -> None:
+    judge = watch(a=waits(31), b=computes(31), c=waits(31))
+    assert judge.slow(MEMBERS) == [("b", 31, 0.2)]
+    assert judge.slow(MEMBERS) == []
+    judge.note("b", computes(40, step=8))
+    assert judge.slow(MEMBERS) == [("b", 40, 0.2)]
+
+
+def test_nobody_is_slow_where_nobody_waits() -> None:
+    assert watch(a=computes(31), b=computes(31)).slow(["a", "b"]) == []
+    assert watch(a=computes(31)).slow(["a"]) == []

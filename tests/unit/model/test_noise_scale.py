@@ -1,0 +1,108 @@
+"""Noise scales of made-up gradients whose mean and covariance are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_elastic.model.noise_scale import (
+    NoiseTracker,
+    gradient_noise_scale,
+    squared_norm_and_variance,
+)
+
+
+def norms(gradients: np.ndarray, sizes: list[int]) -> tuple[float, float]:
+    """Local and total squared norms of a step whose passes have these sizes."""
+    parts = np.split(gradients, np.cumsum(sizes)[:-1])
+    local = sum(len(p) * float(np.sum(p.mean(0) ** 2)) for p in parts) / len(gradients)
+    return local, float(np.sum(gradients.mean(0) ** 2))
+
+
+@given(seed=st.integers(0, 50), sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6))
+def test_both_estimates_are_unbiased_for_passes_of_any_sizes(seed: int, sizes: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    mean = np.full(20, 0.5)
+    found = [
+        squared_norm_and_variance(*norms(mean + rng.normal(size=(sum(sizes), 20)), sizes),
+                                  sum(sizes), len(sizes))
+        for _ in range(600)
+    ]  # fmt: skip
+    squared_norm, variance = np.mean(found, axis=0)
+    error = np.std(found, axis=0) / np.sqrt(600)
+    assert abs(squared_norm - 5.0) < 5 * error[0]
+    assert abs(variance - 20.0) < 5 * error[1]
+
+
+def test_a_finite_data_set_without_replacement() -> None:
+    rng = np.random.default_rng(0)
+    data = 0.3 + rng.normal(size=(40, 10))
+    exact = float(np.sum(data.mean(0) ** 2))
+    found = [
+        squared_norm_and_variance(
+            *norms(data[rng.permutation(40)[:32]], [16, 16]), 32, 2, population=40
+        )
+        for _ in range(4000)
+    ]
+    squared_norm, variance = np.mean(found, axis=0)
+    assert squared_norm == pytest.approx(exact, rel=0.05)
+    assert variance == pytest.approx(float(data.var(0, ddof=1).sum()), rel=0.05)
+
+
+def test_one_pass_says_nothing() -> None:
+    with pytest.raises(ValueError, match="passes is 1"):
+        squared_norm_and_variance(1.0, 1.0, 8, 1)
+
+
+def feed(tracker: NoiseTracker, rng: np.random.Generator, steps: int, size: int, g: float) -> None:
+    for _ in range(steps):
+        gradients = g + rng.normal(size=(size, 100))
+        local, total = norms(gradients, [size // 2, size // 2])
+        tracker.add([local], [total], size, 2)
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_the_tracker_finds_the_noise_scale_at_any_batch_size(size: int) -> None:
+    tracker = NoiseTracker(1, half_life=50 * size, population=None)
+    feed(tracker, np.random.default_rng(3), 400, size, 0.2)
+    assert tracker.noise_scale() == pytest.approx(100 / (100 * 0.04), rel=0.15)
+
+
+def test_the_tracker_follows_a_gradient_that_shrinks() -> None:
+    tracker = NoiseTracker(1, half_life=50 * 64, population=None)
+    rng = np.random.default_rng(4)
+    for step in range(600):
+        feed(tracker, rng, 1, 64, 0.5 * 0.997**step)
+    exact = 1 / (0.5 * 0.997**599) ** 2
+    assert tracker.noise_scale() == pytest.approx(exact, rel=0.35)
+
+
+def test_numbers_that_are_not_finite_are_skipped_and_counted() -> None:
+    tracker = NoiseTracker(2, half_life=100, population=None)
+    tracker.add([5.0, 5.0], [3.0, 3.0], 8, 2)
+    before = tracker.noise_scale()
+    for bad in (np.nan, np.inf):
+        tracker.add([5.0, bad], [3.0, 3.0], 8, 2)
+    assert (tracker.steps, tracker.skipped) == (1, 2)
+    assert tracker.noise_scale() == before
+
+
+def test_its_state_goes_on_elsewhere() -> None:
+    one = NoiseTracker(1, half_life=100, population=50)
+    feed(one, np.random.default_rng(5), 20, 16, 0.5)
+    other = NoiseTracker(1, half_life=100, population=50)
+    other.load_state_dict(one.state_dict())
+    for tracker in (one, other):
+        feed(tracker, np.random.default_rng(6), 5, 16, 0.5)
+    assert one.noise_scale() == other.noise_scale()
+    wider = NoiseTracker(2, half_life=100, population=50)
+    wider.load_state_dict(one.state_dict())
+    assert wider.steps == 0
+
+
+def test_noise_scale_at_the_edges() -> None:
+    found = gradient_noise_scale([1.0, 0.0, -1.0, 2.0], [4.0, 4.0, 4.0, -4.0])
+    assert found.tolist() == [4.0, np.inf, np.inf, 0.0]
+    assert np.isnan(NoiseTracker(1, 10, None).noise_scale())

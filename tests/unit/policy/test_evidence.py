@@ -1,0 +1,103 @@
+"""What is made of metrics events, sensible and not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hvd_elastic.policy.evidence import Evidence
+
+
+def told(evidence: Evidence, step_s: float, since: float, windows: int, batch: int = 32) -> float:
+    """Metrics of so many windows of 2 s; when they end."""
+    step, now = since / step_s, since
+    for _ in range(windows + 1):
+        fields = {"step": step, "examples": step * batch, "size": evidence.allocation.slots}
+        evidence.note("metrics", fields, now)
+        step, now = step + 2 / step_s, now + 2
+    return now
+
+
+def test_step_times_come_from_steps_and_time():
+    evidence = Evidence()
+    evidence.formed(["a", "a", "b"])
+    told(evidence, 0.1, 0.0, 8)
+    model = evidence.model()
+    assert model is not None
+    assert float(model.step_s(2, 3, 32 / 3, 0)) == pytest.approx(0.1, rel=0.05)
+    assert evidence.limits is not None
+    assert evidence.limits.initial_batch_size == evidence.limits.max_batch_size == 32
+    assert evidence.noise == math.inf, "a fixed batch needs no noise scale"
+    assert evidence.done == pytest.approx(8 * 2 / 0.1 * 32)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"step": float("nan"), "examples": 5},
+        {"step": -4, "examples": 5},
+        {"step": "many", "examples": 5},
+        {"examples": 5},
+        {"step": True, "examples": 5},
+    ],
+)
+def test_nonsense_is_counted_and_left_out(fields):
+    evidence = Evidence()
+    evidence.formed(["a"])
+    end = told(evidence, 0.1, 0.0, 5)
+    before = evidence.measured, evidence.done
+    evidence.note("metrics", fields, end)
+    assert (evidence.measured, evidence.done) == before
+    assert evidence.rejected == 1
+
+
+def test_steps_and_clocks_that_go_back_are_no_measurement():
+    evidence = Evidence()
+    evidence.formed(["a"])
+    end = told(evidence, 0.1, 100.0, 5)
+    before = evidence.measured
+    evidence.note("metrics", {"step": 3, "examples": 96}, end)
+    evidence.note("metrics", {"step": 4, "examples": 128}, end - 50)
+    assert evidence.measured == before
+
+
+def test_metrics_of_another_size_are_not_of_this_world():
+    evidence = Evidence()
+    evidence.formed(["a", "b"])
+    evidence.note("metrics", {"step": 0, "examples": 0, "size": 1}, 0.0)
+    evidence.note("metrics", {"step": 50, "examples": 1600, "size": 1}, 5.0)
+    assert evidence.model() is None
+
+
+def test_a_lasting_change_of_step_time_makes_the_old_times_worthless():
+    evidence = Evidence()
+    evidence.formed(["a", "b"])
+    end = told(evidence, 0.1, 0.0, 8)
+    assert not evidence.news
+    told(evidence, 0.3, end, 5)
+    assert evidence.news
+    model = evidence.model()
+    assert model is not None
+    assert float(model.step_s(2, 2, 16, 0)) == pytest.approx(0.3, rel=0.1)
+
+
+def test_batch_limits_are_believed_only_where_they_make_sense():
+    evidence = Evidence()
+    plan = {"global_batch_size": 64, "accumulation_steps": 0}
+    evidence.note("batch_plan", {**plan, "limits": {"initial_batch_size": 64}}, 0.0)
+    assert evidence.limits is None
+    limits = {"initial_batch_size": 64, "max_batch_size": 512, "max_atomic_batch_size": None}
+    evidence.note("batch_plan", {**plan, "limits": limits}, 0.0)
+    assert evidence.limits is not None
+    assert evidence.limits.max_batch_size == 512
+    assert math.isnan(evidence.noise), "an adaptive batch waits for its noise scale"
+    evidence.note("batch_plan", {"global_batch_size": "big"}, 0.0)
+    assert evidence.rejected == 1
+
+
+def test_pauses_are_those_that_were_seen():
+    evidence = Evidence()
+    for pause_s in (None, 0.2, float("nan"), 9.0, 0.3):
+        evidence.note("rescale_finished", {"pause_s": pause_s}, 0.0)
+    assert evidence.pause_s == 0.3

@@ -1,0 +1,130 @@
+"""Runs in virtual time, and traces as users write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.control.scaling import ScalingConfig
+from hvd_elastic.errors import UsageError
+from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.policy.objective import Objective
+from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.sim.run import simulate
+from hvd_elastic.sim.static import best_at, best_static
+from hvd_elastic.sim.trace import Change, Trace, Workload, read_trace
+
+WORK = Workload(
+    *(0.01, 0.002, 0.002, 1e-4, 0.005, 2e-4, 1.5),
+    limits=BatchLimits(64, 1024),
+    noise_scale=(500.0, 500.0),
+    examples=1e12,
+)
+HOSTS = tuple(HostOffer(f"n{number}", 2, 1.0) for number in range(3))
+TRACE = Trace(HOSTS, WORK, 600.0)
+
+FILE: dict[str, Any] = {
+    "duration_s": 600,
+    "hosts": [{"name": "n[0-2]", "slots": 2, "price": 1.0}],
+    "workload": {
+        "alpha_c": 0.01,
+        "beta_c": 0.002,
+        "alpha_r": 0.002,
+        "beta_r": 1e-4,
+        "alpha_n": 0.005,
+        "beta_n": 2e-4,
+        "initial_batch_size": 64,
+        "max_batch_size": 1024,
+        "noise_scale": 500,
+        "examples": 1e12,
+    },
+    "changes": [{"at_s": 300, "remove": ["n2"]}],
+}
+
+
+def written(folder: Path, data: Any) -> Path:
+    path = folder / "trace.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
+    return path
+
+
+def test_the_policy_finds_most_of_the_best():
+    result = simulate(TRACE, ScalingConfig(), with_best=True)
+    late = [s for s in result.samples if s.at_s > 60 and s.goodput > 0]
+    assert sum(s.goodput / s.best for s in late) / len(late) > 0.9
+    assert result.decisions[0].action == "grow"
+    assert "useful examples/s" in result.decisions[0].reason
+
+
+def test_a_fixed_policy_changes_nothing():
+    result = simulate(dataclasses.replace(TRACE, np=2), None)
+    assert result.decisions == []
+    assert {sample.slots for sample in result.samples} == {2}
+
+
+def test_the_same_seed_gives_the_same_run():
+    first, again = (simulate(TRACE, ScalingConfig(), seed=4) for _ in range(2))
+    assert first.done == again.done
+    assert first.decisions == again.decisions
+
+
+def test_hosts_that_go_are_not_used_any_more():
+    trace = dataclasses.replace(TRACE, changes=(Change(300.0, remove=("n1", "n2")),))
+    result = simulate(trace, ScalingConfig())
+    assert max(s.slots for s in result.samples if s.at_s < 300) > 2
+    assert all(sample.slots <= 2 for sample in result.samples if sample.at_s > 310)
+
+
+def test_a_budget_is_never_exceeded():
+    result = simulate(TRACE, ScalingConfig(objective=Objective("cost", budget=2.0)))
+    assert max(sample.rate for sample in result.samples) <= 2.0
+    assert result.decisions, "within it, it grows"
+
+
+def test_best_static_is_at_least_every_choice_that_is_tried():
+    best = best_at(WORK, HOSTS, 1.0, 500.0)
+    for hosts in range(1, 4):
+        for ranks in range(hosts, 2 * hosts + 1):
+            for size in (64, 100, 200, 400, 800, 1024):
+                step_s = float(WORK.model().step_s(hosts, ranks, size / ranks, 0))
+                goodput = size / step_s * (500 + 64) / (500 + size)
+                assert goodput <= best.goodput * 1.01
+    assert best_static(TRACE).goodput == pytest.approx(best.goodput, rel=0.01)
+
+
+def test_a_trace_is_read(tmp_path):
+    trace = read_trace(written(tmp_path, FILE))
+    assert [host.name for host in trace.hosts] == ["n0", "n1", "n2"]
+    assert trace.changes == (Change(300.0, remove=("n2",)),)
+    assert trace.workload.noise_scale == (500.0, 500.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"duration_s": -1}, "duration_s must be a number above 0, not -1"),
+        ({"durations": 1}, "durations is not known; valid: hosts"),
+        ({"hosts": []}, "hosts is empty"),
+        ({"hosts": [{"name": "n[3-1]"}]}, "is no range"),
+        ({"hosts": [{"name": "a"}, {"name": "a"}]}, "host a is there twice"),
+        ({"workload": 3}, "workload must be an object"),
+        ({"workload": {**FILE["workload"], "alpha_c": "x"}}, "workload.alpha_c must be a number"),
+        ({"min_np": 5, "max_np": 2}, "min_np 5 is above max_np 2"),
+        ({"changes": [{"at_s": 1, "slow": {"zz": 2}}]}, "names no host: 'zz'"),
+    ],
+)
+def test_mistakes_in_a_trace_are_named(tmp_path, change, words):
+    with pytest.raises(UsageError, match=r"trace\.json") as caught:
+        read_trace(written(tmp_path, {**FILE, **change}))
+    assert words in str(caught.value)
+
+
+def test_a_trace_that_is_no_json_or_not_there(tmp_path):
+    with pytest.raises(UsageError, match="is not JSON"):
+        read_trace(written(tmp_path, "{"))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_trace(tmp_path / "nothing")

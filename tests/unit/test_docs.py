@@ -1,0 +1,212 @@
+"""What README and docs say, held against the code: links, commands, options, events, hostfiles."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvd_elastic.cluster.hostfile import parse_hosts
+from scripts import commands_doc
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("hvd-elastic", "runclust", "copyclust", "killclust", "checkclust", "virtclust")
+COMMANDS = commands_doc.all_commands()
+# What the first words of a command must be made of, so that prose is not taken for one.
+GROUPS = {name.rsplit(" ", 1)[0] for name in COMMANDS if name.count(" ") == 2} | {
+    "hvd-elastic",
+    "virtclust",
+}
+
+_LINK = re.compile(r"\[[^\]\n]+\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```(?P<language>[\w-]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"`([^`\n]+)`")
+_OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", read(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Calls of our programs in fenced blocks (a prompt before them or not) and in code words."""
+    for fence in _FENCE.finditer(text):
+        if fence["language"] in ("", "console", "sh"):
+            for line in fence["body"].splitlines():
+                words = line.removeprefix("$ ").split(" #", 1)[0].strip()
+                if words.startswith(PROGRAMS):
+                    yield words
+    for code in _CODE.findall(_FENCE.sub("", text)):
+        if code.startswith(PROGRAMS):
+            yield code
+
+
+def split_command(line: str) -> tuple[str, list[str]]:
+    """The full name of the command in a line, and the words after it."""
+    words = shlex.split(line, comments=True)
+    name, rest = words[0], words[1:]
+    while name in GROUPS and rest and not rest[0].startswith("-"):
+        name, rest = f"{name} {rest[0]}", rest[1:]
+    return name, rest
+
+
+@pages
+def test_relative_links_resolve(page: Path) -> None:
+    for target in _LINK.findall(_FENCE.sub("", read(page))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+@pages
+def test_commands_and_options_exist(page: Path) -> None:
+    for line in command_lines(read(page)):
+        name, words = split_command(line)
+        if name in GROUPS:
+            assert all(word in ("--help", "-h", "--version", "…") for word in words), line
+            continue
+        assert name in COMMANDS, f"{page.name}: {line!r}: there is no command {name!r}"
+        known = commands_doc.options_of(COMMANDS[name])
+        for word in words:
+            # From here on they are words of the user's own command.
+            if word == "--" or (
+                name == "runclust" and not word.startswith("-") and "/" not in word
+            ):
+                break
+            if _OPTION.fullmatch(word.partition("=")[0]):
+                assert word.partition("=")[0] in known, f"{page.name}: {line!r}: no option {word}"
+
+
+@pages
+def test_options_named_in_prose_exist(page: Path) -> None:
+    known = {option for command in COMMANDS.values() for option in commands_doc.options_of(command)}
+    known |= {"--version"}
+    other_programs = {
+        # scripts/build_horovod.py and scripts/commands_doc.py
+        *("--rebuild", "--without-mpi", "--without-tensorflow", "--without-nccl", "--jobs"),
+        *("--print-name", "--check"),
+        # horovodrun
+        *("--host-discovery-script", "--network-interfaces"),
+    }
+    for code in _CODE.findall(_FENCE.sub("", read(page))):
+        word = code.split(" ")[0].partition("=")[0]
+        if word.startswith("--") and word != "--":
+            assert word in known | other_programs, f"{page.name}: `{code}`"
+
+
+def test_every_command_is_in_the_manual() -> None:
+    text = read(ROOT / "docs" / "commands.md")
+    missing = [name for name in COMMANDS if name not in text]
+    assert not [name for name in missing if not name.startswith("hvd-elastic bench")]
+
+
+def test_option_tables_are_current() -> None:
+    text = read(commands_doc.PAGE)
+    assert text == commands_doc.renew(text), "run: python scripts/commands_doc.py"
+
+
+def emitted_kinds() -> set[str]:
+    """First arguments of every call that adds an event, in the packages that write them."""
+    found: set[str] = set()
+    for package in ("control", "launch"):
+        for module in (ROOT / "hvd_elastic" / package).glob("*.py"):
+            for node in ast.walk(ast.parse(read(module))):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in ("emit", "_emit", "_emit_worker")
+                    and node.args
+                    and isinstance(node.args[0], ast.Constant)
+                ):
+                    found.add(str(node.args[0].value))
+    return found
+
+
+def test_events_of_the_manual_are_those_of_the_code() -> None:
+    text = read(ROOT / "docs" / "run-folder.md")
+    section = re.search(r"^## Events$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    documented = re.findall(r"^\| `(\w+)` \|", section[1], re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    assert set(documented) == emitted_kinds()
+
+
+@pages
+def test_hostfile_examples_are_read(page: Path) -> None:
+    for fence in _FENCE.finditer(read(page)):
+        if fence["language"] == "hostfile":
+            assert len(parse_hosts(fence["body"], page.name)) > 0
+
+
+def test_there_are_hostfile_examples() -> None:
+    assert sum(read(page).count("```hostfile") for page in PAGES) >= 2
+
+
+def test_the_readme_shows_the_diff_of_the_examples() -> None:
+    command = ["diff", "scripts/examples/digits_single.py", "scripts/examples/digits.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"$ {shlex.join(command)}\n{done.stdout}```" in read(ROOT / "README.md")
+
+
+def without_launcher() -> dict[str, str]:
+    """The environment of a script that is simply run."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    return {**ours, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_eight_changed_lines_are_enough(tmp_path: Path) -> None:
+    """The lines that the README calls needed make the plain script elastic."""
+    plain = read(ROOT / "scripts" / "examples" / "digits_single.py")
+    changes = {
+        "\nparser = ": "\nimport hvd_elastic.torch as hvd\nparser = ",
+        "\ntorch.manual_seed": "\nhvd.init()\ntorch.manual_seed",
+        "\nloader = DataLoader(": (
+            "\noptimizer = hvd.DistributedOptimizer(optimizer, model)\nloader = hvd.DataLoader("
+        ),
+        "\ndef train():": "\n@hvd.run\ndef train(state):",
+        "in range(args.epochs)": "in hvd.epochs(args.epochs)",
+        "\ntrain()\n": "\ntrain(hvd.State(model=model, optimizer=optimizer))\n",
+    }
+    elastic = plain
+    for before, after in changes.items():
+        assert elastic.count(before) == 1
+        elastic = elastic.replace(before, after)
+    assert len(set(elastic.splitlines()) - set(plain.splitlines())) == 8
+    script = tmp_path / "train.py"
+    script.write_text(elastic, encoding="utf-8")
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    for name, n in (("train", 200), ("test", 20)):
+        images = rng.random((n, 1, 8, 8), dtype=np.float32)
+        np.savez(tmp_path / f"{name}.npz", images=images, labels=rng.integers(0, 10, n))
+    command = [sys.executable, str(script), "--data", str(tmp_path), "--epochs", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=without_launcher())
+    assert done.returncode == 0, done.stderr
+    assert "test accuracy" in done.stdout
+
+
+@pages
+def test_nothing_names_a_place_of_one_machine(page: Path) -> None:
+    for unwanted in ("/root/", "/home/", "/var/tmp/"):
+        assert unwanted not in read(page)

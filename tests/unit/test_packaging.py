@@ -1,0 +1,175 @@
+"""What an installation promises: quick imports, arrows that hold, entry points that exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "tensorflow", "horovod", "fabric", "paramiko", "ray", "pyspark", "mpi4py")
+LIMIT_S = 0.6
+"""Twice what `hvd-elastic bench startup` measures as promised: tests run on busy machines."""
+
+PURE = [
+    "hvd_elastic",
+    "hvd_elastic.errors",
+    "hvd_elastic.config",
+    *(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for folder in ("model", "policy", "control", "sim")
+        for path in sorted((ROOT / "hvd_elastic" / folder).glob("*.py"))
+        if path.name != "loop.py"
+    ),
+]
+
+
+def fresh(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd="/",
+        timeout=60,
+    )
+
+
+def test_pure_packages_import_with_the_heavy_ones_blocked():
+    program = """
+import importlib, sys
+heavy, modules = sys.argv[1].split(","), sys.argv[2].split(",")
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in heavy:
+            raise ImportError(f"{name} is imported by a pure module")
+sys.meta_path.insert(0, Block())
+for module in modules:
+    importlib.import_module(module)
+"""
+    done = fresh(program, ",".join(HEAVY), ",".join(PURE))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import hvd_elastic",
+        "import hvd_elastic.cli.app as a\ntry: a.main(['--help'])\nexcept SystemExit: pass",
+    ],
+    ids=["import", "help"],
+)
+def test_import_and_help_load_nothing_heavy(program):
+    show = "import sys; print(','.join(sys.modules), file=sys.stderr)"
+    done = fresh(f"{program}\n{show}")
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stderr.strip().splitlines()[-1].split(","))
+    assert not loaded & {*HEAVY, "numpy", "scipy"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-c", "import hvd_elastic"], ["-m", "hvd_elastic.cli.app", "--help"]],
+    ids=["import", "help"],
+)
+def test_import_and_help_are_quick(arguments):
+    # The processor time of the child, the best of several: it is what we cause, whatever else the
+    # machine is doing.
+    program = """
+import resource, subprocess, sys
+best = 1e9
+for _ in range(5):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *sys.argv[1:]], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+print(best)
+"""
+    done = fresh(program, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < LIMIT_S
+
+
+def console_scripts() -> dict[str, str]:
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    found = (re.fullmatch(r"([a-z-]+) = ([\w.]+:\w+)", text) for text in texts)
+    return {match.group(1): match.group(2) for match in found if match}
+
+
+@pytest.mark.parametrize(("program", "target"), sorted(console_scripts().items()))
+def test_each_program_has_its_function_and_runs_from_the_checkout(program, target):
+    wrapper = ROOT / "scripts" / program
+    assert os.access(wrapper, os.X_OK)
+    assert f"{program} {target} " in wrapper.read_text(encoding="utf-8")
+    module, function = target.split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_all_programs_are_declared():
+    assert set(console_scripts()) == {
+        "hvd-elastic", "runclust", "copyclust", "killclust", "checkclust", "virtclust"
+    }  # fmt: skip
+
+
+def test_no_list_of_dependencies_names_horovod():
+    # Its source release does not build unpatched: pip would stop at it.
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    requirements = [
+        node.value
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert any(text.startswith("torch") for text in requirements)
+    assert not [text for text in requirements if text.startswith("horovod")]
+
+
+def test_every_folder_with_modules_is_a_package():
+    # find_packages leaves out a folder without __init__.py, silently
+    folders = {path.parent for path in (ROOT / "hvd_elastic").rglob("*.py")}
+    assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def make(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    return subprocess.run(
+        ["make", "-C", str(ROOT), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**environment, "MFLAGS": ""},
+    )
+
+
+def test_make_alone_lists_the_targets_from_any_folder(tmp_path):
+    done = make(folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for target in ("demo", "test", "lint", "bench", "horovod", "clean", "help"):
+        assert re.search(rf"^  {target} +\w", done.stdout, re.MULTILINE), target
+
+
+def test_ci_runs_make_test_and_nothing_else():
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert lines[-1] == "exec make test"
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig):
+    """pytest passes over some folder names by itself, ``dist`` among them."""
+    passed_over = pytestconfig.getini("norecursedirs")
+    for folder in sorted((ROOT / "tests").iterdir()):
+        if folder.is_dir() and not folder.name.startswith("__"):
+            assert not any(folder.match(pattern) for pattern in passed_over), folder

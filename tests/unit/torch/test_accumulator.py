@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch import context
+from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.engine import LocalEngine
+
+
+class ThreeAlike(LocalEngine):
+    size = 3
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.cat([tensor] * 3)
+
+
+@pytest.fixture
+def ctx(monkeypatch: pytest.MonkeyPatch) -> Context:
+    made = Context(Mode.ALONE)
+    monkeypatch.setattr(context, "_context", made)
+    return made
+
+
+def test_sums_over_ranks_since_the_last_time(ctx: Context) -> None:
+    ctx.engine = ThreeAlike()
+    totals = hvd.Accumulator()
+    totals.add(loss=torch.tensor([2.0], requires_grad=True), examples=4)
+    totals.add(loss=1.0, examples=1)
+    assert dict(totals) == {}
+    totals.synchronize()
+    totals.synchronize()
+    assert dict(totals) == {"loss": 9.0, "examples": 15.0}
+    totals.add(loss=1.0)
+    totals.synchronize()
+    assert totals["loss"] == 12.0
+    totals.clear()
+    assert len(totals) == 0
+
+
+@pytest.mark.parametrize("state_first", [True, False])
+def test_sums_are_part_of_the_state(ctx: Context, state_first: bool) -> None:
+    state = hvd.State(seen=1) if state_first else None
+    totals = hvd.Accumulator("hits")
+    state = state or hvd.State(seen=1)
+    totals.add(hits=5)
+    totals.synchronize()
+    content = state.content().rest
+    totals.clear()
+    state.load({**content, "progress": ctx.progress.as_dict()}, "there")
+    assert totals["hits"] == 5.0
+
+
+def test_ranks_that_add_different_names(ctx: Context) -> None:
+    class OneMore(ThreeAlike):
+        def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+            return torch.cat([tensor, tensor, tensor[:1]])
+
+    ctx.engine = OneMore()
+    totals = hvd.Accumulator()
+    totals.add(loss=1.0)
+    with pytest.raises(ScriptError, match=r"this rank has added \['loss'\]"):
+        totals.synchronize()
+
+
+def test_what_is_no_number(ctx: Context) -> None:
+    with pytest.raises(ScriptError, match=r"shape \(2,\) is no number"):
+        hvd.Accumulator().add(loss=torch.zeros(2))

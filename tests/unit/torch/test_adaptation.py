@@ -1,0 +1,456 @@
+"""A batch that adapts: passes, statistics, learning rate and bad input, in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.goodput import BatchLimits, BatchPlan
+from hvd_elastic.model.lr_rules import Adjustment, Situation
+from hvd_elastic.telemetry.audit import check_audit
+from hvd_elastic.torch import context
+from hvd_elastic.torch.adaptation import Adaptation
+from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.engine import LocalEngine
+
+Loader = hvd.DataLoader[list[torch.Tensor]]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
+    made = Context(Mode.ALONE)
+    monkeypatch.setattr(context, "_context", made)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HVD_ELASTIC_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("HVD_ELASTIC_AUDIT", "1")
+    return tmp_path
+
+
+def regression(examples: int, width: int = 20, noise: float = 1.0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(examples, width, generator=generator)
+    truth = torch.randn(width, 1, generator=generator)
+    targets = inputs @ truth + noise * torch.randn(examples, 1, generator=generator)
+    return TensorDataset(inputs, targets)
+
+
+def exact_noise_scale(
+    model: torch.nn.Linear, data: TensorDataset, divisor: torch.Tensor | float = 1.0
+) -> float:
+    """Of the squared error's gradient on this data set, from every example's own gradient."""
+    inputs, targets = data.tensors
+    with torch.no_grad():
+        own = 2 * (model(inputs) - targets) * inputs / divisor
+        mean = own.mean(0)
+        return float(own.var(0, unbiased=True).sum() / mean.square().sum())
+
+
+def fixed(adaptation: Adaptation, plan: BatchPlan) -> None:
+    """Have this plan, whatever is measured."""
+    adaptation.plan = plan
+    adaptation._decide = lambda *_: ""  # type: ignore[method-assign]
+
+
+def steps(
+    loader: Loader, optimizer: Any, model: torch.nn.Module, epochs: int, **values: Any
+) -> None:
+    """Train; one pass at a time, as a script does."""
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(epochs):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                loss.backward()
+                optimizer.step()
+                state.commit(loss=loss)
+
+    train(hvd.State(model=model, optimizer=optimizer, **values))
+
+
+def test_passes_of_a_step_add_up_to_the_gradient_of_its_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, found = regression(90), []
+    for accumulation in (0, 2):
+        made = Context(Mode.ALONE)
+        monkeypatch.setattr(context, "_context", made)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 1, bias=False)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="none")
+        loader: Loader = hvd.DataLoader(data, 30, shuffle=True, max_batch_size=30)
+        assert loader.adaptation is not None
+        fixed(loader.adaptation, BatchPlan(30, accumulation))
+        steps(loader, optimizer, model, 2)
+        assert made.progress.step == 6
+        found.append(model.weight.detach().clone())
+    torch.testing.assert_close(found[0], found[1])
+    lines = (folder / "audit.jsonl").read_text().splitlines()
+    for life in (0, 7):  # the data set and six steps, twice
+        assert check_audit(map(json.loads, lines[life : life + 7]), finished=True).ok
+
+
+@pytest.mark.parametrize("accumulation", [0, 3])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_the_noise_scale_of_frozen_weights_is_found(
+    alone: Context, accumulation: int, kind: str
+) -> None:
+    data = regression(6400, width=100)
+    torch.manual_seed(1)
+    model = torch.nn.Linear(100, 1, bias=False)
+    optimizer: torch.optim.Optimizer
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    hvd.DistributedOptimizer(optimizer, model)
+    loader: Loader = hvd.DataLoader(data, 32, shuffle=True, max_batch_size=32)
+    adaptation = loader.adaptation
+    assert adaptation is not None
+    fixed(adaptation, BatchPlan(32, accumulation))
+    steps(loader, optimizer, model, 1)
+    found = adaptation.metrics()["noise_scale"]
+    divisor: torch.Tensor | float = 1.0
+    if kind == "adam":
+        divisor = optimizer.state[model.weight]["exp_avg_sq"].sqrt()
+    assert found == pytest.approx(exact_noise_scale(model, data, divisor), rel=0.1)
+
+
+def test_the_noise_scale_follows_training_on_one_rank(alone: Context) -> None:
+    data = regression(3000, width=100)
+    torch.manual_seed(1)
+    model = torch.nn.Linear(100, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    loader: Loader = hvd.DataLoader(data, 32, shuffle=True, max_batch_size=32)
+    adaptation = loader.adaptation
+    assert adaptation is not None
+    fixed(adaptation, BatchPlan(32))
+    ratios = []
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(6):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                state.commit()
+                if alone.progress.step >= 100 and alone.progress.step % 20 == 0:
+                    found = adaptation.metrics()["noise_scale"]
+                    ratios.append(found / exact_noise_scale(model, data))
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert max(ratios) < 1.25
+    assert min(ratios) > 0.8
+
+
+def test_a_noisy_gradient_and_a_costly_step_bring_a_larger_batch(
+    folder: Path, alone: Context
+) -> None:
+    context.current().sink = hvd_file_sink(folder)
+    data = regression(2000, noise=10.0)
+    model = torch.nn.Linear(20, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    loader: Loader = hvd.DataLoader(data, 20, shuffle=True, max_batch_size=500)
+    rates = []
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(2):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                time.sleep(0.004)
+                optimizer.step()
+                scheduler.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+                state.commit()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert loader.adaptation is not None
+    assert loader.adaptation.plan.global_batch_size > 40
+    assert set(rates) == {0.001}, "outside of a step the rate is the schedule's"
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    plans = [event for event in events if event["kind"] == "batch_plan"]
+    assert plans[0]["reason"] == "the initial batch size"
+    assert "noise scale" in plans[-1]["reason"]
+    assert plans[-1]["lr_scale"] > 1
+    assert check_audit(
+        map(json.loads, (folder / "audit.jsonl").read_text().splitlines()), finished=True
+    ).ok
+
+
+def hvd_file_sink(folder: Path) -> Any:
+    from hvd_elastic.torch.sink import FileSink
+
+    context.current().audit = True
+    return FileSink(folder)
+
+
+def test_the_rule_scales_each_step_and_counts_progress(alone: Context) -> None:
+    def threefold(now: Situation) -> Adjustment:
+        return Adjustment(factor=3.0, gain=0.5)
+
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule=threefold)
+    data = TensorDataset(torch.ones(8, 1), torch.ones(8, 1))
+    loader: Loader = hvd.DataLoader(data, 8, max_batch_size=8, accumulation=False)
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for inputs, _ in loader:
+                optimizer.zero_grad()
+                model(inputs).mean().backward()  # gradient 1
+                optimizer.step()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert loader.adaptation is not None
+    passes = alone.progress.epoch
+    assert model.weight.item() == pytest.approx(-0.3 * passes)
+    assert loader.adaptation.progress == 0.5 * passes
+    assert passes == 2, "half as good, so twice as many"
+
+
+def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Context) -> None:
+    model = torch.nn.Linear(20, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    loader: Loader = hvd.DataLoader(regression(400), 10, max_batch_size=10)
+    bad: set[int] = {3, 7}
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                factor = math.nan if alone.progress.step in bad else 1.0
+                (factor * torch.nn.functional.mse_loss(model(inputs), targets)).backward()
+                optimizer.step()
+                state.commit()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert loader.adaptation is not None
+    assert loader.adaptation.skipped_steps == 2
+    assert loader.adaptation.metrics()["skipped_steps"] == 2
+    assert torch.isfinite(model.weight).all()
+    assert alone.progress.examples == 400
+    alone.progress.epoch, alone.progress.position = 0, 0
+    loader.adaptation.progress = 0.0
+    bad |= set(range(1000))
+    with pytest.raises(ScriptError, match=r"not finite in 10 steps running.*loss is NaN"):
+        train(hvd.State(model=model, optimizer=optimizer))
+
+
+def test_a_pass_that_does_not_fit_is_made_in_smaller_ones(folder: Path, alone: Context) -> None:
+    alone.sink = hvd_file_sink(folder)
+    model = torch.nn.Linear(20, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    loader: Loader = hvd.DataLoader(regression(400), 40, max_batch_size=40)
+    sizes = []
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(2):
+            for inputs, targets in loader:
+                sizes.append(len(inputs))
+                if len(inputs) > 15:
+                    raise torch.cuda.OutOfMemoryError("made up")
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                state.commit()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert max(sizes[10:]) <= 15
+    lines = (folder / "audit.jsonl").read_text().splitlines()
+    assert check_audit(map(json.loads, lines), finished=True).ok
+
+
+def test_no_smaller_pass_is_allowed(alone: Context) -> None:
+    model = torch.nn.Linear(20, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    loader: Loader = hvd.DataLoader(
+        regression(400), 40, max_batch_size=40, atomic_batch_size_bounds=(40, None)
+    )
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for _ in loader:
+                raise torch.cuda.OutOfMemoryError("made up")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        train(hvd.State(model=model, optimizer=optimizer))
+
+
+def test_what_is_known_goes_on_in_another_process(alone: Context) -> None:
+    model = torch.nn.Linear(20, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    loader: Loader = hvd.DataLoader(regression(800), 10, max_batch_size=80)
+    steps(loader, optimizer, model, 2)
+    before = loader.adaptation
+    assert before is not None
+    state = json.loads(json.dumps(before.state_dict()))
+    other: Loader = hvd.DataLoader(regression(800), 10, max_batch_size=80, context=alone)
+    after = other.adaptation
+    assert after is not None
+    after.attach(before._statistics, before.rule)  # type: ignore[arg-type]
+    after.load_state_dict(state)
+    assert json.dumps(after.state_dict()) == json.dumps(before.state_dict())
+    assert after.metrics() == before.metrics()
+
+
+class Others(LocalEngine):
+    """Three other ranks whose part of an average is as large as ours."""
+
+    size = 4
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.cat([tensor] * 4)
+
+
+def test_four_ranks_with_equal_gradients_have_no_noise(alone: Context) -> None:
+    alone.engine = Others()
+    model = torch.nn.Linear(20, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    loader: Loader = hvd.DataLoader(regression(400), 40, max_batch_size=40)
+    steps(loader, optimizer, model, 2)
+    assert loader.adaptation is not None
+    assert loader.adaptation.metrics()["noise_scale"] == pytest.approx(0.0, abs=1e-3)
+    assert loader.adaptation.metrics()["efficiency"] == 1.0
+
+
+def test_sparse_missing_and_frozen_parameters(alone: Context) -> None:
+    table = torch.nn.Embedding(50, 8, sparse=True)
+    head, unused, frozen = torch.nn.Linear(8, 1), torch.nn.Linear(8, 1), torch.nn.Linear(8, 8)
+    frozen.requires_grad_(False)
+    modules = torch.nn.ModuleList([table, head, unused, frozen])
+    groups: list[dict[str, Any]] = [
+        {"params": table.parameters(), "lr": 0.1},
+        {"params": [*modules[1:].parameters()]},
+    ]
+    sgd = torch.optim.SGD(groups, lr=0.01)
+    optimizer = hvd.DistributedOptimizer(sgd, modules)
+    data = TensorDataset(torch.arange(200) % 50, torch.randn(200, 1))
+    loader: Loader = hvd.DataLoader(data, 20, shuffle=True, max_batch_size=20)
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(4):
+            for indices, targets in loader:
+                optimizer.zero_grad()
+                found = head(frozen(table(indices)))
+                torch.nn.functional.mse_loss(found, targets).backward()
+                optimizer.step()
+
+    train(hvd.State(model=modules, optimizer=optimizer))
+    assert loader.adaptation is not None
+    assert loader.adaptation.metrics()["noise_scale"] > 0
+    assert len(loader.adaptation.adjustments()) == 3, "two groups, and all together"
+
+
+def test_clipping_between_passes_sees_the_whole_gradient_once(alone: Context) -> None:
+    model = torch.nn.Linear(20, 1, bias=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="none")
+    loader: Loader = hvd.DataLoader(regression(40), 40, max_batch_size=40)
+    assert loader.adaptation is not None
+    fixed(loader.adaptation, BatchPlan(40, 3))
+    norms = []
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.synchronize()  # type: ignore[attr-defined]
+                norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+                optimizer.step()
+
+    before = model.weight.detach().clone()
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert norms[:3] == [0.0, 0.0, 0.0]
+    moved = (model.weight - before).norm().item()
+    assert moved == pytest.approx(0.001 * norms[3], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch_size": 8}, r"max_batch_size=8\): the largest batch is below"),
+        ({"max_batch_size": 64, "atomic_batch_size_bounds": (9, 8)}, "exclude each other"),
+        ({"max_batch_size": 64, "atomic_batch_size_bounds": 9}, "must be a pair"),
+        ({"max_batch_size": 64, "atomic_batch_size_bounds": (0, 8)}, "at least 1"),
+        ({"max_batch_size": 64, "atomic_batch_size_bounds": (65, None)}, "not even one rank"),
+        ({"max_batch_size": 6.5}, "must be a whole number"),
+        ({"max_batch_size": 64, "drop_last": True}, "leave drop_last out"),
+        ({"atomic_batch_size_bounds": (1, 8)}, "give max_batch_size too"),
+    ],
+)
+def test_bounds_that_make_no_sense(alone: Context, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScriptError, match=message):
+        hvd.DataLoader(regression(400), 16, **options)
+
+
+def test_other_misuse_is_named(alone: Context) -> None:
+    with pytest.raises(ScriptError, match="10 examples, fewer than one global batch of 16"):
+        hvd.DataLoader(regression(10), 16, max_batch_size=16)
+    model = torch.nn.Linear(20, 1).requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ScriptError, match=r"lr_rule=\.\.\.\): learning rate rule 'fast' is not"):
+        hvd.DistributedOptimizer(sgd, model, lr_rule="fast")
+    hvd.DataLoader(regression(400), 16, max_batch_size=16)
+    with pytest.raises(ScriptError, match="no parameter of the optimizer requires one"):
+        hvd.DistributedOptimizer(sgd, model)
+
+
+def test_a_loader_without_our_optimizer_cannot_adapt(alone: Context) -> None:
+    loader: Loader = hvd.DataLoader(regression(400), 16, max_batch_size=16)
+    model = torch.nn.Linear(20, 1)
+    with pytest.raises(ScriptError, match=r"wrap yours in it"):
+        steps(loader, torch.optim.SGD(model.parameters(), lr=0.1), model, 1)
+
+
+def test_unequal_hosts_and_lost_rows_in_the_reports() -> None:
+    from hvd_elastic.torch.adaptation import _slowness, _split
+
+    rows = np.arange(5.0)
+    fast = np.array([1.0, np.inf, 0.1, 1, 5, *rows])
+    slow = np.array([2.0, 7.0, 0.2, 0, 5])
+    found = _split(np.concatenate([fast, slow, fast]))
+    assert [len(report) for report in found] == [10, 5, 10]
+    assert _slowness(found) == 2.0
+    assert _slowness(found[:1]) == 1.0
+    unknown = np.array([2.0, np.inf, np.nan, 0, 5])
+    assert _slowness([fast, unknown]) == 1.0
+
+
+def test_epochs_are_counted_to_the_nearest_pass() -> None:
+    adaptation = Adaptation(BatchLimits(10, 100), examples=100)
+    adaptation.progress = 27.0  # 2.7 epochs in three passes
+    assert adaptation.enough(3, 3)
+    assert not adaptation.enough(3, 4)
+    assert not adaptation.enough(0, 1)

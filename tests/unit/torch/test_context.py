@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.telemetry.audit import check_audit
+from hvd_elastic.telemetry.records import read_events
+from hvd_elastic.torch import context
+from hvd_elastic.torch.context import Context, Mode, detect_mode
+from hvd_elastic.torch.engine import GenerationBrokenError
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode"),
+    [
+        ({}, Mode.ALONE),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, Mode.ALONE),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, Mode.STATIC),
+        ({"HOROVOD_RANK": "0"}, Mode.STATIC),
+        ({"HOROVOD_RANK": "0", "HOROVOD_ELASTIC": "1"}, Mode.HOROVOD_ELASTIC),
+        ({"HOROVOD_RANK": "0", "HVD_ELASTIC_AGENT": "x"}, Mode.AGENT),
+    ],
+)
+def test_how_a_process_was_launched(environment: dict[str, str], mode: Mode) -> None:
+    assert detect_mode(environment) is mode
+
+
+def test_init_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_context", None)
+    with pytest.raises(ScriptError, match=r"call hvd_elastic\.torch\.init\(\) first"):
+        hvd.rank()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder without a leader."""
+    monkeypatch.setenv("HVD_ELASTIC_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("HVD_ELASTIC_AUDIT", "1")
+    monkeypatch.setenv("HVD_ELASTIC_CHECKPOINT_EVERY", "1000")
+    return tmp_path
+
+
+def train(monkeypatch: pytest.MonkeyPatch, epochs: int, stop_after: int | None = None) -> Context:
+    made = Context(Mode.ALONE)
+    monkeypatch.setattr(context, "_context", made)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.randn(10, 2)), 4, shuffle=True)
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    @hvd.run
+    def steps(state: hvd.State) -> None:
+        for _ in hvd.epochs(epochs):
+            for (inputs,) in loader:
+                optimizer.zero_grad()
+                loss = model(inputs).square().mean()
+                loss.backward()
+                optimizer.step()
+                state.commit(loss=loss)
+                if made.progress.step == stop_after:
+                    made.checkpoint(wait=True)
+                    made.close()
+                    raise Stop
+
+    with contextlib.suppress(Stop):
+        steps(hvd.State(model=model, optimizer=optimizer))
+    return made
+
+
+def test_a_run_alone_uses_everything_once_and_records_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = train(monkeypatch, 3)
+    assert made.progress.as_dict() == {"step": 9, "epoch": 3, "position": 0, "examples": 30}
+    result = check_audit(read_events_of(folder), finished=True)
+    assert result.ok, result.problems()
+    assert result.complete_epochs == 3
+    assert next(e["kind"] for e in read_events(folder / "events.jsonl")) == "metrics"
+
+
+def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = train(monkeypatch, 3, stop_after=4)
+    assert stopped.progress.as_dict() == {"step": 4, "epoch": 1, "position": 4, "examples": 14}
+    assert train(monkeypatch, 3).progress.step == 9
+    result = check_audit(read_events_of(folder), finished=True)
+    assert result.ok, result.problems()
+    assert (result.steps, result.voided_steps) == (9, 0)
+
+
+def read_events_of(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+def test_a_rank_alone_hears_that_its_generation_was_called_off() -> None:
+    """No collective fails that would tell it."""
+
+    class Link:
+        def __init__(self, aborted: int) -> None:
+            self._aborted = aborted
+
+        def aborted(self, generation: int) -> bool:
+            return generation <= self._aborted
+
+        def pending(self, generation: int) -> bool:
+            return False
+
+    for aborted, generation in ((1, 2), (2, 2)):
+        made = Context(Mode.ALONE)
+        made.generation = generation
+        made.link = Link(aborted)  # type: ignore[assignment]
+        if aborted < generation:
+            made.exchange()
+        else:
+            with pytest.raises(GenerationBrokenError, match="called this generation off"):
+                made.exchange()

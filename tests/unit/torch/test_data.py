@@ -1,0 +1,531 @@
+"""The loader, with several ranks simulated in one process by several contexts."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.sharding import permutation
+from hvd_elastic.torch.data import DataLoader
+from hvd_elastic.torch.progress import InFlight, Progress
+
+
+class Numbers:
+    """Example i is the pair (i, 10 i)."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self.n:
+            raise IndexError(index)
+        return index, 10 * index
+
+
+class NumbersAtOnce(Numbers):
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        raise AssertionError("__getitems__ is there to be used")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
+        return [(i, 10 * i) for i in indices]
+
+
+@dataclass
+class FakeContext:
+    """One rank's context; ``boundary`` runs at each step boundary, as a rescale would."""
+
+    rank: int = 0
+    size: int = 1
+    generation: int = 1
+    audit: bool = True
+    progress: Progress = field(default_factory=Progress)
+    handed: list[InFlight] = field(default_factory=list)
+    marked: int = 0
+    loaders: list[Any] = field(default_factory=list)
+    boundary: Any = None
+
+    def step_boundary(self) -> None:
+        if self.boundary is not None:
+            self.boundary(self)
+
+    def hand_out(self, batch: InFlight) -> None:
+        self.handed.append(batch)
+
+    def pass_ends(self) -> None:
+        raise AssertionError("each step is one pass")
+
+    def mark_consumed(self) -> None:
+        self.marked += 1
+        self.consume()
+
+    def register_loader(self, loader: Any) -> None:
+        self.loaders.append(loader)
+
+    def consume(self) -> None:
+        """What the optimizer does after its step."""
+        self.progress.advance(self.handed[-1].step_examples)
+
+
+class World:
+    """Ranks in lockstep: each has its context, loader and iterator; ranks come and go."""
+
+    def __init__(self, n: int, batch_size: int, **options: Any) -> None:
+        self.n, self.batch_size, self.options = n, batch_size, options
+        self.progress = Progress()
+        self.generation = 0
+        self.ranks: list[tuple[FakeContext, Any, Iterator[Any]]] = []
+        self.read: list[int] = []
+        self.steps = 0
+
+    def resize(self, size: int) -> None:
+        """Some ranks go, others are new; those that stay do so in place, with another rank."""
+        self.generation += 1
+        for _, gone, _ in self.ranks[:-size]:
+            gone.close()
+        self.ranks = self.ranks[-size:]
+        for rank, (context, _, _) in enumerate(self.ranks):
+            context.rank, context.size, context.generation = rank, size, self.generation
+        for rank in range(len(self.ranks), size):
+            # A newcomer takes its progress from the others.
+            context = FakeContext(
+                rank, size, self.generation, progress=Progress(**self.progress.as_dict())
+            )
+            loader: Any = DataLoader(
+                Numbers(self.n), self.batch_size, context=context, **self.options
+            )
+            self.ranks.append((context, loader, iter(loader)))
+
+    def step(self) -> bool:
+        """One global step on all ranks; False if the epoch is over, which all must agree on."""
+        shares = [share for _, _, it in self.ranks if (share := next(it, None)) is not None]
+        if not shares:
+            return False
+        assert len(shares) == len(self.ranks)
+        batches = [context.handed[-1] for context, _, _ in self.ranks]
+        assert len({(b.position, b.step_examples, b.epoch) for b in batches}) == 1
+        assert sum(b.weight for b in batches) == pytest.approx(len(batches))
+        for (values, tens), batch in zip(shares, batches, strict=True):
+            assert tens.tolist() == [10 * i for i in values.tolist()]
+            assert batch.indices == values.tolist()  # what was fetched is what was told
+            assert (batch.weight == 0.0) is batch.padding
+            if not batch.padding:
+                self.read += values.tolist()
+        for context, _, _ in self.ranks:
+            context.consume()
+        self.progress = Progress(**self.ranks[0][0].progress.as_dict())
+        assert all(context.progress == self.progress for context, _, _ in self.ranks)
+        self.steps += 1
+        return True
+
+    def next_epoch(self) -> None:
+        self.progress.next_epoch()
+        self.read = []
+        for place, (context, loader, _) in enumerate(self.ranks):
+            context.progress.next_epoch()
+            self.ranks[place] = (context, loader, iter(loader))
+
+    def close(self) -> None:
+        for _, loader, _ in self.ranks:
+            loader.close()
+
+
+@given(
+    n=st.integers(1, 120),
+    batch_size=st.integers(1, 40),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=40),
+    seed=st.integers(0, 9),
+    shuffle=st.booleans(),
+)
+@settings(max_examples=60)
+def test_each_epoch_is_read_exactly_once_whatever_the_world_does(
+    n: int, batch_size: int, sizes: list[int], seed: int, shuffle: bool
+) -> None:
+    world = World(n, batch_size, seed=seed, shuffle=shuffle)
+    schedule = iter(sizes)
+    world.resize(next(schedule))
+    for epoch in range(2):
+        while world.step():
+            if (size := next(schedule, None)) is not None:
+                world.resize(size)
+        assert world.read == permutation(seed, epoch, n, shuffle).tolist()
+        assert world.progress.position == n
+        world.next_epoch()
+    assert world.progress.examples == 2 * n
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_exactly_once_with_reading_processes(persistent: bool) -> None:
+    world = World(
+        90, 8, shuffle=True, seed=3, num_workers=2, prefetch_factor=2, persistent_workers=persistent
+    )
+    schedule = iter([1, 1, 2, 2, 1, 2])
+    world.resize(2)
+    for epoch in range(2):
+        while world.step():
+            if (size := next(schedule, None)) is not None:
+                world.resize(size)
+        assert world.read == permutation(3, epoch, 90).tolist()
+        world.next_epoch()
+    world.close()
+
+
+@given(
+    n=st.integers(1, 100),
+    batch_size=st.integers(1, 30),
+    before=st.integers(1, 5),
+    after=st.integers(1, 9),
+    steps=st.integers(0, 8),
+)
+@settings(max_examples=40)
+def test_a_restart_at_another_size_reads_exactly_the_rest(
+    n: int, batch_size: int, before: int, after: int, steps: int
+) -> None:
+    first = World(n, batch_size, shuffle=True, seed=1)
+    first.resize(before)
+    for _ in range(steps):
+        if not first.step():
+            break
+    second = World(n, batch_size, shuffle=True, seed=1)
+    second.progress = first.progress
+    second.resize(after)
+    said = second.ranks[0][1].steps_left()
+    while second.step():
+        pass
+    assert first.read + second.read == permutation(1, 0, n).tolist()
+    assert second.steps == said
+
+
+def test_padding_is_said_with_its_indices_when_ranks_outnumber_examples() -> None:
+    world = World(3, 64)
+    world.resize(8)
+    assert world.step()
+    assert not world.step()
+    padded = [context.handed[0] for context, _, _ in world.ranks if context.handed[0].padding]
+    assert len(padded) == 7
+    # Two, so that batch normalisation works on what is read again.
+    assert all(batch.weight == 0.0 and batch.indices == [1, 2] for batch in padded)
+
+
+def test_length_is_a_whole_epoch_and_steps_left_is_the_rest() -> None:
+    context = FakeContext(progress=Progress(position=64))
+    loader: Any = DataLoader(Numbers(100), 32, context=context)
+    assert (len(loader), loader.steps_left()) == (4, 2)
+    assert len(list(loader)) == 2
+
+
+def test_drop_last_leaves_the_short_step_out() -> None:
+    context = FakeContext(size=3)
+    loader: Any = DataLoader(Numbers(100), 32, drop_last=True, context=context)
+    assert len(loader) == len(list(loader)) == 3
+    assert context.progress.position == 96
+
+
+def test_a_script_without_our_optimizer_is_marked_when_it_comes_back() -> None:
+    context = FakeContext()
+    loader: Any = DataLoader(Numbers(10), 4, context=context)
+    batches = iter(loader)
+    next(batches)
+    assert context.marked == 0
+    next(batches)
+    assert (context.marked, context.progress.position) == (1, 4)
+
+
+def test_a_batch_that_was_looked_at_and_not_used_comes_again() -> None:
+    context = FakeContext()
+    loader: Any = DataLoader(Numbers(10), 4, context=context)
+    peeked, _ = next(iter(loader))
+    assert [values.tolist() for values, _ in loader][:1] == [peeked.tolist()]
+    assert context.progress.position == 10
+
+
+def test_the_boundary_comes_before_every_batch_and_not_after_the_last() -> None:
+    seen: list[int] = []
+    context = FakeContext(boundary=lambda c: seen.append(c.progress.position))
+    loader: Any = DataLoader(Numbers(10), 4, context=context)
+    assert len(list(loader)) == 3
+    assert seen == [0, 4, 8]
+
+
+def test_a_rescale_inside_the_boundary_takes_effect_on_the_next_share() -> None:
+    def grow(context: FakeContext) -> None:
+        if context.progress.position == 16:
+            context.rank, context.size, context.generation = 1, 2, 2
+
+    context = FakeContext(boundary=grow)
+    loader: Any = DataLoader(Numbers(32), 16, num_workers=1, context=context)
+    assert [values.tolist() for values, _ in loader] == [list(range(16)), list(range(24, 32))]
+
+
+def test_an_interruption_at_the_boundary_is_the_scripts_to_see_and_reading_goes_on_after() -> None:
+    class InterruptionError(Exception):
+        pass
+
+    def interrupt(context: FakeContext) -> None:
+        if context.progress.position == 4 and context.generation == 1:
+            raise InterruptionError
+
+    context = FakeContext(boundary=interrupt)
+    loader: Any = DataLoader(Numbers(12), 4, num_workers=1, context=context)
+    read: list[int] = []
+    with pytest.raises(InterruptionError):
+        read.extend(int(value) for values, _ in loader for value in values)
+    context.generation = 2
+    for values, _ in loader:
+        read += values.tolist()
+    assert read == list(range(12))
+
+
+def test_state_taken_over_from_a_later_epoch_ends_this_one() -> None:
+    def take_over(context: FakeContext) -> None:
+        if context.progress == Progress(1, 0, 4, 4):
+            context.progress = Progress(3, 1, 0, 12)
+
+    context = FakeContext(boundary=take_over)
+    loader: Any = DataLoader(Numbers(12), 4, context=context)
+    assert len(list(loader)) == 1
+    assert context.progress.epoch == 1
+
+
+def test_iterating_twice_in_an_epoch_is_explained() -> None:
+    context = FakeContext()
+    loader: Any = DataLoader(Numbers(8), 4, context=context)
+    assert len(list(loader)) == 2
+    with pytest.raises(ScriptError, match=r"all 8 examples of epoch 0 .* hvd\.epochs"):
+        list(loader)
+    context.progress.next_epoch()
+    assert len(list(loader)) == 2
+
+
+def test_an_epoch_resumed_at_its_end_is_simply_over() -> None:
+    context = FakeContext(progress=Progress(2, 0, 8, 8))
+    loader: Any = DataLoader(Numbers(8), 4, context=context)
+    assert list(loader) == []
+    # The training function runs again after a failure late in the epoch (validation, say).
+    context.generation += 1
+    assert list(loader) == []
+
+
+def test_a_second_loader_in_an_epoch_is_refused() -> None:
+    context = FakeContext()
+    training: Any = DataLoader(Numbers(8), 4, context=context)
+    bigger: Any = DataLoader(Numbers(20), 4, context=context)
+    smaller: Any = DataLoader(Numbers(4), 4, context=context)
+    list(training)
+    with pytest.raises(ScriptError, match=r"two loaders .* torch\.utils\.data\.DataLoader"):
+        list(bigger)
+    with pytest.raises(ScriptError, match="stands at example 8, but the loader's dataset has 4"):
+        list(smaller)
+
+
+def test_indices_are_those_of_getitems_and_a_collate_function_sees_samples_only() -> None:
+    context = FakeContext()
+    loader: Any = DataLoader(
+        NumbersAtOnce(6), 4, collate_fn=lambda samples: samples, context=context
+    )
+    assert list(loader) == [[(0, 0), (1, 10), (2, 20), (3, 30)], [(4, 40), (5, 50)]]
+    assert [batch.indices for batch in context.handed] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_without_audit_the_dataset_is_the_scripts_own_and_no_indices_are_told() -> None:
+    context = FakeContext(audit=False)
+    loader: Any = DataLoader(
+        Numbers(6), 4, num_workers=1, worker_init_fn=_want_own_dataset, context=context
+    )
+    assert [values.tolist() for values, _ in loader] == [[0, 1, 2, 3], [4, 5]]
+    assert [batch.indices for batch in context.handed] == [None, None]
+
+
+def test_with_audit_a_worker_init_fn_still_sees_its_dataset() -> None:
+    context = FakeContext(audit=True)
+    loader: Any = DataLoader(
+        Numbers(6), 6, num_workers=1, worker_init_fn=_want_own_dataset, context=context
+    )
+    assert len(list(loader)) == 1
+
+
+def _want_own_dataset(_: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.dataset.n == 6  # type: ignore[attr-defined]
+
+
+def test_spawned_workers_can_be_used() -> None:
+    context = FakeContext()
+    loader: Any = DataLoader(
+        Numbers(6), 6, num_workers=1, multiprocessing_context="spawn", context=context
+    )
+    assert [values.tolist() for values, _ in loader] == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_reading_leaves_the_scripts_random_numbers_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(5)
+    loader: Any = DataLoader(Numbers(6), 3, shuffle=True, context=FakeContext())
+    list(loader)
+    assert torch.rand(3).tolist() == expected
+
+
+def test_loader_is_registered_once_for_each_context() -> None:
+    context = FakeContext()
+    loader: Any = DataLoader(Numbers(6), 3, context=context)
+    list(loader)
+    assert context.loaders == [loader]
+    assert loader.signature() == {
+        "examples": 6,
+        "batch_size": 3,
+        "shuffle": False,
+        "seed": 0,
+        "drop_last": False,
+    }
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Unsized:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (Stream(), {"batch_size": 4}, r"\(Stream\) cannot be read by index, .* map-style"),
+        (iter([1]), {"batch_size": 4}, "cannot be read by index"),
+        (Unsized(), {"batch_size": 4}, r"\(Unsized\) has no length"),
+        (Numbers(0), {"batch_size": 4}, r"\(Numbers\) is empty"),
+        (Numbers(4), {"batch_size": 0}, r"batch_size=0\): it must be a whole number of at least 1"),
+        (Numbers(4), {"batch_size": 2.0}, r"batch_size=2\.0"),
+        (Numbers(4), {"batch_size": 4, "seed": -1}, r"seed=-1\): .* at least 0"),
+        (Numbers(4), {"batch_size": 5, "drop_last": True}, "leaves nothing to train on"),
+    ],
+)
+def test_what_cannot_work_is_explained(dataset: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScriptError, match=message):
+        DataLoader(dataset, context=FakeContext(), **options)
+
+
+def test_pytorch_refuses_its_own_options_at_once() -> None:
+    with pytest.raises(ValueError, match="prefetch_factor"):
+        DataLoader(Numbers(4), 2, prefetch_factor=2, context=FakeContext())
+
+
+def test_a_batch_smaller_than_the_world_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    loader: Any = DataLoader(Numbers(9), 3, context=FakeContext(size=4))
+    list(loader)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("batch_size 3 is for all ranks together and there are 4: 1 of them")
+
+
+def test_an_error_of_the_dataset_reaches_the_script() -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            raise KeyError(f"example {index} is missing")
+
+    for workers in (0, 1):
+        loader: Any = DataLoader(Broken(4), 2, num_workers=workers, context=FakeContext())
+        with pytest.raises(KeyError, match="example 0 is missing"):
+            next(iter(loader))
+
+
+def test_reading_processes_do_not_hold_the_ranks_connections() -> None:
+    """A peer must see the end of a connection that the rank closes, or dies with."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    with ours, theirs:
+        loader: Any = DataLoader(Numbers(40), 4, num_workers=2, context=FakeContext())
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        ours.close()
+        readable, _, _ = select.select([theirs], [], [], 5)
+        assert readable
+        assert theirs.recv(1) == b""
+        next(batches)
+        loader.close()
+
+
+RANK = """
+import os, sys, time
+from hvd_elastic.torch.data import DataLoader
+from tests.unit.torch.test_data import FakeContext, Numbers
+
+class Telling(Numbers):
+    def __getitem__(self, index):
+        os.write(int(sys.argv[1]), b"%d\\n" % os.getpid())
+        return super().__getitem__(index)
+
+loader = DataLoader(Telling(10 ** 6), 1, num_workers=1, context=FakeContext())
+batches = iter(loader)
+next(batches)
+print("reading", flush=True)
+time.sleep(600)
+"""
+
+
+def test_reading_processes_die_with_their_rank() -> None:
+    reader, writer = os.pipe()
+    rank = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(RANK), str(writer)],
+        pass_fds=[writer],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    with ExitStack() as afterwards:
+        told = afterwards.enter_context(os.fdopen(reader, "rb"))
+        afterwards.callback(rank.wait)
+        afterwards.callback(rank.kill)
+        assert rank.stdout is not None
+        with rank.stdout:
+            assert rank.stdout.readline() == "reading\n"
+        # The first batch and the two that are read ahead; then it waits for work.
+        readers = {int(told.readline()) for _ in range(3)}
+        rank.send_signal(signal.SIGKILL)
+        rank.wait()
+        assert len(readers) == 1
+        assert rank.pid not in readers
+        # The pipe ends when the last process that holds it has. PyTorch's own watch takes up to
+        # 5 s, so much less says that the kernel did it.
+        os.set_blocking(reader, False)
+        ended = False
+        while not ended and select.select([reader], [], [], 3)[0]:
+            ended = os.read(reader, 65536) == b""
+        assert ended
+
+
+def test_orders_of_epochs_differ_and_ranks_share_them() -> None:
+    world = World(50, 10, shuffle=True, seed=4)
+    world.resize(2)
+    orders = []
+    for _ in range(2):
+        while world.step():
+            pass
+        orders.append(list(world.read))
+        world.next_epoch()
+    assert orders[0] != orders[1]
+    assert Counter(orders[0]) == Counter(orders[1]) == Counter(range(50))

@@ -1,0 +1,297 @@
+"""Real communicators between real processes, made and broken and made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_elastic.torch.engine import LocalEngine, dump_plain, load_plain
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 90
+
+
+@pytest.fixture
+def stores() -> Iterator[Any]:
+    """Opens a store for each generation; all ranks are on this machine."""
+    import asyncio
+
+    from hvd_elastic.launch.store import GenerationStore
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    opened: list[GenerationStore] = []
+
+    def open_store() -> int:
+        async def body() -> int:
+            store = GenerationStore(lambda *_: None)
+            opened.append(store)
+            return await store.open()
+
+        return asyncio.run_coroutine_threadsafe(body(), loop).result(TIMEOUT_S)
+
+    async def close() -> None:
+        for store in opened:
+            store.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+
+    yield open_store
+    asyncio.run_coroutine_threadsafe(close(), loop).result(TIMEOUT_S)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "CROSS_RANK": 0}
+    sizes = {"SIZE": size, "LOCAL_SIZE": size, "CROSS_SIZE": 1}
+    how = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "HOSTNAME": "here"}
+    where = {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port, "GLOO_IFACE": "lo"}
+    return {f"HOROVOD_{k}": str(v) for k, v in {**ranks, **sizes, **how, **where}.items()}
+
+
+PREAMBLE = """
+import json, os, sys
+import torch
+from hvd_elastic.torch.engine import GenerationBrokenError, HorovodEngine
+generations = json.loads(sys.argv[1])  # rank variables, one after the other
+engine = HorovodEngine()
+said = []
+"""
+
+
+def run_ranks(body: str, generations: list[list[dict[str, str]]]) -> list[Any]:
+    """Run ``body`` once for each rank; returns what each left in ``said``."""
+    size = len(generations[0])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["HOROVOD_LOG_LEVEL"] = "fatal"
+    program = PREAMBLE + body + "\nprint(json.dumps(said))\n"
+    processes = []
+    try:
+        for rank in range(size):
+            mine = [generation[rank] for generation in generations if rank < len(generation)]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", program, json.dumps(mine)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                )
+            )
+        answers: list[Any] = []
+        for process in processes:
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+            if process.returncode == -9:
+                answers.append(None)
+                continue
+            assert process.returncode == 0, errors
+            answers.append(json.loads(output.strip().splitlines()[-1]))
+        return answers
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.dist
+def test_every_collective_at_three_ranks_and_again_at_two(stores: Any) -> None:
+    """In the same processes; the third stays out of the second generation."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+for env in generations:
+    engine.start(env)
+    r, n = engine.rank, engine.size
+    mean = engine.wait(engine.reduce_async(torch.tensor([float(r)]), "m")).item()
+    parts = engine.gather(torch.full((r + 1,), r), "g").tolist()
+    tensors = [torch.full((2, 2), float(r)), torch.tensor([r, r]), torch.empty(0)]
+    engine.broadcast(tensors, n - 1)
+    text = engine.broadcast_bytes(b"of rank %d" % r, 1).decode()
+    engine.barrier()
+    said.append([n, mean, parts, [t.tolist() for t in tensors], text])
+    engine.stop()
+"""
+    three, two = stores(), stores()
+    said = run_ranks(
+        body,
+        [
+            [rank_variables(rank, 3, three) for rank in range(3)],
+            [rank_variables(rank, 2, two) for rank in range(2)],
+        ],
+    )
+    first = [3, 1.0, [0, 1, 1, 2, 2, 2], [[[2.0, 2.0], [2.0, 2.0]], [2, 2], []], "of rank 1"]
+    second = [2, 0.5, [0, 1, 1], [[[1.0, 1.0], [1.0, 1.0]], [1, 1], []], "of rank 1"]
+    assert said == [[first, second], [first, second], [first]]
+
+
+@pytest.mark.dist
+def test_who_survives_a_kill_hears_of_it_and_can_go_on(stores: Any) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+import time
+engine.start(generations[0])
+value = torch.ones(3)
+engine.wait(engine.reduce_async(value, "warm"))
+begin = time.monotonic()
+if engine.rank == 2:
+    os.kill(os.getpid(), 9)
+try:
+    for step in range(1000):
+        engine.wait(engine.reduce_async(torch.ones(3), f"s{step}"))
+    said.append("never heard")
+except GenerationBrokenError:
+    # Long before Gloo's own timeout of 30 s.
+    waited_s = time.monotonic() - begin
+    said.append("broken" if waited_s < 20 else waited_s)
+    engine.stop(broken=True)
+engine.start(generations[1])
+said.append(engine.wait(engine.reduce_async(torch.full((1,), float(engine.rank)), "x")).item())
+engine.stop()
+"""
+    first, second = stores(), stores()
+    said = run_ranks(
+        body,
+        [
+            [rank_variables(rank, 3, first) for rank in range(3)],
+            [rank_variables(rank, 2, second) for rank in range(2)],
+        ],
+    )
+    assert said == [["broken", 0.5], ["broken", 0.5], None]
+
+
+@pytest.mark.dist
+def test_abort_frees_a_rank_whose_peer_is_silent(stores: Any) -> None:
+    """As when a cable is pulled: nobody closes anything, only we know."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+import threading, time
+engine.start(generations[0])
+engine.wait(engine.reduce_async(torch.ones(3), "warm"))
+threading.Timer(0.5, engine.abort).start()
+begin = time.monotonic()
+try:
+    if engine.rank == 0:
+        engine.wait(engine.reduce_async(torch.ones(3), "never"))
+    else:
+        while True:  # does not take part, and is let go by the abort alone
+            engine.barrier()
+    said.append("came true")
+except GenerationBrokenError:
+    said.append(time.monotonic() - begin < 20)
+    engine.stop(broken=True)
+"""
+    port = stores()
+    said = run_ranks(body, [[rank_variables(rank, 2, port) for rank in range(2)]])
+    assert said == [[True], [True]]
+
+
+@pytest.mark.dist
+def test_an_end_amid_a_burst_of_reductions_does_not_deadlock(stores: Any) -> None:
+    """Horovod's thread frees tensors, for which it takes Python's lock, while we queue more."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+import threading
+for env in generations:
+    engine.start(env)
+    engine.barrier()
+    if engine.rank == 0:
+        threading.Timer(0.1, engine.abort).start()
+    try:
+        if engine.rank == 0:
+            for number in range(1_000_000):
+                engine.reduce_async(torch.ones(3), f"n{number}")
+        else:
+            engine.barrier()
+        said.append("came true")
+    except GenerationBrokenError:
+        engine.stop(broken=True)
+        said.append("broken")
+"""
+    ports = [stores() for _ in range(5)]
+    said = run_ranks(body, [[rank_variables(rank, 2, port) for rank in range(2)] for port in ports])
+    assert said == [["broken"] * 5] * 2
+
+
+def test_alone_every_collective_is_the_identity() -> None:
+    engine = LocalEngine()
+    value = torch.tensor([1.0, 2.0])
+    engine.start({})
+    assert engine.wait(engine.reduce_async(value, "x")) is value
+    assert engine.gather(value, "x") is value
+    assert engine.broadcast_bytes(b"x", 0) == b"x"
+    engine.broadcast([value], 0)
+    engine.barrier()
+    engine.stop(broken=True)
+    assert (engine.rank, engine.size, value.tolist()) == (0, 1, [1.0, 2.0])
+
+
+def test_plain_data_travels_and_code_does_not(tmp_path: Path) -> None:
+    value = {"a": [1, 2.5, None, "x"], "t": torch.arange(3)}
+    taken = load_plain(dump_plain(value))
+    assert taken["a"] == value["a"]
+    assert torch.equal(taken["t"], torch.arange(3))
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    with pytest.raises(Exception, match=r"weights_only|Weights only|Unsupported"):
+        load_plain(dump_plain(Evil()))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("single_context", [0, 1])
+def test_those_who_have_a_state_hand_it_over_in_shares(stores: Any, single_context: int) -> None:
+    """Any type, cut into several messages, to two ranks that lack it, from two that have it."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+from hvd_elastic.torch import engine as module
+module._BUCKET_BYTES = 100
+engine.start(generations[0])
+lacking = [False, True, False, True]
+sign = -1 if lacking[engine.rank] else 1
+tensors = [
+    torch.arange(50, dtype=torch.float32).reshape(5, 10) * sign,
+    torch.arange(7, dtype=torch.bfloat16) * sign,
+    torch.tensor(sign, dtype=torch.int64),
+    torch.empty(0),
+    torch.tensor([sign > 0, True]),
+    (torch.arange(12, dtype=torch.float64).reshape(3, 4) * sign).t(),
+]
+live = [tensor.data_ptr() for tensor in tensors]
+engine.hand_over(tensors, lacking)
+assert [tensor.data_ptr() for tensor in tensors] == live
+said += [tensor.float().tolist() for tensor in tensors]
+own = [torch.full((30,), float(engine.rank)).t(), torch.tensor([engine.rank > 1])]
+engine.broadcast(own, 2)
+said += [own[0].sum().item(), own[1].item(), engine.horovod.local_rank()]
+engine.stop()
+"""
+    store = stores()
+    variables = [rank_variables(rank, 4, store) for rank in range(4)]
+    for each in variables:
+        each["HOROVOD_GLOO_SINGLE_CONTEXT"] = str(single_context)
+    said = run_ranks(body, [variables])
+    want = [
+        [[float(10 * row + column) for column in range(10)] for row in range(5)],
+        [float(value) for value in range(7)],
+        1.0,
+        [],
+        [1.0, 1.0],
+        [[float(4 * row + column) for row in range(3)] for column in range(4)],
+        60.0,
+        True,
+    ]
+    assert said == [[*want, rank] for rank in range(4)]

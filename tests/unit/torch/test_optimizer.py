@@ -1,0 +1,144 @@
+"""Averaged gradients, with the other ranks played by an engine in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch import context
+from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.engine import LocalEngine
+from hvd_elastic.torch.optimizer import DistributedOptimizer
+from hvd_elastic.torch.progress import InFlight
+
+
+class TwoRanks(LocalEngine):
+    """The other rank's gradients are all ``other``."""
+
+    size = 2
+
+    def __init__(self, other: float) -> None:
+        self.other = other
+        self.names: list[str] = []
+
+    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+        self.names.append(name)
+        tensor.add_(self.other).div_(2)
+        return tensor
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
+    made = Context(Mode.ALONE)
+    monkeypatch.setattr(context, "_context", made)
+    return made
+
+
+@pytest.fixture
+def two(alone: Context) -> TwoRanks:
+    engine = TwoRanks(other=3.0)
+    alone.engine = engine
+    return engine
+
+
+def linear(requires: bool = True) -> torch.nn.Linear:
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0)
+    return model.requires_grad_(requires)
+
+
+def hand_out(ctx: Context, weight: float = 1.0, examples: int = 8) -> None:
+    ctx.hand_out(InFlight(epoch=0, position=0, step_examples=examples, weight=weight))
+
+
+@pytest.mark.parametrize(("weight", "gradient"), [(1.0, 2.0), (0.5, 1.75), (0.0, 1.5)])
+def test_the_mean_over_ranks_is_weighted_by_their_examples(
+    alone: Context, two: TwoRanks, weight: float, gradient: float
+) -> None:
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone, weight)
+    model(torch.ones(1, 1)).sum().backward()  # gradient 1
+    optimizer.step()
+    assert model.weight.item() == -gradient
+    assert two.names == ["gradient.weight"]
+    assert alone.progress.step == 1
+    assert alone.progress.examples == 8
+
+
+def test_it_stays_the_users_optimizer(alone: Context) -> None:
+    model = linear()
+    own = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = DistributedOptimizer(own, model)
+    assert optimizer is own
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    assert model.weight.item() == -0.5
+
+
+def test_a_parameter_that_only_another_rank_used_takes_part(alone: Context, two: TwoRanks) -> None:
+    used, unused = linear(), linear()
+    parameters = [*used.parameters(), *unused.parameters()]
+    optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    hand_out(alone)
+    used(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert unused.weight.item() == -1.5
+    assert sorted(two.names) == ["gradient.parameter.0", "gradient.parameter.1"]
+
+
+def test_frozen_parameters_are_left_alone(alone: Context, two: TwoRanks) -> None:
+    frozen, model = linear(requires=False), linear()
+    parameters = [*frozen.parameters(), *model.parameters()]
+    optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    hand_out(alone)
+    model(frozen(torch.ones(1, 1)) + 1).sum().backward()
+    optimizer.step()
+    assert len(two.names) == 1
+    assert frozen.weight.item() == 0
+
+
+def test_bfloat16_gradients_are_reduced_as_float(alone: Context, two: TwoRanks) -> None:
+    model = linear().to(torch.bfloat16)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert model.weight.item() == -2.0
+
+
+def test_clipping_sees_the_average(alone: Context, two: TwoRanks) -> None:
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.synchronize()  # type: ignore[attr-defined]
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 2.0
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert model.weight.item() == pytest.approx(-1.0, abs=1e-5)
+    assert two.names == ["gradient.weight"], "reduced once"
+
+
+def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
+    alone: Context, two: TwoRanks
+) -> None:
+    model = linear()
+    DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(ScriptError, match=r"'gradient\.weight' was computed twice.*larger batch"):
+        model(torch.ones(1, 1)).sum().backward()
+
+
+def test_what_is_no_optimizer_is_refused(alone: Context) -> None:
+    with pytest.raises(ScriptError, match=r"wraps a torch\.optim optimizer, not a Linear"):
+        DistributedOptimizer(linear())  # type: ignore[arg-type]

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.torch import context
+from hvd_elastic.torch.adaptation import Adaptation
+from hvd_elastic.torch.context import Context, Mode
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
+    made = Context(Mode.ALONE)
+    monkeypatch.setattr(context, "_context", made)
+    return made
+
+
+def halving() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    return optimizer, scheduler
+
+
+def test_without_a_batch_that_adapts_calls_are_counted(alone: Context) -> None:
+    optimizer, scheduler = halving()
+    assert hvd.follow_progress(scheduler) is scheduler
+    for _ in range(3):
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize(
+    ("per", "progress", "rates"),
+    [
+        ("step", [0.0, 0.9, 1.0, 3.5, 3.9], [1.0, 1.0, 0.5, 0.125, 0.125]),
+        ("epoch", [5.0, 9.9, 10.0, 31.0], [1.0, 1.0, 0.5, 0.125]),
+    ],
+)
+def test_a_schedule_moves_with_progress(
+    alone: Context, per: str, progress: list[float], rates: list[float]
+) -> None:
+    adaptation = alone.adaptation = Adaptation(BatchLimits(10, 100), examples=100)
+    optimizer, scheduler = halving()
+    hvd.follow_progress(scheduler, per)  # type: ignore[arg-type]
+    found = []
+    for adaptation.progress in progress:
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    assert found == rates
+
+
+def test_it_counts_steps_or_epochs(alone: Context) -> None:
+    with pytest.raises(ScriptError, match="must be 'step' or 'epoch'"):
+        hvd.follow_progress(halving()[1], "minute")  # type: ignore[arg-type]

@@ -1,0 +1,225 @@
+"""What a State keeps, hands over and takes; the other ranks are played by an engine in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.launch.checkpoints import ShardInfo, complete_checkpoint
+from hvd_elastic.torch import context
+from hvd_elastic.torch.checkpoint import ShardWriter, load_checkpoint, new_shard
+from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.engine import LocalEngine
+from hvd_elastic.torch.progress import Progress
+from hvd_elastic.torch.state import State
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
+    made = Context(Mode.ALONE)
+    monkeypatch.setattr(context, "_context", made)
+    return made
+
+
+class Wire(LocalEngine):
+    """Records what the root broadcasts, or plays it to another rank."""
+
+    def __init__(
+        self, rank: int, said: list[Any] | None = None, *, other_lacks: bool = False
+    ) -> None:
+        self.rank = rank
+        self.size = 2
+        self.other_lacks = other_lacks
+        self.said: list[Any] = [] if said is None else list(said)
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        other = torch.tensor([int(self.other_lacks)])
+        return torch.cat([tensor, other] if self.rank == 0 else [other, tensor])
+
+    def hand_over(self, tensors: list[torch.Tensor], lacking: Sequence[bool]) -> None:
+        assert lacking == [False, True], "the root has it and the newcomer does not"
+        self.broadcast(tensors, 0)
+
+    def broadcast(self, tensors: list[torch.Tensor], root_rank: int) -> None:
+        if self.rank == root_rank:
+            self.said.append([tensor.clone() for tensor in tensors])
+        else:
+            for mine, theirs in zip(tensors, self.said.pop(0), strict=True):
+                mine.detach().copy_(theirs)
+
+    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+        if self.rank == root_rank:
+            self.said.append(data)
+            return data
+        taken: bytes = self.said.pop(0)
+        return taken
+
+
+def trained(seed: int, steps: int, **values: Any) -> State:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (seed + 1))
+    for _ in range(steps):
+        model(torch.randn(8, 3)).square().sum().backward()
+        optimizer.step()
+    return State(model=model, optimizer=optimizer, **values)
+
+
+def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Written and read."""
+    shards: list[ShardInfo] = []
+    content = state.content()
+    shard = new_shard(content, progress, 0, 1)
+    assert shard is not None
+    writer = ShardWriter(
+        folder,
+        finish=shards.append,
+        on_done=lambda *_: None,
+        on_error=lambda error: pytest.fail(str(error)),
+    )
+    writer.begin(content, progress, shard, set(), 0.0)
+    assert writer.flush(30)
+    return load_checkpoint(complete_checkpoint(folder, shards, 1).path)
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: flat(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [flat(item) for item in value]
+    return value
+
+
+def everything(state: State) -> Any:
+    return flat([state.model.state_dict(), state.optimizer.state_dict(), state._plain])
+
+
+@pytest.mark.parametrize("newcomer_steps", [0, 2])
+def test_a_newcomer_takes_everything_bit_for_bit(newcomer_steps: int) -> None:
+    """Also where it has optimizer state of its own, or none yet."""
+    root = trained(0, 3, best=0.5, history=[1, 2], table=torch.arange(3))
+    wire = Wire(0, other_lacks=True)
+    at = Progress(step=7, epoch=1, position=30, examples=130)
+    assert root.sync(wire, 0, at) == at
+    newcomer = trained(1, newcomer_steps, best=0.0, history=[], table=None)
+    parameters = list(newcomer.model.parameters())
+    assert newcomer.sync(Wire(1, wire.said), 0, Progress()) == at
+    assert everything(newcomer) == everything(root)
+    kept = list(newcomer.model.parameters())
+    assert all(one is other for one, other in zip(kept, parameters, strict=True))
+
+
+def test_what_all_ranks_have_does_not_travel() -> None:
+    """Buffers and plain values do: each rank has its own."""
+    root = trained(0, 3, best=0.5)
+    twin = trained(0, 3, best=0.1)
+    twin.model[1].running_mean.add_(1)
+    wire = Wire(0)
+    at = Progress(step=3, epoch=0, position=24, examples=24)
+    root.sync(wire, 0, at)
+    _header, tensors = wire.said
+    buffers = [buffer.shape for buffer in root.model.buffers()]
+    assert [tensor.shape for tensor in tensors] == buffers
+    assert twin.sync(Wire(1, wire.said), 0, at, lambda theirs: theirs == at) == at
+    assert everything(twin) == everything(root)
+
+
+def test_one_rank_that_lacks_the_state_is_enough_to_send_it() -> None:
+    root = trained(0, 3)
+    wire = Wire(0, other_lacks=True)
+    at = Progress(step=3, epoch=0, position=24, examples=24)
+    root.sync(wire, 0, at)
+    twin = trained(0, 3)
+    assert twin.sync(Wire(1, wire.said), 0, at, lambda _: False) == at
+    assert everything(twin) == everything(root)
+
+
+def test_plain_values_go_back_to_the_last_commit() -> None:
+    state = State(seen=[1], best=0.1)
+    state.commit()
+    state.seen.append(2)
+    state.best = 0.9
+    state.restore_plain()
+    assert (state.seen, state.best) == ([1], 0.1)
+    state.seen.append(3)
+    state.restore_plain()
+    assert state.seen == [1], "what is given back is a copy"
+
+
+def test_a_checkpoint_holds_a_copy_and_gives_it_back(tmp_path: Path) -> None:
+    state = trained(0, 2, note="x")
+    before = everything(state)
+    payload = saved(state, tmp_path, Progress(step=2))
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.add_(1)
+    state.note = "y"
+    assert everything(state) != before
+    assert state.load(payload, "c.pt") == Progress(step=2)
+    assert everything(state) == before
+
+
+def test_a_checkpoint_of_another_script_is_refused_by_name(tmp_path: Path) -> None:
+    payload = saved(trained(0, 1), tmp_path, Progress(step=1))
+    with pytest.raises(CheckpointError, match=r"c\.json holds \['model', 'opt.*\['model'\]"):
+        State(model=torch.nn.Linear(3, 4)).load(payload, "c.json")
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (
+            [torch.nn.Linear(3, 5)],
+            r"model\.0\.weight is \(4, 3\) in the checkpoint and \(5, 3\)",
+        ),
+        ([torch.nn.Linear(3, 4)], r"model\.1\.weight is \(4,\) in the checkpoint and missing"),
+        (
+            [torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)],
+            r"model\.2\.weight is missing in the checkpoint and \(2, 4\) in this script",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_names_the_first_parameter_and_changes_nothing(
+    tmp_path: Path, layers: list[torch.nn.Module], said: str
+) -> None:
+    payload = saved(trained(0, 1), tmp_path, Progress(step=1))
+    model = torch.nn.Sequential(*layers)
+    other = State(model=model, optimizer=torch.optim.Adam(model.parameters()))
+    before = everything(other)
+    with pytest.raises(CheckpointError, match=rf"c\.json is of another model: {said}"):
+        other.load(payload, "c.json")
+    assert everything(other) == before
+
+
+def test_parameters_and_optimizer_state_are_shared_and_buffers_are_not() -> None:
+    state = trained(0, 1, table=torch.arange(3))
+    content = state.content()
+    assert [name for name in content.names if name.startswith("model")] == [
+        "model.0.weight",
+        "model.0.bias",
+        "model.1.weight",
+        "model.1.bias",
+    ]
+    assert sum(name.startswith("optimizer.state.") for name in content.names) == 4 * 3
+    assert {tensor.data_ptr() for tensor in content.tensors} == state.lasting()
+    assert not state.waits_before_step(), "it is not one of ours"
+
+
+@pytest.mark.parametrize("name", ["commit", "sync", "_private"])
+def test_names_that_are_taken_are_refused(name: str) -> None:
+    with pytest.raises(ScriptError, match=repr(name)):
+        State(**{name: 1})
+
+
+def test_what_is_neither_plain_nor_stateful_is_named() -> None:
+    with pytest.raises(ScriptError, match=r"'thing' is a function.*state_dict"):
+        State(thing=trained)
+    with pytest.raises(AttributeError, match="no value 'nothing'"):
+        _ = State(a=1).nothing
