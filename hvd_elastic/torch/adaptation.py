@@ -118,9 +118,9 @@ class Adaptation:
         self._norms = ([0.0] * (statistics.groups + 1), [0.0] * (statistics.groups + 1))
 
     @property
-    def cut(self) -> tuple[BatchPlan, int]:
+    def cut(self) -> tuple[BatchPlan, int, int | None]:
         """What the cutting of steps into passes depends on, besides step and ranks."""
-        return self.plan, self._probe_every
+        return self.plan, self._probe_every, self._memory_bound
 
     def passes(self, step: int, share: int, ranks: int) -> int:
         """Passes in which a rank makes its ``share`` of the examples of a step.
@@ -133,7 +133,12 @@ class Adaptation:
             passes = 2
         # Two examples in each, where there are, for layers that cannot train on one.
         least = max(2, self.limits.min_atomic_batch_size)
-        return max(1, min(passes, share // least))
+        passes = max(1, min(passes, share // least))
+        bound = self._limits_now().max_atomic_batch_size
+        if bound is not None and self.limits.max_accumulation_steps > 0:
+            # The last step of an epoch may be a little larger than the plan's.
+            passes = max(passes, -(-share // bound))
+        return passes
 
     def sampled(self, step: int) -> bool:
         """Whether the gradients of the step after ``step`` are looked at."""
@@ -202,7 +207,12 @@ class Adaptation:
     def out_of_memory(self, atomic_batch_size: int) -> bool:
         """A pass did not fit; whether a smaller one is allowed."""
         # A little less than what failed by a hair fails too.
-        bound = max(self.limits.min_atomic_batch_size, int(0.9 * atomic_batch_size))
+        bound = int(0.9 * atomic_batch_size)
+        before = self._limits_now().max_atomic_batch_size
+        if before is not None and self.limits.max_accumulation_steps == 0:
+            # The last step of an epoch, larger than the plan's, failed; the plan has to give way.
+            bound = min(bound, before - 1)
+        bound = max(self.limits.min_atomic_batch_size, bound)
         self._own_memory_bound = min(self._own_memory_bound, bound)
         return bound < atomic_batch_size
 

@@ -288,6 +288,38 @@ def test_a_pass_that_does_not_fit_is_made_in_smaller_ones(folder: Path, alone: C
     assert check_audit(map(json.loads, lines), finished=True).ok
 
 
+@pytest.mark.parametrize("accumulation", [True, False])
+def test_a_larger_last_step_keeps_to_the_memory_too(alone: Context, accumulation: bool) -> None:
+    model = torch.nn.Linear(20, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    # A single example is too few for a step, so the last one of the epoch has 10.
+    loader: Loader = hvd.DataLoader(
+        regression(91),
+        9,
+        max_batch_size=9,
+        atomic_batch_size_bounds=(1, 9),
+        accumulation=accumulation,
+    )
+    failed = []
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(3):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                if len(inputs) > 9:
+                    failed.append(len(inputs))
+                    assert len(failed) < 10, "the same step is tried again and again"
+                    raise torch.cuda.OutOfMemoryError("made up")
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                state.commit()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert alone.progress.epoch == 3
+    assert len(failed) == (0 if accumulation else 1)
+
+
 def test_no_smaller_pass_is_allowed(alone: Context) -> None:
     model = torch.nn.Linear(20, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
