@@ -414,12 +414,20 @@ def _checkpoint_table(summary: RunSummary) -> str:
             _cell(number_words(checkpoint.step), "n"),
             _cell(bytes_words(checkpoint.size_bytes), "n"),
             _cell(duration_words(checkpoint.seconds), "n"),
+            _cell(_blocked_words(checkpoint.blocked_s), "n"),
             _cell(checkpoint.path, "w"),
         ]
         for checkpoint in summary.checkpoints
     ]
-    heads = [("at", "n"), ("step", "n"), ("size", "n"), ("took", "n"), ("file", "")]
+    heads = [("at", "n"), ("step", "n"), ("size", "n"), ("took", "n")]
+    heads += [("training waited", "n"), ("file", "")]
     return _optional("Checkpoints", heads, rows)
+
+
+def _blocked_words(seconds: float | None) -> str:
+    if seconds is not None and seconds < 1:
+        return f"{1000 * seconds:.1f} ms"
+    return duration_words(seconds)
 
 
 def _warning_table(summary: RunSummary) -> str:

@@ -75,13 +75,19 @@ class Departure:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was completed."""
+    """A checkpoint that was completed.
+
+    Attributes:
+        seconds: from the beginning of the write until it lay there, verified.
+        blocked_s: training stood still for it on the slowest rank; None where nobody said.
+    """
 
     at_s: float
     step: int
     path: str
     size_bytes: int
     seconds: float
+    blocked_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -341,6 +347,7 @@ def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
             path=str(record.get("path") or ""),
             size_bytes=_whole(record.get("bytes")) or 0,
             seconds=_number(record.get("seconds")) or 0.0,
+            blocked_s=_number(record.get("blocked_s")),
         )
     )
 

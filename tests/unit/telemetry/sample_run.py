@@ -86,7 +86,8 @@ def sample_events(epochs: int = 12, *, status: str = "succeeded") -> list[dict[s
         if step % steps_per_epoch == 0:
             add("metrics", step=step, epoch=epoch, accuracy=0.98 - 0.88 * math.exp(-0.9 * epoch))
         if step % 100 == 0:
-            add("checkpoint", step=step, path=f"step-{step:012d}.pt", bytes=412_345, seconds=0.03)
+            path = f"step-{step:012d}.pt"
+            add("checkpoint", step=step, path=path, bytes=412_345, seconds=0.03, blocked_s=0.0018)
     if status != "running":
         now += 0.2
         add("run_finished", status=status, steps=total, examples=used)

@@ -44,6 +44,8 @@ def test_a_report_has_plots_marks_tables_and_verdict(tmp_path: Path) -> None:
     assert "each of 1437 examples used exactly once in each of 12 epochs" in page
     assert "host node3 joined: 2 → 3 slots" in page
     assert "python train.py --epochs 12" in page
+    assert '<th class="n">training waited</th>' in page
+    assert ">1.8 ms</td>" in page
     assert "Permission is hereby granted" in page  # uPlot's licence goes with its code
 
 
