@@ -21,7 +21,8 @@ from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory,
 __all__ = ["ScalingConfig", "ScalingController"]
 
 _LOOK_S = 1.0
-_NOISE_STEP = 0.02
+_NOISE_MOVED = 0.1
+"""A gradient noise scale that moved as far, in logarithms, may lead to another decision."""
 _CALM_LOOK_S = 60.0
 _CALM_AFTER = 20.0
 """Looks become rarer with the time since the last change, divided by this."""
@@ -49,11 +50,14 @@ class ScalingController:
     Args:
         config: bounds and objective.
         started_at: when the run began [s].
+        evidence: what earlier leaders of the run have measured; None: nothing.
     """
 
-    def __init__(self, config: ScalingConfig, started_at: float = 0.0) -> None:
+    def __init__(
+        self, config: ScalingConfig, started_at: float = 0.0, evidence: Evidence | None = None
+    ) -> None:
         self._config = config
-        self.evidence = Evidence()
+        self.evidence = evidence or Evidence()
         self._hosts: tuple[HostOffer, ...] = ()
         self._memory = Memory()
         self._started_at = started_at
@@ -63,6 +67,7 @@ class ScalingController:
         self._paused = ""
         self._last: Decision | None = None
         self._rests_on: tuple[Any, ...] = ()
+        self._noise_then = math.nan
 
     # -- what happened ---------------------------------------------------------------------
 
@@ -136,18 +141,20 @@ class ScalingController:
             snapshot.current,
             snapshot.limits,
             id(snapshot.model),
-            round(math.log(snapshot.noise_scale + 1) / _NOISE_STEP)
-            if math.isfinite(snapshot.noise_scale)
-            else None,
+            math.isfinite(snapshot.noise_scale),
             snapshot.silent_s > self._config.parameters.silence_s,
             snapshot.measured >= self._config.parameters.evidence,
         )
         last = self._last
         calm = last is not None and last.action == "stay" and last.wish is None
-        if calm and rests_on == self._rests_on and self._config.objective.target is None:
+        noise_moved = math.isfinite(snapshot.noise_scale) and not (
+            abs(math.log((snapshot.noise_scale + 1) / (self._noise_then + 1))) <= _NOISE_MOVED
+        )
+        same = rests_on == self._rests_on and not noise_moved
+        if calm and same and self._config.objective.target is None:
             assert last is not None
             return last
-        self._rests_on = rests_on
+        self._rests_on, self._noise_then = rests_on, snapshot.noise_scale
         self._last = decide(snapshot, now, self._config.objective, self._config.parameters)
         return self._last
 

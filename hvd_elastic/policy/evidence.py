@@ -228,6 +228,11 @@ class Evidence:
         return self._allocation
 
     @property
+    def worlds(self) -> set[tuple[int, int]]:
+        """Numbers of (hosts, slots) that trained together and were timed."""
+        return {(key.hosts, key.ranks) for key in self._times}
+
+    @property
     def measured(self) -> int:
         """Timed windows since the allocation began to train."""
         return self._measured
@@ -273,7 +278,7 @@ class Evidence:
             return None
         moved = self._model is None or middle.keys() != self._fitted.keys()
         if moved or any(
-            abs(math.log(middle[key] / self._fitted[key])) > _MOVED / 5 for key in middle
+            abs(math.log(middle[key] / self._fitted[key])) > _MOVED / 2 for key in middle
         ):
             self._model = fit_step_time(
                 [
