@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
+from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.autoscale import decide, remember, surroundings_changed
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.objective import Objective, Parameters
@@ -67,6 +68,7 @@ class ScalingController:
         self._paused = ""
         self._last: Decision | None = None
         self._rests_on: tuple[Any, ...] = ()
+        self._model_then: StepTimeModel | None = None
         self._noise_then = math.nan
 
     # -- what happened ---------------------------------------------------------------------
@@ -75,6 +77,7 @@ class ScalingController:
         """Hosts that can be used now, in the order of the hostfile."""
         if tuple(hosts) != self._hosts:
             self._hosts = tuple(hosts)
+            self.evidence.distrust_what_is_old(now)
             self._surroundings_changed(now)
 
     def rescaling(self) -> None:
@@ -102,8 +105,9 @@ class ScalingController:
         self._paused = why
 
     def resume(self, now: float) -> None:
-        """Decide again."""
+        """Decide again, and try again what was timed across hosts long ago."""
         self._paused = ""
+        self.evidence.distrust_what_is_old(now)
         self._look_at = now
 
     @property
@@ -140,7 +144,6 @@ class ScalingController:
             snapshot.hosts,
             snapshot.current,
             snapshot.limits,
-            id(snapshot.model),
             math.isfinite(snapshot.noise_scale),
             snapshot.silent_s > self._config.parameters.silence_s,
             snapshot.measured >= self._config.parameters.evidence,
@@ -150,11 +153,13 @@ class ScalingController:
         noise_moved = math.isfinite(snapshot.noise_scale) and not (
             abs(math.log((snapshot.noise_scale + 1) / (self._noise_then + 1))) <= _NOISE_MOVED
         )
-        same = rests_on == self._rests_on and not noise_moved
+        same = snapshot.model is self._model_then and rests_on == self._rests_on
+        same = same and not noise_moved
         if calm and same and self._config.objective.target is None:
             assert last is not None
             return last
-        self._rests_on, self._noise_then = rests_on, snapshot.noise_scale
+        self._rests_on = rests_on
+        self._model_then, self._noise_then = snapshot.model, snapshot.noise_scale
         self._last = decide(snapshot, now, self._config.objective, self._config.parameters)
         return self._last
 
