@@ -207,6 +207,7 @@ def run(
             lambda: _check_hostfile(hostfile, np, min_np, spares),
             lambda: _check_pinned(pin_hosts, hostfile, np, max_np),
             lambda: _check_sizes(np, min_np, max_np, mpi),
+            lambda: _check_mpi(mpi, pin_hosts, preemption_command),
             lambda: _check_policy(policy),
             lambda: scaling.check(hostfile, mpi),
             lambda: _check_patience(failure_timeout),
@@ -386,6 +387,12 @@ def _check_sizes(np: int | None, min_np: int, max_np: int | None, mpi: bool) -> 
     ):
         if wider is not None and narrower is not None and narrower > wider:
             raise UsageError(names.format(wider, narrower))
+
+
+def _check_mpi(mpi: bool, pin_hosts: str | None, preemption_command: str | None) -> None:
+    for flag, value in (("--pin-hosts", pin_hosts), ("--preemption-command", preemption_command)):
+        if mpi and value is not None:
+            raise UsageError(f"a job under --mpi keeps its hosts to the end: leave {flag} out")
 
 
 def _check_patience(failure_timeout: float) -> None:

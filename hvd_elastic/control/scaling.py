@@ -76,8 +76,9 @@ class ScalingController:
     def hosts_are(self, hosts: Sequence[HostOffer], now: float) -> None:
         """Hosts that can be used now, in the order of the hostfile."""
         if tuple(hosts) != self._hosts:
+            if self._hosts:  # else this is the beginning, of a resumed run as well
+                self.evidence.distrust_what_is_old(now)
             self._hosts = tuple(hosts)
-            self.evidence.distrust_what_is_old(now)
             self._surroundings_changed(now)
 
     def rescaling(self) -> None:

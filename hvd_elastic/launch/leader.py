@@ -486,7 +486,7 @@ class Leader:
             elif request.op == "policy":
                 ok, message = self._steer_policy(request.fields.get("do"))
             elif request.op == "drain":
-                ok, message = self._drain_as_asked(**request.fields)
+                ok, message = self._drain_as_asked(request.fields)
             else:
                 ok, message = False, f"the leader knows no request {request.op!r}"
             fields = {"id": request.id, "op": request.op, "ok": ok, "message": message}
@@ -525,12 +525,11 @@ class Leader:
             return True, "the policy decides the number of processes again"
         return False, f"a policy can be told to pause or resume, not to {do!r}"
 
-    def _drain_as_asked(
-        self, host: Any = None, leave_in_s: Any = None, undo: Any = False, **_: Any
-    ) -> tuple[bool, str]:
+    def _drain_as_asked(self, fields: Mapping[str, Any]) -> tuple[bool, str]:
+        host, leave_in_s = str(fields.get("host")), fields.get("leave_in_s")
         if host not in self._hosts:
             return False, f"the hostfile has no host {host!r}; it has {', '.join(self._hosts)}"
-        if undo:
+        if fields.get("undo"):
             if host not in self._machine.draining:
                 return False, f"host {host} is not drained"
             self._tell(ev.HostReturned(host))
@@ -744,7 +743,8 @@ class Leader:
     # -- checkpoints -----------------------------------------------------------------------
 
     def _checkpoints_idle(self) -> None:
-        self._tell(ev.StateSaved(self._collector.newest_step))
+        if self._adoption is None:
+            self._tell(ev.StateSaved(self._collector.newest_step))
         if self._finish is not None:
             self._loop.stop()
         if self._stop_deadline is not None and self._collector.newest_step >= self._stop_step:

@@ -187,6 +187,8 @@ class Evidence:
             self._forget_what_is_out_of_date(key)
         while len(self._times) > _CONFIGURATIONS:
             del self._times[next(iter(self._times))]
+        if len(self._timed_at) > 2 * _CONFIGURATIONS:
+            self._timed_at = {known: self._timed_at[known] for known in self._times}
 
     def _note_speeds(self, rank_s: Any, now: float) -> None:
         if not isinstance(rank_s, Sequence) or len(rank_s) != len(self._ranks):

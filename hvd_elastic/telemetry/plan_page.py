@@ -9,6 +9,7 @@ from typing import Any
 from hvd_elastic.policy.forecast import Forecast
 from hvd_elastic.telemetry.page import cell, chart_boxes, escape, render_page, table
 from hvd_elastic.telemetry.wording import duration_words, number_words
+from hvd_elastic.words import count
 
 __all__ = ["plan_cells", "render_plan"]
 
@@ -124,7 +125,7 @@ def _chart(
         "from_zero": True,
         "height": 220,
         "log": False,
-        "summary": f"{number_words(values[-1])} with {forecasts[-1].hosts}",
+        "summary": f"{number_words(values[-1])} with {count(forecasts[-1].hosts, 'host')}",
     }
 
 

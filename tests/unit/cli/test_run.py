@@ -81,6 +81,10 @@ def test_options_that_resume_would_ignore_are_refused(capsys: pytest.CaptureFixt
     [
         (["--pin-hosts", "n[1-3]"], "--pin-hosts: host 'n3' is not in hosts; it has n1, n2"),
         (["--pin-hosts", "n1,n2", "--max-np", "3"], "--max-np 3 is below the 4 slots of the hosts"),
+        (
+            ["--pin-hosts", "n1", "--mpi"],
+            "a job under --mpi keeps its hosts to the end: leave --pin",
+        ),
     ],
 )
 def test_hosts_that_cannot_be_pinned(
