@@ -59,7 +59,7 @@ def test_the_last_host_goes_and_nothing_is_lost(stage: Stage, start_job: StartJo
     draining = job.kinds("host_draining", since)[0]
     assert draining["leave_in_s"] == 11.0
     saved = job.kinds("checkpoint", since)
-    assert len(saved) >= 2, "at the notice, and with what training stopped with"
+    assert saved, "what training stopped with"
     job.check_nothing_left([a])
     assert "drained" in job.kinds("waiting", since)[-1]["reason"]
     job.use({a: 1, b: 1})
