@@ -17,7 +17,9 @@ from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.step_time import Observation, fit_step_time
 from hvd_elastic.policy.autoscale import decide
 from hvd_elastic.policy.objective import Objective
+from hvd_elastic.policy.place import placements
 from hvd_elastic.policy.snapshot import Allocation, HostOffer, Snapshot
+from hvd_elastic.sim.adaptdl import AdaptDLRule
 from hvd_elastic.sim.run import SimResult, simulate
 from hvd_elastic.sim.static import best_at, best_static
 from hvd_elastic.sim.trace import Change, Trace, Workload
@@ -75,6 +77,7 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
     return {
         "steady": [_steady(name, trace, progress) for name, trace in WORKLOADS.items()],
         "changes": [_changed(name, change, progress) for name, change in _CHANGES.items()],
+        "whole_run": [*_whole_runs(progress)],
         "flapping": [_flapping(jitter, progress) for jitter in (0.03, 0.1)],
         "cost": [*_cost(progress)],
         "decision_ms": [_decision_ms(hosts) for hosts in (8, 512)],
@@ -143,6 +146,61 @@ def _changed(name: str, change: Change, progress: Callable[[str], None]) -> dict
         "slots": last.slots,
         "share_at_the_end": min(row[2].goodput / row[2].best for row in found),
     }
+
+
+_EVENTFUL = dataclasses.replace(
+    _trace(noise_scale=(300.0, 3000.0), examples=2e8),
+    duration_s=4 * _HOUR_S,
+    changes=(
+        Change(2400.0, link=10.0),
+        Change(4800.0, slow={"n1": 3.0}),
+        Change(7200.0, link=1.0, add=(HostOffer("n8", 4, 1.0), HostOffer("n9", 4, 1.0))),
+        Change(9600.0, remove=("n2", "n3")),
+        Change(12_000.0, slow={"n1": 1.0}),
+    ),
+)
+"""Four hours: the link slows down and mends, a host does, two hosts come, two go, noise grows."""
+
+_ADAPTDL_PAUSE_S = 9.0
+"""Every change is a restart from a checkpoint: 8.3 to 12.2 s to grow and 5.5 to 9.0 s to shrink,
+with a small network on two cores (AdaptDL 0.2.11)."""
+
+
+def _whole_runs(progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """All those changes in one training, by who decides; the oracle has no pauses and sees all."""
+    progress("a whole training")
+    trace = _EVENTFUL
+    ours = simulate(trace, _config(trace), 0, with_best=True)
+    oracle = _integral([(s.at_s, s.best) for s in ours.samples], trace.duration_s)
+    slots = _integral([(s.at_s, s.slots) for s in ours.samples], trace.duration_s)
+    average = dataclasses.replace(trace, np=max(1, round(slots / trace.duration_s)))
+    restarted = dataclasses.replace(trace, pause_s=_ADAPTDL_PAUSE_S)
+    results = {
+        "goodput": ours,
+        "AdaptDL's rule, our pause": simulate(trace, _config(trace), 0, rule=AdaptDLRule),
+        "AdaptDL's rule, its own pause": simulate(
+            restarted, _config(restarted), 0, rule=AdaptDLRule
+        ),
+        f"fixed: {trace.np} slot": simulate(trace, None, 0),
+        f"fixed: {average.np} slots, goodput's average": simulate(average, None, 0),
+    }
+    return [
+        {
+            "policy": name,
+            "useful_examples": result.done,
+            "share_of_oracle": result.done / oracle,
+            "against_fixed_average": result.done / list(results.values())[-1].done,
+            "rescales": result.rescales,
+            "host_hours": result.cost,
+        }
+        for name, result in results.items()
+    ]
+
+
+def _integral(values: list[tuple[float, float]], end: float) -> float:
+    """Of a value that holds until the next sample."""
+    times = [at for at, _ in values[1:]] + [end]
+    return sum((after - at) * v for (at, v), after in zip(values, times, strict=True))
 
 
 def _flapping(jitter: float, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -234,6 +292,7 @@ def _decision_ms(hosts: int) -> dict[str, Any]:
     )
     times = []
     for _ in range(20):
+        placements.cache_clear()  # as after a change of the hosts
         began = time.perf_counter()
         decide(snapshot, 0.0)
         times.append(1000 * (time.perf_counter() - began))

@@ -68,10 +68,14 @@ COMMANDS: dict[str, LazyCommand] = {
     "stop": LazyCommand("hvd_elastic.cli.runs", "stop", "End a run cleanly."),
     "scale": LazyCommand("hvd_elastic.cli.runs", "scale", "Set the number of processes of a run."),
     "policy": LazyCommand("hvd_elastic.cli.runs", "policy", "Pause or resume the policy of a run."),
+    "drain": LazyCommand("hvd_elastic.cli.runs", "drain", "Have a run leave a host."),
     "discover": LazyCommand(
         "hvd_elastic.cli.runs",
         "discover",
         "Print a run's hosts as horovodrun --host-discovery-script reads them.",
+    ),
+    "plan": LazyCommand(
+        "hvd_elastic.cli.plan", "plan", "Predict what other numbers of hosts would bring."
     ),
     "report": LazyCommand("hvd_elastic.cli.runs", "report", "Summarise and plot a run."),
     "simulate": LazyCommand(

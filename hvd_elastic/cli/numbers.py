@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,11 @@ import typer
 
 from hvd_elastic.errors import UsageError
 
-__all__ = ["number_option", "parse_number", "parse_whole_number", "whole_number_option"]
+__all__ = ["number_option", "parse_duration", "parse_number", "parse_whole_number"]
+__all__ += ["whole_number_option"]
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_whole_number(name: str, value: object, least: int = 1, instead: str = "") -> int:
@@ -47,6 +52,22 @@ def parse_number(name: str, value: object, least: float = 0.0, above: bool = Fal
         limit = f"above {least:g}" if above else f"of {least:g} or more"
         raise UsageError(f"{name} takes a number {limit}, not '{value}'")
     return number
+
+
+def parse_duration(name: str, text: str) -> float:
+    """Seconds.
+
+    Raises:
+        UsageError: says what is taken.
+
+    >>> parse_duration("--deadline", "1.5h"), parse_duration("--deadline", "1h30m")
+    (5400.0, 5400.0)
+    """
+    parts = _DURATION.findall(text)
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
+        raise UsageError(f"{name} takes a time such as 45s, 90m, 6h or 1h30m, not '{text}'")
+    return seconds
 
 
 def whole_number_option(*names: str, least: int = 1, help: str) -> Any:  # noqa: A002

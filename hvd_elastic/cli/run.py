@@ -89,6 +89,13 @@ def run(
             help="of --deadline: useful examples to be reached, such as 5e7",
         ),
     ] = None,
+    pin_hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="hosts, as in gpu[01-02], that are used before all others and kept by the policy",
+            metavar="LIST",
+        ),
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(help="lead a run on: its live processes, or else its newest checkpoint"),
@@ -150,6 +157,13 @@ def run(
             "--leader-grace", help="seconds the hosts train on without a leader, for --resume"
         ),
     ] = 60.0,
+    preemption_command: Annotated[
+        str | None,
+        typer.Option(
+            help="run on every host every 5 s; exit status 0 says that the host will be taken away",
+            metavar="COMMAND",
+        ),
+    ] = None,
     audit: Annotated[
         bool, typer.Option("--audit", help="record which examples were really read")
     ] = False,
@@ -191,7 +205,9 @@ def run(
         )
         _raise_together(
             lambda: _check_hostfile(hostfile, np, min_np, spares),
+            lambda: _check_pinned(pin_hosts, hostfile, np, max_np),
             lambda: _check_sizes(np, min_np, max_np, mpi),
+            lambda: _check_mpi(mpi, pin_hosts, preemption_command),
             lambda: _check_policy(policy),
             lambda: scaling.check(hostfile, mpi),
             lambda: _check_patience(failure_timeout),
@@ -212,8 +228,10 @@ def run(
             ssh_config=ssh_config,
             network_interface=network_interface,
             failure_timeout=failure_timeout,
+            pin_hosts=_pinned(pin_hosts, hostfile),
             spares=spares,
             leader_grace=leader_grace,
+            preemption_command=preemption_command,
             audit=audit,
             scaling=scaling,
         )
@@ -244,8 +262,10 @@ def _spec(
     ssh_config: Path | None,
     network_interface: str | None,
     failure_timeout: float,
+    pin_hosts: tuple[str, ...],
     spares: int,
     leader_grace: float,
+    preemption_command: str | None,
     audit: bool,
     scaling: ScalingOptions,
 ) -> RunSpec:
@@ -268,8 +288,10 @@ def _spec(
         checkpoint_folder=_checkpoint_folder(checkpoint_dir),
         checkpoint_copies=checkpoint_copies,
         failure_timeout_s=failure_timeout,
+        pin_hosts=pin_hosts,
         spares=spares,
         leader_grace_s=leader_grace,
+        preemption_command=preemption_command,
         **scaling.fields(),
     )
 
@@ -318,6 +340,43 @@ def _check_hostfile(hostfile: Path | None, np: int | None, min_np: int, spares: 
         )
 
 
+def _pinned(names: str | None, hostfile: Path | None) -> tuple[str, ...]:
+    from hvd_elastic.cluster.hostfile import expand_hosts, parse_hostfile
+
+    if names is None:
+        return ()
+    if hostfile is None:
+        raise UsageError("--pin-hosts names hosts of a hostfile; give one with --hostfile")
+    hosts = parse_hostfile(hostfile)
+    found = []
+    for name in expand_hosts(names):
+        host = hosts.get(name)
+        if host is None:
+            raise UsageError(
+                f"--pin-hosts: host '{name}' is not in {hostfile}; it has "
+                f"{', '.join(hosts.names[:8])}{', …' if len(hosts) > 8 else ''}"
+            )
+        found.append(host.name)
+    return tuple(dict.fromkeys(found))
+
+
+def _check_pinned(
+    names: str | None, hostfile: Path | None, np: int | None, max_np: int | None
+) -> None:
+    from hvd_elastic.cluster.hostfile import parse_hostfile
+
+    pinned = _pinned(names, hostfile)
+    if hostfile is None or not pinned:
+        return
+    slots = sum(host.slots for host in parse_hostfile(hostfile).hosts if host.name in pinned)
+    for flag, limit in (("--np", np), ("--max-np", max_np)):
+        if limit is not None and limit < slots:
+            raise UsageError(
+                f"{flag} {limit} is below the {count(slots, 'slot')} of the hosts that --pin-hosts "
+                f"{names} keeps as a whole. Raise it to {slots}, or pin fewer hosts."
+            )
+
+
 def _check_sizes(np: int | None, min_np: int, max_np: int | None, mpi: bool) -> None:
     if mpi and (min_np != 1 or max_np is not None):
         raise UsageError(_MPI_AND_ELASTIC)
@@ -328,6 +387,12 @@ def _check_sizes(np: int | None, min_np: int, max_np: int | None, mpi: bool) -> 
     ):
         if wider is not None and narrower is not None and narrower > wider:
             raise UsageError(names.format(wider, narrower))
+
+
+def _check_mpi(mpi: bool, pin_hosts: str | None, preemption_command: str | None) -> None:
+    for flag, value in (("--pin-hosts", pin_hosts), ("--preemption-command", preemption_command)):
+        if mpi and value is not None:
+            raise UsageError(f"a job under --mpi keeps its hosts to the end: leave {flag} out")
 
 
 def _check_patience(failure_timeout: float) -> None:

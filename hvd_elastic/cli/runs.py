@@ -15,19 +15,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.numbers import parse_whole_number, whole_number_option
+from hvd_elastic.cli.numbers import parse_duration, parse_whole_number, whole_number_option
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.words import count, worker_name
 
 if TYPE_CHECKING:
     from hvd_elastic.telemetry.audit import AuditResult
-    from hvd_elastic.telemetry.records import LineFollower, Record
+    from hvd_elastic.telemetry.records import EventFollower, LineFollower, Record
     from hvd_elastic.telemetry.runfolder import RunFolder
-    from hvd_elastic.telemetry.summary import RunSummary
+    from hvd_elastic.telemetry.summary import Draining, RunSummary
 
-__all__ = ["attach", "discover", "list_", "logs", "policy", "report", "scale", "status", "stop"]
+__all__ = [
+    "attach",
+    "discover",
+    "drain",
+    "list_",
+    "logs",
+    "policy",
+    "report",
+    "scale",
+    "status",
+    "stop",
+]
 
 STOP_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 90.0
+"""Above the time that replacements may take to become warm."""
 _POLL_S = 0.1
 _TAIL_BYTES = 256 * 1024
 
@@ -275,6 +288,50 @@ def policy(
         print(message)
 
 
+def drain(
+    run: RequiredRun,
+    host: Annotated[str, typer.Argument(metavar="HOST", help="A host of the run's hostfile.")],
+    leave_in: Annotated[
+        str | None,
+        typer.Option(
+            "--in",
+            metavar="TIME",
+            help="When the host goes, such as 120s: it is used until others are warm",
+        ),
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Give the host back to the run.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until the run has left the host.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Have a running job leave a host, and not use it until it is given back.
+
+    \b
+    Examples:
+      hvd-elastic drain digits-3 node2
+      hvd-elastic drain digits-3 node2 --in 120s --no-wait
+      hvd-elastic drain digits-3 node2 --undo
+    """
+    from hvd_elastic.telemetry.records import EventFollower
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    if undo and leave_in is not None:
+        raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
+    leave_in_s = None if leave_in is None else parse_duration("--in", leave_in)
+    folder = RunFolder.open(run)
+    follower = EventFollower(folder.events, from_end=True)
+    fields = {"host": host, "leave_in_s": leave_in_s, "undo": undo}
+    message = folder.ask_leader("drain", fields)
+    drained = None
+    if wait and not undo:
+        drained = _wait_until_drained(folder, follower, host, leave_in_s or 0.0)
+        message = f"nothing of run {folder.run_id} is left on host {host}"
+    if as_json:
+        answer = {"run_id": folder.run_id, "ok": True, "host": host, "message": message}
+        _print_json({**answer, "drained": drained, "undone": undo})
+    else:
+        print(message)
+
+
 def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
     """Print a run's hosts now, as horovodrun --host-discovery-script reads them.
 
@@ -289,14 +346,21 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
 
     folder = RunFolder.open(run)
     hosts = None
+    drained: set[str] = set()
     for event in iter_events(folder.events):
         if event["kind"] in {"hosts_changed", "run_started"} and "hosts" in event:
             hosts = [(str(name), int(slots)) for name, slots in event["hosts"]]
+            drained &= {name for name, _ in hosts}
+        elif event["kind"] == "host_draining":
+            drained.add(event["host"])
+        elif event["kind"] == "host_returned":
+            drained.discard(event["host"])
     if hosts is None:
         raise RunError(
             f"run {folder.run_id} has not told its hosts yet; see: hvd-elastic status "
             f"{folder.run_id}"
         )
+    hosts = [(name, slots) for name, slots in hosts if name not in drained]
     if not folder.leader_alive():
         print(
             f"warning: run {folder.run_id} has no live leader; these are its last hosts",
@@ -393,6 +457,11 @@ def _status_rows(folder: RunFolder, summary: RunSummary, state: str) -> list[tup
         rows.append(("metrics", ", ".join(f"{k} {number_words(v)}" for k, v in own.items())))
     if summary.hosts:
         rows.append(("hosts", " ".join(f"{name}:{slots}" for name, slots in summary.hosts)))
+    if summary.pinned:
+        rows.append(("pinned", " ".join(summary.pinned)))
+    for name, found in summary.draining.items():
+        where = "drained" if found.empty else _time_left_words(summary, found)
+        rows.append(("draining", f"{name}: {where} ({found.cause})"))
     rows.append(("rescales", _rescale_words(summary)))
     if summary.checkpoints:
         last = summary.checkpoints[-1]
@@ -419,6 +488,16 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
     if audit.recorded:
         rows.append(("examples", audit.sentence()))
     return rows
+
+
+def _time_left_words(summary: RunSummary, found: Draining) -> str:
+    """That a host is still being left, and until when it can be."""
+    from hvd_elastic.telemetry.wording import duration_words
+
+    if found.leave_in_s is None or summary.started is None:
+        return "being left"
+    left_s = summary.started + found.at_s + found.leave_in_s - time.time()
+    return f"being left, {duration_words(left_s)} remain" if left_s > 0 else "being left, overdue"
 
 
 def _rescale_words(summary: RunSummary) -> str:
@@ -522,6 +601,28 @@ def _print_log_line(path: Path, line: bytes, as_json: bool) -> None:
 
 def _parse_np(text: str) -> int | None:
     return None if text == "auto" else parse_whole_number("N", text, instead=", or 'auto'")
+
+
+def _wait_until_drained(
+    folder: RunFolder, follower: EventFollower, host: str, leave_in_s: float
+) -> bool:
+    deadline = time.monotonic() + leave_in_s + DRAIN_TIMEOUT_S
+    while True:
+        alive = folder.leader_alive()  # asked before reading: its last words must be read
+        for record in follower.poll():
+            if record["kind"] == "run_finished":
+                return True
+            if record["kind"] == "host_drained" and record.get("host") == host:
+                return True
+        if not alive:
+            folder.need_leader("drain")
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"run {folder.run_id} was told to leave host {host} and still has a worker there: "
+                "only that one has the state of the training. Add a host to the hostfile, or see: "
+                f"hvd-elastic status {folder.run_id}"
+            )
+        time.sleep(_POLL_S)
 
 
 def _wait_for_end(folder: RunFolder) -> Record | None:

@@ -8,32 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvd_elastic.cli.numbers import parse_duration
 from hvd_elastic.errors import UsageError
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.objective import Objective
 
-__all__ = ["ScalingOptions", "parse_budget", "parse_duration"]
+__all__ = ["ScalingOptions", "parse_budget"]
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
-
-
-def parse_duration(name: str, text: str) -> float:
-    """Seconds.
-
-    Raises:
-        UsageError: says what is taken.
-
-    >>> parse_duration("--deadline", "1.5h"), parse_duration("--deadline", "1h30m")
-    (5400.0, 5400.0)
-    """
-    parts = _DURATION.findall(text)
-    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
-        raise UsageError(f"{name} takes a time such as 45s, 90m, 6h or 1h30m, not '{text}'")
-    return seconds
 
 
 def parse_budget(text: str) -> float:
@@ -72,7 +55,7 @@ class ScalingOptions:
         Raises:
             UsageError: says what and what is valid.
         """
-        if self.policy == "fixed":
+        if self.policy in ("fixed", "adaptdl"):
             self._refuse_what_belongs_to_goodput()
             return
         if self.policy != "goodput":

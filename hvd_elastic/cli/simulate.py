@@ -16,12 +16,14 @@ from hvd_elastic.errors import UsageError
 
 __all__ = ["simulate"]
 
-_POLICIES = ("fixed", "goodput")
+_POLICIES = ("fixed", "goodput", "adaptdl")
 
 
 def simulate(
     trace: Annotated[Path, typer.Option(help="cluster, workload and changes, as JSON")],
-    policy: Annotated[str, typer.Option(help="fixed (the trace's np) or goodput")] = "goodput",
+    policy: Annotated[
+        str, typer.Option(help="fixed (the trace's np), goodput, or adaptdl: that rule beside ours")
+    ] = "goodput",
     objective: Annotated[
         str | None, typer.Option(help="goodput, efficiency or cost (default: goodput)")
     ] = None,
@@ -48,7 +50,8 @@ def simulate(
 
       hvd-elastic simulate --trace day.json --objective cost --budget 40/h --json
     """
-    from hvd_elastic.control.scaling import ScalingConfig
+    from hvd_elastic.control.scaling import ScalingConfig, ScalingController
+    from hvd_elastic.sim.adaptdl import AdaptDLRule
     from hvd_elastic.sim.run import simulate as run_trace
     from hvd_elastic.sim.static import best_static
     from hvd_elastic.sim.trace import read_trace
@@ -62,9 +65,12 @@ def simulate(
     config = None
     if policy == "goodput":
         config = ScalingConfig(found.min_np, found.max_np, options.as_objective())
+    elif policy == "adaptdl":
+        config = ScalingConfig(found.min_np, found.max_np)
+    rule = AdaptDLRule if policy == "adaptdl" else ScalingController
     began = time.perf_counter()
     try:
-        result = run_trace(found, config, seed)
+        result = run_trace(found, config, seed, rule=rule)
         best = best_static(found)
     except ValueError as error:
         raise UsageError(f"trace {trace}: {error}") from error

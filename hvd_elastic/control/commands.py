@@ -18,6 +18,7 @@ __all__ = [
     "KillWorker",
     "Leave",
     "Member",
+    "SaveState",
     "StartAgent",
     "StartWorker",
     "StopAgent",
@@ -103,6 +104,13 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class SaveState:
+    """Have ``worker`` write a checkpoint as soon as it can: its host will go."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
 class Abort:
     """``generation`` is broken, and with it every earlier one that somebody may still be in.
 
@@ -137,6 +145,7 @@ Command = (
     | Announce
     | Leave
     | Hold
+    | SaveState
     | Abort
     | Emit
     | Finish

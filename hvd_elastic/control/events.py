@@ -18,10 +18,13 @@ __all__ = [
     "Event",
     "FoundWorker",
     "GenerationStuck",
+    "HostDraining",
+    "HostReturned",
     "HostSlots",
     "HostsChanged",
     "RunAdopted",
     "ScriptFailed",
+    "StateSaved",
     "StopRequested",
     "TargetChanged",
     "Tick",
@@ -49,6 +52,38 @@ class HostsChanged:
     """The hostfile as it is now, its order kept."""
 
     hosts: tuple[HostSlots, ...]
+
+
+@dataclass(frozen=True)
+class HostDraining:
+    """A host of the hostfile will go, or shall be empty: nothing is started there any more.
+
+    Args:
+        host: where.
+        cause: in words.
+        train_for_s: how long its workers may still train while others become warm [s]; None:
+            there is no hurry, and it is treated as if it had left the hostfile.
+        leave_in_s: when it goes, as it was told [s]; None: nobody said.
+    """
+
+    host: str
+    cause: str
+    train_for_s: float | None = None
+    leave_in_s: float | None = None
+
+
+@dataclass(frozen=True)
+class HostReturned:
+    """A host that was drained may be used again."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class StateSaved:
+    """A checkpoint of the state after ``step`` steps is complete, and where the leader keeps it."""
+
+    step: int
 
 
 @dataclass(frozen=True)
@@ -142,6 +177,8 @@ class RunAdopted:
         awaited: hosts whose agents were asked for and have not answered yet.
         generation, members: the last one that was announced.
         requested_np: the size that was asked for while the run went on; None: none.
+        slots: those that were asked for with it.
+        draining: hosts that were drained and not given back.
         workers: those that were found.
     """
 
@@ -151,6 +188,8 @@ class RunAdopted:
     generation: int = 0
     members: tuple[Member, ...] = ()
     requested_np: int | None = None
+    slots: tuple[tuple[str, int], ...] = ()
+    draining: tuple[str, ...] = ()
     workers: tuple[FoundWorker, ...] = ()
 
 
@@ -267,6 +306,9 @@ WorkerEvent = (
 
 Event = (
     HostsChanged
+    | HostDraining
+    | HostReturned
+    | StateSaved
     | TargetChanged
     | AgentReady
     | AgentFailed

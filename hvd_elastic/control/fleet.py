@@ -98,6 +98,8 @@ class Worker:
     leave_by: float | None = None
     killed: str = ""
     """Why it was told to be killed; empty: it was not."""
+    saved: bool | None = None
+    """Whether its state is in a checkpoint, which it was asked for before its host goes."""
     vain_tries: int = 0
     """Generations in a row that did not form with it as a newcomer though nobody died."""
     eligible_at: float = 0.0
@@ -311,6 +313,7 @@ class Fleet:
         worker.holds_state = True
         worker.joined = max(worker.joined, generation)
         worker.vain_tries = 0
+        worker.saved = None
         # It has the others' state and moves with them; steps are compared only between workers
         # that broke off, and each of those says its own.
         worker.step = 0

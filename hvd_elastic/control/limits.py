@@ -14,6 +14,7 @@ class MachineConfig:
     Args:
         min_np, max_np: smallest and largest number of workers that train; None: no upper limit.
         np: number wanted; None: as many as allowed.
+        pinned: hosts whose slots are taken before all others.
         spares: warm standbys beyond that number, to take a lost worker's place at once.
         join_window_s: how long a ready newcomer waits for others that are nearly ready.
         start_grace_s: how long the start waits for the rest once ``min_np`` are ready.
@@ -35,6 +36,7 @@ class MachineConfig:
     min_np: int = 1
     max_np: int | None = None
     np: int | None = None
+    pinned: tuple[str, ...] = ()
     spares: int = 0
     join_window_s: float = 0.5
     start_grace_s: float = 5.0

@@ -20,6 +20,7 @@ survived and how far its state is. At most one generation is being formed at any
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 
 from hvd_elastic.control import events as ev
@@ -31,6 +32,7 @@ from hvd_elastic.control.commands import (
     Hold,
     KillWorker,
     Member,
+    SaveState,
 )
 from hvd_elastic.control.endings import Endings, how_it_ended
 from hvd_elastic.control.events import HostSlots
@@ -90,6 +92,8 @@ class RunMachine:
         self._preferred: frozenset[SlotId] = frozenset()
         self._desired: list[SlotId] = []
         self._spare: list[SlotId] = []
+        self._draining: dict[str, float | None] = {}  # host → until when its workers may train
+        self._empty: set[str] = set()  # of those, the ones that hold no worker any more
         # requested
         self._generation = 0
         self._members: tuple[Member, ...] = ()
@@ -146,6 +150,11 @@ class RunMachine:
         """Where the run stands."""
         return self._phase
 
+    @property
+    def draining(self) -> frozenset[str]:
+        """Hosts of the hostfile that are not used until they are given back."""
+        return frozenset(self._draining)
+
     def agent_states(self) -> dict[str, AgentState]:
         """By host; hosts that nothing was asked of are left out."""
         return {name: agent.state for name, agent in self._fleet.agents.items()}
@@ -156,8 +165,9 @@ class RunMachine:
             "phase": "finished" if self._out.closed else self._phase.value,
             "generation": self._generation,
             "size": len(self._members),
-            "target": self._target(list_slots(self._hosts)),
+            "target": self._target(self._offered()),
             "hosts": [[host.name, host.slots] for host in self._hosts],
+            "draining": sorted(self._draining),
             "agents": {name: agent.state.value for name, agent in self._fleet.agents.items()},
             "workers": [
                 {
@@ -178,6 +188,18 @@ class RunMachine:
             case ev.HostsChanged():
                 self._hosts = event.hosts
                 self._fleet.forgive({host.name for host in event.hosts})
+                # A host that was taken out and is put in again is given back by that.
+                self._drain_only({host.name for host in event.hosts})
+            case ev.HostDraining():
+                self._drain(event, now)
+            case ev.HostReturned():
+                if event.host in self._draining:
+                    self._drain_only(set(self._draining) - {event.host})
+                    self._out.emit("host_returned", host=event.host)
+            case ev.StateSaved():
+                for waiting in self._fleet.present(Stage.WAITING):
+                    if waiting.saved is not None:
+                        waiting.saved = event.step >= waiting.step
             case ev.RunAdopted():
                 self._adopt(event, now)
             case ev.TargetChanged():
@@ -200,9 +222,33 @@ class RunMachine:
                 if worker is not None:
                     self._take_from_worker(event, worker, now)
 
+    def _drain(self, event: ev.HostDraining, now: float) -> None:
+        """Begin to leave a host, or be told again and maybe another time."""
+        until = None if event.train_for_s is None else now + event.train_for_s
+        self._draining[event.host] = until
+        self._empty.discard(event.host)
+        self._out.emit(
+            "host_draining", host=event.host, cause=event.cause, leave_in_s=event.leave_in_s
+        )
+        members = self._live()
+        if (
+            until is not None
+            and self._phase is Phase.RUNNING
+            and members
+            and all(member.host in self._draining for member in members)
+        ):
+            self._out.send(SaveState(members[0].name))  # the notice may be shorter than it says
+
+    def _drain_only(self, hosts: set[str]) -> None:
+        self._draining = {host: at for host, at in self._draining.items() if host in hosts}
+        self._empty &= hosts
+
     def _adopt(self, event: ev.RunAdopted, now: float) -> None:
         """Go on with a run whose leader was lost, from what that leader knew."""
         self._hosts, self._requested_np = event.hosts, event.requested_np
+        self._preferred = frozenset(event.slots)
+        self._draining = dict.fromkeys(event.draining)
+        self._drain_only({host.name for host in event.hosts})
         self._fleet.adopt(event.agents, event.awaited, event.workers, now)
         self._generation, self._members = event.generation, event.members
         workers = self._fleet.workers
@@ -514,12 +560,14 @@ class RunMachine:
                 self._assemble(now)
             elif self._phase is Phase.RUNNING:
                 self._adjust(now)
+            self._save_what_would_go()
         else:
             self._wind_up(now)
         self._hasten_leavers(now)
+        self._say_who_is_empty()
 
     def _plan(self, now: float) -> None:
-        slots = list_slots(self._hosts)
+        slots = self._offered()
         fleet, target = self._fleet, self._target(slots)
         self._desired = choose_slots(slots, target, fleet.usable, self._cost)
         rest = [slot for slot in slots if slot not in self._desired]
@@ -530,9 +578,15 @@ class RunMachine:
         fleet.start(filled, hoped_for, now)
         fleet.stop_idle_agents(filled)
 
+    def _offered(self) -> list[SlotId]:
+        """Slots of the hostfile, without those of hosts that are drained."""
+        return list_slots(host for host in self._hosts if host.name not in self._draining)
+
     def _cost(self, slot: SlotId) -> int:
         """As the fleet's, but slots that were asked for come before all others."""
-        asked = not self._preferred or slot in self._preferred
+        pinned = self._config.pinned
+        asked = slot in self._preferred or slot[0] in pinned
+        asked = asked or not (self._preferred or pinned)
         return self._fleet.cost(slot) + (0 if asked else _NOT_ASKED_FOR)
 
     def _target(self, slots: Sequence[SlotId]) -> int:
@@ -557,7 +611,7 @@ class RunMachine:
         holders = [w for w in self._fleet.present(Stage.WAITING) if w.holds_state]
         newest = max((worker.step for worker in holders), default=0)
         best = [worker for worker in holders if worker.step == newest]
-        if not best or any(worker.slot in self._desired for worker in best):
+        if not best or any(worker.slot in self._desired or worker.saved for worker in best):
             return None
         return best[0]
 
@@ -607,6 +661,8 @@ class RunMachine:
         staying = [worker for worker in members if worker.slot in self._desired]
         going = [worker for worker in members if worker.slot not in self._desired]
         newcomers = self._available(now)
+        if going and self._may_train_on(going, len(staying) + len(newcomers), now):
+            return
         if not going:
             self._short_since = None
             if newcomers and self._window_is_over(newcomers, len(staying), now):
@@ -620,8 +676,35 @@ class RunMachine:
                 # Nobody who stays holds the state: newcomers take it from those that go, who
                 # are let go once this generation runs.
                 self._announce([*going, *newcomers])
-        elif not self._awaits_replacements(now):
+        elif self._end_of(going) is not None or not self._awaits_replacements(now):
             self._hold(staying, going, now)
+
+    def _may_train_on(self, going: Sequence[Worker], ready: int, now: float) -> bool:
+        """Members on hosts that will go serve until others are warm, or for as long as they can."""
+        end = self._end_of(going)
+        if end is None or now >= end or ready >= max(len(self._desired), self._config.min_np):
+            return False
+        self._out.wake(end)
+        return True
+
+    def _end_of(self, going: Sequence[Worker]) -> float | None:
+        """When the first of the hosts of these members is near its end; None: nobody said."""
+        ends = (self._draining.get(worker.host) for worker in going)
+        return min((end for end in ends if end is not None), default=None)
+
+    def _save_what_would_go(self) -> None:
+        """The only state is held on a host that is drained: write it down, then let it go."""
+        keeper = self._keeper()
+        if keeper is not None and keeper.host in self._draining and keeper.saved is None:
+            keeper.saved = False
+            self._out.send(SaveState(keeper.name))
+
+    def _say_who_is_empty(self) -> None:
+        held = {worker.host for worker in self._fleet.workers.values()}
+        for host in self._draining:
+            if host not in held and host not in self._empty:
+                self._empty.add(host)
+                self._out.emit("host_drained", host=host)
 
     def _window_is_over(self, newcomers: Sequence[Worker], staying: int, now: float) -> bool:
         if staying + len(newcomers) >= len(self._desired):
@@ -665,12 +748,14 @@ class RunMachine:
         self._losses = {}
         self._enough_since = self._short_since = self._starting_since = None
         self._last_waiting = ""
+        slots = Counter(member.host for member in members)
         self._out.emit(
             "rescale_started",
             generation=self._generation,
             from_size=len(self._formed),
             to_size=len(members),
-            hosts=list(dict.fromkeys(member.host for member in members)),
+            hosts=list(slots),
+            slots=list(slots.values()),
             reason=reason,
         )
         restore = root is None and self._may_have_progress
@@ -704,7 +789,7 @@ class RunMachine:
 
     def _give_up_if_hopeless(self) -> None:
         self._give_up_if_nobody_is_known()
-        slots = list_slots(self._hosts)
+        slots = self._offered()
         conceivable = [slot for slot in slots if self._fleet.conceivable(slot)]
         if len(conceivable) >= self._config.min_np or len(slots) < self._config.min_np:
             return  # with too short a hostfile the run waits for a longer one
@@ -771,12 +856,14 @@ class RunMachine:
             self._out.emit("waiting", reason=reason, have=have, need=self._config.min_np)
 
     def _what_is_missing(self, have: int, now: float) -> str:
-        need, slots = self._config.min_np, list_slots(self._hosts)
+        need, slots = self._config.min_np, self._offered()
         if len(self._desired) >= need:
             return self._who_is_starting(now)
         self._starting_since = None
         if len(slots) < need:
             what = f"the hostfile has {count(len(slots), 'slot')}, at least {need} are needed"
+            if self._draining:
+                what += f" ({hosts_named(sorted(self._draining))} drained and not counted)"
         else:
             what = "; ".join(self._fleet.troubles_in_brief(slots))
         more = f"{need - have} more of " if have else ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
+from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.autoscale import decide, remember, surroundings_changed
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.objective import Objective, Parameters
@@ -21,7 +22,8 @@ from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory,
 __all__ = ["ScalingConfig", "ScalingController"]
 
 _LOOK_S = 1.0
-_NOISE_STEP = 0.02
+_NOISE_MOVED = 0.1
+"""A gradient noise scale that moved as far, in logarithms, may lead to another decision."""
 _CALM_LOOK_S = 60.0
 _CALM_AFTER = 20.0
 """Looks become rarer with the time since the last change, divided by this."""
@@ -49,11 +51,14 @@ class ScalingController:
     Args:
         config: bounds and objective.
         started_at: when the run began [s].
+        evidence: what earlier leaders of the run have measured; None: nothing.
     """
 
-    def __init__(self, config: ScalingConfig, started_at: float = 0.0) -> None:
+    def __init__(
+        self, config: ScalingConfig, started_at: float = 0.0, evidence: Evidence | None = None
+    ) -> None:
         self._config = config
-        self.evidence = Evidence()
+        self.evidence = evidence or Evidence()
         self._hosts: tuple[HostOffer, ...] = ()
         self._memory = Memory()
         self._started_at = started_at
@@ -63,12 +68,16 @@ class ScalingController:
         self._paused = ""
         self._last: Decision | None = None
         self._rests_on: tuple[Any, ...] = ()
+        self._model_then: StepTimeModel | None = None
+        self._noise_then = math.nan
 
     # -- what happened ---------------------------------------------------------------------
 
     def hosts_are(self, hosts: Sequence[HostOffer], now: float) -> None:
         """Hosts that can be used now, in the order of the hostfile."""
         if tuple(hosts) != self._hosts:
+            if self._hosts:  # else this is the beginning, of a resumed run as well
+                self.evidence.distrust_what_is_old(now)
             self._hosts = tuple(hosts)
             self._surroundings_changed(now)
 
@@ -97,8 +106,9 @@ class ScalingController:
         self._paused = why
 
     def resume(self, now: float) -> None:
-        """Decide again."""
+        """Decide again, and try again what was timed across hosts long ago."""
         self._paused = ""
+        self.evidence.distrust_what_is_old(now)
         self._look_at = now
 
     @property
@@ -135,19 +145,22 @@ class ScalingController:
             snapshot.hosts,
             snapshot.current,
             snapshot.limits,
-            id(snapshot.model),
-            round(math.log(snapshot.noise_scale + 1) / _NOISE_STEP)
-            if math.isfinite(snapshot.noise_scale)
-            else None,
+            math.isfinite(snapshot.noise_scale),
             snapshot.silent_s > self._config.parameters.silence_s,
             snapshot.measured >= self._config.parameters.evidence,
         )
         last = self._last
         calm = last is not None and last.action == "stay" and last.wish is None
-        if calm and rests_on == self._rests_on and self._config.objective.target is None:
+        noise_moved = math.isfinite(snapshot.noise_scale) and not (
+            abs(math.log((snapshot.noise_scale + 1) / (self._noise_then + 1))) <= _NOISE_MOVED
+        )
+        same = snapshot.model is self._model_then and rests_on == self._rests_on
+        same = same and not noise_moved
+        if calm and same and self._config.objective.target is None:
             assert last is not None
             return last
         self._rests_on = rests_on
+        self._model_then, self._noise_then = snapshot.model, snapshot.noise_scale
         self._last = decide(snapshot, now, self._config.objective, self._config.parameters)
         return self._last
 

@@ -33,6 +33,10 @@ class Adoption:
         """What agents said that can only be understood afterwards."""
         self.requested_np: int | None = None
         """The size that was asked for while the run went on."""
+        self.slots: tuple[tuple[str, int], ...] = ()
+        """Those that were asked for with it, (host, index)."""
+        self.draining: tuple[str, ...] = ()
+        """Hosts that were drained and not given back."""
         self._open = set(awaited)
         self._ready: list[str] = []
         self._held: dict[str, Message] = {}
@@ -89,6 +93,8 @@ class Adoption:
             generation=newest["generation"] if newest else 0,
             members=members,
             requested_np=self.requested_np,
+            slots=self.slots,
+            draining=self.draining,
             workers=tuple(self._found()),
         )
 

@@ -3,7 +3,8 @@
 It reads commands as JSON lines on stdin and answers on stdout; nothing of it listens on a network.
 It starts, warms, signals and reaps the workers of its host, carries their messages, serves the
 rendezvous of each generation on the loopback address. When the leader is done it ends everything
-it started and itself. When the leader is lost (killed, or its link is gone) training goes on for a
+it started and itself. A first SIGTERM is a notice that the host will go: the leader is told, and
+has the workers leave. When the leader is lost (killed, or its link is gone) training goes on for a
 grace time: state and data live in the workers, and nothing but a change of the world needs a
 leader. Another leader can take the agent over meanwhile; see
 :mod:`hvd_elastic.launch.succession`. After that time the workers write a checkpoint and all ends.
@@ -38,6 +39,7 @@ from hvd_elastic import __version__, config
 from hvd_elastic.launch import supervisor
 from hvd_elastic.launch.checkpoints import drop_shards, find_shards
 from hvd_elastic.launch.ledger import Ledger
+from hvd_elastic.launch.preemption import NOTICE_S, PreemptionWatch
 from hvd_elastic.launch.protocol import PROTOCOL, Message, decode, encode, peer_uid
 from hvd_elastic.launch.pulse import Pulse
 from hvd_elastic.launch.scratch import make_scratch, scratch_variables
@@ -119,6 +121,8 @@ class Agent:
         self._callers: list[Caller] = []
         self._recorded: int | None = None
         self._replaced = False
+        self._preemption: PreemptionWatch | None = None
+        self._was_terminated = False
 
     # -- life ------------------------------------------------------------------------------
 
@@ -126,8 +130,9 @@ class Agent:
         """Serve until the leader says ``shutdown``, or is gone for longer than the grace time."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        for number in (signal.SIGHUP, signal.SIGINT):
             loop.add_signal_handler(number, self._over.set)
+        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         await self._connect(sys.stdin, self._output)
         self._commands = asyncio.create_task(self._read_commands())
         beats = asyncio.create_task(self._beat())
@@ -211,6 +216,28 @@ class Agent:
             }
             self._send({"ev": "beat", "workers": workers})
             await asyncio.sleep(interval_s)
+
+    # -- notices that the host will go -------------------------------------------------------
+
+    def _on_sigterm(self) -> None:
+        """The first is a notice: the machine is shut down, or a spot instance is taken back."""
+        if self._was_terminated or self._out is None or not self._hello:
+            self._over.set()
+            return
+        self._was_terminated = True
+        self._give_notice("its agent got SIGTERM", NOTICE_S)
+        asyncio.get_running_loop().call_later(NOTICE_S, self._over.set)
+
+    def _give_notice(self, cause: str, leave_in_s: float) -> None:
+        self._tell({"ev": "notice", "cause": cause, "leave_in_s": round(leave_in_s, 1)})
+
+    def _watch_for_preemption(self, command: str) -> None:
+        self._preemption = PreemptionWatch(
+            command,
+            functools.partial(self._give_notice, "the preemption command says so"),
+            lambda trouble: self._tell({"ev": "warning", "message": trouble}),
+        )
+        self._begin(self._preemption.watch())
 
     # -- without a leader, and the next one ------------------------------------------------
 
@@ -333,6 +360,8 @@ class Agent:
         asyncio.get_running_loop().add_reader(self._door, self._at_the_door)
         self._introduce(swept)
         self._tell_untold()
+        if message.get("preemption_command"):
+            self._watch_for_preemption(message["preemption_command"])
 
     def _settle_with_predecessor(self, hello: Message) -> None:
         """An agent of this run may still be here, without a leader or given up by it."""
@@ -560,9 +589,12 @@ class Agent:
                 return
             if pid == 0:
                 return
+            code = os.waitstatus_to_exitcode(status)
+            if self._preemption is not None and self._preemption.reaped(pid, code):
+                continue
             worker = next((w for w in self._workers.values() if w.process.pid == pid), None)
             if worker is not None:
-                worker.process.returncode = os.waitstatus_to_exitcode(status)
+                worker.process.returncode = code
                 self._begin(self._report_end(worker))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:

@@ -116,6 +116,8 @@ class CheckpointCollector:
         self._lost = False
         self.newest_step = -1
         """Of the newest checkpoint in the folder that training went on from, or passed."""
+        self.newest_s = 0.0
+        """How long that one took to be written and brought here [s]."""
         self.restored_from = ""
         """Manifest of the checkpoint that was last brought to the workers."""
 
@@ -278,7 +280,7 @@ class CheckpointCollector:
         self._known.pop(key, None)
         if info is not None:
             self._lost = False
-            self.newest_step = info.step
+            self.newest_step, self.newest_s = info.step, info.seconds
             # What is older and still not complete will never be, or is of no interest.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
             self._release(info.step - 1 if self._copies else info.step)

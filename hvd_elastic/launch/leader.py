@@ -49,6 +49,8 @@ _STOP_CHECKPOINT_S = 10.0
 _GRACE_S = 3.0
 _FETCH_PATIENCE_S = 60.0
 _LOG_TAIL_LINES = 30
+_LEAST_RESERVE_S = 10.0
+"""Of the time that a host has left, for the last checkpoint and for leaving."""
 
 Show = Callable[[Mapping[str, Any]], None]
 ShowOutput = Callable[[str, int, str], None]
@@ -124,25 +126,36 @@ class Leader:
         self._recorded_step: int | None = None
         self._watch = ProgressWatch(spec.failure_timeout_s)
         self._looked_at = time.monotonic()
-        self._scaler = self._new_scaler()
+        self._scaler: Scaler | None = None
 
     def _new_scaler(self) -> Scaler | None:
         if self._spec.policy == "fixed":
             return None
         from hvd_elastic.launch.scaler import Scaler
 
-        return Scaler(self._spec, self._emit, time.monotonic())
+        past = self._folder.read_events() if self._resumed else []
+        age_s = max(0.0, time.time() - past[0]["t"]) if past else 0.0
+        return Scaler(self._spec, self._emit, time.monotonic() - age_s, past)
 
     def _new_machine(self, *, has_checkpoint: bool) -> RunMachine:
         spec = self._spec
         config = MachineConfig(
             min_np=spec.min_np,
             max_np=spec.max_np,
-            # A policy begins with little, and learns from it what more would bring.
-            np=spec.min_np if spec.np is None and spec.policy != "fixed" else spec.np,
+            np=self._first_np(),
+            pinned=spec.pin_hosts,
             spares=spec.spares,
         )
         return RunMachine(config, has_checkpoint)
+
+    def _first_np(self) -> int | None:
+        """A policy begins with little, and learns from it what more would bring."""
+        spec = self._spec
+        if spec.np is not None or spec.policy == "fixed":
+            return spec.np
+        hosts = list(self._hosts.values()) or self._read_hostfile()
+        pinned = sum(host.slots for host in hosts if host.name in spec.pin_hosts)
+        return max(spec.min_np, pinned)
 
     # -- life ------------------------------------------------------------------------------
 
@@ -156,6 +169,7 @@ class Leader:
         self._collector.check()
         hosts = self._read_hostfile()
         past = summarize(self._folder.read_events()) if self._resumed else None
+        self._scaler = self._new_scaler()
         self._emit(
             "run_started",
             {
@@ -164,6 +178,7 @@ class Leader:
                 "min_np": self._spec.min_np,
                 "max_np": self._spec.max_np,
                 "np": self._spec.np,
+                "pinned": list(self._spec.pin_hosts),
                 "command": list(self._spec.command),
                 "resumed": self._resumed,
             },
@@ -236,7 +251,8 @@ class Leader:
         adoption = Adoption(awaited, time.monotonic() + wait_s, patient=patient)
         self._adoption = adoption
         if past.np == self._spec.np:  # otherwise the user has asked for another size just now
-            adoption.requested_np = past.scaled_to
+            adoption.requested_np, adoption.slots = past.scaled_to, tuple(past.scaled_slots)
+        adoption.draining = tuple(past.draining)
         self._hosts = {host.name: host for host in hosts}
         # Those that the hostfile does not name any more hold workers that have to go.
         self._asked = [*dict.fromkeys([*awaited, *self._hosts])]
@@ -469,6 +485,8 @@ class Leader:
                 ok, message = self._scale(wanted)
             elif request.op == "policy":
                 ok, message = self._steer_policy(request.fields.get("do"))
+            elif request.op == "drain":
+                ok, message = self._drain_as_asked(request.fields)
             else:
                 ok, message = False, f"the leader knows no request {request.op!r}"
             fields = {"id": request.id, "op": request.op, "ok": ok, "message": message}
@@ -482,12 +500,14 @@ class Leader:
             return True, "the number of processes follows the options of the run again"
         if not isinstance(wanted, int) or wanted < 1:
             return False, f"cannot scale to {wanted!r} processes: give a whole number of 1 or more"
-        slots = sum(host.slots for host in self._hosts.values())
+        draining = self._machine.draining
+        slots = sum(host.slots for host in self._hosts.values() if host.name not in draining)
         limit = min(slots, self._spec.max_np or slots)
         if not self._spec.min_np <= wanted <= limit:
             return False, (
                 f"cannot scale to {count(wanted, 'process')}: this run takes "
-                f"{self._spec.min_np} to {limit} (--min-np, --max-np and the slots of the hostfile)"
+                f"{self._spec.min_np} to {limit} (--min-np, --max-np and the slots of the hostfile"
+                f"{' that are not drained' if draining else ''})"
             )
         if self._scaler is not None:
             self._scaler.pause(f"{count(wanted, 'process')} were asked for")
@@ -504,6 +524,25 @@ class Leader:
             self._scaler.resume("the policy may decide again", time.monotonic())
             return True, "the policy decides the number of processes again"
         return False, f"a policy can be told to pause or resume, not to {do!r}"
+
+    def _drain_as_asked(self, fields: Mapping[str, Any]) -> tuple[bool, str]:
+        host, leave_in_s = str(fields.get("host")), fields.get("leave_in_s")
+        if host not in self._hosts:
+            return False, f"the hostfile has no host {host!r}; it has {', '.join(self._hosts)}"
+        if fields.get("undo"):
+            if host not in self._machine.draining:
+                return False, f"host {host} is not drained"
+            self._tell(ev.HostReturned(host))
+            return True, f"host {host} may be used again"
+        if leave_in_s is not None and not (_is_number(leave_in_s) and leave_in_s >= 0):
+            return False, f"a host can leave in 0 seconds or more, not in {leave_in_s!r}"
+        self._drain(host, "asked to by hvd-elastic drain", leave_in_s)
+        return True, f"the run leaves host {host}, and does not use it until it is given back"
+
+    def _drain(self, host: str, cause: str, leave_in_s: float | None) -> None:
+        reserve_s = max(_LEAST_RESERVE_S, 2 * self._collector.newest_s)
+        train_for_s = None if leave_in_s is None else max(0.0, leave_in_s - reserve_s)
+        self._tell(ev.HostDraining(host, cause, train_for_s, leave_in_s))
 
     def _ask_to_stop(self, reason: str) -> None:
         """First: write a checkpoint and end. Again: end at once."""
@@ -559,7 +598,10 @@ class Leader:
         elif kind == "store":
             generation = message["generation"]
             self._broadcast({"op": "store", **_without(message, "ev")}, generation, but=host)
-        elif kind == "fatal":
+        elif kind == "notice":
+            if host in self._hosts:
+                self._drain(host, message["cause"], message["leave_in_s"])
+        elif kind in ("fatal", "warning"):
             self._warn(f"host {host}: {message['message']}")
         elif kind == "past":
             self._said_used("", message["message"])
@@ -701,6 +743,8 @@ class Leader:
     # -- checkpoints -----------------------------------------------------------------------
 
     def _checkpoints_idle(self) -> None:
+        if self._adoption is None:
+            self._tell(ev.StateSaved(self._collector.newest_step))
         if self._finish is not None:
             self._loop.stop()
         if self._stop_deadline is not None and self._collector.newest_step >= self._stop_step:
@@ -735,6 +779,7 @@ class Leader:
             "interface": self._spec.interface,
             "local_address": self._own_address(host, options),
             "heartbeat_s": self._spec.heartbeat_s,
+            "preemption_command": self._spec.preemption_command,
             "options": {
                 "heartbeat_s": self._spec.heartbeat_s,
                 "audit": self._spec.audit,
@@ -786,6 +831,16 @@ class Leader:
 
     def _do_Hold(self, command: cmd.Hold) -> None:  # noqa: N802
         self._say(command.worker, {"kind": "hold"})
+
+    def _do_SaveState(self, command: cmd.SaveState) -> None:  # noqa: N802
+        if self._spec.checkpoint_every_s:
+            self._say(command.worker, {"kind": "checkpoint"})
+        else:
+            host, _ = self._workers[command.worker]
+            self._warn(
+                f"host {host} will go with the only copy of the state, and this run writes no "
+                "checkpoints (--checkpoint-every 0): add another host to the hostfile in time"
+            )
 
     def _do_Abort(self, command: cmd.Abort) -> None:  # noqa: N802
         for agent in self._agents.values():
@@ -874,6 +929,10 @@ def _rank_variables(member: cmd.Member, size: int, *, hierarchical: bool) -> dic
         "GLOO_SINGLE_CONTEXT": 0 if hierarchical else 1,
     }
     return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _without(message: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hvd_elastic.control.machine import Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.launch.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
+from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
 
 __all__ = ["Scaler", "objective_of"]
@@ -39,14 +40,22 @@ class Scaler:
     Args:
         spec: the run.
         emit: records an event.
-        now: when the run began [s].
+        started_at: when the run began [s].
+        past: its events under earlier leaders: what they measured need not be measured anew, and
+            a policy that was paused stays so.
     """
 
     def __init__(
-        self, spec: RunSpec, emit: Callable[[str, Mapping[str, Any]], None], now: float
+        self,
+        spec: RunSpec,
+        emit: Callable[[str, Mapping[str, Any]], None],
+        started_at: float,
+        past: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         config = ScalingConfig(spec.min_np, spec.max_np, objective_of(spec))
-        self._controller = ScalingController(config, now)
+        self._controller = ScalingController(config, started_at, replay(past))
+        self._controller.pause(_why_paused(past))
+        self._pinned = frozenset(spec.pin_hosts)
         self._emit = emit
         self._generation = 0
         self._said: tuple[object, ...] = ()
@@ -64,8 +73,10 @@ class Scaler:
     ) -> TargetChanged | None:
         """Decide if it is time; what to tell the machine, if anything."""
         controller = self._controller
-        controller.hosts_are(_offers(machine, hosts), now)
-        if machine.phase is not Phase.RUNNING:
+        controller.hosts_are(_offers(machine, hosts, self._pinned), now)
+        # While hosts are being left the machine moves; what it comes to is judged afterwards.
+        leaving = any(member.host in machine.draining for member in members)
+        if machine.phase is not Phase.RUNNING or leaving:
             controller.rescaling()
             self._generation = 0
             return None
@@ -111,11 +122,21 @@ def _fields(decision: Decision, snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _offers(machine: RunMachine, hosts: Iterable[Host]) -> list[HostOffer]:
-    """Hosts whose agents answer, or were not asked yet."""
+def _why_paused(past: Sequence[Mapping[str, Any]]) -> str:
+    """Why the policy was paused when the run's last leader ended; empty: it was not."""
+    for record in reversed(past):
+        if record.get("kind") == "decision":
+            return str(record.get("reason")) if record.get("action") == "pause" else ""
+    return ""
+
+
+def _offers(machine: RunMachine, hosts: Iterable[Host], pinned: frozenset[str]) -> list[HostOffer]:
+    """Hosts whose agents answer, or were not asked yet, and that are not drained."""
     failed = {name for name, state in machine.agent_states().items() if state is AgentState.FAILED}
     return [
-        HostOffer(host.name, host.slots, host.price) for host in hosts if host.name not in failed
+        HostOffer(host.name, host.slots, host.price, pinned=host.name in pinned)
+        for host in hosts
+        if host.name not in failed | machine.draining
     ]
 
 

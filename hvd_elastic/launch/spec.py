@@ -67,8 +67,10 @@ class RunSpec:
         checkpoint_folder: on the leader, or a URL; None for the run folder's.
         checkpoint_copies: other hosts that keep a copy of each shard.
         failure_timeout_s: silence after which a host or a worker counts as lost [s].
+        pin_hosts: hosts that are used before all others, and that the policy keeps.
         spares: warm standbys beyond the wanted number of processes.
         leader_grace_s: how long the hosts go on without a leader [s].
+        preemption_command: asked on every host whether it will be taken away; None: nothing is.
         policy: who decides the number of processes: ``fixed`` or ``goodput``.
         objective, min_speedup_per_slot, budget, deadline_s, target_examples: of the policy
             ``goodput``; see :class:`hvd_elastic.policy.objective.Objective`.
@@ -90,8 +92,10 @@ class RunSpec:
     checkpoint_folder: str | None = None
     checkpoint_copies: int = 0
     failure_timeout_s: float = 5.0
+    pin_hosts: tuple[str, ...] = ()
     spares: int = 0
     leader_grace_s: float = 60.0
+    preemption_command: str | None = None
     policy: str = "fixed"
     objective: str = "goodput"
     min_speedup_per_slot: float = 0.5
@@ -113,6 +117,7 @@ class RunSpec:
         try:
             known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
             known["command"] = tuple(known["command"])
+            known["pin_hosts"] = tuple(known.get("pin_hosts", ()))
             return cls(**known)
         except (KeyError, TypeError) as error:
             raise RunError(

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 __all__ = ["Observation", "StepTimeModel", "StepTimes", "fit_step_time"]
 
 _ITERATIONS = 60
+_TYPICAL_NOISE = 0.05
 _NOISE_FLOOR = 0.02
 """Relative noise that measured times have at the least; below it more data is not believed."""
 _WIDE = 1.0
@@ -41,6 +42,7 @@ class Observation:
         step_s: mean time of a step [s].
         slowness: of the slowest rank, relative to a reference rank of the run.
         steps: how many were timed.
+        drift: relative standard deviation of what may have changed since they were timed.
     """
 
     hosts: int
@@ -50,6 +52,7 @@ class Observation:
     step_s: float
     slowness: float = 1.0
     steps: int = 1
+    drift: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.hosts, self.ranks, self.steps) < 1 or self.accumulation_steps < 0:
@@ -285,7 +288,10 @@ def _merged(
         for group in groups.values()
     ]
     # Beyond a few, repetitions share what makes them wrong (a busy machine, a shared link).
-    weights = [min(len(group), 4.0) for group in groups.values()]
+    weights = [
+        1 / (1 / min(len(group), 4.0) + (min(o.drift for o in group) / _TYPICAL_NOISE) ** 2)
+        for group in groups.values()
+    ]
     return where, np.asarray(logs), np.asarray(weights)
 
 

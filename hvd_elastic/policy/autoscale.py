@@ -19,7 +19,7 @@ from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.place import placements, sizes_to_try
 from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
-from hvd_elastic.words import count
+from hvd_elastic.words import count, hosts_named
 
 __all__ = ["decide", "remember", "surroundings_changed"]
 
@@ -111,12 +111,12 @@ def _not_yet(snapshot: Snapshot, goal: Objective, how: Parameters) -> str:
 
 
 def _options(snapshot: Snapshot, goal: Objective) -> list[Allocation]:
-    hosts = [h for h in snapshot.hosts if goal.kind != "cost" or h.price is not None]
+    hosts = tuple(h for h in snapshot.hosts if goal.kind != "cost" or h.price is not None)
     offered = sum(host.slots for host in hosts)
     most = min(offered, snapshot.max_np or offered)
-    least = min(snapshot.min_np, most)
+    least = min(max(snapshot.min_np, sum(host.slots for host in hosts if host.pinned)), most)
     sizes = sizes_to_try(least, most, snapshot.current.slots, [host.slots for host in hosts])
-    found = placements(hosts, sizes, snapshot.current)
+    found = placements(hosts, tuple(sizes), snapshot.current)
     return [snapshot.current, *(a for a in found if a != snapshot.current)]
 
 
@@ -246,6 +246,10 @@ def _allocation_is_gone(snapshot: Snapshot) -> str:
     gone = [host for host, slots in snapshot.current.counts if slots > offered.get(host, 0)]
     if gone:
         return f"{count(len(gone), 'host')} in use ({', '.join(gone[:4])}) cannot be used further"
+    used = dict(snapshot.current.counts)
+    unused = [h.name for h in snapshot.hosts if h.pinned and used.get(h.name, 0) < h.slots]
+    if unused:
+        return f"not all slots of pinned {hosts_named(unused)} are in use"
     slots = snapshot.current.slots
     if slots > (snapshot.max_np or slots):
         return f"{count(slots, 'slot')} are more than the most allowed, {snapshot.max_np}"

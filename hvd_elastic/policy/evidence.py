@@ -34,6 +34,10 @@ _NOISE_PATIENCE = 20
 _FIRST_PAUSE_S = 1.0
 _PAUSES = 8
 _CONFIGURATIONS = 48
+_DRIFT_PER_S = 0.4 / 3600
+_MOST_DRIFT = 0.5
+"""Links are shared and change unseen while nothing is timed on them: when hosts come or go an hour
+later, step times across hosts are believed to 40 %, and what was found wanting is tried again."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Evidence:
         self._slowness: dict[str, float] = {}
         self._rank_s: Sequence[Any] = ()
         self._times: dict[_Configuration, deque[float]] = {}
+        self._timed_at: dict[_Configuration, float] = {}
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self._last: tuple[float, float, float] | None = None  # when, step, examples
         self._settling = _SETTLING
@@ -76,6 +81,7 @@ class Evidence:
         self._windows = 0
         self._model: StepTimeModel | None = None
         self._fitted: dict[_Configuration, float] = {}
+        self._drift: dict[_Configuration, float] = {}
         self._noise_looked_at = math.nan
         self.news = False
         """Something changed that a decision should know at once."""
@@ -174,11 +180,15 @@ class Evidence:
         )
         times = self._times.setdefault(key, deque(maxlen=_KEPT))
         times.append(step_s)
+        self._timed_at[key] = now
+        self._drift.pop(key, None)
         self._measured += 1
         if _has_shifted(times):
             self._forget_what_is_out_of_date(key)
         while len(self._times) > _CONFIGURATIONS:
             del self._times[next(iter(self._times))]
+        if len(self._timed_at) > 2 * _CONFIGURATIONS:
+            self._timed_at = {known: self._timed_at[known] for known in self._times}
 
     def _note_speeds(self, rank_s: Any, now: float) -> None:
         if not isinstance(rank_s, Sequence) or len(rank_s) != len(self._ranks):
@@ -220,12 +230,25 @@ class Evidence:
         self._model = None
         self.news = True
 
+    def distrust_what_is_old(self, now: float) -> None:
+        """Other things changed too: times across hosts that are old may not hold any more."""
+        for key in self._times:
+            if key.hosts > 1:
+                age_s = max(0.0, now - self._timed_at[key])
+                self._drift[key] = min(_DRIFT_PER_S * age_s, _MOST_DRIFT)
+        self._model = None
+
     # -- what is known ---------------------------------------------------------------------
 
     @property
     def allocation(self) -> Allocation:
         """Slots that train now."""
         return self._allocation
+
+    @property
+    def worlds(self) -> set[tuple[int, int]]:
+        """Numbers of (hosts, slots) that trained together and were timed."""
+        return {(key.hosts, key.ranks) for key in self._times}
 
     @property
     def measured(self) -> int:
@@ -273,7 +296,7 @@ class Evidence:
             return None
         moved = self._model is None or middle.keys() != self._fitted.keys()
         if moved or any(
-            abs(math.log(middle[key] / self._fitted[key])) > _MOVED / 5 for key in middle
+            abs(math.log(middle[key] / self._fitted[key])) > _MOVED / 2 for key in middle
         ):
             self._model = fit_step_time(
                 [
@@ -285,6 +308,7 @@ class Evidence:
                         middle[key],
                         key.slowness,
                         steps=len(times),
+                        drift=self._drift.get(key, 0.0),
                     )
                     for key, times in self._times.items()
                     for _ in range(min(len(times), 4))

@@ -92,7 +92,7 @@ class Parameters:
     slot_worth: float = 0.03
     max_uncertainty: float = 0.5
     silence_s: float = 30.0
-    deadline_margin: float = 0.1
+    deadline_margin: float = 0.03
 
     def __post_init__(self) -> None:
         for name in ("horizon_s", "evidence", "confirmations"):

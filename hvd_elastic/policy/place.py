@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ _CLASSES = 6
 _CLASS_STEP = 0.1
 _DENSE = 12
 _GROWTH = 1.12
+_WHOLE_HOSTS = 16
+"""So many hosts as a whole are all looked at, then powers of two: hosts are paid as a whole."""
 
 _KEPT = 6
 _STANDS_OUT = 1.15
@@ -36,20 +39,22 @@ def sizes_to_try(least: int, most: int, current: int, host_slots: Sequence[int])
     total = 0
     for number, slots in enumerate(sorted(host_slots, reverse=True), 1):
         total += slots
-        if number & (number - 1) == 0:  # 1, 2, 4, 8, ... whole hosts
+        near = total - slots <= current <= total + slots
+        if number <= _WHOLE_HOSTS or number & (number - 1) == 0 or near:
             found.add(total)
     return sorted(size for size in found if least <= size <= most)
 
 
+@functools.lru_cache(maxsize=16)
 def placements(
-    hosts: Sequence[HostOffer], sizes: Sequence[int], current: Allocation
-) -> list[Allocation]:
+    hosts: tuple[HostOffer, ...], sizes: tuple[int, ...], current: Allocation
+) -> tuple[Allocation, ...]:
     """Allocations worth comparing, of each size.
 
     For each class of speed, only hosts that are at least as fast are used, since the slowest sets
     the pace of a synchronous step. Among those the fewest hosts are taken, and for equal numbers
     those in use now, then cheap, then fast ones; once more with the cheapest slots first, where
-    prices differ.
+    prices differ. Pinned hosts are part of all, as a whole.
 
     Args:
         hosts: on offer.
@@ -60,6 +65,8 @@ def placements(
         Each once; sizes that do not fit are left out.
     """
     used = {host for host, _ in current.counts}
+    pinned = [i for i, host in enumerate(hosts) if host.pinned]
+    kept = sum(hosts[i].slots for i in pinned)
     limits = _speed_classes(hosts)
     by_hosts = sorted(
         range(len(hosts)),
@@ -79,12 +86,14 @@ def placements(
     found: dict[Allocation, None] = {}
     for limit in limits:
         for order in orders:
-            fast = [i for i in order if hosts[i].slowness <= limit]
+            fast = [i for i in order if hosts[i].slowness <= limit and not hosts[i].pinned]
             for size in sizes:
-                taken = _fill(hosts, fast, size)
-                if taken is not None:
-                    found[taken] = None
-    return list(found)
+                counts = _fill(hosts, fast, size - kept)
+                if counts is not None:
+                    counts |= {i: hosts[i].slots for i in pinned}
+                    taken = [(hosts[i].name, counts[i]) for i in sorted(counts)]
+                    found[Allocation.of(taken)] = None
+    return tuple(found)
 
 
 def _speed_classes(hosts: Sequence[HostOffer]) -> list[float]:
@@ -99,8 +108,11 @@ def _speed_classes(hosts: Sequence[HostOffer]) -> list[float]:
     return limits
 
 
-def _fill(hosts: Sequence[HostOffer], order: Sequence[int], size: int) -> Allocation | None:
-    left, counts = size, {}
+def _fill(hosts: Sequence[HostOffer], order: Sequence[int], size: int) -> dict[int, int] | None:
+    """Slots by host; None where they do not hold so many."""
+    if size <= 0:
+        return {} if size == 0 else None
+    left, counts = size, dict[int, int]()
     for place, index in enumerate(order):
         slots = hosts[index].slots
         if slots >= left:
@@ -115,9 +127,7 @@ def _fill(hosts: Sequence[HostOffer], order: Sequence[int], size: int) -> Alloca
             break
         counts[index] = slots
         left -= slots
-    if left > 0:
-        return None
-    return Allocation.of([(hosts[i].name, counts[i]) for i in sorted(counts)])
+    return None if left > 0 else counts
 
 
 class HostSpeeds:
@@ -161,7 +171,7 @@ class HostSpeeds:
         fastest = min(middle.values())
         found = {}
         for host, own in self._own.items():
-            low = quantiles(own, n=4)[0] if len(own) > 3 else -math.inf
-            slow = low - fastest > math.log(_STANDS_OUT)
+            slow = middle[host] - fastest > math.log(_STANDS_OUT) and len(own) > 3
+            slow = slow and quantiles(own, n=4)[0] - fastest > math.log(_STANDS_OUT)
             found[host] = round(math.exp(middle[host] - fastest), 2) if slow else 1.0
         return found

@@ -22,12 +22,14 @@ class HostOffer:
         slots: processes it can hold.
         price: of the whole host [any currency, per hour]; None: not known.
         slowness: time of a pass on it, relative to the fastest host known; 1 until measured.
+        pinned: the user wants all of it in use, whatever it brings.
     """
 
     name: str
     slots: int
     price: float | None = None
     slowness: float = 1.0
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Snapshot:
         model = self.model
         return {
             "hosts": [[h.name, h.slots, h.price, round(h.slowness, 3)] for h in self.hosts],
+            "pinned": [h.name for h in self.hosts if h.pinned],
             "current": [list(pair) for pair in self.current.counts],
             "global_batch_size": self.plan.global_batch_size,
             "accumulation_steps": self.plan.accumulation_steps,

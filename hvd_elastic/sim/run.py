@@ -18,16 +18,18 @@ import numpy as np
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.model.goodput import BatchPlan, best_batch_plan, nearest_plan, score_plan
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
+from hvd_elastic.sim.adaptdl import AdaptDLRule
 from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.static import best_at
 from hvd_elastic.sim.trace import Trace
 
 __all__ = ["Sample", "SimResult", "SimulatedDecision", "simulate"]
 
-_TICK_S = (1.0, 30.0)
+_TICK_S = (1.0, 60.0)
 _CALM_AFTER = 20.0
-"""Ticks grow with the time since the last rescale, divided by this."""
-_REVIEW_S = (2.0, 300.0)
+"""Ticks grow with the time since anything last changed, divided by this. A real run looks at its
+metrics every second; between changes nothing comes of that."""
+_REVIEW_S = (2.0, 600.0)
 _OPTIMISM = 0.5
 _WORTH_IT = 1.05
 _GROWTH = 2
@@ -127,7 +129,9 @@ class _Job:
         share = plan.global_batch_size / self.allocation.slots
         base = (plan.accumulation_steps + 1) * work.alpha_c + work.beta_c * share
         slowness = {host.name: host.slowness for host in self.cluster.hosts}
-        return [self.jittered(base * slowness[host]) for host in hosts_of_ranks(self.allocation)]
+        true = base * np.asarray([slowness[host] for host in hosts_of_ranks(self.allocation)])
+        jitter = np.exp(self.trace.jitter * self.rng.standard_normal(len(true)))
+        return list((true * jitter).tolist())
 
     def efficiency(self) -> float:
         noise, initial = self.noise, self.limits.initial_batch_size
@@ -149,6 +153,7 @@ def simulate(
     seed: int = 0,
     *,
     with_best: bool = False,
+    rule: type[ScalingController | AdaptDLRule] = ScalingController,
 ) -> SimResult:
     """Run a trace.
 
@@ -157,6 +162,7 @@ def simulate(
         config: of the controller; None: the policy ``fixed``, which keeps to ``trace.np`` slots.
         seed: of the jitter.
         with_best: find the best possible goodput at each sample too; for budgets within it.
+        rule: who decides.
 
     Raises:
         ValueError: the trace's limits leave no batch plan at all.
@@ -165,7 +171,8 @@ def simulate(
     cluster = Cluster(trace)
     cluster.advance(0.0)
     job = _Job(trace, cluster, rng)
-    return _Simulation(trace, config, cluster, job, with_best).run()
+    controller = rule(config or ScalingConfig())
+    return _Simulation(trace, config, controller, cluster, job, with_best).run()
 
 
 class _Simulation:
@@ -173,18 +180,19 @@ class _Simulation:
         self,
         trace: Trace,
         config: ScalingConfig | None,
+        controller: ScalingController | AdaptDLRule,
         cluster: Cluster,
         job: _Job,
         with_best: bool,
     ) -> None:
         self._trace, self._cluster, self._job = trace, cluster, job
         self._config = config
-        self._controller = ScalingController(config or ScalingConfig())
+        self._controller = controller
         self._result = SimResult()
         self._with_best = with_best
         self._best: dict[tuple[float, tuple[HostOffer, ...], int], float] = {}
         self._now = 0.0
-        self._formed_at = 0.0
+        self._changed_at = 0.0
         self._review_at = 0.0
         self._wanted = job.allocation
 
@@ -205,7 +213,7 @@ class _Simulation:
 
     def _tick(self) -> None:
         job, controller, now = self._job, self._controller, self._now
-        calm_s = (now - self._formed_at) / _CALM_AFTER
+        calm_s = (now - self._changed_at) / _CALM_AFTER
         end = now + max(min(max(calm_s, _TICK_S[0]), _TICK_S[1]), job.step_s())
         change_at = self._cluster.next_change_at()
         if change_at is not None:
@@ -217,6 +225,8 @@ class _Simulation:
         self._now = end
         self._report()
         if change_at is not None and self._cluster.advance(end):
+            self._changed_at = self._now
+            self._review_at = min(self._review_at, self._now + _EVIDENCE_S)
             self._follow_cluster()
         if self._config is None:
             self._review()
@@ -255,7 +265,7 @@ class _Simulation:
 
     def _form(self) -> None:
         job = self._job
-        self._formed_at = self._now
+        self._changed_at = self._now
         self._review_at = self._now + _EVIDENCE_S
         self._controller.formed(hosts_of_ranks(job.allocation), self._now)
         self._plan(nearest_plan(job.limits, job.plan.global_batch_size, job.allocation.slots))
@@ -277,7 +287,7 @@ class _Simulation:
         job = self._job
         if self._now < self._review_at:
             return
-        calm_s = (self._now - self._formed_at) / 10
+        calm_s = (self._now - self._changed_at) / 10
         self._review_at = self._now + min(max(_REVIEW_S[0], calm_s), _REVIEW_S[1])
         model = self._controller.evidence.model()
         if model is None:

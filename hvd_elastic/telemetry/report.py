@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import html
-import json
 import math
-import os
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.telemetry.audit import AuditResult, check_audit
+from hvd_elastic.telemetry.page import (
+    MAX_ROWS,
+    cell,
+    chart_boxes,
+    escape,
+    render_page,
+    table,
+    write_page,
+)
 from hvd_elastic.telemetry.records import iter_events
 from hvd_elastic.telemetry.runfolder import RunFolder
 from hvd_elastic.telemetry.summary import MetricSeries, Rescale, RunSummary, summarize
@@ -27,9 +30,6 @@ __all__ = ["ReportResult", "downsample", "render_report", "write_report"]
 
 MAX_POINTS = 2000
 """Points of one plot: about two for each pixel of its width."""
-
-MAX_ROWS = 200
-"""Rows of one table; more is for tools that read the events."""
 
 _TITLES = {
     "throughput": ("Throughput", "examples/s", "throughput"),
@@ -69,16 +69,7 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
         summary.status = "died"
     audit = check_audit(iter_events(folder.audit), finished=summary.status == "succeeded")
     path = folder.path / "report.html" if out is None else Path(out)
-    text = render_report(summary, audit, asked=folder.read_run())
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RunError(
-            f"cannot write the report to {path}: {error.strerror}. Choose another place with --out."
-        ) from error
+    write_page(path, render_report(summary, audit, asked=folder.read_run()))
     return ReportResult(path, summary, audit)
 
 
@@ -114,17 +105,8 @@ def render_report(
         _warning_table(summary),
         f"<footer>Written {_date(time.time())} by hvd_elastic from the run's events.</footer>",
     ]
-    # "<" could close the script element that holds the data.
-    encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return Template(_asset("report.html")).substitute(
-        title=_e(f"{summary.run_id}: {summary.status}"),
-        plot_css=_asset("uPlot.min.css"),
-        css=_asset("report.css"),
-        body="\n".join(part for part in body if part),
-        data=encoded,
-        plot_js=_asset("uPlot.iife.min.js"),
-        js=_asset("report.js"),
-    )
+    title = f"{summary.run_id}: {summary.status}"
+    return render_page(title, "\n".join(part for part in body if part), data)
 
 
 def downsample(
@@ -251,11 +233,12 @@ def _header(summary: RunSummary, asked: Mapping[str, Any]) -> str:
         import shlex
 
         command = shlex.join(str(word) for word in command)
-    shown = f"<p><code>{_e(command)}</code></p>" if command else ""
-    message = f"<p>{_e(summary.message)}</p>" if summary.message else ""
+    shown = f"<p><code>{escape(command)}</code></p>" if command else ""
+    message = f"<p>{escape(summary.message)}</p>" if summary.message else ""
     return (
-        f'<header><h1>{_e(summary.run_id)}</h1><span class="pill {tone}">{_e(summary.status)}'
-        f"</span><p>{_e(' · '.join(words))}</p>{shown}{message}</header>"
+        f'<header><h1>{escape(summary.run_id)}</h1><span class="pill {tone}">'
+        f"{escape(summary.status)}</span><p>{escape(' · '.join(words))}</p>"
+        f"{shown}{message}</header>"
     )
 
 
@@ -285,7 +268,7 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
     return (
         '<div class="tiles">'
         + "".join(
-            f'<div class="tile {tone}"><b>{_e(value)}</b><span>{_e(name)}</span></div>'
+            f'<div class="tile {tone}"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
             for value, name, tone in tiles
         )
         + "</div>"
@@ -296,25 +279,17 @@ def _failure(summary: RunSummary) -> str:
     if not summary.failure:
         return ""
     return (
-        f'<section class="failure"><h2>The script failed in worker {_e(summary.failed_worker)}'
-        f"</h2><pre>{_e(summary.failure.rstrip())}</pre></section>"
+        f'<section class="failure"><h2>The script failed in worker {escape(summary.failed_worker)}'
+        f"</h2><pre>{escape(summary.failure.rstrip())}</pre></section>"
     )
 
 
 def _plots(charts: list[dict[str, Any]], marked: bool) -> str:
     if not charts:
         return '<section><h2>Plots</h2><p class="hint">No metrics were recorded.</p></section>'
-    boxes = []
-    for chart in charts:
-        button = '<button type="button" aria-pressed="false">log</button>' if chart["log"] else ""
-        boxes.append(
-            f'<div class="chart" data-name="{_e(chart["name"])}"><div class="chart-head">'
-            f'<h3>{_e(chart["title"])}</h3><span class="unit">{_e(chart["unit"])}</span>{button}'
-            '<span class="readout"></span></div><div class="plot"></div></div>'
-        )
     numbers = "Numbered lines are the rescales of the table below. " if marked else ""
     hint = f'<p class="hint">{numbers}Drag to zoom, double-click to see everything again.</p>'
-    return f"<section>{''.join(boxes)}{hint}</section>"
+    return f"<section>{chart_boxes(charts)}{hint}</section>"
 
 
 def _rescale_table(summary: RunSummary) -> str:
@@ -325,37 +300,37 @@ def _rescale_table(summary: RunSummary) -> str:
         rows.append(
             [
                 f'<td><span class="mark {way}">{number}</span></td>',
-                _cell(_clock(rescale.at_s), "n"),
-                _cell(f"{rescale.from_size} → {rescale.to_size}", f"n {way}"),
-                _cell(pause, "n"),
-                _cell(rescale.reason, "w"),
+                cell(_clock(rescale.at_s), "n"),
+                cell(f"{rescale.from_size} → {rescale.to_size}", f"n {way}"),
+                cell(pause, "n"),
+                cell(rescale.reason, "w"),
             ]
         )
     heads = [("", ""), ("at", "n"), ("processes", "n"), ("pause", "n"), ("reason", "")]
     if not rows:
         return '<section><h2>Rescales</h2><p class="hint">None.</p></section>'
-    return f"<section><h2>Rescales</h2>{_table(heads, rows)}</section>"
+    return f"<section><h2>Rescales</h2>{table(heads, rows)}</section>"
 
 
 def _audit_section(audit: AuditResult) -> str:
     if not audit.recorded:
         return (
-            f'<section><h2>Use of the examples</h2><p class="hint">{_e(audit.sentence())}'
+            f'<section><h2>Use of the examples</h2><p class="hint">{escape(audit.sentence())}'
             "</p></section>"
         )
     tone = "good" if audit.ok else "bad"
-    parts = [f'<p class="verdict {tone}">{"✓" if audit.ok else "✗"} {_e(audit.sentence())}</p>']
+    parts = [f'<p class="verdict {tone}">{"✓" if audit.ok else "✗"} {escape(audit.sentence())}</p>']
     if len(audit.problems()) > 1:
         lines = "\n".join(audit.problems()[:MAX_ROWS])
-        parts.append(f"<pre>{_e(lines)}</pre>")
+        parts.append(f"<pre>{escape(lines)}</pre>")
     rows = [
         [
-            _cell(str(epoch.epoch) + (" (open)" if epoch.open else ""), "n"),
-            _cell(number_words(epoch.used), "n"),
-            _cell(number_words(epoch.missing), "n"),
-            _cell(number_words(epoch.duplicated), "n"),
-            _cell(number_words(epoch.steps), "n"),
-            _cell(number_words(epoch.padding), "n"),
+            cell(str(epoch.epoch) + (" (open)" if epoch.open else ""), "n"),
+            cell(number_words(epoch.used), "n"),
+            cell(number_words(epoch.missing), "n"),
+            cell(number_words(epoch.duplicated), "n"),
+            cell(number_words(epoch.steps), "n"),
+            cell(number_words(epoch.padding), "n"),
         ]
         for epoch in audit.epochs
     ]
@@ -363,22 +338,22 @@ def _audit_section(audit: AuditResult) -> str:
         (name, "n")
         for name in ("epoch", "used", "not used", "used twice or more", "steps", "padding")
     ]
-    table = _table(heads, rows)
+    epochs = table(heads, rows)
     if len(rows) > 12 and audit.ok:
-        table = f"<details><summary>All {len(rows)} epochs</summary>{table}</details>"
-    parts.append(table)
+        epochs = f"<details><summary>All {len(rows)} epochs</summary>{epochs}</details>"
+    parts.append(epochs)
     notes = [f"{number_words(audit.steps)} steps counted, from what the workers really read"]
     if audit.repeated_steps:
         notes.append(f"{audit.repeated_steps} done again after a failure")
     if audit.voided_steps:
         notes.append(f"{audit.voided_steps} undone by going back to a checkpoint")
-    parts.append(f'<p class="hint">{_e("; ".join(notes))}.</p>')
+    parts.append(f'<p class="hint">{escape("; ".join(notes))}.</p>')
     return f"<section><h2>Use of the examples</h2>{''.join(parts)}</section>"
 
 
 def _decision_table(summary: RunSummary) -> str:
     rows = [
-        [_cell(_clock(decision.at_s), "n"), _cell(decision.text, "w")]
+        [cell(_clock(decision.at_s), "n"), cell(decision.text, "w")]
         for decision in summary.decisions
     ]
     return _optional("Decisions", [("at", "n"), ("decision", "")], rows)
@@ -396,10 +371,10 @@ def _worker_table(summary: RunSummary) -> str:
         )
     rows = [
         [
-            _cell(_clock(at_s), "n"),
-            _cell(name),
-            _cell(what, "up" if what == "joined" else "down" if what == "lost" else ""),
-            _cell(words, "w"),
+            cell(_clock(at_s), "n"),
+            cell(name),
+            cell(what, "up" if what == "joined" else "down" if what == "lost" else ""),
+            cell(words, "w"),
         ]
         for at_s, name, what, words in sorted(changes)
     ]
@@ -410,12 +385,12 @@ def _worker_table(summary: RunSummary) -> str:
 def _checkpoint_table(summary: RunSummary) -> str:
     rows = [
         [
-            _cell(_clock(checkpoint.at_s), "n"),
-            _cell(number_words(checkpoint.step), "n"),
-            _cell(bytes_words(checkpoint.size_bytes), "n"),
-            _cell(duration_words(checkpoint.seconds), "n"),
-            _cell(_blocked_words(checkpoint.blocked_s), "n"),
-            _cell(checkpoint.path, "w"),
+            cell(_clock(checkpoint.at_s), "n"),
+            cell(number_words(checkpoint.step), "n"),
+            cell(bytes_words(checkpoint.size_bytes), "n"),
+            cell(duration_words(checkpoint.seconds), "n"),
+            cell(_blocked_words(checkpoint.blocked_s), "n"),
+            cell(checkpoint.path, "w"),
         ]
         for checkpoint in summary.checkpoints
     ]
@@ -432,35 +407,13 @@ def _blocked_words(seconds: float | None) -> str:
 
 def _warning_table(summary: RunSummary) -> str:
     rows = [
-        [_cell(_clock(warning.at_s), "n"), _cell(warning.text, "w")] for warning in summary.warnings
+        [cell(_clock(warning.at_s), "n"), cell(warning.text, "w")] for warning in summary.warnings
     ]
     return _optional("Warnings", [("at", "n"), ("", "")], rows)
 
 
 def _optional(title: str, heads: list[tuple[str, str]], rows: list[list[str]]) -> str:
-    return f"<section><h2>{title}</h2>{_table(heads, rows)}</section>" if rows else ""
-
-
-def _table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th class="{kind}">{_e(name)}</th>' for name, kind in heads)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows[-MAX_ROWS:])
-    cut = (
-        f'<p class="hint">The last {MAX_ROWS} of {len(rows)} are shown.</p>'
-        if len(rows) > MAX_ROWS
-        else ""
-    )
-    return (
-        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-        f"</div>{cut}"
-    )
-
-
-def _cell(text: str, kind: str = "") -> str:
-    return f'<td class="{kind}">{_e(text)}</td>' if kind else f"<td>{_e(text)}</td>"
-
-
-def _e(text: Any) -> str:
-    return html.escape(str(text))
+    return f"<section><h2>{title}</h2>{table(heads, rows)}</section>" if rows else ""
 
 
 def _clock(at_s: float) -> str:
@@ -475,8 +428,3 @@ def _date(t: float) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
-
-
-def _asset(name: str) -> str:
-    place = resources.files("hvd_elastic.telemetry") / "assets" / name
-    return place.read_text(encoding="utf-8")

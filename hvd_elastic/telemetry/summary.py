@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hvd_elastic.words import worker_name
@@ -13,6 +13,7 @@ __all__ = [
     "Arrival",
     "Checkpoint",
     "Departure",
+    "Draining",
     "MetricSeries",
     "Rescale",
     "RunSummary",
@@ -74,6 +75,23 @@ class Departure:
 
 
 @dataclass(frozen=True)
+class Draining:
+    """A host that is not used until it is given back.
+
+    Attributes:
+        at_s: since when, after the start of the run.
+        cause: in words.
+        leave_in_s: how long it had then [s]; None: nobody said.
+        empty: whether it holds no worker any more.
+    """
+
+    at_s: float
+    cause: str
+    leave_in_s: float | None
+    empty: bool = False
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint that was completed.
 
@@ -118,13 +136,16 @@ class RunSummary:
         first_step_s: from the start of the run to its first finished step.
         size: processes training now, 0 after the end.
         hosts: the hostfile as it was seen last, ``(host, slots)``.
+        draining: hosts of it that are drained, by name.
         attempts: how often a leader was started (1 + resumes).
         series: metrics over time, by name.
         last: the newest value of each metric.
         user_metrics: names of the metrics that the script added itself.
         restores: how often training went back to a checkpoint.
         np: number of processes that the run was started with; None: not given.
-        scaled_to: number that was asked for since; None: none.
+        pinned: hosts that are used before all others.
+        scaled_to: number that was asked for since, by the user or the policy; None: none.
+        scaled_slots: where the policy wanted them, (host, index).
         generation_hosts: hosts of the last generation that was announced.
     """
 
@@ -144,6 +165,7 @@ class RunSummary:
     attempts: int = 0
     restores: int = 0
     hosts: list[tuple[str, int]] = field(default_factory=list)
+    draining: dict[str, Draining] = field(default_factory=dict)
     waiting: str = ""
     rescales: list[Rescale] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)
@@ -158,7 +180,9 @@ class RunSummary:
     last: dict[str, Any] = field(default_factory=dict)
     user_metrics: list[str] = field(default_factory=list)
     np: int | None = None
+    pinned: list[str] = field(default_factory=list)
     scaled_to: int | None = None
+    scaled_slots: list[tuple[str, int]] = field(default_factory=list)
     generation_hosts: list[str] = field(default_factory=list)
 
     @property
@@ -239,9 +263,10 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     run.attempts += 1
     run.min_np = _whole(record.get("min_np"))
     run.max_np = _whole(record.get("max_np"))
+    run.pinned = [str(host) for host in record.get("pinned") or []]
     np = _whole(record.get("np"))
     if np != run.np:
-        run.np, run.scaled_to = np, None
+        run.np, run.scaled_to, run.scaled_slots = np, None, []
     if "hosts" in record:
         _hosts_changed(run, record, at_s)
     if run.attempts > 1:
@@ -254,6 +279,24 @@ def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> 
         for entry in record.get("hosts") or []
         if isinstance(entry, (list, tuple)) and len(entry) >= 2
     ]
+    names = {name for name, _ in run.hosts}
+    run.draining = {name: found for name, found in run.draining.items() if name in names}
+
+
+def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.draining[str(record.get("host"))] = Draining(
+        at_s, str(record.get("cause") or ""), _number(record.get("leave_in_s"))
+    )
+
+
+def _host_drained(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    host = str(record.get("host"))
+    if host in run.draining:
+        run.draining[host] = replace(run.draining[host], empty=True)
+
+
+def _host_returned(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    run.draining.pop(str(record.get("host")), None)
 
 
 def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
@@ -276,7 +319,7 @@ def _taken_over(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
 
 def _command_done(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
     if record.get("op") == "scale" and record.get("ok"):
-        run.scaled_to = _whole(record.get("np"))
+        run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
 
 
 def _rescale_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
@@ -362,7 +405,14 @@ def _restored(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
 
 def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     text = f"{record.get('action') or ''}: {record.get('reason') or ''}".strip(": ")
-    run.scaled_to = _whole(record.get("np")) or run.scaled_to
+    np = _whole(record.get("np"))
+    if np:
+        run.scaled_to = np
+        run.scaled_slots = [
+            (str(host), index)
+            for host, number in record.get("target") or []
+            for index in range(_whole(number) or 0)
+        ]
     run.decisions.append(TimedEvent(at_s, "decision", text))
 
 
@@ -422,6 +472,9 @@ _HANDLERS = {
     "worker_joined": _worker_joined,
     "worker_left": _worker_left,
     "host_lost": _host_lost,
+    "host_draining": _host_draining,
+    "host_drained": _host_drained,
+    "host_returned": _host_returned,
     "checkpoint": _checkpoint,
     "restored": _restored,
     "decision": _decision,

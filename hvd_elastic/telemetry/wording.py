@@ -95,6 +95,14 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
         )
     if kind == "host_lost":
         return Line(f"host {host} lost: {get('cause')}", "bad")
+    if kind == "host_draining":
+        left = get("leave_in_s")
+        when = "" if left is None else f", it has {duration_words(float(left))}"
+        return Line(f"host {host} is being drained ({get('cause')}){when}", "change")
+    if kind == "host_drained":
+        return Line(f"host {host} is drained: nothing of this run is left on it", "note")
+    if kind == "host_returned":
+        return Line(f"host {host} is given back and may be used again", "good")
     if kind == "worker_left":
         cause = str(get("cause") or "no cause given")
         if cause == "left":

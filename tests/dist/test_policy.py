@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def wait_decision(job: RunningJob, action: str, np: int | None = None) -> Record
 
 
 def test_slots_are_added_where_examples_take_the_time(start: Any) -> None:
-    job = start(0.002, 0.01)
+    job = start(0.002, 0.01, "--leader-grace", "0")
     grown = wait_decision(job, "grow")
     assert "useful examples/s expected" in grown["reason"]
     assert grown["snapshot"]["current"] == [[job.stage.hosts[0], 1]], "it begins with --min-np"
@@ -92,6 +93,28 @@ def test_slots_are_added_where_examples_take_the_time(start: Any) -> None:
     assert "useful examples/s" in stayed["reason"]
     status = job.command("status", job.run_id)
     assert "decision" in status
+    check_plan(job)
+    # The next leader begins where this one stood, and tries nothing of what was tried.
+    job.process.kill()
+    job.process.wait()
+    since = job.mark()
+    job.resume()
+    job.wait_size(4, since)
+    begun = job.kinds("rescale_started", since)
+    assert [e["to_size"] for e in begun] == [4], job.story()
+    job.wait_for(lambda: [*decisions(job, since)], "a decision", DEADLINE_S)
+    assert {d["action"] for d in decisions(job, since)} == {"stay"}, job.story()
+
+
+def check_plan(job: RunningJob) -> None:
+    """What the run measured tells what other numbers of hosts would do."""
+    found = json.loads(job.command("plan", job.run_id, "--hosts", "4", "--json"))
+    assert [entry["slots"] for entry in found["forecasts"]] == [2, 4, 6, 8]
+    on_two = found["forecasts"][1]
+    assert on_two["seen"]
+    told = [e["throughput"] for e in job.kinds("metrics") if e["size"] == 4]
+    assert on_two["low"] / 2 < median(told) < 2 * on_two["high"]
+    assert "uPlot" in Path(found["path"]).read_text(encoding="utf-8")
 
 
 def test_slots_that_bring_nothing_are_given_back(start: Any) -> None:

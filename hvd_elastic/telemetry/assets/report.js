@@ -66,6 +66,10 @@
   const clockSteps = [0.001, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800,
     3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000];
 
+  // Along the x axis stands time, or what run.x_name counts.
+  const counts = run.x_name !== undefined;
+  const at = (x, fine) => (counts ? `${x} ${run.x_name}` : clock(x, fine));
+
   const plots = [];
   function draw(chart, box) {
     const holder = box.querySelector(".plot");
@@ -82,7 +86,10 @@
       legend: { show: false },
       cursor: { sync: { key: "run", setSeries: false }, points: { size: 7 }, y: false },
       scales: {
-        x: { time: false, range: (u, lo, hi) => (u.zoomed ? [lo, hi] : [0, Math.max(run.duration_s, 0.001)]) },
+        x: {
+          time: false,
+          range: (u, lo, hi) => (u.zoomed ? [lo, hi] : counts ? [lo, Math.max(hi, lo + 1)] : [0, Math.max(run.duration_s, 0.001)]),
+        },
         y: log ? { distr: 3 } : {
           range: (u, lo, hi) => {
             if (lo == null) return [0, 1];
@@ -93,7 +100,9 @@
         },
       },
       axes: [
-        { ...axis, size: 26, space: 70, incrs: clockSteps, values: (u, ticks) => ticks.map((t) => clock(t, ticks.length > 1 && ticks[1] - ticks[0] < 1)) },
+        counts
+          ? { ...axis, size: 26, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500], values: (u, ticks) => ticks.map(shortTick) }
+          : { ...axis, size: 26, space: 70, incrs: clockSteps, values: (u, ticks) => ticks.map((t) => clock(t, ticks.length > 1 && ticks[1] - ticks[0] < 1)) },
         {
           ...axis, size: 56, space: chart.whole ? 24 : 30,
           incrs: chart.whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] : undefined,
@@ -107,19 +116,21 @@
           paths: chart.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
           fill: chart.stepped ? stroke + "22" : undefined,
         },
+        ...(chart.low ? [1, 2].map(() => ({ stroke: "transparent", points: { show: false } })) : []),
       ],
+      bands: chart.low ? [{ series: [3, 2], fill: stroke + "22" }] : [],
       plugins: [marks],
       hooks: {
         setCursor: [(u) => {
           const i = u.cursor.idx;
-          readout.textContent = i == null ? chart.summary : `${clock(u.data[0][i], true)}  ·  ${words(u.data[1][i])} ${chart.unit}`;
+          readout.textContent = i == null ? chart.summary : `${at(u.data[0][i], true)}  ·  ${words(u.data[1][i])} ${chart.unit}`;
         }],
         setSelect: [(u) => { u.zoomed = u.select.width > 0; }],
         init: [(u) => u.over.addEventListener("dblclick", () => { u.zoomed = false; })],
       },
     };
     readout.textContent = chart.summary;
-    return new uPlot(options, [chart.x, y], holder);
+    return new uPlot(options, chart.low ? [chart.x, y, chart.low, chart.high] : [chart.x, y], holder);
   }
 
   const boxes = [...document.querySelectorAll(".chart")];

@@ -74,3 +74,34 @@ def test_options_that_resume_would_ignore_are_refused(capsys: pytest.CaptureFixt
     status, message = call("--resume", "stopped-1", "--audit", capsys=capsys)
     assert status == 2
     assert "--audit cannot be given with --resume" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--pin-hosts", "n[1-3]"], "--pin-hosts: host 'n3' is not in hosts; it has n1, n2"),
+        (["--pin-hosts", "n1,n2", "--max-np", "3"], "--max-np 3 is below the 4 slots of the hosts"),
+        (
+            ["--pin-hosts", "n1", "--mpi"],
+            "a job under --mpi keeps its hosts to the end: leave --pin",
+        ),
+    ],
+)
+def test_hosts_that_cannot_be_pinned(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    wanted: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
+    status, message = call("-H", "hosts", *options, "--", "true", capsys=capsys)
+    assert status == 2
+    assert message.startswith(f"error: {wanted}")
+
+
+def test_hosts_are_pinned_by_a_hostfile(capsys: pytest.CaptureFixture[str]) -> None:
+    status, message = call("--pin-hosts", "n1", "--", "true", capsys=capsys)
+    assert status == 2
+    assert "--pin-hosts names hosts of a hostfile; give one with --hostfile" in message

@@ -125,7 +125,7 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
     "arguments",
     [
         ("status", "nope"), ("logs", "nope"), ("attach", "nope"), ("stop", "nope"),
-        ("scale", "nope", "2"), ("discover", "nope"), ("report", "nope"),
+        ("scale", "nope", "2"), ("drain", "nope", "n1"), ("discover", "nope"), ("report", "nope"),
     ],
 )  # fmt: skip
 def test_a_run_that_is_not_there(call: Call, run: RunFolder, arguments: tuple[str, ...]) -> None:
@@ -317,6 +317,66 @@ def test_scale(call: Call) -> None:
         assert call("scale", "live", "3").out == "will do\n"
         assert call("scale", "live", "auto", "--json").json["np"] is None
     assert asked == [("scale", 3), ("scale", None)]
+
+
+def test_drain(call: Call) -> None:
+    folder = RunFolder.create("live")
+    asked: list[dict[str, Any]] = []
+
+    def note(request: Request, log: EventLog) -> bool:
+        asked.append(dict(request.fields))
+        if not request.fields["undo"]:
+            cause = {"host": "n2", "cause": "asked to", "leave_in_s": 90.0}
+            log.append("host_draining", cause)
+            log.append("host_drained", {"host": "n2"})
+        else:
+            log.append("host_returned", {"host": "n2"})
+        return False
+
+    with leader(folder, note) as log:
+        log.append("run_started", {"run_id": "live", "hosts": [["n1", 1], ["n2", 2]]})
+        done = call("drain", "live", "n2", "--in", "90s")
+        assert done.out == "nothing of run live is left on host n2\n"
+        assert "draining     n2: drained (asked to)\n" in call("status", "live").out
+        found = call("status", "live", "--json").json["draining"]
+        assert (found["n2"]["leave_in_s"], found["n2"]["empty"]) == (90.0, True)
+        assert call("discover", "live").out == "n1:1\n"
+        assert call("drain", "live", "n2", "--undo", "--json").json["undone"] is True
+        assert call("status", "live", "--json").json["draining"] == {}
+        assert call("discover", "live").out == "n1:1\nn2:2\n"
+    assert asked == [
+        {"host": "n2", "leave_in_s": 90.0, "undo": False},
+        {"host": "n2", "leave_in_s": None, "undo": True},
+    ]
+
+
+def test_drain_of_a_run_that_ends_meanwhile(call: Call) -> None:
+    folder = RunFolder.create("live")
+
+    def end(_: Request, log: EventLog) -> bool:
+        log.append("run_finished", {"status": "succeeded"})
+        return True
+
+    with leader(folder, end):
+        assert call("drain", "live", "n2").status == 0
+    with leader(folder, lambda *_: True):
+        done = call("drain", "live", "n2")
+    assert done.status == 1
+    assert "has no live leader" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--in", "soon"), "--in takes a time such as 45s"),
+        (("--in", "9s", "--undo"), "give one of them"),
+    ],
+)
+def test_drain_with_nonsense(call: Call, arguments: tuple[str, ...], words: str) -> None:
+    RunFolder.create("live")
+    done = call("drain", "live", "n2", *arguments)
+    assert done.status == 2
+    assert words in " ".join(done.err.split())
 
 
 @pytest.mark.parametrize("number", ["0", "x", "1.5", "--", ""])

@@ -141,6 +141,8 @@ class Referee:
                 case cmd.Hold(worker):
                     assert worker in {member.worker for member in self.members}
                     self.whole = False
+                case cmd.SaveState(worker):
+                    assert worker in self.holders
                 case cmd.KillWorker(worker):
                     assert worker in self.live
                     self.told_to_leave.add(worker)
@@ -227,6 +229,7 @@ class SimulatedCluster:
         self.reached: dict[int, set[str]] = {}
         self.root_step: dict[int, int] = {}
         self.saved_step = 0
+        self.to_save: list[str] = []
         self.final_step = 1_000_000
         self.all_slots = dict(hosts)
         self.listed: tuple[ev.HostSlots, ...] = ()
@@ -254,7 +257,12 @@ class SimulatedCluster:
                 self._drop_agent(host)
             case cmd.StartWorker(_, host, _):
                 self.hosts[host].to_host.append(command)
-            case cmd.KillWorker(worker) | cmd.Leave(worker) | cmd.Hold(worker):
+            case (
+                cmd.KillWorker(worker)
+                | cmd.Leave(worker)
+                | cmd.Hold(worker)
+                | cmd.SaveState(worker)
+            ):
                 host = self.referee.slots[worker][0]
                 self.hosts[host].to_host.append(command)
             case cmd.Announce():
@@ -305,6 +313,9 @@ class SimulatedCluster:
                     self.end(self.workers[worker], signal=9)
             case cmd.Leave(worker) | cmd.Hold(worker):
                 self.workers[worker].pending = command
+            case cmd.SaveState(worker):
+                if self.workers[worker].alive and self.workers[worker].step is not None:
+                    self.to_save.append(worker)
             case _:
                 raise AssertionError(command)
 
@@ -520,6 +531,18 @@ class SimulatedCluster:
                 if pick % 3 == 0:
                     slots = {n: max(1, number // 2) for n, number in slots.items()}
                 self.set_hosts(slots)
+            case "drain":
+                name = list(self.hosts)[pick % len(self.hosts)]
+                train_for_s = (None, 0.0, 5.0, 100.0)[extra % 4]
+                self.tell(ev.HostDraining(name, "a test", train_for_s))
+            case "return":
+                self.tell(ev.HostReturned(list(self.hosts)[pick % len(self.hosts)]))
+            case "save":
+                if self.to_save:
+                    worker = self.workers[self.to_save.pop(0)]
+                    if worker.alive and worker.step is not None:
+                        self.saved_step = worker.step
+                        self.tell(ev.StateSaved(worker.step))
             case "target":
                 self.tell(ev.TargetChanged(None if extra % 3 == 0 else 1 + pick % 6))
             case "finish":
@@ -563,6 +586,8 @@ class SimulatedCluster:
         for host in self.hosts.values():
             host.up, host.fatal = True, False
         self.tell(ev.TargetChanged(None))
+        for name in self.hosts:
+            self.tell(ev.HostReturned(name))
         self.set_hosts(self.all_slots)
         for number in range(400):
             if self.machine.handle is None or self.referee.over:

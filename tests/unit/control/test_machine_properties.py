@@ -10,6 +10,7 @@ from tests.unit.control.simulated_cluster import SimulatedCluster
 
 COMMON = ["deliver", "command", "move", "round"] * 4 + ["agent", "agent", "time", "time"]
 FAULTS = ["crash", "crash", "break", "freeze", "crash_host", "boot", "hosts", "target"]
+FAULTS += ["drain", "drain", "return", "save"]
 
 actions = st.lists(
     st.tuples(st.sampled_from([*COMMON, *FAULTS, "spoil"]), st.integers(0, 11), st.integers(0, 15)),

@@ -392,3 +392,37 @@ def test_an_agent_that_stands_still_is_ended_by_the_next(start_agent: StartAgent
     assert new.event("hello")["held"] is None
     assert old.process.wait(TIMEOUT_S) == -signal.SIGKILL
     old.wait_clean()
+
+
+# ---- notices that the host will go
+
+
+def test_a_first_sigterm_is_told_and_a_second_ends_the_agent(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    agent.process.send_signal(signal.SIGTERM)
+    notice = agent.event("notice")
+    assert (notice["cause"], notice["leave_in_s"]) == ("its agent got SIGTERM", 30.0)
+    agent.say(op="tell", worker="w0", message={"kind": "still"})
+    assert agent.said_by_worker("heard")["message"] == {"kind": "still"}
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    agent.wait_clean()
+
+
+def test_the_preemption_command_gives_notice(start_agent: StartAgent, tmp_path: Path) -> None:
+    (tmp_path / "notice").write_text("75\n")
+    agent = start_agent(preemption_command=f"cat {tmp_path}/notice")
+    notice = agent.event("notice")
+    assert notice["cause"] == "the preemption command says so"
+    assert notice["leave_in_s"] == 75.0
+    agent.start_worker()
+    agent.say(op="tell", worker="w0", message={"kind": "leave"})
+    assert agent.event("worker_exited")["code"] == 0, "workers are reaped beside it"
+
+
+def test_a_preemption_command_that_cannot_be_run_is_told(start_agent: StartAgent) -> None:
+    agent = start_agent(preemption_command="exec no-such-command")
+    told = agent.event("warning")["message"]
+    assert told == "the preemption command cannot be run: exec no-such-command"

@@ -43,6 +43,18 @@ def test_gives_back_slots_that_bring_nothing():
     assert "given back" in found.reason
 
 
+def test_pinned_hosts_are_kept_and_taken_at_once():
+    hosts = tuple(dataclasses.replace(h, pinned=h.name == "n2") for h in HOSTS)
+    everything = snapshot(PAYS_NOT, {h.name: 2 for h in HOSTS}, hosts=hosts)
+    found = decide(everything, 100.0, None, AT_ONCE)
+    assert found.target == Allocation.of({"n2": 2}), found.reason
+    elsewhere = snapshot(PAYS_NOT, {"n0": 1}, hosts=hosts)
+    found = decide(elsewhere, 100.0, None, Parameters())
+    assert found.target == Allocation.of({"n2": 2})
+    assert "not all slots of pinned host n2 are in use" in found.reason
+    assert elsewhere.as_fields()["pinned"] == ["n2"]
+
+
 def test_a_pause_as_long_as_the_horizon_is_not_worth_it():
     small = snapshot(well_known(0.1, 0.01, 0.001, 64), {"n0": 2, "n1": 2}, pause_s=600.0)
     assert decide(small, 100.0, None, AT_ONCE).action == "stay"

@@ -82,6 +82,29 @@ def test_a_lasting_change_of_step_time_makes_the_old_times_worthless():
     assert float(model.step_s(2, 2, 16, 0)) == pytest.approx(0.3, rel=0.1)
 
 
+def test_old_times_across_hosts_are_believed_less_once_hosts_come_or_go():
+    evidence = Evidence()
+    evidence.formed(["a", "b"])
+    end = told(evidence, 0.3, 0.0, 8)
+    evidence.formed(["a"])
+    end = told(evidence, 0.2, end, 8)
+
+    def doubt(hosts: int) -> float:
+        model = evidence.model()
+        assert model is not None
+        assert float(model.step_s(1, 1, 32, 0)) == pytest.approx(0.2, rel=0.05)
+        return float(model.predict(hosts, hosts, 32 / hosts, 0).uncertainty)
+
+    evidence.distrust_what_is_old(end)
+    apart, alone = doubt(2), doubt(1)
+    evidence.distrust_what_is_old(end + 3600)
+    assert doubt(2) > 3 * apart
+    assert doubt(1) < 1.5 * alone
+    evidence.formed(["a", "b"])
+    told(evidence, 0.25, end + 3600, 8)
+    assert doubt(2) < 2 * apart, "timed anew"
+
+
 def test_batch_limits_are_believed_only_where_they_make_sense():
     evidence = Evidence()
     plan = {"global_batch_size": 64, "accumulation_steps": 0}

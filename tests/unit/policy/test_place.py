@@ -11,7 +11,7 @@ from hvd_elastic.policy.snapshot import Allocation, HostOffer
 
 
 def place(hosts: list[HostOffer], size: int, current: Allocation | None = None) -> list[object]:
-    return [dict(a.counts) for a in placements(hosts, [size], current or Allocation())]
+    return [dict(a.counts) for a in placements(tuple(hosts), (size,), current or Allocation())]
 
 
 def test_fewest_hosts_first():
@@ -24,6 +24,15 @@ def test_fewest_hosts_first():
 def test_hosts_in_use_stay_in_use():
     hosts = [HostOffer(name, 2) for name in "abcd"]
     assert place(hosts, 4, Allocation.of({"c": 2, "d": 2})) == [{"c": 2, "d": 2}]
+
+
+def test_pinned_hosts_are_kept_as_a_whole():
+    hosts = [HostOffer("a", 4), HostOffer("b", 2, pinned=True), HostOffer("c", 2, slowness=3.0)]
+    assert place(hosts, 1) == []
+    assert place(hosts, 2) == [{"b": 2}]
+    assert place(hosts, 4)[0] == {"a": 2, "b": 2}
+    slow = [HostOffer("a", 4), HostOffer("b", 2, slowness=3.0, pinned=True)]
+    assert place(slow, 4) == [{"a": 2, "b": 2}], "however slow"
 
 
 def test_cheap_hosts_and_fast_hosts_are_among_the_choices():
@@ -40,7 +49,7 @@ def test_cheap_hosts_and_fast_hosts_are_among_the_choices():
 def test_placements_hold_what_was_asked(rows, size):
     hosts = [HostOffer(f"h{i}", s, price, slow) for i, (s, slow, price) in enumerate(rows)]
     slots = {host.name: host.slots for host in hosts}
-    found = placements(hosts, [size], Allocation())
+    found = placements(tuple(hosts), (size,), Allocation())
     assert bool(found) == (size <= sum(slots.values()))
     for allocation in found:
         assert allocation.slots == size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.sim.adaptdl import AdaptDLRule
 from hvd_elastic.sim.run import simulate
 from hvd_elastic.sim.static import best_at, best_static
 from hvd_elastic.sim.trace import Change, Trace, Workload, read_trace
@@ -77,6 +79,43 @@ def test_hosts_that_go_are_not_used_any_more():
     result = simulate(trace, ScalingConfig())
     assert max(s.slots for s in result.samples if s.at_s < 300) > 2
     assert all(sample.slots <= 2 for sample in result.samples if sample.at_s > 310)
+
+
+LATER = dataclasses.replace(TRACE, duration_s=1500.0)
+LARGE = tuple(HostOffer(f"n{number}", 4, 1.0) for number in range(4))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change(900.0, link=10.0),
+        Change(900.0, slow={"n1": 3.0}),
+        Change(900.0, add=(HostOffer("m0", 2, 1.0), HostOffer("m1", 2, 1.0))),
+        Change(900.0, remove=("n2",)),
+    ],
+)
+def test_after_a_change_it_is_near_the_new_best_within_a_minute(change):
+    trace = dataclasses.replace(LATER, changes=(change,))
+    result = simulate(trace, ScalingConfig(), with_best=True)
+    late = [s for s in result.samples if s.at_s > 960 and s.goodput > 0]
+    assert min(s.goodput / s.best for s in late) > 0.9
+    assert len([d for d in result.decisions if d.at_s >= 900]) <= 3
+
+
+def test_adaptdl_doubles_what_it_has_profiled_once_a_minute():
+    work = dataclasses.replace(WORK, beta_c=0.02)
+    trace = dataclasses.replace(TRACE, hosts=LARGE, workload=work)
+    result = simulate(trace, ScalingConfig(), rule=AdaptDLRule)
+    assert [d.slots for d in result.decisions[:4]] == [2, 4, 8, 16]
+    times = [d.at_s for d in result.decisions[:4]]
+    assert all(60 <= after - before < 70 for before, after in itertools.pairwise(times))
+
+
+def test_adaptdl_stays_small_where_slots_bring_little():
+    work = dataclasses.replace(WORK, alpha_n=2.0, noise_scale=(10.0, 10.0))
+    trace = dataclasses.replace(TRACE, hosts=LARGE, workload=work)
+    result = simulate(trace, ScalingConfig(), rule=AdaptDLRule)
+    assert result.samples[-1].slots <= 4, "one host"
 
 
 def test_a_budget_is_never_exceeded():

@@ -1,0 +1,214 @@
+"""``hvd-elastic plan``: what other numbers of hosts would bring a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
+from hvd_elastic.errors import HostfileError, RunError, UsageError
+from hvd_elastic.words import count
+
+if TYPE_CHECKING:
+    from hvd_elastic.policy.evidence import Evidence
+    from hvd_elastic.policy.forecast import Forecast
+    from hvd_elastic.policy.snapshot import HostOffer
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+__all__ = ["plan"]
+
+
+def plan(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]", help="a run id (default: the newest run)"),
+    ] = None,
+    hosts: Annotated[
+        int, whole_number_option("--hosts", help="up to so many hosts, there or not")
+    ] = 16,
+    slots: Annotated[
+        int | None,
+        whole_number_option("--slots", help="of each host (default: those of the run's hosts)"),
+    ] = None,
+    price: Annotated[
+        float | None,
+        number_option("--price", help="of each host per hour (default: those of the hostfile)"),
+    ] = None,
+    target_examples: Annotated[
+        float | None,
+        number_option(
+            "--target-examples", above=True, help="useful examples still to be made, such as 5e7"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="where to write the plots (default: in the run folder)")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="train on some sizes first; the command stands after --")
+    ] = False,
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", "-H", help="of --probe: hosts and slots")
+    ] = None,
+    probe_for: Annotated[
+        str, typer.Option(metavar="TIME", help="of --probe: how long to train in all")
+    ] = "2m",
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            "-F",
+            envvar="HVD_ELASTIC_SSH_CONFIG",
+            help="of --probe: ssh configuration (default: ~/.ssh/config)",
+        ),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Predict throughput, goodput, time and cost for 1 to N hosts, and how sure that is.
+
+    It rests on the step times and the gradient noise that the run has measured. Sizes that were
+    timed are marked with *.
+
+    Examples:
+      hvd-elastic plan digits-3 --hosts 16
+
+      hvd-elastic plan digits-3 --target-examples 5e7 --price 2.5 --json
+
+      hvd-elastic plan --probe --hostfile hosts -- python train.py
+    """
+    from hvd_elastic.policy.forecast import forecast
+    from hvd_elastic.policy.replay import replay
+    from hvd_elastic.telemetry.runfolder import RunFolder
+
+    if probe:
+        folder = _probed(hostfile, arguments or [], probe_for, ssh_config)
+    else:
+        if hostfile is not None or len(arguments or []) > 1:
+            raise UsageError(
+                "give one run, or --probe with --hostfile and the training command after --"
+            )
+        folder = RunFolder.open(arguments[0] if arguments else None)
+    evidence = replay(folder.read_events())
+    offers = _offers(folder)
+    todo = _todo(folder, evidence) if target_examples is None else target_examples
+    try:
+        found = forecast(evidence, offers, hosts, slots, price, todo)
+    except ValueError as error:
+        raise RunError(f"run {folder.run_id}: {error}") from error
+    notes = _notes(evidence, found, todo)
+    path = _write(folder, found, notes, out)
+    if json_output:
+        print(json.dumps(_as_json(folder, evidence, found, todo, path), indent=2))
+    else:
+        _show(found, notes, path)
+
+
+def _probed(
+    hostfile: Path | None, command: Sequence[str], probe_for: str, ssh_config: Path | None
+) -> RunFolder:
+    from hvd_elastic.cluster.hostfile import parse_hostfile
+    from hvd_elastic.launch.probe import probe
+
+    if hostfile is None or not command:
+        raise UsageError(
+            "--probe needs --hostfile and the training command, for example: hvd-elastic plan "
+            "--probe --hostfile hosts -- python train.py"
+        )
+    for_s = parse_duration("--probe-for", probe_for)
+    options = [] if ssh_config is None else ["--ssh-config", str(ssh_config)]
+    found = parse_hostfile(hostfile).hosts
+    return probe(
+        hostfile, found, command, for_s, options, lambda what: print(what, file=sys.stderr)
+    )
+
+
+def _offers(folder: RunFolder) -> list[HostOffer]:
+    """The run's hosts; their prices too while its hostfile is there."""
+    from hvd_elastic.cluster.hostfile import parse_hostfile
+    from hvd_elastic.policy.snapshot import HostOffer
+    from hvd_elastic.telemetry.summary import summarize
+
+    prices: dict[str, float | None] = {}
+    place = folder.read_run().get("hostfile")
+    if place:
+        try:
+            prices = {host.name: host.price for host in parse_hostfile(place).hosts}
+        except HostfileError:
+            prices = {}
+    hosts = summarize(folder.read_events()).hosts
+    return [HostOffer(name, slots, prices.get(name)) for name, slots in hosts]
+
+
+def _todo(folder: RunFolder, evidence: Evidence) -> float | None:
+    """What is left of the run's own target; None: it has none, or has reached it."""
+    target = folder.read_run().get("target_examples")
+    if not target or target <= evidence.done:
+        return None
+    return float(target) - evidence.done
+
+
+def _notes(evidence: Evidence, found: Sequence[Forecast], todo: float | None) -> list[str]:
+    from hvd_elastic.telemetry.wording import number_words
+
+    worlds = sorted(evidence.worlds)
+    timed = ", ".join(f"{count(s, 'slot')} on {count(h, 'host')}" for h, s in worlds[:6])
+    notes = [f"* timed by this run. In all: {timed}{' and more' if len(worlds) > 6 else ''}."]
+    if all(hosts < 2 for hosts, _ in worlds) and len(found) > 1:
+        notes.append(
+            "Hosts were never timed together: what the link between them costs is a guess."
+        )
+    if math.isfinite(evidence.noise):
+        notes.append(
+            f"The gradient noise scale is taken to stay at {number_words(evidence.noise)} examples."
+        )
+    if todo is not None:
+        notes.append(f"Time and cost are those of {number_words(todo)} useful examples.")
+    return notes
+
+
+def _write(
+    folder: RunFolder, found: Sequence[Forecast], notes: Sequence[str], out: Path | None
+) -> Path:
+    from hvd_elastic.telemetry.page import write_page
+    from hvd_elastic.telemetry.plan_page import render_plan
+
+    path = folder.path / "plan.html" if out is None else out
+    write_page(path, render_plan(folder.run_id, found, notes))
+    return path
+
+
+def _as_json(
+    folder: RunFolder,
+    evidence: Evidence,
+    found: Sequence[Forecast],
+    todo: float | None,
+    path: Path,
+) -> dict[str, Any]:
+    return {
+        "run_id": folder.run_id,
+        "path": str(path),
+        "noise_scale": evidence.noise if math.isfinite(evidence.noise) else None,
+        "target_examples": todo,
+        "timed": sorted(evidence.worlds),
+        "forecasts": [dataclasses.asdict(entry) for entry in found],
+    }
+
+
+def _show(found: Sequence[Forecast], notes: Sequence[str], path: Path) -> None:
+    from hvd_elastic.telemetry.plan_page import plan_cells
+
+    heads, rows = plan_cells(found)
+    lines = [heads, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    for line in lines:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    print()
+    for note in notes:
+        print(note)
+    print(f"plots: {path}")

@@ -1,0 +1,151 @@
+"""What other numbers of hosts would bring: throughput, goodput, time and money, and how sure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_elastic.model.goodput import best_batch_plan
+from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.snapshot import HostOffer
+
+__all__ = ["Forecast", "forecast"]
+
+_SPREAD = 1.2816
+"""Standard deviations either way that hold 80 % of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What so many hosts would do, at the batch plan that suits them best.
+
+    Attributes:
+        hosts, slots: in use.
+        seen: whether this number of slots on so many hosts was timed.
+        global_batch_size, accumulation_steps: of the plan.
+        throughput: [examples/s].
+        efficiency: statistical efficiency, in (0, 1].
+        goodput: their product [useful examples/s].
+        low, high: the goodput is between them with 80 % probability, by the model.
+        speedup: goodput over that of one host.
+        rate: price of the hosts [currency per hour]; None: not known.
+        time_s: until the target is reached [s]; None: there is none.
+        cost: of that time; None: no target or no price.
+    """
+
+    hosts: int
+    slots: int
+    seen: bool
+    global_batch_size: int
+    accumulation_steps: int
+    throughput: float
+    efficiency: float
+    goodput: float
+    low: float
+    high: float
+    speedup: float
+    rate: float | None
+    time_s: float | None
+    cost: float | None
+
+
+def forecast(
+    evidence: Evidence,
+    hosts: Sequence[HostOffer],
+    most_hosts: int,
+    slots: int | None = None,
+    price: float | None = None,
+    target: float | None = None,
+) -> list[Forecast]:
+    """One entry for each number of hosts from 1 on that a batch plan exists for.
+
+    The noise scale is taken to stay what it was last.
+
+    Args:
+        evidence: of a run.
+        hosts: those there are; beyond them, and with ``slots``, more of the same kind are thought
+            of.
+        most_hosts: up to so many.
+        slots: of each host; None: those the hosts have.
+        price: of each host [currency per hour]; None: those the hosts have.
+        target: useful examples still to be made.
+
+    Raises:
+        ValueError: too little was measured; says what is missing.
+    """
+    model, limits = evidence.model(), evidence.limits
+    if model is None or limits is None:
+        raise ValueError(
+            "no step was timed for long enough to predict anything: a run has to train for some "
+            "ten seconds on each size that it tries"
+        )
+    noise = evidence.noise
+    if math.isnan(noise):
+        raise ValueError(
+            "the gradient noise scale of this run is not known yet, so nobody can say what larger "
+            "batches would bring; let it train on for a minute"
+        )
+    offers = _offers(evidence, hosts, most_hosts, slots, price)
+    found: list[Forecast] = []
+    alone = math.nan
+    for number in range(1, most_hosts + 1):
+        used = offers[:number]
+        ranks = sum(host.slots for host in used)
+        slowest = max(host.slowness for host in used)
+        best = best_batch_plan(model, noise, limits, number, ranks, slowest)
+        if best is None:
+            continue
+        alone = best.goodput if math.isnan(alone) else alone
+        spread = math.exp(_SPREAD * math.hypot(best.uncertainty, model.noise))
+        rates = [host.price for host in used]
+        rate = None if None in rates else sum(p for p in rates if p is not None)
+        time_s = None if target is None else target / best.goodput
+        found.append(
+            Forecast(
+                hosts=number,
+                slots=ranks,
+                seen=(number, ranks) in evidence.worlds,
+                global_batch_size=best.plan.global_batch_size,
+                accumulation_steps=best.plan.accumulation_steps,
+                throughput=best.throughput,
+                efficiency=best.efficiency,
+                goodput=best.goodput,
+                low=best.goodput / spread,
+                high=best.goodput * spread,
+                speedup=best.goodput / alone,
+                rate=rate,
+                time_s=time_s,
+                cost=None if time_s is None or rate is None else rate * time_s / 3600,
+            )
+        )
+    if not found:
+        raise ValueError(
+            "no batch plan keeps to the limits of the batch size on any number of hosts"
+        )
+    return found
+
+
+def _offers(
+    evidence: Evidence,
+    hosts: Sequence[HostOffer],
+    most_hosts: int,
+    slots: int | None,
+    price: float | None,
+) -> list[HostOffer]:
+    """The fast hosts first, of those the large ones, and then more like the commonest."""
+    known = [
+        HostOffer(
+            host.name,
+            host.slots if slots is None else slots,
+            host.price if price is None else price,
+            evidence.slowness(host.name),
+        )
+        for host in hosts
+    ]
+    known.sort(key=lambda host: (host.slowness, -host.slots))
+    kinds = [(host.slots, host.price) for host in known] or [(slots or 1, price)]
+    common = max(kinds, key=kinds.count)
+    more = [HostOffer("", *common) for _ in range(most_hosts - len(known))]
+    fast = [host for host in known if host.slowness == 1]
+    return [*fast, *more, *known[len(fast) :]]

@@ -1,0 +1,70 @@
+"""Hosts that will be taken away: told by the user, by SIGTERM, and by a command on the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.dist.conftest import StartJob
+from tests.dist.running import Stage
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+
+def test_a_job_moves_off_its_hosts_and_back(stage: Stage, start_job: StartJob) -> None:
+    a, b, c, _ = stage.hosts
+    job = start_job({a: 1, b: 1, c: 1}, "--np", "2")
+    job.wait_size(2)
+    since = job.mark()
+    # With time left, the replacement is warm before anybody is told to leave.
+    told = json.loads(job.command("drain", job.run_id, b, "--in", "60s", "--json"))
+    assert told["drained"] is True
+    job.wait_size(2, since)
+    kinds = [event["kind"] for event in job.events[since:]]
+    order = ["host_draining", "worker_standby", "rescale_started", "host_drained"]
+    assert [kind for kind in kinds if kind in order] == order, job.story()
+    assert job.kinds("rescale_started", since)[-1]["hosts"] == [a, c]
+    job.check_nothing_left([b])
+    assert f"{b}: drained (asked to by hvd-elastic drain)" in job.command("status", job.run_id)
+    # The machine of the second host is shut down: there is no other host left for its worker.
+    since = job.mark()
+    os.kill(job.agent_pid(c), signal.SIGTERM)
+    job.wait_event("host_drained", since, host=c)
+    assert job.kinds("host_draining", since)[0]["cause"] == "its agent got SIGTERM"
+    job.wait_size(1, since)
+    assert not job.kinds("host_lost")
+    # What was given back is used again.
+    since = job.mark()
+    job.command("drain", job.run_id, b, "--undo")
+    job.wait_size(2, since)
+    assert job.kinds("rescale_started", since)[-1]["hosts"] == [a, b]
+    job.finish()
+
+
+def test_the_last_host_goes_and_nothing_is_lost(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    notice = stage.folder / "taken"
+    job = start_job({a: 1}, "--checkpoint-every", "600", "--preemption-command", f"cat {notice}")
+    job.wait_size(1)
+    job.wait_steps(10)
+    since = job.mark()
+    notice.write_text("11")
+    try:
+        job.wait_event("host_drained", since, host=a)
+    finally:
+        notice.unlink()
+    draining = job.kinds("host_draining", since)[0]
+    assert draining["leave_in_s"] == 11.0
+    saved = job.kinds("checkpoint", since)
+    assert saved, "what training stopped with"
+    job.check_nothing_left([a])
+    assert "drained" in job.kinds("waiting", since)[-1]["reason"]
+    job.use({a: 1, b: 1})
+    restored = job.wait_event("restored", since)
+    assert restored["step"] == saved[-1]["step"]
+    job.wait_steps(5)
+    assert job.kinds("rescale_started", since)[-1]["hosts"] == [b]
+    job.finish()
