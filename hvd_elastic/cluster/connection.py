@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +30,7 @@ class SshOptions:
         identity: a private key file to try first.
         keepalive_s: seconds between keepalives on an idle connection.
         silence_timeout_s: unanswered for so long, the connection counts as lost.
+        password: tried where no key is taken.
     """
 
     config_path: Path | None = None
@@ -38,6 +39,7 @@ class SshOptions:
     identity: Path | None = None
     keepalive_s: int = 15
     silence_timeout_s: float = 60.0
+    password: str | None = field(default=None, repr=False)
 
 
 class Connection(Protocol):

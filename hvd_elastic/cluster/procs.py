@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hvd_elastic.cluster.fanout import DEFAULT_FANOUT, HostResult, Stopper, fan_out
+from hvd_elastic.cluster.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.scripts import run_script
 from hvd_elastic.cluster.ssh import SshOptions, connect
@@ -64,14 +64,22 @@ def kill_run(
     def kill(host: Host, stopper: Stopper) -> tuple[FoundProcess, ...]:
         with connect(host, options) as connection:
             stopper.add(connection.close)
-            request = {"run": run, "strays": strays, "grace_s": grace_s, "dry_run": dry_run}
+            request = {
+                "run": run,
+                "strays": strays,
+                "ours": False,
+                "grace_s": grace_s,
+                "dry_run": dry_run,
+            }
             answer = run_script(connection, "kill_run", request, SCRIPT_S + 5 * grace_s)
             return tuple(FoundProcess(**entry) for entry in answer["processes"])
 
     limit_s = options.connect_timeout_s + SCRIPT_S + 5 * grace_s + 10.0
-    return fan_out(hosts, kill, fanout, limit_s, _explain_left)
+    return fan_out(hosts, kill, fanout, limit_s, _judge_left)
 
 
-def _explain_left(found: tuple[FoundProcess, ...]) -> str | None:
+def _judge_left(found: tuple[FoundProcess, ...]) -> tuple[Outcome, str]:
     left = [str(process.pid) for process in found if process.ended == "left"]
-    return f"still there after KILL: process {', '.join(left)}" if left else None
+    if not left:
+        return Outcome.OK, ""
+    return Outcome.FAILED, f"still there after KILL: process {', '.join(left)}"

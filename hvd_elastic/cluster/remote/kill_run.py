@@ -2,8 +2,8 @@
 
 Or, as strays, the workers of other launchers that their launcher has left behind.
 
-Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "grace_s": seconds,
-"dry_run": bool}.
+Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "ours": whether what our own
+agents left counts among the strays, "grace_s": seconds, "dry_run": bool}.
 Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}]}.
 Found by environment and parentage, not by name: a bystander is never touched.
 """
@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = b"HVD_ELASTIC_RUN_ID="
+OURS = "hvd-elastic"
 # What stock launchers put into their workers' environment, and which of it names the job.
 LAUNCHERS = (
     ("torchrun", b"TORCHELASTIC_RUN_ID=", b"TORCHELASTIC_RUN_ID="),
@@ -56,11 +57,12 @@ def run_of(pid: int) -> str | None:
     return None
 
 
-def job_of(pid: int) -> str | None:
-    """The job of another launcher that a process is a worker of, or None; ours are not."""
+def job_of(pid: int, ours: bool) -> str | None:
+    """The launcher and the job that a process is a worker of, or None."""
+    run = run_of(pid)
+    if run is not None:
+        return f"{OURS} {run}" if ours else None
     entries = read(f"/proc/{pid}/environ").split(b"\0")
-    if any(entry.startswith(VARIABLE) for entry in entries):
-        return None
     for launcher, mark, name in LAUNCHERS:
         if any(entry.startswith(mark) for entry in entries):
             names = [entry[len(name) :] for entry in entries if entry.startswith(name)]
@@ -97,7 +99,7 @@ def own_processes() -> dict[int, tuple[int, int]]:
     return found
 
 
-def find(run: str | None, strays: bool) -> dict[tuple[int, int], str]:
+def find(run: str | None, strays: bool, ours: bool) -> dict[tuple[int, int], str]:
     """(pid, start time) -> run id, or job, of what is to end; never this one or those above it."""
     processes = own_processes()
     spared = set()
@@ -107,7 +109,7 @@ def find(run: str | None, strays: bool) -> dict[tuple[int, int], str]:
         pid = processes[pid][0]
     marked: dict[int, str] = {}
     if strays:
-        jobs = {pid: job for pid in processes for job in [job_of(pid)] if job is not None}
+        jobs = {pid: job for pid in processes for job in [job_of(pid, ours)] if job is not None}
         marked = {
             pid: job
             for pid, job in jobs.items()
@@ -168,7 +170,7 @@ def main() -> None:
     seen: dict[tuple[int, int], dict[str, object]] = {}
     for _ in range(1 if request["dry_run"] else ROUNDS):
         # Again until nothing is found: what was forked while the others were ended comes next.
-        found = find(request["run"], request["strays"])
+        found = find(request["run"], request["strays"], request["ours"])
         if not found:
             break
         for key, name in found.items():
