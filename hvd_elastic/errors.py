@@ -76,7 +76,7 @@ class HostKeyError(SshError):
 class LoginRefusedError(SshError):
     """A host does not let the user in."""
 
-    brief = "refuse the login"
+    brief = "cannot be logged in to"
 
 
 class RunError(HvdElasticError):

@@ -7,6 +7,7 @@ The same functions stand behind ``hvd-elastic cluster run|copy|kill|check|trust`
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ from hvd_elastic.cli.copy_bar import copy_bar
 from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.host_options import Chosen, over_hosts
 from hvd_elastic.cli.host_report import Printer, conclude, finish, show_each
+from hvd_elastic.cli.kill_report import describe_ended, show_ended
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cluster.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 from hvd_elastic.cluster.fanout import HostResult
@@ -316,6 +318,14 @@ def kill(
             "--strays", help="End workers that a dead torchrun, mpirun or horovodrun left."
         ),
     ] = False,
+    user_processes: Annotated[
+        str | None,
+        typer.Option(
+            "--user-processes",
+            metavar="PATTERN",
+            help="End your processes whose command line matches this regular expression.",
+        ),
+    ] = None,
     grace: Annotated[
         float, number_option("--grace", metavar="SECONDS", help="Between TERM and KILL.")
     ] = 5.0,
@@ -323,7 +333,8 @@ def kill(
     """End your own processes of a run, with their descendants, on every host; nothing else.
 
     They are found by HVD_ELASTIC_RUN_ID in their environment, not by name; with --strays by what
-    other launchers put there, and only where no living process holds them.
+    other launchers put there, and only where no living process holds them. Then temporary folders,
+    shared memory, locks and sockets are removed that dead runs left and nobody uses.
 
     For example:
 
@@ -333,28 +344,34 @@ def kill(
 
       killclust hosts --strays --dry-run
     """
-    from hvd_elastic.cluster.procs import kill_run
+    from hvd_elastic.cluster.procs import Target, kill_run
 
-    if [run_id is not None, every, strays].count(True) != 1:
+    if [run_id is not None, every, strays, user_processes is not None].count(True) != 1:
         raise UsageError(
-            "say what to end: --run RUN for one run (hvd-elastic list shows them), --all, or "
-            "--strays"
+            "say what to end: --run RUN for one run (hvd-elastic list shows them), --all, "
+            "--strays, or --user-processes PATTERN"
         )
+    if user_processes is not None:
+        _check_pattern(user_processes)
     printer = Printer(chosen.hosts)
-    results = kill_run(
-        chosen.hosts, run_id, chosen.ssh, grace, chosen.dry_run, chosen.fanout, strays
+    target = Target(run_id, strays, user_processes)
+    results = kill_run(chosen.hosts, target, chosen.ssh, grace, chosen.dry_run, chosen.fanout)
+    finish(
+        chosen,
+        results,
+        printer,
+        describe_ended,
+        lambda result: show_ended(result, printer, chosen.dry_run),
     )
 
-    def describe(result: HostResult[Any]) -> dict[str, Any]:
-        return {"processes": [vars(process) for process in result.value or ()]}
 
-    def word(result: HostResult[Any]) -> str:
-        for process in result.answer:
-            done = {"": "found", "left": "NOT ended"}.get(process.ended, f"{process.ended} ended")
-            printer.line(result.host, "stdout", f"{done} {process.pid}  {process.command}")
-        return f"{count(len(result.answer), 'process')} {'found' if chosen.dry_run else 'ended'}"
-
-    finish(chosen, results, printer, describe, word)
+def _check_pattern(text: str) -> None:
+    try:
+        wanted = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"--user-processes '{text}': {error}; write \\. for a dot") from error
+    if wanted.search("") is not None:
+        raise UsageError(f"--user-processes '{text}' matches everything; name the program")
 
 
 @over_hosts(without=["dry_run"])

@@ -81,7 +81,14 @@ def check_cluster(
             left = run_script(
                 connection,
                 "kill_run",
-                {"run": None, "strays": True, "ours": True, "grace_s": 0, "dry_run": True},
+                {
+                    "run": None,
+                    "strays": True,
+                    "ours": True,
+                    "pattern": None,
+                    "grace_s": 0,
+                    "dry_run": True,
+                },
                 SCRIPT_S,
             )
             return {**facts, "strays": left["processes"]}

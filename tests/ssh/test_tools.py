@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -150,6 +155,77 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
             process.wait(10)
             if process.stdout:
                 process.stdout.close()
+
+
+def test_what_dead_runs_left_in_files_is_removed_and_what_is_used_is_not(
+    tools: Tools, tmp_path: Path
+) -> None:
+    run = f"run-{secrets.token_hex(4)}"
+    digest = hashlib.sha256(f"{run}/node1".encode()).hexdigest()[:12]
+    folders = [Path(tempfile.gettempdir(), f"hvd-{digest}-{name}") for name in ("dead", "used")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "torch_socket").write_bytes(bytes(1000))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f"torch_{ended.pid}_{run}", f"nccl-{run}-dead", f"nccl-{run}-used", f"mine-{run}"]
+    shared_memory = [Path("/dev/shm", name) for name in names]
+    for path in shared_memory:
+        path.write_bytes(bytes(1000))
+    # As a worker that lives has it, and one that has only mapped it.
+    program = (
+        "import mmap, sys; file = open(sys.argv[1], 'r+b'); held = mmap.mmap(file.fileno(), 0); "
+        "file.close(); print('ready', flush=True); sys.stdin.read()"
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-c", program, str(shared_memory[2])],
+        env={**os.environ, "TMPDIR": str(folders[1])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"ready\n"
+        arguments = [str(tools.hostfile), "--hosts", "node1", "--run", run, "--json"]
+        gone = [folders[0], *shared_memory[:2]]
+        kept = [folders[1], *shared_memory[2:]]
+        for options in (["--dry-run"], []):
+            assert all(path.exists() for path in gone)
+            files = records(tools("killclust", *arguments, *options))["node1"]["files"]
+            found = {file["path"] for file in files}
+            assert found >= set(map(str, gone))
+            assert not found & set(map(str, kept))
+        assert not any(path.exists() for path in gone)
+        assert all(path.exists() for path in kept)
+    finally:
+        worker.communicate()
+        for path in shared_memory:
+            path.unlink(missing_ok=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_processes_are_ended_by_their_command_line(tools: Tools) -> None:
+    word = secrets.token_hex(8)
+    processes = [
+        subprocess.Popen(["sh", "-c", f"sleep 100; : {name}"], start_new_session=True)
+        for name in (f"train_{word}", f"other_{word}")
+    ]
+    try:
+        for process in processes:
+            threading.Thread(target=process.wait, daemon=True).start()
+        arguments = [str(tools.hostfile), "--hosts", "node1", "--user-processes"]
+        for pattern in ("", ".*", "("):
+            assert tools("killclust", *arguments, pattern).returncode == 2
+        found = records(tools("killclust", *arguments, f"train_{word}", "--json"))["node1"]
+        assert processes[0].pid in [each["pid"] for each in found["processes"]]
+        wait_until(lambda: not is_alive(processes[0].pid), "its end")
+        assert is_alive(processes[1].pid)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
 
 
 def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
