@@ -58,7 +58,7 @@ class HowToRun:
 
 
 class NotHeldError(SshError):
-    """The holder did not start: there is no Python on the host."""
+    """The holder did not start, as where there is no Python; nor did the command."""
 
 
 class HeldCommand:
@@ -119,13 +119,13 @@ class HeldCommand:
 
         Raises:
             TimeoutError: it still runs.
-            NotHeldError: there is no Python on the host.
+            NotHeldError: the holder did not start, as where there is no Python.
             SshError: it could not be started: no such folder, sudo asks for a password, ….
         """
         status = self._process.wait(timeout_s)
-        # What says whether it was held may be on its way.
-        while self._said is None and not self._process.wait_drained(DRAIN_S):
-            pass
+        if self._said is None:
+            # What says whether it was held may be on its way.
+            self._process.wait_drained(DRAIN_S)
         if self._said == "started" or (self._said is None and status < 0):
             return status
         raise self._why_not(status)
@@ -176,7 +176,9 @@ class HeldCommand:
         if not self._how.sudo:
             if status == COMMAND_NOT_FOUND or "not found" in last.lower():
                 return NotHeldError(str(no_python(self._host, PYTHON)))
-            return SshError(f"host {self._host}: no command can be started: {last}")
+            return NotHeldError(
+                f"host {self._host}: no command can be started by its {PYTHON}: {last}"
+            )
         if status == COMMAND_NOT_FOUND and "sudo" in last:
             return SshError(
                 f"host {self._host}: there is no sudo. Log in as root: root@{self._host} in the "

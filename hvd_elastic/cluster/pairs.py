@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import statistics
@@ -223,9 +224,8 @@ class NetworkProbe(Closing):
         for name in asked:
             process = self._nodes[name].process
             try:
-                line = process.stdout.readline(max(0.0, deadline - time.monotonic()))
-                answers[name] = json.loads(line)
-            except (TimeoutError, ValueError):
+                answers[name] = _read_answer(process, deadline)
+            except TimeoutError:
                 tail = process.stderr_tail.decode("utf-8", "replace").strip().splitlines()
                 self._drop(name, tail[-1] if tail else "no answer")
         return answers
@@ -235,6 +235,23 @@ class NetworkProbe(Closing):
         self.failures[name] = str(SshError(f"host {name}: its network cannot be measured: {why}"))
         node.process.close()
         node.connection.close()
+
+
+def _read_answer(process: RemoteProcess, deadline: float) -> dict[str, Any]:
+    """The next JSON object that a program says.
+
+    Raises:
+        TimeoutError: none came in time, or none will come.
+    """
+    while True:
+        line = process.stdout.readline(max(0.0, deadline - time.monotonic()))
+        if not line:
+            raise TimeoutError
+        # A login script that talks is not the program's voice.
+        with contextlib.suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
 
 
 def all_pairs_in_rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 
 from hvd_elastic.cluster.virtual import VirtualCluster
 from hvd_elastic.cluster.virtual.netns import why_no_namespaces
-from tests.ssh.sshd import AVAILABLE, make_key
+from tests.ssh.sshd import AVAILABLE, SSHD, make_key
 
 pytestmark = [
     pytest.mark.ssh,
@@ -132,6 +134,65 @@ class Checked:
             for item in self.hosts[host]["checks"]
             if item["level"] != "ok"
         }
+
+
+SSHD_WITH_PASSWORD = """
+mkdir -p /data/home/.ssh
+(umask 077; sed "s|^root:[^:]*:|root:$1:|" /etc/shadow > /run/shadow)
+mount -n --bind /run/shadow /etc/shadow
+cat > /run/password_config <<END
+Port 2222
+HostKey /run/virtclust/ssh_host_ed25519_key
+AuthorizedKeysFile /data/home/.ssh/authorized_keys
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication yes
+PidFile /run/password_pid
+SetEnv HOME=/data/home
+END
+$2 -f /run/password_config
+"""
+
+
+def test_bootstrap_asks_for_a_password_once(cluster: VirtualCluster, tmp_path: Path) -> None:
+    host = cluster.hosts[0]
+    hashed = subprocess.run(
+        ["openssl", "passwd", "-6", "right horse"], capture_output=True, text=True
+    ).stdout.strip()
+    command = ["sh", "-ec", SSHD_WITH_PASSWORD, "sh", hashed, SSHD]
+    done = cluster.run_on(host, command, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    hostfile, config = tmp_path / "hosts", tmp_path / "config"
+    hostfile.write_text("root@one\n")
+    config.write_text(
+        f"Host one\n HostName {cluster.address(host)}\n Port 2222\n UserKnownHostsFile none\n"
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(
+            HOME=str(tmp_path), HVD_ELASTIC_HOME=str(tmp_path / "own"), PYTHONPATH=str(CHECKOUT)
+        )
+        os.environ.pop("SSH_AUTH_SOCK", None)
+        program = "from hvd_elastic.cli.clust import checkclust_main as m; m()"
+        arguments = [str(hostfile), "-F", str(config), "--no-network", "--bootstrap"]
+        os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
+    shown, asked = "", 0
+    answers = [("[y/N] ", "y"), ("not kept): ", "right horse")]
+    with contextlib.suppress(OSError):  # how a terminal tells that nobody writes any more
+        while data := os.read(terminal, 4096).decode():
+            shown += data
+            if asked < len(answers) and shown.endswith(answers[asked][0]):
+                os.write(terminal, answers[asked][1].encode() + b"\n")
+                asked += 1
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    assert asked == 2, shown
+    assert "SHA256:" in shown
+    assert "1 added" in shown
+    assert "right horse" not in shown
+    public = (tmp_path / ".ssh" / "id_ed25519.pub").read_text()
+    assert (cluster.data(host) / "home" / ".ssh" / "authorized_keys").read_text() == public
 
 
 @pytest.fixture(scope="module")
