@@ -48,8 +48,10 @@ class Sshd:
             f"ListenAddress {address}:{self.port}\n"
             f"HostKey {self.host_key}\n"
             f"AuthorizedKeysFile {folder / 'authorized_keys'}"
-            + (f" {home}/.ssh/authorized_keys\nSetEnv HOME={home}\n" if home else "\n")
-            + "StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
+            + (f" {home}/.ssh/authorized_keys" if home else "")
+            # Else bash reads ~/.bashrc for every command, which may take its time.
+            + f"\nSetEnv SHLVL=1{f' HOME={home}' if home else ''}\n"
+            "StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
             "KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups 200\n"
             "Subsystem sftp internal-sftp\n"
         )

@@ -48,23 +48,31 @@ def test_arguments_arrive_as_typed_and_options_stand_where_they_like(tools: Tool
         assert result.stdout == "node1: a b|-x|$HOME|\n", result.stderr
 
 
-def test_one_host_hangs_one_fails(tools: Tools, tmp_path: Path) -> None:
-    # node8 is a port that answers nobody.
-    silent = socket.create_server(("127.0.0.1", 0))
-    with silent:
-        tools.hostfile.write_text(f"node[1-7]\n127.0.0.1 port={silent.getsockname()[1]}  # hangs\n")
-        result = tools(
-            "runclust", str(tools.hostfile), "--json", "--connect-timeout", "3", "--timeout", "6",
-            f"mkdir {shlex.quote(str(tmp_path))}/first 2>/dev/null && sleep 60; echo done",
-        )  # fmt: skip
-    found = records(result)
+def test_a_host_that_hangs_does_not_hold_up_the_others(tools: Tools) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        tools.hostfile.write_text(f"127.0.0.1 port={port}  # answers nobody\nnode[1-7]\n")
+        process = subprocess.Popen(
+            tools.argv(
+                "runclust", str(tools.hostfile), "--json", "--connect-timeout", "90", "true"
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=tools.environment,
+            stdin=subprocess.DEVNULL,
+        )
+        assert process.stdout is not None
+        first = [json.loads(process.stdout.readline()) for _ in range(7)]
+        assert [entry["state"] for entry in first] == ["ok"] * 7
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert json.loads(rest)["states"] == {"ok": 7, "interrupted": 1}
+
+        tools.hostfile.write_text(f"127.0.0.1 port={port}\n")
+        result = tools("runclust", str(tools.hostfile), "--connect-timeout", "0.5", "true")
     assert result.returncode == 1
-    states = [entry["state"] for entry in found.values()]
-    assert sorted(map(str, states)) == ["ok"] * 6 + ["timed out", "unreachable"]
-    assert found["127.0.0.1"]["state"] == "unreachable"
-    assert "no answer within 3 s" in str(found["127.0.0.1"]["error"])
-    assert states[0] == "ok", "those that answer do not wait for those that do not"
-    assert json.loads(result.stdout.splitlines()[-1])["states"]["ok"] == 6
+    assert "no answer within 0.5 s" in result.stderr
 
 
 def test_statuses_and_usage(tools: Tools) -> None:
@@ -103,7 +111,7 @@ def test_the_commands_there_end_with_us_and_all_that_they_started(
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[1]) for _ in range(9)]
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == (-number if number == signal.SIGKILL else 130)
     if number != signal.SIGKILL:
         assert "3 interrupted (node[1-3])" in errors
@@ -177,27 +185,38 @@ def test_slow_hosts_are_named_while_we_wait(tools: Tools, tmp_path: Path) -> Non
     while not re.search(r"waiting for node\d \(\d+ s\)", shown):
         shown += os.read(ours, 1000).decode()
     (tmp_path / "go").touch()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     os.close(ours)
 
 
 def test_limits_and_retries(tools: Tools, tmp_path: Path) -> None:
-    result = tools(
-        "runclust", str(tools.hostfile), "--hosts", "node[1-2]", "-f", "1",
-        "--total-timeout", "1.5", "--json", "echo begun; sleep 60",
-    )  # fmt: skip
-    found = list(records(result).values())
-    assert result.returncode == 1
-    assert [entry["state"] for entry in found] == ["timed out"] * 2
-    assert "did not end within 1.5 s and was stopped" in found[0]["error"]
-    assert found[0]["stdout"] == "begun\n"
-    assert "its turn did not come within 1.5 s" in found[1]["error"]
+    arguments = ["--json", str(tools.hostfile), "sleep 60"]
+    result = tools("runclust", "--hosts", "node1", "--timeout", "0.5", *arguments)
+    entry = records(result)["node1"]
+    assert (result.returncode, entry["state"]) == (1, "timed out")
+    assert "did not end within 0.5 s and was stopped" in entry["error"]
+    # Without ssh, which may take its time on a busy machine.
+    tools.hostfile.write_text("localhost\n::1\n")
+    result = tools("runclust", "-f", "1", "--total-timeout", "1", *arguments)
+    first, second = records(result).values()
+    assert first["state"] == second["state"] == "timed out"
+    assert "did not end within 1 s and was stopped" in first["error"]
+    assert "its turn did not come within 1 s" in second["error"]
 
     counter = tmp_path / "counter"
     closed = private_sshd.free_port()
     tools.hostfile.write_text(f"node1\n127.0.0.1 port={closed}\n")
     command = f"echo x >> {shlex.quote(str(counter))}; exit 3"
-    result = tools("runclust", str(tools.hostfile), "--retries", "1", "--json", command)
+    result = tools(
+        "runclust",
+        str(tools.hostfile),
+        "--retries",
+        "1",
+        "--json",
+        "--connect-timeout",
+        "60",
+        command,
+    )
     entries = records(result)
     assert entries["127.0.0.1"]["state"] == "unreachable"
     assert entries["127.0.0.1"]["error"].endswith("(2 tries)")
@@ -224,7 +243,7 @@ def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
                 text=True,
                 env=tools.environment,
                 stdin=subprocess.DEVNULL,
-                timeout=60,
+                timeout=100,
             )
         assert process.returncode == 0, process.stderr
         assert int(process.stderr.split()[-1]) < 200_000
@@ -246,5 +265,5 @@ def test_a_reader_that_goes_away_ends_it(tools: Tools) -> None:
         word = process.stdout.readline().split()[1]
         pids += [int(word)] if word.isdigit() else []
     process.stdout.close()
-    assert process.wait(30) == 1
+    assert process.wait(60) == 1
     wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")

@@ -56,7 +56,7 @@ class Tools:
             capture_output=True,
             text=True,
             env={**self.environment, **environment},
-            timeout=60,
+            timeout=100,
             input=text_in,
         )
 
@@ -72,7 +72,7 @@ def records(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any
 
 
 def wait_until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, f"never happened: {what}"
         time.sleep(0.05)
