@@ -7,7 +7,8 @@
     ├── SshError               a host cannot be used over ssh
     │   ├── HostUnreachableError   no connection
     │   │   └── HostUnknownError   no such name
-    │   └── HostKeyError           unknown or changed host key
+    │   ├── HostKeyError           unknown or changed host key
+    │   └── LoginRefusedError      no key, or not the right one
     ├── RunError               a run cannot start, be found or go on
     ├── ScriptError            the user's training script is used in a way that cannot work
     ├── CheckpointError        a checkpoint cannot be written or read
@@ -70,6 +71,12 @@ class HostKeyError(SshError):
     """The host key is unknown or has changed."""
 
     brief = "cannot be trusted"
+
+
+class LoginRefusedError(SshError):
+    """A host does not let the user in."""
+
+    brief = "cannot be logged in to"
 
 
 class RunError(HvdElasticError):

@@ -6,14 +6,14 @@ The same functions stand behind ``hvd-elastic cluster run|copy|kill|check|trust`
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,14 +21,18 @@ import typer
 import typer.core
 import typer.main
 
+from hvd_elastic.cli.bootstrapping import REFUSED, accept_host_keys, bootstrap_hosts
+from hvd_elastic.cli.check_report import describe_health, show_health, show_links
+from hvd_elastic.cli.command_output import describe_command, show_gathered, show_plan
 from hvd_elastic.cli.copy_bar import copy_bar
-from hvd_elastic.cli.entry import INTERRUPTED, enter
+from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.host_options import Chosen, over_hosts
-from hvd_elastic.cli.numbers import number_option
-from hvd_elastic.cluster.commands import join_command, run_on_hosts
-from hvd_elastic.cluster.fanout import HostResult, Outcome
-from hvd_elastic.cluster.hostfile import Host, fold_hosts, parse_hosts
-from hvd_elastic.cluster.ssh import is_local
+from hvd_elastic.cli.host_report import Printer, conclude, finish, show_each
+from hvd_elastic.cli.kill_report import describe_ended, show_ended
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cluster.commands import CommandSettings, HowToRun, join_command, run_on_hosts
+from hvd_elastic.cluster.fanout import HostResult
+from hvd_elastic.cluster.hostfile import Host, parse_hosts
 from hvd_elastic.errors import UsageError
 from hvd_elastic.words import count
 
@@ -45,8 +49,6 @@ __all__ = [
     "runclust_main",
     "trust",
 ]
-
-COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 class _HostfileFirst(typer.core.TyperCommand):
@@ -82,40 +84,95 @@ def run(
             help="One word is shell text ('ls | wc -l'); several are a program and its arguments.",
         ),
     ],
+    gather: Annotated[
+        bool,
+        typer.Option("--gather", "-b", help="Show output at the end, the same of many hosts once."),
+    ] = False,
     timeout: Annotated[
         float | None,
-        number_option("--timeout", "-t", least=0.1, metavar="SECONDS", help="For the command."),
+        number_option(
+            "--timeout", "-t", least=0.1, metavar="SECONDS", help="For the command on each host."
+        ),
     ] = None,
+    total_timeout: Annotated[
+        float | None,
+        number_option(
+            "--total-timeout", least=0.1, metavar="SECONDS", help="For all hosts together."
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env",
+            "-e",
+            metavar="NAME[=VALUE]",
+            help="Set a variable there, to this shell's value if none is given; may be repeated.",
+        ),
+    ] = None,
+    cwd: Annotated[
+        str | None,
+        typer.Option("--cwd", metavar="DIR", help="Run in this folder (default: the home)."),
+    ] = None,
+    sudo: Annotated[
+        bool, typer.Option("--sudo", help="Run as root, by a sudo that asks for no password.")
+    ] = False,
+    retries: Annotated[
+        int,
+        whole_number_option("--retries", least=0, help="Further attempts to connect to a host."),
+    ] = 0,
+    no_stdin: Annotated[
+        bool,
+        typer.Option("--no-stdin", "-n", help="No input for the command; else it gets this one's."),
+    ] = False,
 ) -> None:
     """Run a shell command on every host, output as it comes, each line under its host's name.
 
-    Ctrl-C ends the command on every host.
+    Ctrl-C ends the command on every host, with all that it started.
 
     For example:
 
       runclust hosts uptime
 
-      runclust hosts --hosts 'gpu[01-04]' -t 60 'nvidia-smi -L | wc -l'
+      runclust hosts --gather --hosts 'gpu[01-04]' -t 60 'nvidia-smi -L | wc -l'
 
-      runclust hosts --json -- python3 -c 'print(6 * 7)'
+      runclust hosts --env HF_TOKEN --cwd /data -- python3 fetch.py
+
+      runclust hosts 'cat > job.yaml' < job.yaml
     """
     text = join_command(command)
+    how = HowToRun(_read_environment(env or ()), cwd or "", sudo)
     if chosen.dry_run:
-        _show_plan(chosen, text)
+        show_plan(chosen, text, how)
         return
-    printer = _Printer(chosen.hosts)
-    on_line = None if chosen.as_json else printer.line
-    results = run_on_hosts(chosen.hosts, text, chosen.ssh, chosen.fanout, timeout, on_line)
+    settings = CommandSettings(how, chosen.fanout, timeout, total_timeout, retries)
+    printer = Printer(chosen.hosts)
+    on_line = None if chosen.as_json or gather else printer.line
+    has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
+    # Not sys.stdin, whose reader in a background thread would hold up the end of this process.
+    with open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin:
+        results = run_on_hosts(
+            chosen.hosts, text, chosen.ssh, settings, stdin, on_line, printer.waiting
+        )
+        finish(
+            chosen,
+            results,
+            printer,
+            describe_command,
+            gather=partial(show_gathered, chosen.hosts) if gather and not chosen.as_json else None,
+            tell_reasons=True,
+        )
 
-    def describe(result: HostResult[Any]) -> dict[str, Any]:
-        value = result.value
-        return {
-            "exit_status": value.exit_status if value else None,
-            "stdout": value.stdout.decode("utf-8", errors="replace") if value else "",
-            "stderr": value.stderr.decode("utf-8", errors="replace") if value else "",
-        }
 
-    _finish(chosen, results, printer, describe)
+def _read_environment(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.isidentifier() or not name.isascii():
+            raise UsageError(f"--env '{word}': write NAME=VALUE, or NAME for this shell's value")
+        if not equals and name not in os.environ:
+            raise UsageError(f"--env {name}: this shell has no such variable; write {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return found
 
 
 @over_hosts(excludes_files=True)
@@ -198,7 +255,7 @@ def copy(
         dry_run=chosen.dry_run,
         fanout=chosen.fanout,
     )
-    printer = _Printer(chosen.hosts)
+    printer = Printer(chosen.hosts)
 
     def describe(result: HostResult[Any]) -> dict[str, Any]:
         value = result.value
@@ -239,7 +296,7 @@ def copy(
             show,
             lambda path: printer.note(f"{path}: neither file, folder nor link; left out"),
         )
-        _finish(chosen, results, printer, describe, word)
+        finish(chosen, results, printer, describe, word)
 
 
 def _find_host(hosts: Sequence[Host], text: str) -> Host:
@@ -261,6 +318,14 @@ def kill(
             "--strays", help="End workers that a dead torchrun, mpirun or horovodrun left."
         ),
     ] = False,
+    user_processes: Annotated[
+        str | None,
+        typer.Option(
+            "--user-processes",
+            metavar="PATTERN",
+            help="End your processes whose command line matches this regular expression.",
+        ),
+    ] = None,
     grace: Annotated[
         float, number_option("--grace", metavar="SECONDS", help="Between TERM and KILL.")
     ] = 5.0,
@@ -268,7 +333,8 @@ def kill(
     """End your own processes of a run, with their descendants, on every host; nothing else.
 
     They are found by HVD_ELASTIC_RUN_ID in their environment, not by name; with --strays by what
-    other launchers put there, and only where no living process holds them.
+    other launchers put there, and only where no living process holds them. Then temporary folders,
+    shared memory, locks and sockets are removed that dead runs left and nobody uses.
 
     For example:
 
@@ -278,28 +344,34 @@ def kill(
 
       killclust hosts --strays --dry-run
     """
-    from hvd_elastic.cluster.procs import kill_run
+    from hvd_elastic.cluster.procs import Target, kill_run
 
-    if [run_id is not None, every, strays].count(True) != 1:
+    if [run_id is not None, every, strays, user_processes is not None].count(True) != 1:
         raise UsageError(
-            "say what to end: --run RUN for one run (hvd-elastic list shows them), --all, or "
-            "--strays"
+            "say what to end: --run RUN for one run (hvd-elastic list shows them), --all, "
+            "--strays, or --user-processes PATTERN"
         )
-    printer = _Printer(chosen.hosts)
-    results = kill_run(
-        chosen.hosts, run_id, chosen.ssh, grace, chosen.dry_run, chosen.fanout, strays
+    if user_processes is not None:
+        _check_pattern(user_processes)
+    printer = Printer(chosen.hosts)
+    target = Target(run_id, strays, user_processes)
+    results = kill_run(chosen.hosts, target, chosen.ssh, grace, chosen.dry_run, chosen.fanout)
+    finish(
+        chosen,
+        results,
+        printer,
+        describe_ended,
+        lambda result: show_ended(result, printer, chosen.dry_run),
     )
 
-    def describe(result: HostResult[Any]) -> dict[str, Any]:
-        return {"processes": [vars(process) for process in result.value or ()]}
 
-    def word(result: HostResult[Any]) -> str:
-        for process in result.answer:
-            done = {"": "found", "left": "NOT ended"}.get(process.ended, f"{process.ended} ended")
-            printer.line(result.host, "stdout", f"{done} {process.pid}  {process.command}")
-        return f"{count(len(result.answer), 'process')} {'found' if chosen.dry_run else 'ended'}"
-
-    _finish(chosen, results, printer, describe, word)
+def _check_pattern(text: str) -> None:
+    try:
+        wanted = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"--user-processes '{text}': {error}; write \\. for a dot") from error
+    if wanted.search("") is not None:
+        raise UsageError(f"--user-processes '{text}' matches everything; name the program")
 
 
 @over_hosts(without=["dry_run"])
@@ -309,44 +381,72 @@ def check(
         str | None,
         typer.Option("--python", metavar="PATH", help="Python there (default: the leader's path)."),
     ] = None,
+    folder: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--folder", metavar="PATH", help="A folder that a run writes to; may be repeated."
+        ),
+    ] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(
+            "--code", metavar="PATH", help="A file or folder with the same Python code everywhere."
+        ),
+    ] = None,
+    network_interface: Annotated[
+        str | None,
+        typer.Option(
+            "--network-interface", metavar="NAME", help="Of the ring (default: that of ssh)."
+        ),
+    ] = None,
+    network: Annotated[
+        bool, typer.Option("--network/--no-network", help="Measure the network between the hosts.")
+    ] = True,
+    bootstrap: Annotated[
+        bool,
+        typer.Option("--bootstrap", help="First accept host keys and bring your own key there."),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")
+    ] = False,
 ) -> None:
-    """Say of every host whether it is fit for a run.
+    """Say of every host what would break a run on it, and what to do about it.
 
-    Looked at: connection, Python, packages, disk, clock, cores.
+    Looked at: connection, Python, packages, code, CUDA, GPUs, folders, memory, limits, clock,
+    names, interfaces, strays; then who reaches whom, and how fast.
 
     For example:
 
       checkclust hosts
 
-      checkclust hosts --python /opt/venv/bin/python --json
+      checkclust hosts --code . --folder /data --python /opt/venv/bin/python --json
+
+      checkclust hosts --bootstrap
     """
-    from hvd_elastic.cluster.health import Level, check_hosts
+    from hvd_elastic.cluster.health import CheckSettings, check_cluster
 
-    printer = _Printer(chosen.hosts)
-
-    def describe(result: HostResult[Any]) -> dict[str, Any]:
-        checks = result.value.checks if result.value else ()
-        return {
-            "checks": [
-                {"name": item.name, "level": item.level.value, "detail": item.detail}
-                for item in checks
-            ]
-        }
-
-    def word(result: HostResult[Any]) -> str:
-        if result.answer.level is Level.OK and not chosen.verbose:
-            return "fit"
-        for item in result.answer.checks:
-            if chosen.verbose or item.level is not Level.OK:
-                text = f"{item.level.value:8}{item.name}: {item.detail}"
-                printer.line(result.host, "stdout", text)
-        return "fit" if result.answer.level is Level.OK else "fit, with warnings"
-
-    checked = check_hosts(chosen.hosts, chosen.ssh, python, chosen.fanout)
-    results = list(_report(checked, printer, chosen.as_json, describe, word))
-    if not chosen.as_json:
-        _show_table(chosen.hosts, results)
-    _end(chosen, results, printer)
+    if code is not None and not code.exists():
+        raise UsageError(f"--code {code}: there is no such file or folder on this machine")
+    settings = CheckSettings(
+        python,
+        tuple(folder or ()),
+        None if code is None else str(code.absolute()),
+        network_interface,
+        network,
+        chosen.fanout,
+    )
+    if bootstrap:
+        bootstrap_hosts(chosen, yes)
+    started = time.monotonic()
+    printer = Printer(chosen.hosts)
+    found = check_cluster(chosen.hosts, chosen.ssh, settings, printer.passing)
+    printer.clear()
+    shown = show_each(found.hosts, printer, chosen.as_json, describe_health, tell_failures=False)
+    for result in shown:
+        if not chosen.as_json:
+            show_health(result, printer, chosen.verbose)
+    show_links(found.links, printer, chosen.as_json)
+    conclude(chosen, found.hosts, printer, seconds=time.monotonic() - started)
 
 
 @over_hosts(without=["hosts", "exclude_hosts", "dry_run", "identity"])
@@ -363,47 +463,8 @@ def trust(
 
       hvd-elastic trust hosts
     """
-    from hvd_elastic.cluster.ssh import own_known_hosts
-    from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
-
-    def confirm(unknown: list[ShownKey]) -> bool:
-        if not chosen.as_json:
-            width = max(len(entry.host) for entry in unknown)
-            for entry in unknown:
-                kind = entry.key.key_type if entry.key else ""
-                print(f"{entry.host:{width}}  {kind}  {entry.fingerprint}", flush=True)
-        if yes:
-            return True
-        if chosen.as_json or not sys.stdin.isatty():
-            return False
-        print(f"Accept {count(len(unknown), 'key')}? [y/N] ", end="", flush=True)
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-    shown = trust_hosts(chosen.hosts, chosen.ssh, confirm, chosen.fanout)
-    counts = Counter(entry.state for entry in shown)
-    for entry in shown:
-        if chosen.as_json:
-            _print_json(
-                {
-                    "kind": "host",
-                    "host": entry.host,
-                    "state": entry.state.value,
-                    "key_type": entry.key.key_type if entry.key else None,
-                    "fingerprint": entry.fingerprint or None,
-                    "error": entry.message,
-                }
-            )
-        elif entry.message:
-            print(f"{entry.host}: {entry.state.value}: {entry.message}", file=sys.stderr)
-    if not chosen.as_json:
-        words = [f"{count} {state.value}" for state, count in counts.items()]
-        print(
-            f"{count(len(shown), 'host')}: {', '.join(words)} ({own_known_hosts()})",
-            file=sys.stderr,
-        )
-        if counts[TrustState.DECLINED] and not sys.stdin.isatty():
-            print("not accepted: run it on a terminal, or with --yes", file=sys.stderr)
-    if any(counts[s] for s in (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)):
+    shown = accept_host_keys(chosen, yes)
+    if any(entry.state in REFUSED for entry in shown):
         raise typer.Exit(1)
 
 
@@ -456,155 +517,3 @@ def _main(
     # A batch system ends us with TERM: the hosts are told as for Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     enter(name, typer.main.get_command(app))
-
-
-class _Printer:
-    """Lines of many hosts on one terminal, whole lines only."""
-
-    def __init__(self, hosts: Sequence[Host]) -> None:
-        self._lock = threading.Lock()
-        width = max(len(host.name) for host in hosts)
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self._prefix = {
-            host.name: (
-                f"\x1b[{COLOURS[index % len(COLOURS)]}m{host.name:>{width}}\x1b[0m: "
-                if colour
-                else f"{host.name}: "
-            )
-            for index, host in enumerate(hosts)
-        }
-
-    def line(self, host: Host, stream: str, text: str) -> None:
-        with self._lock:
-            file = sys.stdout if stream == "stdout" else sys.stderr
-            print(f"{self._prefix[host.name]}{text}", file=file, flush=True)
-
-    def note(self, text: str) -> None:
-        with self._lock:
-            print(text, file=sys.stderr, flush=True)
-
-
-def _show_plan(chosen: Chosen, text: str) -> None:
-    for host in chosen.hosts:
-        how = "here" if is_local(host, chosen.ssh) else "ssh"
-        if chosen.as_json:
-            _print_json({"kind": "plan", "host": host.name, "how": how, "what": text})
-        else:
-            print(f"{host.target} ({how}): {text}")
-
-
-def _report(
-    results: Iterable[HostResult[Any]],
-    printer: _Printer,
-    as_json: bool,
-    describe: Callable[[HostResult[Any]], dict[str, Any]],
-    word: Callable[[HostResult[Any]], str] | None = None,
-) -> Iterator[HostResult[Any]]:
-    """Shows each result as it comes and passes it on."""
-    for result in results:
-        if as_json:
-            _print_json(
-                {
-                    "kind": "host",
-                    "host": result.host.name,
-                    "state": result.outcome.value,
-                    **describe(result),
-                    "seconds": round(result.seconds, 3),
-                    "error": result.error,
-                }
-            )
-        elif not result.ok:
-            printer.note(_name_host(result))
-        elif word is not None:
-            printer.line(result.host, "stdout", word(result))
-        yield result
-
-
-def _name_host(result: HostResult[Any]) -> str:
-    lead = f"host {result.host.name}"
-    return result.error if result.error.startswith(lead) else f"{lead}: {result.error}"
-
-
-def _finish(
-    chosen: Chosen,
-    results: Iterable[HostResult[Any]],
-    printer: _Printer,
-    describe: Callable[[HostResult[Any]], dict[str, Any]],
-    word: Callable[[HostResult[Any]], str] | None = None,
-) -> None:
-    seen: list[HostResult[Any]] = []
-    interrupted = False
-    started = time.monotonic()
-    try:
-        for result in _report(results, printer, chosen.as_json, describe, word):
-            seen.append(result)  # noqa: PERF402  # what was seen before Ctrl-C counts
-    except KeyboardInterrupt:
-        interrupted = True
-        printer.note("interrupted: stopping what still runs")
-        # Ends the generator, and with it what it started on the hosts.
-        getattr(results, "close", lambda: None)()
-    _end(chosen, seen, printer, interrupted, time.monotonic() - started)
-
-
-def _end(
-    chosen: Chosen,
-    results: Sequence[HostResult[Any]],
-    printer: _Printer,
-    interrupted: bool = False,
-    seconds: float | None = None,
-) -> None:
-    """The summary and the exit status."""
-    names: dict[str, list[str]] = {}
-    for result in results:
-        names.setdefault(result.outcome.value, []).append(result.host.name)
-    seen = {result.host.name for result in results}
-    missing = [host.name for host in chosen.hosts if host.name not in seen]
-    if missing:
-        names["interrupted"] = missing
-    if chosen.as_json:
-        _print_json(
-            {
-                "kind": "summary",
-                "hosts": len(chosen.hosts),
-                "states": {state: len(some) for state, some in names.items()},
-            }
-        )
-    elif len(chosen.hosts) > 1 or any(not result.ok for result in results) or missing:
-        parts = [
-            f"{len(some)} {state}" + ("" if state == "ok" else f" ({fold_hosts(some)})")
-            for state, some in names.items()
-        ]
-        after = "" if seconds is None else f" in {seconds:.1f} s"
-        printer.note(f"{count(len(chosen.hosts), 'host')}{after}: {', '.join(parts)}")
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if any(result.outcome is not Outcome.OK for result in results):
-        raise typer.Exit(1)
-
-
-def _show_table(hosts: Sequence[Host], results: Sequence[HostResult[Any]]) -> None:
-    """All hosts in hostfile order, one a line."""
-    by_name = {result.host.name: result for result in results}
-    names: dict[str, None] = {}
-    for result in results:
-        names.update((item.name, None) for item in (result.value.checks if result.value else ()))
-    rows = [["HOST", "STATE", *(name.upper() for name in names)]]
-    for host in hosts:
-        result = by_name[host.name]
-        found = {item.name: item for item in (result.value.checks if result.value else ())}
-        cells = []
-        for name in names:
-            item = found.get(name)
-            mark = {"ok": "", "warning": "? ", "failed": "! "}[item.level.value] if item else ""
-            cells.append(mark + item.detail.split(",")[0].split(" (")[0] if item else "-")
-        state = result.value.level.value if result.value else result.outcome.value
-        rows.append([host.name, state, *cells])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)

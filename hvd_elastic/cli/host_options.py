@@ -104,7 +104,7 @@ def over_hosts(
         "as_json": (_JSON, False),
         "ssh_config": (_SSH_CONFIG, None),
         "identity": (_IDENTITY, None),
-        "connect_timeout": (_CONNECT_TIMEOUT, 10.0),
+        "connect_timeout": (_CONNECT_TIMEOUT, 5.0),
         "verbose": (_VERBOSE, False),
     }
 

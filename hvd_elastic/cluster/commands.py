@@ -2,20 +2,88 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from hvd_elastic.cluster.fanout import DEFAULT_FANOUT, HostResult, Stopper, fan_out
+from hvd_elastic.cluster.capture import Capture, LineSplitter
+from hvd_elastic.cluster.connection import Connection
+from hvd_elastic.cluster.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
+from hvd_elastic.cluster.held_command import HeldCommand, HowToRun, NotHeldError
 from hvd_elastic.cluster.hostfile import Host, Hostfile, expand_hosts
-from hvd_elastic.cluster.process import RemoteProcess, Result, collect
+from hvd_elastic.cluster.process import (
+    STRAGGLER_S,
+    CommandTimeoutError,
+    RemoteProcess,
+    Result,
+)
+from hvd_elastic.cluster.spool import Spool
 from hvd_elastic.cluster.ssh import SshOptions, connect
-from hvd_elastic.errors import UsageError
+from hvd_elastic.errors import HostUnreachableError, HvdElasticError, UsageError
 
-__all__ = ["LineSplitter", "join_command", "run_on_hosts", "select_hosts"]
+__all__ = [
+    "CommandResult",
+    "CommandSettings",
+    "HowToRun",
+    "join_command",
+    "run_on_hosts",
+    "select_hosts",
+]
 
 # The fan-out's own deadline only catches a host that hangs where no other deadline reaches.
-BACKSTOP_S = 10.0
+BACKSTOP_S = 20.0
+FIRST_PAUSE_S = 0.5
+CANNOT_EXECUTE, NOT_FOUND, SIGNALLED = 126, 127, 128
+
+
+@dataclass(frozen=True)
+class CommandSettings:
+    """How a command is run on many hosts.
+
+    Attributes:
+        how: its environment, its folder, whether as root.
+        fanout: hosts at a time.
+        timeout_s: seconds for the command on each host, connecting not counted; None: no limit.
+        total_timeout_s: seconds for everything; hosts whose turn has not come time out as well.
+        retries: further attempts to connect; a command that may have begun is never repeated.
+        keep_bytes: most that is kept of a host's stdout, and of its stderr.
+    """
+
+    how: HowToRun = field(default_factory=HowToRun)
+    fanout: int = DEFAULT_FANOUT
+    timeout_s: float | None = None
+    total_timeout_s: float | None = None
+    retries: int = 0
+    keep_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class CommandResult(Result):
+    """How a command ended on a host; ``stdout`` and ``stderr`` hold the beginnings.
+
+    Attributes:
+        stdout_bytes, stderr_bytes: how much it wrote.
+        stdout_fingerprint, stderr_fingerprint: equal where two hosts wrote the same, kept or not.
+        timed_out: whether it was stopped because its time was over; ``exit_status`` is -1 then.
+        stopped: whether it is known to have ended.
+    """
+
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    stdout_fingerprint: bytes = b""
+    stderr_fingerprint: bytes = b""
+    timed_out: bool = False
+    stopped: bool = True
+
+    @property
+    def left_out_bytes(self) -> int:
+        """What it wrote beyond what is kept."""
+        kept = len(self.stdout) + len(self.stderr)
+        return self.stdout_bytes + self.stderr_bytes - kept
 
 
 def join_command(words: Sequence[str]) -> str:
@@ -62,84 +130,258 @@ def select_hosts(hostfile: Hostfile, only: str | None, exclude: str | None) -> l
     return hosts
 
 
-class LineSplitter:
-    """Cuts pieces of output into lines; the last one may lack its line end."""
-
-    def __init__(self, emit: Callable[[str], None]) -> None:
-        self._emit = emit
-        self._rest = b""
-        self._lock = threading.Lock()
-
-    def feed(self, data: bytes) -> None:
-        with self._lock:
-            *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._emit(line.decode("utf-8", errors="replace"))
-
-    def finish(self) -> None:
-        """Gives out what came after the last line end."""
-        with self._lock:
-            rest, self._rest = self._rest, b""
-        if rest:
-            self._emit(rest.decode("utf-8", errors="replace"))
-
-
 def run_on_hosts(
     hosts: Sequence[Host],
     command: str,
-    options: SshOptions,
-    fanout: int = DEFAULT_FANOUT,
-    timeout_s: float | None = None,
+    options: SshOptions | None = None,
+    settings: CommandSettings | None = None,
+    stdin: Any = None,
     on_line: Callable[[Host, str, str], None] | None = None,
-) -> Iterator[HostResult[Result]]:
+    on_wait: Callable[[Mapping[str, float], int], None] | None = None,
+) -> Iterator[HostResult[CommandResult]]:
     """Runs a shell command on every host.
+
+    Who stops iterating ends it on all hosts, with all that it started there; so does the end of
+    this process. A command that ends by itself leaves its background children alone.
 
     Args:
         hosts: where.
         command: shell text.
         options: how to connect.
-        fanout: hosts at a time.
-        timeout_s: seconds for the command on each host, connecting not counted.
+        settings: time limits, environment and the like.
+        stdin: a binary file that every host's command reads from its beginning; None: nothing.
         on_line: is given (host, "stdout" or "stderr", line) in the thread of that host.
+        on_wait: see :func:`hvd_elastic.cluster.fanout.fan_out`.
 
     Yields:
         One result a host as it ends; an exit status other than 0 is the outcome FAILED.
     """
+    options, settings = options or SshOptions(), settings or CommandSettings()
+    with contextlib.ExitStack() as stack:
+        spool = None if stdin is None else stack.enter_context(Spool(stdin))
+        task = _Task(command, options, settings, spool, on_line)
+        yield from fan_out(
+            hosts,
+            task.run,
+            settings.fanout,
+            task.limit_s,
+            lambda result: _judge(result, settings),
+            on_wait,
+        )
 
-    def run(host: Host, stopper: Stopper) -> Result:
-        emit = on_line or _ignore
-        out = LineSplitter(lambda line: emit(host, "stdout", line))
-        err = LineSplitter(lambda line: emit(host, "stderr", line))
-        with connect(host, options) as connection:
 
-            def start(gather: Callable[[bytes], None]) -> RemoteProcess:
-                def on_stderr(data: bytes) -> None:
-                    gather(data)
-                    err.feed(data)
+class _Running(Protocol):
+    """A command on a host, held there or not."""
 
-                process = connection.start(command, on_stderr)
-                stopper.add(process.stop)
-                return process
+    def feed(self, data: bytes) -> None: ...
+    def end_input(self) -> None: ...
+    def wait(self, timeout_s: float | None) -> int: ...
+    def wait_drained(self, timeout_s: float | None = None) -> bool: ...
+    def stop(self) -> bool: ...
+    def close(self) -> None: ...
 
+
+class _PlainCommand:
+    """For a host without Python: as ``ssh HOST COMMAND``."""
+
+    def __init__(self, process: RemoteProcess) -> None:
+        self._process = process
+        self.wait = process.wait
+        self.wait_drained = process.wait_drained
+        self.stop = process.stop
+        self.close = process.close
+
+    def feed(self, data: bytes) -> None:
+        self._process.stdin.write(data)
+
+    def end_input(self) -> None:
+        self._process.stdin.close()
+
+
+class _Task:
+    """What is done on each host."""
+
+    def __init__(
+        self,
+        command: str,
+        options: SshOptions,
+        settings: CommandSettings,
+        spool: Spool | None,
+        on_line: Callable[[Host, str, str], None] | None,
+    ) -> None:
+        self._command = command
+        self._options = options
+        self._settings = settings
+        self._spool = spool
+        self._on_line = on_line
+        total_s = settings.total_timeout_s
+        self._deadline = None if total_s is None else time.monotonic() + total_s
+
+    @property
+    def limit_s(self) -> float | None:
+        """After so long something hangs that has no deadline of its own."""
+        settings = self._settings
+        limits = [settings.total_timeout_s] if settings.total_timeout_s is not None else []
+        if settings.timeout_s is not None:
+            tries = settings.retries + 1
+            pauses_s = FIRST_PAUSE_S * 2**settings.retries
+            limits.append(settings.timeout_s + tries * self._options.connect_timeout_s + pauses_s)
+        return min(limits) + BACKSTOP_S if limits else None
+
+    def run(self, host: Host, stopper: Stopper) -> CommandResult:
+        with self._connect(host, stopper) as connection:
+            started = time.monotonic()
+            out, err = self._captures(host)
             try:
-                return collect(start, timeout_s, on_stdout=out.feed)
+                running: _Running = HeldCommand(
+                    connection,
+                    self._command,
+                    self._settings.how,
+                    self._spool is not None,
+                    out.take,
+                    err.take,
+                )
+                try:
+                    status, stopped = self._wait(host, running, stopper, (out, err))
+                except NotHeldError:
+                    if not self._settings.how.is_plain:
+                        raise
+                    process = connection.start(self._command, err.take, out.take)
+                    running = _PlainCommand(process)
+                    status, stopped = self._wait(host, running, stopper, (out, err))
             finally:
                 out.finish()
                 err.finish()
+            return CommandResult(
+                -1 if status is None else status,
+                out.kept,
+                err.kept,
+                time.monotonic() - started,
+                out.size_bytes,
+                err.size_bytes,
+                out.fingerprint,
+                err.fingerprint,
+                timed_out=status is None,
+                stopped=stopped,
+            )
 
-    limit_s = None
-    if timeout_s is not None:
-        limit_s = options.connect_timeout_s + timeout_s + BACKSTOP_S
-    return fan_out(hosts, run, fanout, limit_s, _explain_status)
+    def _wait(
+        self,
+        host: Host,
+        running: _Running,
+        stopper: Stopper,
+        captures: tuple[_LineCapture, _LineCapture],
+    ) -> tuple[int | None, bool]:
+        """The exit status (None: its time was over) and whether it has surely ended."""
+        stopper.add(running.stop)
+        failures: list[HvdElasticError] = []
+        if self._spool is None:
+            running.end_input()
+        else:
+            threading.Thread(
+                target=_feed,
+                args=(running, self._spool, failures),
+                name=f"stdin of {host.name}",
+                daemon=True,
+            ).start()
+        try:
+            status = running.wait(self._time_left(self._settings.timeout_s))
+        except TimeoutError:
+            return None, running.stop()
+        except BaseException:
+            running.close()
+            raise
+        if failures:
+            raise failures[0]
+
+        def written() -> int:
+            return sum(capture.size_bytes for capture in captures)
+
+        seen = written()
+        while not running.wait_drained(STRAGGLER_S) and seen != written():
+            seen = written()
+        running.close()
+        return status, True
+
+    def _connect(self, host: Host, stopper: Stopper) -> Connection:
+        given_up = threading.Event()
+        stopper.add(given_up.set)
+        for attempt in range(self._settings.retries + 1):
+            try:
+                time_left = self._time_left(self._options.connect_timeout_s)
+                if time_left is not None and time_left <= 0:
+                    raise CommandTimeoutError(
+                        f"host {host.name}: its turn did not come within "
+                        f"{self._settings.total_timeout_s:g} s",
+                        b"",
+                        b"",
+                    )
+                options = self._options
+                if time_left is not None and time_left < options.connect_timeout_s:
+                    options = replace(options, connect_timeout_s=time_left)
+                return connect(host, options)
+            except HostUnreachableError as error:
+                last = attempt == self._settings.retries
+                if last or given_up.wait(FIRST_PAUSE_S * 2**attempt):
+                    if attempt:
+                        raise type(error)(f"{error} ({attempt + 1} tries)") from error
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _time_left(self, limit_s: float | None) -> float | None:
+        if self._deadline is None:
+            return limit_s
+        left_s = max(0.0, self._deadline - time.monotonic())
+        return left_s if limit_s is None else min(limit_s, left_s)
+
+    def _captures(self, host: Host) -> tuple[_LineCapture, _LineCapture]:
+        def make(stream: str) -> _LineCapture:
+            emit = self._on_line
+            line = None if emit is None else lambda text: emit(host, stream, text)
+            return _LineCapture(self._settings.keep_bytes, line)
+
+        return make("stdout"), make("stderr")
 
 
-def _explain_status(result: Result) -> str | None:
+class _LineCapture(Capture):
+    """Keeps the beginning, and gives out lines to whom listens."""
+
+    def __init__(self, limit: int, on_line: Callable[[str], None] | None) -> None:
+        self._splitter = None if on_line is None else LineSplitter(on_line)
+        super().__init__(limit, None if self._splitter is None else self._splitter.feed)
+
+    def finish(self) -> None:
+        if self._splitter is not None:
+            self._splitter.finish()
+
+
+def _feed(running: _Running, spool: Spool, failures: list[HvdElasticError]) -> None:
+    # A command may end without reading all its input (head); that is no failure.
+    with contextlib.suppress(OSError, EOFError):
+        try:
+            for piece in spool.pieces():
+                running.feed(piece)
+        except HvdElasticError as error:
+            failures.append(error)
+            running.stop()
+        else:
+            running.end_input()
+
+
+def _judge(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, str]:
+    if result.timed_out:
+        limits = [settings.timeout_s, settings.total_timeout_s]
+        limit_s = min(limit for limit in limits if limit is not None)
+        return Outcome.TIMED_OUT, f"did not end within {limit_s:g} s and " + (
+            "was stopped. Give it more time with --timeout"
+            if result.stopped
+            else "cannot be stopped: the host does not answer. It may still run there"
+        )
     if result.ok:
-        return None
-    if result.exit_status < 0:
-        return "ended by a signal, or the connection was lost"
-    return f"exit status {result.exit_status}"
-
-
-def _ignore(host: Host, stream: str, line: str) -> None:
-    del host, stream, line
+        return Outcome.OK, ""
+    status = result.exit_status
+    if status < 0:
+        return Outcome.FAILED, "the connection was lost, or the command was killed"
+    meaning = {CANNOT_EXECUTE: " (cannot be executed)", NOT_FOUND: " (command not found)"}
+    words = meaning.get(status, f" (signal {status - SIGNALLED})" if status > SIGNALLED else "")
+    return Outcome.FAILED, f"exit status {status}{words}"

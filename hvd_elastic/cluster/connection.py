@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +15,7 @@ from hvd_elastic.cluster.process import RemoteProcess, Result, collect
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Connection", "ConnectionBase", "SshOptions", "part_path"]
+__all__ = ["Connection", "ConnectionBase", "SshOptions"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class SshOptions:
         identity: a private key file to try first.
         keepalive_s: seconds between keepalives on an idle connection.
         silence_timeout_s: unanswered for so long, the connection counts as lost.
+        password: tried where no key is taken.
     """
 
     config_path: Path | None = None
@@ -39,10 +39,11 @@ class SshOptions:
     identity: Path | None = None
     keepalive_s: int = 15
     silence_timeout_s: float = 60.0
+    password: str | None = field(default=None, repr=False)
 
 
 class Connection(Protocol):
-    """A host that commands and files can be sent to.
+    """A host that commands can be sent to.
 
     Attributes:
         host: the host as the hostfile has it.
@@ -62,12 +63,14 @@ class Connection(Protocol):
         self,
         argv_or_command: str | Sequence[str],
         on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
     ) -> RemoteProcess:
         """Starts a command in the user's home folder, in a session of its own.
 
         Args:
             argv_or_command: a list is quoted for the shell; a string is shell text as it is.
             on_stderr: called with each piece of stderr, in a thread of the process.
+            on_stdout: likewise; ``stdout`` of the process then holds nothing.
 
         Raises:
             SshError: the connection is gone or the host refuses another session.
@@ -84,30 +87,6 @@ class Connection(Protocol):
         Raises:
             CommandTimeoutError: it did not end in time; it got TERM, then KILL.
             SshError: as :meth:`start`.
-        """
-
-    def fetch(self, remote_path: str, local_path: str | Path) -> int:
-        """Copies a file from the host; it appears under its name when complete.
-
-        Returns:
-            Its size in bytes.
-
-        Raises:
-            SshError: it cannot be read there or written here.
-        """
-
-    def put(
-        self,
-        local_path: str | Path,
-        remote_path: str,
-        on_bytes: Callable[[int], None] | None = None,
-    ) -> int:
-        """Copies a file to the host, as :meth:`fetch` the other way round; keeps the mode.
-
-        Args:
-            local_path: the file here.
-            remote_path: its place there; a relative one lies in the user's home folder.
-            on_bytes: is given the bytes sent since the last call.
         """
 
     def addresses_seen_there(self) -> tuple[str, str] | None:
@@ -137,6 +116,7 @@ class ConnectionBase(Closing):
         self,
         argv_or_command: str | Sequence[str],
         on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
     ) -> RemoteProcess:
         raise NotImplementedError
 
@@ -147,8 +127,3 @@ class ConnectionBase(Closing):
         stdin: bytes | None = None,
     ) -> Result:
         return collect(lambda on_stderr: self.start(argv_or_command, on_stderr), timeout_s, stdin)
-
-
-def part_path(target: Path) -> Path:
-    """The hidden name beside ``target`` under which a copy grows until it is complete."""
-    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")

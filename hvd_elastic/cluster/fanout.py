@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -27,6 +27,7 @@ __all__ = ["DEFAULT_FANOUT", "HostResult", "Outcome", "Stopper", "fan_out"]
 DEFAULT_FANOUT = 64
 # What a task gets, after its deadline, to stop what it started.
 STOP_S = 8.0
+TICK_S = 0.5
 
 T = TypeVar("T")
 
@@ -103,7 +104,8 @@ def fan_out(
     task: Callable[[Host, Stopper], T],
     fanout: int = DEFAULT_FANOUT,
     timeout_s: float | None = None,
-    explain_failure: Callable[[T], str | None] | None = None,
+    judge: Callable[[T], tuple[Outcome, str]] | None = None,
+    on_wait: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> Iterator[HostResult[T]]:
     """Runs a task on every host and yields each result as it comes.
 
@@ -112,7 +114,9 @@ def fan_out(
         task: called in a thread with the host and a :class:`Stopper`.
         fanout: hosts at a time, >= 1.
         timeout_s: seconds for each host, from its own start.
-        explain_failure: makes a returned value a failure by giving its reason.
+        judge: gives a returned value its outcome and the reason; without it all are well.
+        on_wait: told, every half second, the seconds since the start of each host that is at it,
+            and how many hosts have not begun.
 
     Yields:
         One result a host, in the order in which they end.
@@ -133,13 +137,20 @@ def fan_out(
                 running[host.name] = entry
                 threading.Thread(
                     target=_run_task,
-                    args=(task, entry, explain_failure, ended),
+                    args=(task, entry, judge, ended),
                     name=f"task on {host.name}",
                     daemon=True,
                 ).start()
-            result = _next_result(ended, running, timeout_s)
+            result = _next_result(ended, running, timeout_s, TICK_S if on_wait else None)
             if result is None:
-                yield from _give_up_late(running, timeout_s or 0.0)
+                if timeout_s is not None:
+                    yield from _give_up_late(running, timeout_s)
+                if on_wait is not None:
+                    now = time.monotonic()
+                    on_wait(
+                        {name: now - entry.started for name, entry in running.items()},
+                        len(waiting),
+                    )
             # A result that comes after its host was given up is nobody's any more.
             elif running.pop(result.host.name, None) is not None:
                 yield result
@@ -150,7 +161,7 @@ def fan_out(
 def _run_task(
     task: Callable[[Host, Stopper], T],
     entry: _Running,
-    explain_failure: Callable[[T], str | None] | None,
+    judge: Callable[[T], tuple[Outcome, str]] | None,
     ended: queue.Queue[HostResult[T]],
 ) -> None:
     host = entry.host
@@ -161,9 +172,8 @@ def _run_task(
     result: HostResult[T]
     try:
         value = task(host, entry.stopper)
-        reason = explain_failure(value) if explain_failure else None
-        outcome = Outcome.FAILED if reason else Outcome.OK
-        result = HostResult(host, outcome, seconds(), value, reason or "")
+        outcome, reason = judge(value) if judge else (Outcome.OK, "")
+        result = HostResult(host, outcome, seconds(), value, reason)
     except HostUnreachableError as error:
         result = HostResult(host, Outcome.UNREACHABLE, seconds(), error=str(error))
     except CommandTimeoutError as error:
@@ -178,13 +188,17 @@ def _run_task(
 
 
 def _next_result(
-    ended: queue.Queue[HostResult[T]], running: dict[str, _Running], timeout_s: float | None
+    ended: queue.Queue[HostResult[T]],
+    running: dict[str, _Running],
+    timeout_s: float | None,
+    most_s: float | None,
 ) -> HostResult[T] | None:
-    """The next result, or None when the next deadline has come."""
-    wait_s = None
+    """The next result, or None when the next deadline or ``most_s`` has come."""
+    wait_s = most_s
     if timeout_s is not None:
         next_deadline = min(entry.started for entry in running.values()) + timeout_s
-        wait_s = max(0.0, next_deadline - time.monotonic())
+        left_s = max(0.0, next_deadline - time.monotonic())
+        wait_s = left_s if most_s is None else min(left_s, most_s)
     with contextlib.suppress(queue.Empty):
         return ended.get(timeout=wait_s)
     return None

@@ -1,196 +1,180 @@
-"""Whether hosts are fit for a run (``checkclust``): judged against the leader, one check a line."""
+"""Looks at hosts for what would break a run on them (``checkclust``)."""
 
 from __future__ import annotations
 
 import platform
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from hvd_elastic.cluster.fanout import DEFAULT_FANOUT, HostResult, Stopper, fan_out
+from hvd_elastic.cluster.connection import SshOptions
+from hvd_elastic.cluster.fanout import HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.cluster.judging import (
+    FRAMEWORKS,
+    REQUIRED,
+    Check,
+    CheckSettings,
+    HostHealth,
+    Level,
+    choose_reference,
+    judge_clock,
+    judge_host,
+    judge_names,
+    judge_network,
+    judge_strays,
+)
+from hvd_elastic.cluster.pairs import Link, NetworkProbe
+from hvd_elastic.cluster.remote.look_at_host import digest_of, version_of
 from hvd_elastic.cluster.scripts import run_script
-from hvd_elastic.cluster.ssh import SshOptions, connect
-from hvd_elastic.words import count
+from hvd_elastic.cluster.ssh import connect
 
-__all__ = ["Check", "HostHealth", "Level", "check_hosts", "judge", "leader_facts"]
+__all__ = ["Check", "CheckSettings", "ClusterHealth", "HostHealth", "Level", "check_cluster"]
 
-PACKAGES = ("hvd_elastic", "horovod", "torch", "tensorflow")
-FOLDERS = ("~", "/tmp")  # noqa: S108  # how full it is; nothing is written there
-CLOCK_SKEW_S = 1.0
-LITTLE_DISK_BYTES = 1 << 30
-NO_DISK_BYTES = 100 << 20
 SCRIPT_S = 30.0
-
-
-class Level(Enum):
-    """How much a check matters: a run works, works with care, does not work."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
+PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class Check:
-    """One thing looked at; ``detail`` says what was found, and what to do unless it is ok."""
+class ClusterHealth:
+    """What was found.
 
-    name: str
-    level: Level
-    detail: str
+    Attributes:
+        hosts: one result a host, in the order given; FAILED when one of its checks failed.
+        links: the network between them, one entry a direction.
+    """
 
-
-@dataclass(frozen=True)
-class HostHealth:
-    """All checks of a host, and the facts behind them."""
-
-    checks: tuple[Check, ...]
-    facts: Mapping[str, Any]
-
-    @property
-    def level(self) -> Level:
-        levels = [check.level for check in self.checks]
-        for level in (Level.FAILED, Level.WARNING):
-            if level in levels:
-                return level
-        return Level.OK
+    hosts: tuple[HostResult[HostHealth], ...]
+    links: tuple[Link, ...]
 
 
-def leader_facts() -> dict[str, Any]:
-    """Python and package versions here, which the hosts are compared with."""
-    from importlib import metadata, util
-
-    packages: dict[str, str | None] = {}
-    for package in PACKAGES:
-        packages[package] = None
-        if util.find_spec(package) is not None:
-            try:
-                packages[package] = metadata.version(package.replace("_", "-"))
-            except metadata.PackageNotFoundError:
-                packages[package] = "unknown"
-    from hvd_elastic import __version__
-
-    packages["hvd_elastic"] = __version__
-    return {"python": platform.python_version(), "packages": packages}
-
-
-def check_hosts(
+def check_cluster(
     hosts: Sequence[Host],
-    options: SshOptions,
-    python: str | None = None,
-    fanout: int = DEFAULT_FANOUT,
-) -> Iterator[HostResult[HostHealth]]:
-    """Looks at every host.
+    options: SshOptions | None = None,
+    settings: CheckSettings | None = None,
+    on_step: Callable[[str], None] | None = None,
+) -> ClusterHealth:
+    """Looks at every host, then at the network between them.
 
     Args:
         hosts: which.
         options: how to connect.
-        python: the interpreter that runs would use there; None: the leader's own path.
-        fanout: hosts at a time.
-
-    Yields:
-        One result a host as it ends; FAILED when one of its checks failed.
+        settings: what to look at.
+        on_step: told what is done next.
     """
-    leader = leader_facts()
+    options, settings = options or SshOptions(), settings or CheckSettings()
+    tell = on_step or (lambda _: None)
+    python = settings.python or sys.executable
+    request = {
+        "packages": [*REQUIRED, *FRAMEWORKS],
+        "folders": settings.folders,
+        "names": [host.name for host in hosts],
+        "code": settings.code,
+    }
 
-    def look(host: Host, stopper: Stopper) -> HostHealth:
+    def look(host: Host, stopper: Stopper) -> dict[str, Any]:
         with connect(host, options) as connection:
             stopper.add(connection.close)
-            request = {"packages": PACKAGES, "folders": FOLDERS}
-            before = time.time()
-            facts = run_script(
-                connection, "look_at_host", request, SCRIPT_S, python or sys.executable
+            facts = run_script(connection, "look_at_host", request, SCRIPT_S, python)
+            left = run_script(
+                connection,
+                "kill_run",
+                {
+                    "run": None,
+                    "strays": True,
+                    "ours": True,
+                    "pattern": None,
+                    "grace_s": 0,
+                    "dry_run": True,
+                },
+                SCRIPT_S,
             )
-            return judge(host, facts, leader, before, time.time())
+            return {**facts, "strays": left["processes"]}
 
-    limit_s = options.connect_timeout_s + SCRIPT_S + 10.0
-    return fan_out(hosts, look, fanout, limit_s, _explain_checks)
-
-
-def judge(
-    host: Host, facts: Mapping[str, Any], leader: Mapping[str, Any], before: float, after: float
-) -> HostHealth:
-    """The checks for what a host said of itself.
-
-    Args:
-        host: as the hostfile has it.
-        facts: the answer of ``remote/look_at_host.py``.
-        leader: as :func:`leader_facts` gives it.
-        before: the leader's clock when the question was sent [unix seconds].
-        after: the leader's clock when it was answered.
-    """
-    checks = [_check_python(facts, leader)]
-    checks += [
-        _check_package(package, facts["packages"].get(package), version)
-        for package, version in leader["packages"].items()
-        if version is not None
-    ]
-    checks += [_check_disk(folder, free) for folder, free in facts["free"].items()]
-    checks += [_check_clock(facts["clock"], before, after), _check_cpus(host, facts["cpus"])]
-    return HostHealth(tuple(checks), facts)
-
-
-def _check_python(facts: Mapping[str, Any], leader: Mapping[str, Any]) -> Check:
-    there, here = str(facts["python"]), str(leader["python"])
-    if there.split(".")[:2] != here.split(".")[:2]:
-        return Check(
-            "python",
-            Level.FAILED,
-            f"{there} ({facts['executable']}), the leader has {here}. Install Python "
-            f"{'.'.join(here.split('.')[:2])} there, or name it with --python",
+    tell(f"looking at {len(hosts)} hosts")
+    limit_s = options.connect_timeout_s + 2 * SCRIPT_S + 10.0
+    looked = {result.host.name: result for result in fan_out(hosts, look, settings.fanout, limit_s)}
+    facts = {name: result.answer for name, result in looked.items() if result.ok}
+    reference = choose_reference(_leader_facts(settings), facts, settings)
+    checks = {}
+    for host in hosts:
+        if host.name in facts:
+            own = facts[host.name]
+            checks[host.name] = judge_host(host, own, reference, settings)
+            checks[host.name] += judge_names(host.name, facts, reference)
+            checks[host.name].append(judge_strays(own["strays"]))
+    links: list[Link] = []
+    if settings.network and facts:
+        links = _measure(
+            [host for host in hosts if host.name in facts], options, settings, facts, checks, tell
         )
-    return Check("python", Level.OK, f"{there} ({facts['executable']})")
+    return ClusterHealth(
+        tuple(_conclude(looked[host.name], checks.get(host.name), facts) for host in hosts),
+        tuple(links),
+    )
 
 
-def _check_package(package: str, there: str | None, here: str) -> Check:
-    if there is None:
-        return Check(
-            package, Level.FAILED, f"not installed there, the leader has {here}. Install it there"
-        )
-    if there != here and "unknown" not in (there, here):
-        return Check(
-            package,
-            Level.FAILED,
-            f"{there}, the leader has {here}. Install the same version everywhere",
-        )
-    return Check(package, Level.OK, there)
+def _measure(
+    hosts: Sequence[Host],
+    options: SshOptions,
+    settings: CheckSettings,
+    facts: Mapping[str, Mapping[str, Any]],
+    checks: Mapping[str, list[Check]],
+    tell: Callable[[str], None],
+) -> list[Link]:
+    """Adds what the network shows to the checks."""
+    addresses = {}
+    if settings.interface is not None:
+        for name, own in facts.items():
+            entry = own["interfaces"].get(settings.interface)
+            if entry is not None and entry["addresses"]:
+                addresses[name] = entry["addresses"][0]
+    tell("starting the measurement of the network")
+    python = settings.python or sys.executable
+    with NetworkProbe(hosts, options, addresses, python, settings.fanout) as probe:
+        for name, (skew_s, doubt_s) in probe.clocks().items():
+            checks[name].append(judge_clock(skew_s, doubt_s))
+        broken = probe.unreachable()
+        links = [
+            *broken,
+            *probe.measure(
+                broken,
+                lambda done, total: tell(f"measuring the network, round {done} of {total}"),
+            ),
+        ]
+        for name, found in judge_network(probe.names, links).items():
+            checks[name].extend(found)
+        for name, why in probe.failures.items():
+            checks[name].append(Check("network", Level.FAILED, why.partition(": ")[2] or why))
+    return links
 
 
-def _check_disk(folder: str, free: int | None) -> Check:
-    name = f"disk {folder}"
-    if free is None:
-        return Check(name, Level.WARNING, "cannot be told")
-    text = f"{free / 1e9:.1f} GB free"
-    if free < NO_DISK_BYTES:
-        return Check(name, Level.FAILED, f"{text}; make room")
-    if free < LITTLE_DISK_BYTES:
-        return Check(name, Level.WARNING, f"{text}, little for checkpoints and logs")
-    return Check(name, Level.OK, text)
+def _leader_facts(settings: CheckSettings) -> dict[str, Any]:
+    """What the hosts are compared with, of this machine."""
+    from hvd_elastic import __version__
+
+    packages = {package: version_of(package) for package in (*REQUIRED, *FRAMEWORKS)}
+    packages["hvd_elastic"] = __version__
+    return {
+        "python": platform.python_version(),
+        "packages": packages,
+        "code": None if settings.code is None else digest_of(Path(settings.code)),
+        "package_code": digest_of(PACKAGE),
+    }
 
 
-def _check_clock(there: float, before: float, after: float) -> Check:
-    """The skew is known to half the time of the question: only what is surely off counts."""
-    skew = there - (before + after) / 2
-    doubt = (after - before) / 2
-    text = f"{skew:+.2f} s ± {doubt:.2f} s"
-    if abs(skew) - doubt > CLOCK_SKEW_S:
-        return Check("clock", Level.WARNING, f"{text} from the leader's; start NTP there")
-    return Check("clock", Level.OK, text)
-
-
-def _check_cpus(host: Host, cpus: int) -> Check:
-    if cpus < host.slots:
-        return Check(
-            "cpus",
-            Level.WARNING,
-            f"{cpus} for {count(host.slots, 'slot')}; lower slots= if it is slow",
-        )
-    return Check("cpus", Level.OK, f"{cpus} for {count(host.slots, 'slot')}")
-
-
-def _explain_checks(health: HostHealth) -> str | None:
-    failed = [check for check in health.checks if check.level is Level.FAILED]
-    return "; ".join(f"{check.name}: {check.detail}" for check in failed) or None
+def _conclude(
+    looked: HostResult[dict[str, Any]],
+    checks: Sequence[Check] | None,
+    facts: Mapping[str, Mapping[str, Any]],
+) -> HostResult[HostHealth]:
+    host = looked.host
+    if checks is None:
+        return HostResult(host, looked.outcome, looked.seconds, error=looked.error)
+    health = HostHealth(tuple(checks), facts[host.name])
+    failed = [check for check in checks if check.level is Level.FAILED]
+    reason = "; ".join(f"{check.name}: {check.detail}" for check in failed)
+    outcome = Outcome.FAILED if failed else Outcome.OK
+    return HostResult(host, outcome, looked.seconds, health, reason)

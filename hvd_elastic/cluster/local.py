@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import shutil
 import signal as signals
 import subprocess
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.cluster.account import command_shell
-from hvd_elastic.cluster.connection import ConnectionBase, part_path
+from hvd_elastic.cluster.connection import ConnectionBase
 from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.process import RemoteProcess, as_command
 from hvd_elastic.errors import SshError
@@ -23,7 +22,7 @@ __all__ = ["LocalConnection"]
 
 
 class LocalConnection(ConnectionBase):
-    """This machine, without ssh: commands as sshd would run them, files as plain copies."""
+    """This machine, without ssh: commands as sshd would run them."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -39,6 +38,7 @@ class LocalConnection(ConnectionBase):
         self,
         argv_or_command: str | Sequence[str],
         on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
     ) -> RemoteProcess:
         if self._closed:
             raise SshError(f"host {self.host.name}: the connection is closed")
@@ -60,21 +60,7 @@ class LocalConnection(ConnectionBase):
             raise SshError(f"host {self.host.name}: no command can be started: {error}") from error
         ends = _PopenEnds(popen, self.host.name)
         self._processes = [known for known in self._processes if not known.ended] + [ends]
-        return RemoteProcess(ends, command, self.host.name, on_stderr)
-
-    def fetch(self, remote_path: str, local_path: str | Path) -> int:
-        return self._copy(self._expand(remote_path), Path(local_path))
-
-    def put(
-        self,
-        local_path: str | Path,
-        remote_path: str,
-        on_bytes: Callable[[int], None] | None = None,
-    ) -> int:
-        size = self._copy(Path(local_path), self._expand(remote_path))
-        if on_bytes is not None:
-            on_bytes(size)
-        return size
+        return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
 
     def addresses_seen_there(self) -> tuple[str, str] | None:
         assert self.local_address is not None, "set in __init__"
@@ -84,24 +70,6 @@ class LocalConnection(ConnectionBase):
         self._closed = True
         for process in self._processes:
             process.close()
-
-    def _expand(self, path: str) -> Path:
-        return Path.home() / Path(path).expanduser()
-
-    def _copy(self, source: Path, target: Path) -> int:
-        part = part_path(target)
-        try:
-            shutil.copyfile(source, part)
-            shutil.copymode(source, part)
-            part.replace(target)
-        except OSError as error:
-            raise SshError(
-                f"host {self.host.name}: {source} cannot be copied to {target}: "
-                f"{error.strerror or error}"
-            ) from error
-        finally:
-            part.unlink(missing_ok=True)
-        return target.stat().st_size
 
 
 class _PopenEnds:

@@ -195,7 +195,8 @@ class RemoteProcess:
         command: the shell command line.
         host: where it runs.
         stdin: ``write(bytes)``, ``flush()``, ``close()``.
-        stdout: iterate over lines (bytes), or ``readline(timeout)``, ``read(size, timeout)``.
+        stdout: iterate over lines (bytes), or ``readline(timeout)``, ``read(size, timeout)``;
+            empty where a callback takes it.
         stderr_tail: the last 64 KiB of stderr, whether or not somebody listens.
     """
 
@@ -205,6 +206,7 @@ class RemoteProcess:
         command: str,
         host: str,
         on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
     ) -> None:
         self.command = command
         self.host = host
@@ -213,6 +215,7 @@ class RemoteProcess:
         self._tail = bytearray()
         self._ends = ends
         self._on_stderr = on_stderr
+        self._on_stdout = on_stdout or self.stdout.put
         self._pumps = [
             threading.Thread(target=self._pump_stdout, name=f"stdout of {host}", daemon=True),
             threading.Thread(target=self._pump_stderr, name=f"stderr of {host}", daemon=True),
@@ -283,7 +286,7 @@ class RemoteProcess:
     def _pump_stdout(self) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):
             while data := self._ends.read_stdout(CHUNK_BYTES):
-                self.stdout.put(data)
+                self._on_stdout(data)
         self.stdout.end()
 
     def _pump_stderr(self) -> None:
@@ -299,7 +302,6 @@ def collect(
     start: Callable[[Callable[[bytes], None]], RemoteProcess],
     timeout_s: float | None,
     stdin: bytes | None = None,
-    on_stdout: Callable[[bytes], None] | None = None,
 ) -> Result:
     """Starts a command, feeds it, waits for its end and gathers what it wrote.
 
@@ -307,7 +309,6 @@ def collect(
         start: starts it with the stderr callback it is given.
         timeout_s: most seconds it may run; None waits for ever.
         stdin: what it reads; None is an empty input.
-        on_stdout: is given each piece of stdout as it comes.
 
     Raises:
         CommandTimeoutError: it did not end in time; it was stopped.
@@ -327,8 +328,6 @@ def collect(
     def gather() -> None:
         while chunk := process.stdout.read(1 << 20):
             out.extend(chunk)
-            if on_stdout is not None:
-                on_stdout(chunk)
 
     feeder = threading.Thread(target=feed, name=f"stdin of {process.host}", daemon=True)
     gatherer = threading.Thread(target=gather, name=f"result of {process.host}", daemon=True)

@@ -23,7 +23,13 @@ from hvd_elastic.cluster.connection import SshOptions
 from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.known_hosts import HostKey, KeyState, KnownHosts, known_name
 from hvd_elastic.config import home
-from hvd_elastic.errors import HostKeyError, HostUnknownError, HostUnreachableError, SshError
+from hvd_elastic.errors import (
+    HostKeyError,
+    HostUnknownError,
+    HostUnreachableError,
+    LoginRefusedError,
+    SshError,
+)
 
 if TYPE_CHECKING:
     import fabric
@@ -135,10 +141,11 @@ def _explain(error: Exception, attempt: Attempt) -> SshError:
             "again; nobody is asked for passwords here"
         )
     if isinstance(error, ssh_exception.AuthenticationException) or "authentication" in str(error):
-        return SshError(
+        return LoginRefusedError(
             f"{where}: refused to log in {_user_of(attempt)} with any key ({error}). "
             f"'ssh -o BatchMode=yes {host.target} true' must work: put your public key into its "
-            "~/.ssh/authorized_keys (ssh-copy-id), or give another key with --identity"
+            "~/.ssh/authorized_keys (for all hosts: checkclust HOSTFILE --bootstrap), or give "
+            "another key with --identity"
         )
     if isinstance(error, ssh_exception.ChannelException):
         return HostUnreachableError(f"{where}: the jump host cannot reach it ({error.text})")
@@ -282,6 +289,7 @@ class Route:
             "transport_factory": self.make_transport,
             "key_filename": [str(path) for path in existing],
             "pkey": _find_agent_key(agent, existing) if agent else None,
+            "password": self.options.password,
             "allow_agent": not only,
             "look_for_keys": not only,
             "banner_timeout": remaining,

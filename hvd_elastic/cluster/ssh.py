@@ -7,16 +7,13 @@ on plain processes.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hvd_elastic.cluster import ssh_config
-from hvd_elastic.cluster.connection import Connection, ConnectionBase, SshOptions, part_path
+from hvd_elastic.cluster.connection import Connection, ConnectionBase, SshOptions
 from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.known_hosts import HostKey, KeyState
 from hvd_elastic.cluster.local import LocalConnection
@@ -44,9 +41,6 @@ __all__ = [
 ]
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-# OpenSSH's own sftp keeps 64 requests on the way; servers are tried with that.
-SFTP_REQUESTS = 64
-SFTP_TIMEOUT_S = 60.0
 
 # Every command first tells its process id on stderr (taken out again here), so that it can be
 # signalled: without a terminal sshd ends nothing when a client goes away. sshd makes the login
@@ -163,6 +157,7 @@ class SshConnection(ConnectionBase):
         self,
         argv_or_command: str | Sequence[str],
         on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
     ) -> RemoteProcess:
         from paramiko import SSHException
 
@@ -172,50 +167,7 @@ class SshConnection(ConnectionBase):
             channel.exec_command(f"{TELL_PID}; {command}")
         except (SSHException, OSError, EOFError) as error:
             raise self._lost("no command can be started", error) from error
-        return RemoteProcess(_ChannelEnds(channel), command, self.host.name, on_stderr)
-
-    def fetch(self, remote_path: str, local_path: str | Path) -> int:
-        from paramiko import SSHException
-
-        target = Path(local_path)
-        part = part_path(target)
-        try:
-            with self._sftp() as sftp, part.open("xb") as file:
-                size: int = sftp.getfo(
-                    _sftp_path(remote_path), file, max_concurrent_prefetch_requests=SFTP_REQUESTS
-                )
-            part.replace(target)
-        except (OSError, SSHException, EOFError) as error:
-            raise self._lost(f"{remote_path} cannot be fetched to {target}", error) from error
-        finally:
-            part.unlink(missing_ok=True)
-        return size
-
-    def put(
-        self,
-        local_path: str | Path,
-        remote_path: str,
-        on_bytes: Callable[[int], None] | None = None,
-    ) -> int:
-        from paramiko import SSHException
-
-        source = Path(local_path)
-        target = _sftp_path(remote_path)
-        part = f"{target}.{secrets.token_hex(4)}.part"
-        try:
-            with self._sftp() as sftp, source.open("rb") as file:
-                status = os.fstat(file.fileno())
-                try:
-                    sftp.putfo(file, part, status.st_size, _in_steps(on_bytes))
-                    sftp.chmod(part, status.st_mode & 0o777)
-                    sftp.posix_rename(part, target)
-                except BaseException:
-                    with contextlib.suppress(OSError, SSHException, EOFError):
-                        sftp.remove(part)
-                    raise
-        except (OSError, SSHException, EOFError) as error:
-            raise self._lost(f"{source} cannot be put to {remote_path}", error) from error
-        return status.st_size
+        return RemoteProcess(_ChannelEnds(channel), command, self.host.name, on_stderr, on_stdout)
 
     def addresses_seen_there(self) -> tuple[str, str] | None:
         result = self.run('printf %s "$SSH_CONNECTION"', timeout_s=self.options.connect_timeout_s)
@@ -224,24 +176,6 @@ class SshConnection(ConnectionBase):
 
     def close(self) -> None:
         self._route.close()
-
-    @contextlib.contextmanager
-    def sftp(self) -> Iterator[paramiko.SFTPClient]:
-        """An SFTP session of its own on this connection (``paramiko.SFTPClient``)."""
-        with self._sftp() as session:
-            yield session
-
-    def _sftp(self) -> Any:
-        import paramiko
-
-        channel = self.fabric.transport.open_session(timeout=self.options.connect_timeout_s)
-        try:
-            channel.settimeout(SFTP_TIMEOUT_S)
-            channel.invoke_subsystem("sftp")
-            return paramiko.SFTPClient(channel)
-        except BaseException:
-            channel.close()
-            raise
 
     def _lost(self, what: str, error: BaseException) -> SshError:
         cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -310,23 +244,3 @@ class _ChannelEnds:
         # It says goodbye over the connection, which may be gone.
         with contextlib.suppress(OSError, EOFError):
             self._channel.close()
-
-
-def _sftp_path(path: str) -> str:
-    """SFTP knows no ~; its relative paths begin in the home folder."""
-    return path.removeprefix("~/") if path != "~" else "."
-
-
-def _in_steps(on_bytes: Callable[[int], None] | None) -> Callable[[int, int], None] | None:
-    """paramiko tells the bytes sent so far; callers here want what came since the last call."""
-    if on_bytes is None:
-        return None
-    told = 0
-
-    def step(so_far: int, total: int) -> None:
-        nonlocal told
-        del total
-        on_bytes(so_far - told)
-        told = so_far
-
-    return step

@@ -28,9 +28,15 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 class Sshd:
-    """One sshd; hosts of any name reach it through :meth:`write_config`."""
+    """One sshd; hosts of any name reach it through :meth:`write_config`.
 
-    def __init__(self, folder: Path, address: str = "127.0.0.1") -> None:
+    Args:
+        folder: for its files.
+        address: where it listens.
+        home: the home folder of those who log in, whose authorized_keys it reads too.
+    """
+
+    def __init__(self, folder: Path, address: str = "127.0.0.1", home: Path | None = None) -> None:
         self.folder = folder
         self.address = address
         self.port = free_port(address)
@@ -41,7 +47,10 @@ class Sshd:
         self.config.write_text(
             f"ListenAddress {address}:{self.port}\n"
             f"HostKey {self.host_key}\n"
-            f"AuthorizedKeysFile {folder / 'authorized_keys'}\n"
+            f"AuthorizedKeysFile {folder / 'authorized_keys'}"
+            + (f" {home}/.ssh/authorized_keys" if home else "")
+            # Else bash reads ~/.bashrc for every command, which may take its time.
+            + f"\nSetEnv SHLVL=1{f' HOME={home}' if home else ''}\n"
             "StrictModes no\nUsePAM no\nPidFile none\nPasswordAuthentication no\n"
             "KbdInteractiveAuthentication no\nPermitRootLogin yes\nMaxStartups 200\n"
             "Subsystem sftp internal-sftp\n"

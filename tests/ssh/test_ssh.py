@@ -154,26 +154,6 @@ def test_a_background_child_does_not_hold_the_result(connection: Connection) -> 
     assert words[0] == "begun"
 
 
-def test_files_both_ways(connection: Connection, tmp_path: Path) -> None:
-    data = os.urandom(3 << 20)
-    source = tmp_path / "a file"
-    source.write_bytes(data)
-    source.chmod(0o750)
-    there = tmp_path / "there"
-    there.mkdir()
-    assert connection.put(source, str(there / "it's")) == len(data)
-    assert (there / "it's").read_bytes() == data
-    assert (there / "it's").stat().st_mode & 0o777 == 0o750
-    assert connection.fetch(str(there / "it's"), tmp_path / "back") == len(data)
-    assert (tmp_path / "back").read_bytes() == data
-    assert [path.name for path in there.iterdir()] == ["it's"]
-    with pytest.raises(SshError, match=r"none.*No such file"):
-        connection.fetch(str(there / "none"), tmp_path / "nothing")
-    with pytest.raises(SshError, match="No such file"):
-        connection.put(source, str(there / "no folder" / "x"))
-    assert not list(tmp_path.glob(".*part"))
-
-
 def test_addresses(connection: Connection) -> None:
     assert connection.local_address == connection.peer_address == "127.0.0.1"
     assert connection.addresses_seen_there() == ("127.0.0.1", "127.0.0.1")

@@ -1,173 +1,33 @@
-"""The cluster tools over a real sshd: eight hosts, one of which may hang."""
+"""The cluster tools over a real sshd: copying, ending, checking, trusting."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
-import shlex
+import secrets
+import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ssh import sshd as private_sshd
+from tests.ssh import tools as shared
 from tests.ssh.sshd import Sshd
+from tests.ssh.tools import Tools, is_alive, records, wait_until
 
 pytestmark = [
     pytest.mark.ssh,
     pytest.mark.skipif(not private_sshd.AVAILABLE, reason="sshd is not installed"),
 ]
 
-NAMES = [f"node{number}" for number in range(1, 9)]
-CHECKOUT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    server = Sshd(tmp_path_factory.mktemp("sshd"))
-    yield server
-    server.stop()
-
-
-class Tools:
-    """Runs the tools as a user does, against eight hosts that are one sshd."""
-
-    def __init__(self, server: Sshd, folder: Path) -> None:
-        self.folder = folder
-        self.config = server.write_config(folder / "config", NAMES)
-        self.hostfile = folder / "hosts"
-        self.hostfile.write_text("# all\nnode[1-8] slots=1\n")
-        self.environment = {
-            **os.environ,
-            "PYTHONPATH": str(CHECKOUT),
-            "HVD_ELASTIC_HOME": str(folder / "home"),
-            "HVD_ELASTIC_SSH_CONFIG": str(self.config),
-        }
-        self.environment.pop("SSH_AUTH_SOCK", None)
-
-    def argv(self, tool: str, *arguments: str) -> list[str]:
-        if tool == "trust":
-            return [sys.executable, "-m", "hvd_elastic.cli.app", "trust", *arguments]
-        program = f"from hvd_elastic.cli.clust import {tool}_main; {tool}_main()"
-        return [sys.executable, "-c", program, *arguments]
-
-    def __call__(self, tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.argv(tool, *arguments),
-            capture_output=True,
-            text=True,
-            env=self.environment,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
-
-
-@pytest.fixture
-def tools(server: Sshd, tmp_path: Path) -> Tools:
-    return Tools(server, tmp_path)
-
-
-def records(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
-    return {line["host"]: line for line in lines if line["kind"] == "host"}
-
-
-def wait_until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_each_line_under_its_host(tools: Tools) -> None:
-    result = tools("runclust", str(tools.hostfile), "--hosts", "node[1-3]", "echo a; echo b >&2")
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == [f"node{n}: a" for n in (1, 2, 3)]
-    assert {f"node{n}: b" for n in (1, 2, 3)} < set(result.stderr.splitlines())
-    assert result.stderr.splitlines()[-1].startswith("3 hosts in ")
-
-
-def test_arguments_arrive_as_typed_and_options_stand_where_they_like(tools: Tools) -> None:
-    for arguments in (
-        ["--hosts", "node1", str(tools.hostfile), "printf", "%s|", "a b", "-x", "$HOME"],
-        [str(tools.hostfile), "--hosts=node1", "printf", "%s|", "a b", "-x", "$HOME"],
-        [str(tools.hostfile), "--hosts", "node1", "--", "printf", "%s|", "a b", "-x", "$HOME"],
-    ):
-        result = tools("runclust", *arguments)
-        assert result.stdout == "node1: a b|-x|$HOME|\n", result.stderr
-
-
-def test_one_host_hangs_one_fails(tools: Tools, tmp_path: Path) -> None:
-    # node8 is a port that answers nobody.
-    silent = socket.create_server(("127.0.0.1", 0))
-    with silent:
-        tools.hostfile.write_text(f"node[1-7]\n127.0.0.1 port={silent.getsockname()[1]}  # hangs\n")
-        result = tools(
-            "runclust", str(tools.hostfile), "--json", "--connect-timeout", "3", "--timeout", "2",
-            f"mkdir {shlex.quote(str(tmp_path))}/first 2>/dev/null && sleep 60; echo done",
-        )  # fmt: skip
-    found = records(result)
-    assert result.returncode == 1
-    states = [entry["state"] for entry in found.values()]
-    assert sorted(map(str, states)) == ["ok"] * 6 + ["timed out", "unreachable"]
-    assert found["127.0.0.1"]["state"] == "unreachable"
-    assert "no answer within 3 s" in str(found["127.0.0.1"]["error"])
-    # Those that answer come before those that do not.
-    assert states[:6] == ["ok"] * 6
-    assert json.loads(result.stdout.splitlines()[-1])["states"]["ok"] == 6
-
-
-def test_statuses_and_usage(tools: Tools) -> None:
-    result = tools("runclust", str(tools.hostfile), "--exclude", "node[3-8]", "exit 3")
-    assert result.returncode == 1
-    assert "host node1: exit status 3" in result.stderr
-    assert "2 failed (node[1-2])" in result.stderr
-    assert tools("runclust", str(tools.hostfile), "--hosts", "nobody", "true").returncode == 2
-    assert tools("runclust", str(tools.hostfile)).returncode == 2
-    assert tools("killclust", str(tools.hostfile)).returncode == 2
-    result = tools("runclust", str(tools.folder / "none"), "true")
-    assert result.returncode != 0
-    assert result.stderr.startswith("error: hostfile ")
-    assert "Traceback" not in result.stderr
-    result = tools("runclust", str(tools.hostfile), "--dry-run", "rm", "-r", "a b")
-    assert result.stdout.splitlines()[0] == "node1 (ssh): rm -r 'a b'"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_the_commands_there(
-    tools: Tools, tmp_path: Path, number: signal.Signals
-) -> None:
-    process = subprocess.Popen(
-        tools.argv(
-            "runclust", str(tools.hostfile), "--hosts", "node[1-3]", "echo $$; exec sleep 100"
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=tools.environment,
-    )
-    assert process.stdout is not None
-    pids = [int(process.stdout.readline().split()[1]) for _ in range(3)]
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "3 interrupted (node[1-3])" in errors
-    assert "Traceback" not in errors
-    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+server, tools = shared.server, shared.tools
 
 
 def test_copy_a_folder(tools: Tools, tmp_path: Path) -> None:
@@ -297,6 +157,77 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
                 process.stdout.close()
 
 
+def test_what_dead_runs_left_in_files_is_removed_and_what_is_used_is_not(
+    tools: Tools, tmp_path: Path
+) -> None:
+    run = f"run-{secrets.token_hex(4)}"
+    digest = hashlib.sha256(f"{run}/node1".encode()).hexdigest()[:12]
+    folders = [Path(tempfile.gettempdir(), f"hvd-{digest}-{name}") for name in ("dead", "used")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "torch_socket").write_bytes(bytes(1000))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f"torch_{ended.pid}_{run}", f"nccl-{run}-dead", f"nccl-{run}-used", f"mine-{run}"]
+    shared_memory = [Path("/dev/shm", name) for name in names]
+    for path in shared_memory:
+        path.write_bytes(bytes(1000))
+    # As a worker that lives has it, and one that has only mapped it.
+    program = (
+        "import mmap, sys; file = open(sys.argv[1], 'r+b'); held = mmap.mmap(file.fileno(), 0); "
+        "file.close(); print('ready', flush=True); sys.stdin.read()"
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-c", program, str(shared_memory[2])],
+        env={**os.environ, "TMPDIR": str(folders[1])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"ready\n"
+        arguments = [str(tools.hostfile), "--hosts", "node1", "--run", run, "--json"]
+        gone = [folders[0], *shared_memory[:2]]
+        kept = [folders[1], *shared_memory[2:]]
+        for options in (["--dry-run"], []):
+            assert all(path.exists() for path in gone)
+            files = records(tools("killclust", *arguments, *options))["node1"]["files"]
+            found = {file["path"] for file in files}
+            assert found >= set(map(str, gone))
+            assert not found & set(map(str, kept))
+        assert not any(path.exists() for path in gone)
+        assert all(path.exists() for path in kept)
+    finally:
+        worker.communicate()
+        for path in shared_memory:
+            path.unlink(missing_ok=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_processes_are_ended_by_their_command_line(tools: Tools) -> None:
+    word = secrets.token_hex(8)
+    processes = [
+        subprocess.Popen(["sh", "-c", f"sleep 100; : {name}"], start_new_session=True)
+        for name in (f"train_{word}", f"other_{word}")
+    ]
+    try:
+        for process in processes:
+            threading.Thread(target=process.wait, daemon=True).start()
+        arguments = [str(tools.hostfile), "--hosts", "node1", "--user-processes"]
+        for pattern in ("", ".*", "("):
+            assert tools("killclust", *arguments, pattern).returncode == 2
+        found = records(tools("killclust", *arguments, f"train_{word}", "--json"))["node1"]
+        assert processes[0].pid in [each["pid"] for each in found["processes"]]
+        wait_until(lambda: not is_alive(processes[0].pid), "its end")
+        assert is_alive(processes[1].pid)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
 def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
     names = ["TORCHELASTIC_RUN_ID=job", "OMPI_COMM_WORLD_RANK=0", "HOROVOD_RANK=1"]
 
@@ -344,16 +275,49 @@ def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
             process.wait(10)
 
 
-def test_check(tools: Tools) -> None:
-    result = tools("checkclust", str(tools.hostfile), "--hosts", "node1", "--json")
+def test_check_says_what_python_there_lacks(tools: Tools) -> None:
+    arguments = [str(tools.hostfile), "--hosts", "node1", "--no-network"]
+    result = tools("checkclust", *arguments, "--json")
     checks = records(result)["node1"]["checks"]
-    assert isinstance(checks, list)
     levels = {check["name"]: check["level"] for check in checks}
-    assert levels["python"] == "ok"
-    assert levels["clock"] == "ok"
-    result = tools("checkclust", str(tools.hostfile), "--hosts", "node1", "--python", "/no/python")
+    assert levels["python"] == levels["hvd_elastic code"] == "ok"
+    assert not any(json.loads(line)["kind"] == "link" for line in result.stdout.splitlines())
+    result = tools("checkclust", *arguments, "--python", "/no/python")
     assert result.returncode == 1
-    assert "host node1: no /no/python there" in result.stderr
+    assert "NOT fit: host node1: no /no/python there" in result.stdout
+    assert tools("checkclust", *arguments, "--code", "/none").returncode == 2
+
+
+def test_bootstrap_brings_the_leaders_key(tools: Tools, tmp_path: Path) -> None:
+    """From a host that lets us in by another's key to one that knows ours, asked once."""
+    there, ours = tmp_path / "there", tmp_path / "ours"
+    (there / ".ssh").mkdir(parents=True, mode=0o700)
+    # Without a line end, as people leave it.
+    (there / ".ssh" / "authorized_keys").write_text("# mine")
+    folder = tmp_path / "sshd"
+    folder.mkdir()
+    fresh = Sshd(folder, home=there)
+    try:
+        tools.config.write_text(
+            f"Host node*\n HostName {fresh.address}\n Port {fresh.port}\nUserKnownHostsFile none\n"
+        )
+        arguments = [str(tools.hostfile), "--hosts", "node[1-2]", "--no-network", "--json"]
+        bootstrap = [*arguments, "--bootstrap", "--identity", str(fresh.user_key)]
+        # Nothing is done without a yes.
+        assert tools("checkclust", *bootstrap, HOME=str(ours)).returncode == 1
+        assert not (ours / ".ssh").exists()
+        assert (there / ".ssh" / "authorized_keys").read_text() == "# mine"
+        tools("checkclust", *bootstrap, "--yes", HOME=str(ours))
+        public = (ours / ".ssh" / "id_ed25519.pub").read_text()
+        assert (ours / ".ssh" / "id_ed25519").stat().st_mode & 0o077 == 0
+        assert (there / ".ssh" / "authorized_keys").read_text() == f"# mine\n{public}"
+        # Now it works without the other key; once more changes nothing.
+        checked = records(tools("checkclust", *arguments, HOME=str(ours)))
+        assert all(entry["checks"] for entry in checked.values())
+        tools("checkclust", *bootstrap, "--yes", HOME=str(ours))
+        assert (there / ".ssh" / "authorized_keys").read_text() == f"# mine\n{public}"
+    finally:
+        fresh.stop()
 
 
 def test_trust_shows_accepts_and_then_is_strict(tools: Tools, server: Sshd) -> None:

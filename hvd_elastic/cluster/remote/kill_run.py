@@ -2,8 +2,9 @@
 
 Or, as strays, the workers of other launchers that their launcher has left behind.
 
-Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "grace_s": seconds,
-"dry_run": bool}.
+Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "ours": whether what our own
+agents left counts among the strays, "pattern": instead of these a regular expression for command
+lines, or null, "grace_s": seconds, "dry_run": bool}.
 Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}]}.
 Found by environment and parentage, not by name: a bystander is never touched.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = b"HVD_ELASTIC_RUN_ID="
+OURS = "hvd-elastic"
 # What stock launchers put into their workers' environment, and which of it names the job.
 LAUNCHERS = (
     ("torchrun", b"TORCHELASTIC_RUN_ID=", b"TORCHELASTIC_RUN_ID="),
@@ -27,6 +30,8 @@ LAUNCHERS = (
     ("horovodrun", b"HOROVOD_RANK=", b"HOROVOD_GLOO_RENDEZVOUS_PORT="),
 )
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
+MOST_LETTERS = 1 << 20
+ASKS = "--user-processes"
 ROUNDS = 5
 PAUSE_S = 0.05
 
@@ -56,11 +61,12 @@ def run_of(pid: int) -> str | None:
     return None
 
 
-def job_of(pid: int) -> str | None:
-    """The job of another launcher that a process is a worker of, or None; ours are not."""
+def job_of(pid: int, ours: bool) -> str | None:
+    """The launcher and the job that a process is a worker of, or None."""
+    run = run_of(pid)
+    if run is not None:
+        return f"{OURS} {run}" if ours else None
     entries = read(f"/proc/{pid}/environ").split(b"\0")
-    if any(entry.startswith(VARIABLE) for entry in entries):
-        return None
     for launcher, mark, name in LAUNCHERS:
         if any(entry.startswith(mark) for entry in entries):
             names = [entry[len(name) :] for entry in entries if entry.startswith(name)]
@@ -97,7 +103,9 @@ def own_processes() -> dict[int, tuple[int, int]]:
     return found
 
 
-def find(run: str | None, strays: bool) -> dict[tuple[int, int], str]:
+def find(
+    run: str | None, strays: bool, ours: bool, pattern: str | None
+) -> dict[tuple[int, int], str]:
     """(pid, start time) -> run id, or job, of what is to end; never this one or those above it."""
     processes = own_processes()
     spared = set()
@@ -106,8 +114,15 @@ def find(run: str | None, strays: bool) -> dict[tuple[int, int], str]:
         spared.add(pid)
         pid = processes[pid][0]
     marked: dict[int, str] = {}
-    if strays:
-        jobs = {pid: job for pid in processes for job in [job_of(pid)] if job is not None}
+    if pattern is not None:
+        wanted = re.compile(pattern)
+        for pid in processes:
+            command = command_of(pid, MOST_LETTERS)
+            # Who asks for this has the pattern on its command line, and may be on this host.
+            if pid not in spared and ASKS not in command and wanted.search(command):
+                marked[pid] = run_of(pid) or ""
+    elif strays:
+        jobs = {pid: job for pid in processes for job in [job_of(pid, ours)] if job is not None}
         marked = {
             pid: job
             for pid, job in jobs.items()
@@ -156,10 +171,10 @@ def wait_gone(keys: Iterable[tuple[int, int]], seconds: float) -> list[tuple[int
         time.sleep(PAUSE_S)
 
 
-def command_of(pid: int) -> str:
+def command_of(pid: int, most: int = 200) -> str:
     """The command line, cut to a readable length."""
     text = read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode("utf-8", "replace").strip()
-    return text[:200]
+    return text[:most]
 
 
 def main() -> None:
@@ -168,7 +183,7 @@ def main() -> None:
     seen: dict[tuple[int, int], dict[str, object]] = {}
     for _ in range(1 if request["dry_run"] else ROUNDS):
         # Again until nothing is found: what was forked while the others were ended comes next.
-        found = find(request["run"], request["strays"])
+        found = find(request["run"], request["strays"], request["ours"], request["pattern"])
         if not found:
             break
         for key, name in found.items():

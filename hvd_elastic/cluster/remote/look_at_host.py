@@ -1,22 +1,40 @@
-"""What a host is: Python, packages, disk, clock, cores.
+"""What a host is: Python, packages, folders, limits, interfaces, names it knows, code, GPUs.
 
-Input: {"packages": [import names], "folders": [paths]}. Output: a JSON object, see the end.
+Input: {"packages": [import names], "folders": [paths], "names": [host names], "code": a path or
+null}. Output: a JSON object, see the end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import importlib
 import json
 import os
 import platform
+import resource
 import shutil
+import socket
+import struct
+import subprocess
 import sys
-import time
+import tempfile
+import threading
+from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
 
-NOW = time.time()
+SIOCGIFADDR = 0x8915
+RESOLVE_S = 3.0
+GPU_S = 8.0
+GPU_FIELDS = (
+    "index", "name", "driver_version", "memory.total", "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+)  # fmt: skip
+MOST_FILES = 2000
+NOT_CODE = ("node_modules", "__pycache__", "site-packages")
 
 
 def version_of(package: str) -> str | None:
@@ -37,29 +55,180 @@ def version_of(package: str) -> str | None:
         return f"broken ({type(error).__name__}: {error})"
 
 
-def free_in(folder: str) -> int | None:
-    """Free bytes where a folder lies, or would lie; None when that cannot be told."""
+def cuda_of_torch() -> str | None:
+    """The CUDA version that PyTorch is built for, read without importing PyTorch."""
+    with contextlib.suppress(Exception):
+        spec = util.find_spec("torch")
+        if spec is not None and spec.origin is not None:
+            for line in Path(spec.origin).with_name("version.py").read_text().splitlines():
+                if line.startswith("cuda"):
+                    return line.rpartition("=")[2].strip().strip("'\"").replace("None", "") or None
+    return None
+
+
+def look_at_folder(folder: str) -> dict[str, Any]:
+    """Free bytes where a folder lies, or would lie, and why nothing can be written there."""
     path = Path(folder).expanduser()
     while not path.exists() and path != path.parent:
         path = path.parent
+    found: dict[str, Any] = {"free": None, "refused": None}
     try:
-        return shutil.disk_usage(str(path)).free
-    except OSError:
-        return None
+        found["free"] = shutil.disk_usage(str(path)).free
+        with tempfile.TemporaryFile(dir=str(path)) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        found["refused"] = error.strerror or str(error)
+    return found
+
+
+def memory() -> dict[str, int]:
+    """Bytes in all, and bytes that can be had."""
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        fields[name] = int(rest.split()[0]) * 1024
+    return {"total": fields["MemTotal"], "available": fields["MemAvailable"]}
+
+
+def interfaces() -> dict[str, dict[str, Any]]:
+    """Addresses, MTU and state of each network interface."""
+    found: dict[str, dict[str, Any]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            folder = Path("/sys/class/net", name)
+            entry: dict[str, Any] = {"addresses": [], "mtu": None, "up": False}
+            with contextlib.suppress(OSError, ValueError):
+                entry["mtu"] = int((folder / "mtu").read_text())
+                entry["up"] = bool(int((folder / "flags").read_text(), 16) & 1)
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)
+                entry["addresses"].append(socket.inet_ntoa(answer[20:24]))
+            found[name] = entry
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            words = line.split()
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
+            found.setdefault(words[5], {"addresses": [], "mtu": None, "up": True})
+            found[words[5]]["addresses"].append(address)
+    return found
+
+
+def resolve(names: list[str]) -> dict[str, list[str] | None]:
+    """The addresses of each name, [] where it is not known, None where nobody answered in time."""
+    found: dict[str, list[str] | None] = dict.fromkeys(names)
+
+    def ask(name: str) -> None:
+        try:
+            entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            found[name] = sorted({str(entry[4][0]) for entry in entries})
+        except (OSError, UnicodeError):
+            found[name] = []
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    waited = threading.Event()
+    timer = threading.Timer(RESOLVE_S, waited.set)
+    timer.daemon = True
+    timer.start()
+    for thread in threads:
+        while thread.is_alive() and not waited.is_set():
+            thread.join(0.05)
+    timer.cancel()
+    return dict(found)
+
+
+def code_files(folder: Path) -> Iterator[Path]:
+    """Python files of a folder, without hidden ones and environments."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name in NOT_CODE or path.is_symlink():
+            continue
+        if path.is_dir():
+            if not (path / "pyvenv.cfg").exists():
+                yield from code_files(path)
+        elif path.suffix == ".py":
+            yield path
+
+
+def digest_of(path: Path) -> dict[str, str] | None:
+    """Name to digest of the Python files of a folder (or of one file); None: not there."""
+    found = {}
+    try:
+        files = [path] if path.is_file() else code_files(path) if path.is_dir() else None
+        if files is None:
+            return None
+        for file in files:
+            name = file.name if file == path else file.relative_to(path).as_posix()
+            found[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+            if len(found) >= MOST_FILES:
+                break
+    except OSError as error:
+        return {"": error.strerror or str(error)}
+    return found
+
+
+def package_code() -> dict[str, str] | None:
+    """The same of this package, where the interpreter finds it."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = util.find_spec("hvd_elastic")
+        if spec is not None and spec.origin is not None:
+            return digest_of(Path(spec.origin).parent)
+    return None
+
+
+def gpus() -> dict[str, Any]:
+    """What nvidia-smi says of each GPU; where there is none, nothing."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {"gpus": [], "gpu_error": None}
+    command = [program, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=GPU_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"gpus": [], "gpu_error": str(error)}
+    text = done.stdout.decode("utf-8", "replace").strip()
+    found, problems = [], []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == len(GPU_FIELDS):
+            found.append({name: words[at] for at, name in enumerate(GPU_FIELDS)})
+        else:
+            # Such as "Unable to determine the device handle for GPU 0000:1C:00.0: GPU is lost".
+            problems.append(line)
+    if done.returncode != 0 and not problems:
+        problems = [f"exit status {done.returncode}"]
+    return {"gpus": found, "gpu_error": problems[0] if problems else None}
 
 
 def main() -> None:
     """Reads the request, answers it."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
+    temporary = tempfile.gettempdir()
+    folders = dict.fromkeys(["~", temporary, *request["folders"]])
+    code = request["code"]
+    connection = os.environ.get("SSH_CONNECTION", "").split()
     answer: dict[str, Any] = {
-        "clock": NOW,
         "name": platform.node(),
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {package: version_of(package) for package in request["packages"]},
-        "free": {folder: free_in(folder) for folder in request["folders"]},
+        "cuda": cuda_of_torch(),
+        "folders": {folder: look_at_folder(folder) for folder in folders},
+        "memory": memory(),
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "infiniband": Path("/sys/class/infiniband").is_dir()
+        and any(Path("/sys/class/infiniband").iterdir()),
+        "interfaces": interfaces(),
+        "address": connection[2] if len(connection) == 4 else None,
+        "resolved": resolve(request["names"]),
+        "code": None if code is None else digest_of(Path(code)),
+        "package_code": package_code(),
+        **gpus(),
         "cpus": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg()[0],
     }
     sys.stdout.write(json.dumps(answer))
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_elastic.cluster.commands import LineSplitter, select_hosts
+from hvd_elastic.cluster.capture import LineSplitter
+from hvd_elastic.cluster.commands import select_hosts
 from hvd_elastic.cluster.hostfile import parse_hosts
 from hvd_elastic.errors import UsageError
 

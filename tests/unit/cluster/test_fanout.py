@@ -28,7 +28,11 @@ def test_every_host_has_its_own_outcome() -> None:
     results = {
         result.host.name: result
         for result in fan_out(
-            HOSTS, task, explain_failure=lambda name: "status 1" if name == "node6" else None
+            HOSTS,
+            task,
+            judge=lambda name: (
+                (Outcome.FAILED, "status 1") if name == "node6" else (Outcome.OK, "")
+            ),
         )
     }
     assert len(results) == 8

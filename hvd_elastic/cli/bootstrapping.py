@@ -1,0 +1,120 @@
+"""Asking a person, once, whether hosts are to be trusted and given the leader's key."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import typer
+
+from hvd_elastic.cli.host_options import Chosen
+from hvd_elastic.cli.host_report import print_json
+from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
+from hvd_elastic.cluster.hostfile import Host, fold_hosts
+from hvd_elastic.cluster.ssh import own_known_hosts
+from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
+from hvd_elastic.words import count
+
+__all__ = ["REFUSED", "accept_host_keys", "bootstrap_hosts"]
+
+REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
+
+
+def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey]:
+    """Shows the hosts' unknown keys, asks once, and accepts them.
+
+    Args:
+        chosen: what came of the shared options.
+        yes: do not ask.
+        also: what else the answer is about, such as "let …"; then it is asked in any case.
+
+    Returns:
+        One entry a host.
+
+    Raises:
+        typer.Exit: the answer to ``also`` alone was no.
+    """
+    asked = yes
+
+    def confirm(unknown: list[ShownKey]) -> bool:
+        nonlocal asked
+        asked = True
+        if not chosen.as_json:
+            width = max(len(entry.host) for entry in unknown)
+            for entry in unknown:
+                kind = entry.key.key_type if entry.key else ""
+                print(f"{entry.host:{width}}  {kind}  {entry.fingerprint}", flush=True)
+        what = f"Accept {count(len(unknown), 'key')}" + (f", and {also}" if also else "")
+        return yes or _ask(chosen, what)
+
+    shown = trust_hosts(chosen.hosts, chosen.ssh, confirm, chosen.fanout)
+    if also and not asked and not _ask(chosen, also[:1].upper() + also[1:]):
+        raise typer.Exit(1)
+    counts = Counter(entry.state for entry in shown)
+    for entry in shown:
+        if chosen.as_json:
+            print_json(
+                {
+                    "kind": "key" if also else "host",
+                    "host": entry.host,
+                    "state": entry.state.value,
+                    "key_type": entry.key.key_type if entry.key else None,
+                    "fingerprint": entry.fingerprint or None,
+                    "error": entry.message,
+                }
+            )
+        elif entry.message:
+            print(f"{entry.host}: {entry.state.value}: {entry.message}", file=sys.stderr)
+    if not chosen.as_json:
+        words = [f"{number} {state.value}" for state, number in counts.items()]
+        print(
+            f"{count(len(shown), 'host')}: {', '.join(words)} ({own_known_hosts()})",
+            file=sys.stderr,
+        )
+    return shown
+
+
+def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
+    """Host keys accepted, the leader's key brought to the hosts that lack it.
+
+    Raises:
+        typer.Exit: the keys were declined.
+    """
+    key = find_leader_key(chosen.hosts, chosen.ssh)
+    what = key.fingerprint or "a new one"
+    number = count(len(chosen.hosts), "host")
+    shown = accept_host_keys(
+        chosen, yes, f"let your key {key.path} ({what}) log in on the {number} of the hostfile"
+    )
+    if any(entry.state is TrustState.DECLINED for entry in shown):
+        raise typer.Exit(1)
+    key = key.make()
+    fit = {entry.host for entry in shown if entry.state not in REFUSED}
+    hosts = [host for host in chosen.hosts if host.name in fit]
+
+    def ask_password(shut: Sequence[Host]) -> str | None:
+        if chosen.as_json or not sys.stdin.isatty():
+            return None
+        names = fold_hosts([host.name for host in shut])
+        return getpass.getpass(f"Password for {names} (used once, not kept): ") or None
+
+    results = bring_key(hosts, key, chosen.ssh, ask_password, chosen.fanout)
+    if chosen.as_json:
+        return
+    done = Counter(result.value for result in results if result.ok)
+    for result in results:
+        if not result.ok:
+            print(result.error, file=sys.stderr)
+    words = [f"{number} {word}" for word, number in done.items()]
+    print(f"key {key.path}: {', '.join(words) or 'on no host'}", file=sys.stderr)
+
+
+def _ask(chosen: Chosen, what: str) -> bool:
+    if chosen.as_json or not sys.stdin.isatty():
+        if not chosen.as_json:
+            print(f"{what}? Not asked: this is no terminal; --yes accepts", file=sys.stderr)
+        return False
+    print(f"{what}? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,64 @@
+"""What ``checkclust`` shows: what is wrong on each host, what to do, the network in a line."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_elastic.cli.host_report import Printer, print_json
+from hvd_elastic.cluster.fanout import HostResult
+from hvd_elastic.cluster.health import HostHealth, Level
+from hvd_elastic.cluster.pairs import Link
+
+__all__ = ["describe_health", "show_health", "show_links"]
+
+
+def describe_health(result: HostResult[HostHealth]) -> dict[str, Any]:
+    """What the JSON object of a host has besides the outcome."""
+    checks = result.value.checks if result.value else ()
+    return {
+        "checks": [
+            {"name": item.name, "level": item.level.value, "detail": item.detail} for item in checks
+        ]
+    }
+
+
+def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool) -> None:
+    """A line for the host, and one for each thing that is not well there."""
+    if result.value is None:
+        printer.line(result.host, "stdout", f"NOT fit: {result.error}")
+        return
+    health = result.value
+    words = {Level.OK: "fit", Level.WARNING: "fit, with warnings", Level.FAILED: "NOT fit"}
+    printer.line(result.host, "stdout", words[health.level])
+    for item in health.checks:
+        if verbose or item.level is not Level.OK:
+            text = f"  {item.level.value:8}{item.name}: {item.detail}"
+            printer.line(result.host, "stdout", text)
+
+
+def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
+    """The network between the hosts: how fast from the slowest to the fastest direction."""
+    if as_json:
+        for link in links:
+            print_json(
+                {
+                    "kind": "link",
+                    "from": link.source,
+                    "to": link.target,
+                    "bytes_per_s": round(link.bytes_per_s),
+                    "latency_s": round(link.latency_s, 6),
+                    "refused": link.refused,
+                }
+            )
+        return
+    good = [link for link in links if not link.refused]
+    if good:
+        rates = sorted(link.bytes_per_s * 8 / 1e6 for link in good)
+        latencies = sorted(link.latency_s * 1e3 for link in good)
+        printer.note(
+            f"network: {len(good)} directions, {rates[0]:.0f} to {rates[-1]:.0f} Mbit/s (median "
+            f"{statistics.median(rates):.0f}), there and back in {latencies[0]:.2f} to "
+            f"{latencies[-1]:.2f} ms"
+        )

@@ -1,0 +1,94 @@
+"""What ``runclust`` shows: its plan, its output gathered from many hosts, its JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_elastic.cli.host_options import Chosen
+from hvd_elastic.cli.host_report import print_json
+from hvd_elastic.cluster.commands import CommandResult, HowToRun
+from hvd_elastic.cluster.fanout import HostResult
+from hvd_elastic.cluster.hostfile import Host, fold_hosts
+from hvd_elastic.cluster.ssh import is_local
+
+__all__ = ["describe_command", "show_gathered", "show_plan"]
+
+RULE = "-" * 15
+
+
+def show_plan(chosen: Chosen, text: str, how: HowToRun) -> None:
+    """What would run where; of the environment only the names."""
+    for host in chosen.hosts:
+        way = "here" if is_local(host, chosen.ssh) else "ssh"
+        if chosen.as_json:
+            print_json(
+                {
+                    "kind": "plan",
+                    "host": host.name,
+                    "how": way,
+                    "what": text,
+                    "sudo": how.sudo,
+                    "cwd": how.cwd,
+                    "env": sorted(how.env),
+                }
+            )
+            continue
+        parts = [way]
+        parts += ["as root by sudo"] if how.sudo else []
+        parts += [f"in {how.cwd}"] if how.cwd else []
+        parts += [f"with {', '.join(sorted(how.env))}"] if how.env else []
+        print(f"{host.target} ({', '.join(parts)}): {text}")
+
+
+def describe_command(result: HostResult[CommandResult]) -> dict[str, Any]:
+    """What the JSON object of a host has besides the outcome."""
+    value = result.value
+    return {
+        "exit_status": value.exit_status if value and not value.timed_out else None,
+        "stdout": value.stdout.decode("utf-8", errors="replace") if value else "",
+        "stderr": value.stderr.decode("utf-8", errors="replace") if value else "",
+        "left_out_bytes": value.left_out_bytes if value else 0,
+    }
+
+
+def show_gathered(hosts: Sequence[Host], results: Sequence[HostResult[CommandResult]]) -> None:
+    """Each output once, under the names of all hosts that wrote it; stderr goes to stderr.
+
+    Args:
+        hosts: the order in which hosts are looked at.
+        results: of those that answered, in any order.
+    """
+    by_name = {result.host.name: result for result in results if result.value is not None}
+    outputs: dict[tuple[str, int, bytes], list[HostResult[CommandResult]]] = {}
+    errors: dict[bytes, list[HostResult[CommandResult]]] = {}
+    for host in hosts:
+        if host.name in by_name:
+            result = by_name[host.name]
+            value = result.answer
+            key = (result.outcome.value, value.exit_status, value.stdout_fingerprint)
+            outputs.setdefault(key, []).append(result)
+            errors.setdefault(value.stderr_fingerprint, []).append(result)
+    for some in outputs.values():
+        value = some[0].answer
+        if value.stdout:
+            why = "" if some[0].ok else f": {some[0].error}"
+            print(f"{RULE}\n{_fold(some)} ({len(some)}){why}\n{RULE}", flush=True)
+            # As it was written: a terminal may know more than UTF-8.
+            sys.stdout.buffer.write(value.stdout.removesuffix(b"\n") + b"\n")
+            sys.stdout.buffer.flush()
+    for some in errors.values():
+        for line in some[0].answer.stderr.decode("utf-8", errors="replace").splitlines():
+            print(f"{_fold(some)}: {line}", file=sys.stderr)
+    cut = [result for result in by_name.values() if result.answer.left_out_bytes]
+    if cut:
+        most = max(result.answer.left_out_bytes for result in cut) / 1e6
+        print(
+            f"{_fold(cut)}: up to {most:.1f} MB more left out; without --gather all is shown",
+            file=sys.stderr,
+        )
+
+
+def _fold(results: Sequence[HostResult[CommandResult]]) -> str:
+    return fold_hosts([result.host.name for result in results])

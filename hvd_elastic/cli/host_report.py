@@ -1,0 +1,269 @@
+"""What a tool over many hosts shows: lines as they come, each host's result, a summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import typer
+
+from hvd_elastic.cli.entry import INTERRUPTED
+from hvd_elastic.cli.host_options import Chosen
+from hvd_elastic.cluster.fanout import HostResult, Outcome
+from hvd_elastic.cluster.hostfile import Host, fold_hosts
+from hvd_elastic.words import count
+
+__all__ = ["Printer", "conclude", "finish", "print_json", "reasons_in_words", "show_each"]
+
+COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+# Who is waited for is named when it has taken so long.
+PATIENCE_S = 1.0
+_WHO = re.compile(r"host \S+( \([^)]*\))?: ")
+_CLEAR = "\r\x1b[K"
+
+
+class Printer:
+    """Lines of many hosts on one terminal, whole lines only.
+
+    Attributes:
+        gone: whether nothing can be shown any more, as when the reader went away (``| head``).
+    """
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._lock = threading.Lock()
+        self._passes = False
+        self.gone = False
+        width = max(len(host.name) for host in hosts)
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self._prefix = {
+            host.name: (
+                f"\x1b[{COLOURS[index % len(COLOURS)]}m{host.name:>{width}}\x1b[0m: "
+                if colour
+                else f"{host.name}: "
+            )
+            for index, host in enumerate(hosts)
+        }
+
+    def line(self, host: Host, stream: str, text: str) -> None:
+        """One line of a host's output, under its name."""
+        self._print(f"{self._prefix[host.name]}{text}", stream)
+
+    def note(self, text: str) -> None:
+        """One line of our own."""
+        self._print(text, "stderr")
+
+    def waiting(self, running: Mapping[str, float], queued: int) -> None:
+        """Names those that keep everybody waiting, on a terminal, in a line that goes away again.
+
+        Args:
+            running: seconds since the start of each host that is at it.
+            queued: hosts that have not begun.
+
+        Raises:
+            BrokenPipeError: nobody reads what is shown.
+        """
+        if self.gone:
+            raise BrokenPipeError
+        slow = {name: seconds for name, seconds in running.items() if seconds >= PATIENCE_S}
+        if not slow:
+            return
+        text = f"waiting for {fold_hosts(slow)} ({max(slow.values()):.0f} s)"
+        if queued:
+            text += f", {queued} not begun"
+        self.passing(text)
+
+    def passing(self, text: str) -> None:
+        """On a terminal, a line that the next one takes away."""
+        if not sys.stderr.isatty():
+            return
+        with self._lock:
+            text = text[: shutil.get_terminal_size().columns - 1]
+            print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
+            self._passes = True
+
+    def clear(self) -> None:
+        """Takes the passing line away."""
+        with self._lock:
+            self._clear()
+
+    def close(self) -> None:
+        """Nothing more is shown: a host that was given up may still have lines.
+
+        One that is being written while the interpreter ends would abort it.
+        """
+        with self._lock:
+            self.gone = True
+
+    def _clear(self) -> None:
+        if self._passes:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            self._passes = False
+
+    def _print(self, text: str, stream: str) -> None:
+        with self._lock:
+            if self.gone:
+                return
+            self._clear()
+            try:
+                print(text, file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+            except BrokenPipeError:
+                # In a host's thread, where nobody would hear of it.
+                self.gone = True
+
+
+def show_each(
+    results: Iterable[HostResult[Any]],
+    printer: Printer,
+    as_json: bool,
+    describe: Callable[[HostResult[Any]], dict[str, Any]],
+    word: Callable[[HostResult[Any]], str] | None = None,
+    tell_failures: bool = True,
+) -> Iterator[HostResult[Any]]:
+    """Shows each result as it comes and passes it on.
+
+    Args:
+        results: of the hosts, as they end.
+        printer: where to.
+        as_json: one JSON object a line instead of text.
+        describe: what the JSON object has of this tool.
+        word: the line for a host where all is well; None: no line.
+        tell_failures: a line for a host that failed.
+    """
+    for result in results:
+        if as_json:
+            print_json(
+                {
+                    "kind": "host",
+                    "host": result.host.name,
+                    "state": result.outcome.value,
+                    **describe(result),
+                    "seconds": round(result.seconds, 3),
+                    "error": result.error,
+                }
+            )
+        elif not result.ok:
+            if tell_failures:
+                printer.note(_name_host(result))
+        elif word is not None:
+            printer.line(result.host, "stdout", word(result))
+        yield result
+
+
+def _name_host(result: HostResult[Any]) -> str:
+    lead = f"host {result.host.name}"
+    return result.error if result.error.startswith(lead) else f"{lead}: {result.error}"
+
+
+def finish(
+    chosen: Chosen,
+    results: Iterable[HostResult[Any]],
+    printer: Printer,
+    describe: Callable[[HostResult[Any]], dict[str, Any]],
+    word: Callable[[HostResult[Any]], str] | None = None,
+    gather: Callable[[list[HostResult[Any]]], None] | None = None,
+    tell_reasons: bool = False,
+) -> None:
+    """Shows results as they come, then the summary; ends the command with its exit status.
+
+    Args:
+        chosen: what came of the shared options.
+        results: of the hosts, as they end.
+        printer: where to.
+        describe, word: see :func:`show_each`.
+        gather: shows all results at the end, instead of each failure as it comes.
+        tell_reasons: whether the summary says why, and after how long, hosts failed.
+    """
+    seen: list[HostResult[Any]] = []
+    interrupted = False
+    started = time.monotonic()
+    shown = show_each(results, printer, chosen.as_json, describe, word, gather is None)
+    try:
+        try:
+            for result in shown:
+                seen.append(result)  # noqa: PERF402  # what was seen before Ctrl-C counts
+        except KeyboardInterrupt:
+            interrupted = True
+            # Ends the generator, and with it what it started on the hosts.
+            getattr(results, "close", lambda: None)()
+        printer.clear()
+        if gather is not None:
+            gather(seen)
+        if tell_reasons and not chosen.as_json and (len(chosen.hosts) > 1 or gather is not None):
+            for line in reasons_in_words(seen):
+                printer.note(line)
+        conclude(chosen, seen, printer, interrupted, time.monotonic() - started)
+    finally:
+        printer.close()
+
+
+def reasons_in_words(results: Sequence[HostResult[Any]]) -> list[str]:
+    """Who failed, why, and after how long: a line for each reason.
+
+    >>> from hvd_elastic.cluster.hostfile import Host
+    >>> reasons_in_words(
+    ...     [HostResult(Host(f"n{i}"), Outcome.FAILED, i, error="exit status 3") for i in (1, 2)]
+    ... )
+    ['failed: n[1-2]: exit status 3 (1.0 to 2.0 s)']
+    """
+    groups: dict[tuple[str, str], list[HostResult[Any]]] = {}
+    for result in results:
+        if not result.ok:
+            # What to do about it was said when it happened.
+            reason = _WHO.sub("", result.error, count=1).partition(". ")[0]
+            groups.setdefault((result.outcome.value, reason), []).append(result)
+    lines = []
+    for (outcome, reason), some in groups.items():
+        times = sorted(result.seconds for result in some)
+        took = f"{times[0]:.1f} to " if f"{times[0]:.1f}" != f"{times[-1]:.1f}" else ""
+        names = fold_hosts([result.host.name for result in some])
+        lines.append(f"{outcome}: {names}: {reason} ({took}{times[-1]:.1f} s)")
+    return lines
+
+
+def conclude(
+    chosen: Chosen,
+    results: Sequence[HostResult[Any]],
+    printer: Printer,
+    interrupted: bool = False,
+    seconds: float | None = None,
+) -> None:
+    """The summary and the exit status."""
+    names: dict[str, list[str]] = {}
+    for result in results:
+        names.setdefault(result.outcome.value, []).append(result.host.name)
+    seen = {result.host.name for result in results}
+    missing = [host.name for host in chosen.hosts if host.name not in seen]
+    if missing:
+        names["interrupted"] = missing
+    if chosen.as_json:
+        print_json(
+            {
+                "kind": "summary",
+                "hosts": len(chosen.hosts),
+                "states": {state: len(some) for state, some in names.items()},
+                **({} if seconds is None else {"seconds": round(seconds, 3)}),
+            }
+        )
+    elif len(chosen.hosts) > 1 or any(not result.ok for result in results) or missing:
+        parts = [
+            f"{len(some)} {state}" + ("" if state == "ok" else f" ({fold_hosts(some)})")
+            for state, some in names.items()
+        ]
+        after = "" if seconds is None else f" in {seconds:.1f} s"
+        printer.note(f"{count(len(chosen.hosts), 'host')}{after}: {', '.join(parts)}")
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if any(result.outcome is not Outcome.OK for result in results):
+        raise typer.Exit(1)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on a line of its own."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -1,0 +1,41 @@
+"""What ``killclust`` shows: processes, files, and who still holds GPU memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_elastic.cli.host_report import Printer
+from hvd_elastic.cluster.fanout import HostResult
+from hvd_elastic.cluster.procs import Ended
+from hvd_elastic.words import count
+
+__all__ = ["describe_ended", "show_ended"]
+
+
+def describe_ended(result: HostResult[Ended]) -> dict[str, Any]:
+    """What the JSON object of a host has besides the outcome."""
+    value = result.value
+    return {
+        "processes": [vars(process) for process in value.processes] if value else [],
+        "files": [vars(file) for file in value.files] if value else [],
+        "gpus": list(value.gpus) if value else [],
+    }
+
+
+def show_ended(result: HostResult[Ended], printer: Printer, dry_run: bool) -> str:
+    """A line for each process, file and holder of GPU memory; returns the sum of them."""
+    ended = result.answer
+    for process in ended.processes:
+        done = {"": "found", "left": "NOT ended"}.get(process.ended, f"{process.ended} ended")
+        printer.line(result.host, "stdout", f"{done} {process.pid}  {process.command}")
+    for file in ended.files:
+        done = "found" if dry_run else "removed"
+        size = f"{file.bytes / 1e6:.1f} MB"
+        printer.line(result.host, "stdout", f"{done} {file.kind} {file.path}  {size}")
+    for line in ended.gpus:
+        printer.line(result.host, "stdout", f"memory still held: {line}")
+    text = f"{count(len(ended.processes), 'process')} {'found' if dry_run else 'ended'}"
+    if ended.files:
+        size = f"{sum(file.bytes for file in ended.files) / 1e6:.1f} MB"
+        text += f", {len(ended.files)} left behind {'found' if dry_run else 'removed'} ({size})"
+    return text

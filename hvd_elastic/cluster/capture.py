@@ -1,0 +1,75 @@
+"""What a command writes: the beginning of it kept, all of it counted and fingerprinted.
+
+A command that prints a gigabyte, or bytes without a line end, costs no more memory than one that
+prints a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+
+__all__ = ["Capture", "LineSplitter"]
+
+LONGEST_LINE_BYTES = 64 * 1024
+
+
+class Capture:
+    """Keeps the first bytes that it is given, counts and fingerprints all.
+
+    Args:
+        limit: most bytes to keep.
+        pass_on: is given each piece as well.
+    """
+
+    def __init__(self, limit: int, pass_on: Callable[[bytes], None] | None = None) -> None:
+        self._limit = limit
+        self._pass_on = pass_on
+        self._kept = bytearray()
+        self._hash = hashlib.blake2b(digest_size=16)
+        self.size_bytes = 0
+
+    def take(self, data: bytes) -> None:
+        self.size_bytes += len(data)
+        self._kept += data[: max(0, self._limit - len(self._kept))]
+        self._hash.update(data)
+        if self._pass_on is not None:
+            self._pass_on(data)
+
+    @property
+    def kept(self) -> bytes:
+        return bytes(self._kept)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal for equal bytes, kept or not."""
+        return self._hash.digest()
+
+
+class LineSplitter:
+    """Cuts pieces of output into lines; the last one may lack its line end.
+
+    A line of more than 64 KiB comes in parts.
+    """
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._rest = b""
+        self._lock = threading.Lock()
+
+    def feed(self, data: bytes) -> None:
+        with self._lock:
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            while len(self._rest) > LONGEST_LINE_BYTES:
+                lines.append(self._rest[:LONGEST_LINE_BYTES])
+                self._rest = self._rest[LONGEST_LINE_BYTES:]
+        for line in lines:
+            self._emit(line.decode("utf-8", errors="replace"))
+
+    def finish(self) -> None:
+        """Gives out what came after the last line end."""
+        with self._lock:
+            rest, self._rest = self._rest, b""
+        if rest:
+            self._emit(rest.decode("utf-8", errors="replace"))

@@ -1,0 +1,199 @@
+"""Measures the way to other hosts: who can be reached, how far away it is, how much goes through.
+
+A dialogue of JSON lines on stdin and stdout: each request {"do": …} gets one answer. It listens at
+one address, serves only who shows the token that the leader handed over, and ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import select
+import socket
+import statistics
+import struct
+import sys
+import threading
+import time
+
+CONNECT_S = 2.0
+SILENCE_S = 3.0
+PIECE_BYTES = 1 << 18
+PINGS = 15
+# The beginning does not count: TCP starts slowly, and a shaped link lets a first burst through.
+WARM_UP = 0.25
+TOKEN_BYTES = 32
+PING, SEND, RECEIVE = b"p", b"s", b"r"
+RATE = struct.Struct("!d")
+
+
+def read_exactly(sock: socket.socket, size: int) -> bytes:
+    """So many bytes, or OSError."""
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise OSError(0, "the connection was closed")
+        data += piece
+    return data
+
+
+def send_until_told(sock: socket.socket) -> float:
+    """Sends as much as goes through until the other side tells the rate [bytes/s]."""
+    piece = bytes(PIECE_BYTES)
+    sock.setblocking(False)
+    while True:
+        told, ready, _ = select.select([sock], [sock], [], SILENCE_S)
+        if told:
+            sock.settimeout(SILENCE_S)
+            rate: float = RATE.unpack(read_exactly(sock, RATE.size))[0]
+            return rate
+        if not ready:
+            raise OSError(0, "nothing goes through")
+        sock.send(piece)
+
+
+def receive_for(sock: socket.socket, seconds: float) -> float:
+    """Counts what comes for so long, tells the rate [bytes/s] and gives it back."""
+    sock.settimeout(SILENCE_S)
+    buffer = bytearray(PIECE_BYTES)
+    begun = counted_from = time.monotonic()
+    counted = 0
+    while True:
+        size = sock.recv_into(buffer)
+        now = time.monotonic()
+        if not size:
+            raise OSError(0, "the connection was closed")
+        if now - begun < seconds * WARM_UP:
+            counted_from = now
+        else:
+            counted += size
+        if now - begun >= seconds:
+            break
+    rate = counted / max(now - counted_from, 1e-6)
+    sock.sendall(RATE.pack(rate))
+    return rate
+
+
+def connect(peer: list[object], token: bytes, what: bytes) -> socket.socket:
+    """A connection to another host's probe."""
+    sock = socket.create_connection((str(peer[0]), int(str(peer[1]))), CONNECT_S)
+    try:
+        sock.settimeout(SILENCE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # What is still unsent at the end is dropped, or a slow link would go on with it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.sendall(token + what)
+        read_exactly(sock, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def serve(sock: socket.socket, token: bytes, seconds: float) -> None:
+    """The other end of :func:`connect`."""
+    with sock:
+        try:
+            sock.settimeout(SILENCE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if not hmac.compare_digest(read_exactly(sock, TOKEN_BYTES), token):
+                return
+            what = read_exactly(sock, 1)
+            sock.sendall(b"+")
+            if what == PING:
+                while True:
+                    sock.sendall(read_exactly(sock, 1))
+            elif what == SEND:
+                receive_for(sock, seconds)
+                # Until the sender has read the rate and closes.
+                while sock.recv(PIECE_BYTES):
+                    pass
+            elif what == RECEIVE:
+                send_until_told(sock)
+        except OSError:
+            return
+
+
+class Probe:
+    """What the leader asks for, by name."""
+
+    def __init__(self) -> None:
+        self._token = b""
+        self._seconds = 0.0
+
+    def clock(self, request: dict[str, object]) -> dict[str, object]:
+        """What time it is here [unix seconds]."""
+        del request
+        return {"clock": time.time()}
+
+    def listen(self, request: dict[str, object]) -> dict[str, object]:
+        """Listens at an address: the one that is given, or that by which ssh came in."""
+        self._token = bytes.fromhex(str(request["token"]))
+        self._seconds = float(str(request["seconds"]))
+        words = os.environ.get("SSH_CONNECTION", "").split()
+        address = str(request["address"] or (words[2] if len(words) == 4 else "127.0.0.1"))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((address, 0))
+        listener.listen(512)
+
+        def take() -> None:
+            while True:
+                sock, _ = listener.accept()
+                arguments = (sock, self._token, self._seconds)
+                threading.Thread(target=serve, args=arguments, daemon=True).start()
+
+        threading.Thread(target=take, daemon=True).start()
+        return {"address": address, "port": listener.getsockname()[1]}
+
+    def reach(self, request: dict[str, object]) -> dict[str, object]:
+        """Tries to connect to every peer; tells why those failed that did."""
+        failed: dict[str, str] = {}
+
+        def attempt(name: str, peer: list[object]) -> None:
+            try:
+                connect(peer, self._token, PING).close()
+            except OSError as error:
+                failed[name] = error.strerror or str(error)
+
+        peers = request["peers"]
+        assert isinstance(peers, dict)
+        threads = [threading.Thread(target=attempt, args=item) for item in peers.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"failed": failed}
+
+    def measure(self, request: dict[str, object]) -> dict[str, object]:
+        """Latency [s], and what goes through to and from a peer [bytes/s]."""
+        peer = request["peer"]
+        assert isinstance(peer, list)
+        times = []
+        with connect(peer, self._token, PING) as sock:
+            for _ in range(PINGS):
+                begun = time.monotonic()
+                sock.sendall(b"x")
+                read_exactly(sock, 1)
+                times.append(time.monotonic() - begun)
+        with connect(peer, self._token, SEND) as sock:
+            there = send_until_told(sock)
+        with connect(peer, self._token, RECEIVE) as sock:
+            back = receive_for(sock, self._seconds)
+        return {"latency": statistics.median(times), "there": there, "back": back}
+
+
+def main() -> None:
+    """Answers line by line."""
+    probe = Probe()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        try:
+            answer = getattr(probe, request["do"])(request)
+        except OSError as error:
+            answer = {"error": error.strerror or str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,82 @@
+"""One input for many readers, each at its own pace: kept in a file as it arrives."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from hvd_elastic.closing import Closing
+from hvd_elastic.errors import HvdElasticError
+
+__all__ = ["PIECE_BYTES", "Spool"]
+
+PIECE_BYTES = 64 * 1024
+
+
+class Spool(Closing):
+    """Reads an input once and gives it to every reader from its beginning.
+
+    Held on the disk and not in memory, since a reader may begin when the input has long ended, and
+    a slow one must not hold up the others.
+
+    Args:
+        source: a binary file; one that never ends is no hindrance.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the object
+        self._size = 0
+        self._ended = False
+        self._error: OSError | None = None
+        self._changed = threading.Condition()
+        threading.Thread(target=self._fill, name="standard input", daemon=True).start()
+
+    def pieces(self) -> Iterator[bytes]:
+        """All of it, waiting for what has not come yet.
+
+        Raises:
+            HvdElasticError: it cannot be read, or kept.
+        """
+        at = 0
+        while True:
+            with self._changed:
+                while self._size <= at and not self._ended:
+                    self._changed.wait()
+                if self._error is not None:
+                    raise HvdElasticError(
+                        f"the input cannot be kept in {tempfile.gettempdir()}: "
+                        f"{self._error.strerror}. Set TMPDIR to a folder with room for it"
+                    )
+                if self._size <= at or self._file.closed:
+                    return
+                data = os.pread(self._file.fileno(), PIECE_BYTES, at)
+            at += len(data)
+            yield data
+
+    def close(self) -> None:
+        """Readers come to an end; what is still to come is not looked at."""
+        with self._changed:
+            self._ended = True
+            self._file.close()
+            self._changed.notify_all()
+
+    def _fill(self) -> None:
+        read = getattr(self._source, "read1", self._source.read)
+        try:
+            while data := read(PIECE_BYTES):
+                with self._changed:
+                    if self._ended:
+                        return
+                    self._file.write(data)
+                    self._file.flush()
+                    self._size += len(data)
+                    self._changed.notify_all()
+        except OSError as error:
+            self._error = error
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()

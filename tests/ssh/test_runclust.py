@@ -1,0 +1,269 @@
+"""runclust over a real sshd: eight hosts, one of which may hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cluster.hostfile import expand_hosts
+from tests.command_lines import CommandLines
+from tests.ssh import sshd as private_sshd
+from tests.ssh import tools as shared
+from tests.ssh.tools import Tools, is_alive, records, wait_until
+
+pytestmark = [
+    pytest.mark.ssh,
+    pytest.mark.skipif(not private_sshd.AVAILABLE, reason="sshd is not installed"),
+]
+
+server, tools = shared.server, shared.tools
+
+
+def test_each_line_under_its_host(tools: Tools) -> None:
+    result = tools("runclust", str(tools.hostfile), "--hosts", "node[1-3]", "echo a; echo b >&2")
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"node{n}: a" for n in (1, 2, 3)]
+    assert {f"node{n}: b" for n in (1, 2, 3)} < set(result.stderr.splitlines())
+    assert result.stderr.splitlines()[-1].startswith("3 hosts in ")
+
+
+def test_arguments_arrive_as_typed_and_options_stand_where_they_like(tools: Tools) -> None:
+    for arguments in (
+        ["--hosts", "node1", str(tools.hostfile), "printf", "%s|", "a b", "-x", "$HOME"],
+        [str(tools.hostfile), "--hosts=node1", "printf", "%s|", "a b", "-x", "$HOME"],
+        [str(tools.hostfile), "--hosts", "node1", "--", "printf", "%s|", "a b", "-x", "$HOME"],
+    ):
+        result = tools("runclust", *arguments)
+        assert result.stdout == "node1: a b|-x|$HOME|\n", result.stderr
+
+
+def test_a_host_that_hangs_does_not_hold_up_the_others(tools: Tools) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        tools.hostfile.write_text(f"127.0.0.1 port={port}  # answers nobody\nnode[1-7]\n")
+        process = subprocess.Popen(
+            tools.argv(
+                "runclust", str(tools.hostfile), "--json", "--connect-timeout", "90", "true"
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=tools.environment,
+            stdin=subprocess.DEVNULL,
+        )
+        assert process.stdout is not None
+        first = [json.loads(process.stdout.readline()) for _ in range(7)]
+        assert [entry["state"] for entry in first] == ["ok"] * 7
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert json.loads(rest)["states"] == {"ok": 7, "interrupted": 1}
+
+        tools.hostfile.write_text(f"127.0.0.1 port={port}\n")
+        result = tools("runclust", str(tools.hostfile), "--connect-timeout", "0.5", "true")
+    assert result.returncode == 1
+    assert "no answer within 0.5 s" in result.stderr
+
+
+def test_statuses_and_usage(tools: Tools) -> None:
+    result = tools("runclust", str(tools.hostfile), "--exclude", "node[3-8]", "exit 3")
+    assert result.returncode == 1
+    assert "host node1: exit status 3" in result.stderr
+    assert "2 failed (node[1-2])" in result.stderr
+    assert tools("runclust", str(tools.hostfile), "--hosts", "nobody", "true").returncode == 2
+    assert tools("runclust", str(tools.hostfile)).returncode == 2
+    assert tools("killclust", str(tools.hostfile)).returncode == 2
+    result = tools("runclust", str(tools.folder / "none"), "true")
+    assert result.returncode != 0
+    assert result.stderr.startswith("error: hostfile ")
+    assert "Traceback" not in result.stderr
+    result = tools("runclust", str(tools.hostfile), "--dry-run", "rm", "-r", "a b")
+    assert result.stdout.splitlines()[0] == "node1 (ssh): rm -r 'a b'"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_commands_there_end_with_us_and_all_that_they_started(
+    tools: Tools, number: signal.Signals
+) -> None:
+    # Forked, detached with an empty environment and deaf to TERM, and the command itself.
+    command = (
+        "sleep 100 & echo $!; env -i setsid sh -c 'trap : TERM; while :; do sleep 1; done' & "
+        "echo $!; echo $$; exec sleep 100"
+    )
+    process = subprocess.Popen(
+        tools.argv("runclust", str(tools.hostfile), "--hosts", "node[1-3]", command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tools.environment,
+        stdin=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(9)]
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 130)
+    if number != signal.SIGKILL:
+        assert "3 interrupted (node[1-3])" in errors
+    assert "Traceback" not in errors
+    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+
+
+def test_a_command_that_ends_leaves_its_background_child_alone(tools: Tools) -> None:
+    result = tools(
+        "runclust", str(tools.hostfile), "--hosts", "node1",
+        "nohup sleep 100 >/dev/null 2>&1 & echo $!",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    pid = int(result.stdout.split()[1])
+    assert is_alive(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_the_same_output_is_shown_once(tools: Tools, tmp_path: Path) -> None:
+    first = shlex.quote(str(tmp_path / "first"))
+    command = f"mkdir {first} 2>/dev/null && {{ echo odd; exit 3; }}; echo same; echo aside >&2"
+    result = tools("runclust", str(tools.hostfile), "--gather", command)
+    assert result.returncode == 1
+    blocks = sorted(re.findall(r"-+\n(.*) \((\d)\)(.*)\n-+\n(.*)\n", result.stdout))
+    (odd, *_), (same, *_) = sorted(blocks, key=lambda block: block[1])
+    assert blocks == sorted([(odd, "1", ": exit status 3", "odd"), (same, "7", "", "same")])
+    assert {*expand_hosts(same), odd} == {f"node{number}" for number in range(1, 9)}
+    assert f"{same}: aside" in result.stderr.splitlines()
+    assert re.search(rf"\nfailed: {odd}: exit status 3 \(.* s\)\n", result.stderr)
+
+
+def test_environment_folder_and_input(tools: Tools, tmp_path: Path) -> None:
+    secret = f"it's {secrets.token_hex(12)} $HOME"
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    arguments = [str(tools.hostfile), "--hosts", "node[1-3]", "--env", "TOKEN", "-e", "X=a b"]
+    command = 'sleep 0.3; echo "$TOKEN|$X|$PWD|"; cat'
+    with CommandLines(secret.split()[1]) as watcher:
+        result = tools(
+            "runclust", *arguments, "--cwd", str(folder), "--json", command,
+            text_in="one\ntwo", TOKEN=secret,
+        )  # fmt: skip
+    assert result.returncode == 0, result.stdout
+    assert watcher.rounds > 5
+    assert not watcher.found
+    for entry in records(result).values():
+        assert entry["stdout"] == f"{secret}|a b|{folder}|\none\ntwo"
+    result = tools("runclust", *arguments, "--dry-run", command, TOKEN=secret)
+    assert result.stdout.splitlines()[0] == f"node1 (ssh, with TOKEN, X): {command}"
+    result = tools("runclust", str(tools.hostfile), "--hosts", "node1", "--cwd", "/none", "true")
+    assert result.returncode == 1
+    assert "host node1: /none: No such file or directory" in result.stderr
+    assert tools("runclust", *arguments, "true").returncode == 2
+
+
+def test_slow_hosts_are_named_while_we_wait(tools: Tools, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    go, first = (shlex.quote(str(tmp_path / name)) for name in ("go", "first"))
+    process = subprocess.Popen(
+        tools.argv(
+            "runclust", str(tools.hostfile), "--hosts", "node[1-3]",
+            f"mkdir {first} 2>/dev/null && until [ -e {go} ]; do sleep 0.1; done; echo done",
+        ),
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=tools.environment,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = ""
+    while not re.search(r"waiting for node\d \(\d+ s\)", shown):
+        shown += os.read(ours, 1000).decode()
+    (tmp_path / "go").touch()
+    assert process.wait(60) == 0
+    os.close(ours)
+
+
+def test_limits_and_retries(tools: Tools, tmp_path: Path) -> None:
+    arguments = ["--json", str(tools.hostfile), "sleep 60"]
+    result = tools("runclust", "--hosts", "node1", "--timeout", "0.5", *arguments)
+    entry = records(result)["node1"]
+    assert (result.returncode, entry["state"]) == (1, "timed out")
+    assert "did not end within 0.5 s and was stopped" in entry["error"]
+    # Without ssh, which may take its time on a busy machine.
+    tools.hostfile.write_text("localhost\n::1\n")
+    result = tools("runclust", "-f", "1", "--total-timeout", "1", *arguments)
+    first, second = records(result).values()
+    assert first["state"] == second["state"] == "timed out"
+    assert "did not end within 1 s and was stopped" in first["error"]
+    assert "its turn did not come within 1 s" in second["error"]
+
+    counter = tmp_path / "counter"
+    closed = private_sshd.free_port()
+    tools.hostfile.write_text(f"node1\n127.0.0.1 port={closed}\n")
+    command = f"echo x >> {shlex.quote(str(counter))}; exit 3"
+    result = tools(
+        "runclust",
+        str(tools.hostfile),
+        "--retries",
+        "1",
+        "--json",
+        "--connect-timeout",
+        "60",
+        command,
+    )
+    entries = records(result)
+    assert entries["127.0.0.1"]["state"] == "unreachable"
+    assert entries["127.0.0.1"]["error"].endswith("(2 tries)")
+    assert entries["node1"]["exit_status"] == 3
+    assert counter.read_text() == "x\n", "a command that ran is not repeated"
+
+
+def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
+    tools.hostfile.write_text("localhost\n")
+    program = (
+        "import atexit, re, sys\n"
+        # Not getrusage, which begins with what the parent had.
+        "peak = lambda: re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]\n"
+        "atexit.register(lambda: print(peak(), file=sys.stderr))\n"
+        "from hvd_elastic.cli.clust import runclust_main; runclust_main()\n"
+    )
+    command = "head -c 300000000 /dev/zero; echo; printf 'a\\377b\\n'"
+    for options in ([], ["--gather"]):
+        with (tmp_path / "out").open("wb") as out:
+            process = subprocess.run(
+                [sys.executable, "-c", program, str(tools.hostfile), *options, command],
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=tools.environment,
+                stdin=subprocess.DEVNULL,
+                timeout=100,
+            )
+        assert process.returncode == 0, process.stderr
+        assert int(process.stderr.split()[-1]) < 200_000
+        assert ("299.0 MB more left out" in process.stderr) == bool(options)
+
+
+def test_a_reader_that_goes_away_ends_it(tools: Tools) -> None:
+    process = subprocess.Popen(
+        tools.argv("runclust", str(tools.hostfile), "--hosts", "node[1-2]", "echo $$; yes"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=tools.environment,
+        stdin=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    pids: list[int] = []
+    while len(pids) < 2:
+        word = process.stdout.readline().split()[1]
+        pids += [int(word)] if word.isdigit() else []
+    process.stdout.close()
+    assert process.wait(60) == 1
+    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
