@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -513,7 +515,22 @@ def _resumed_spec(
     return spec
 
 
-def _lead(spec: RunSpec, folder: RunFolder, *, resumed: bool, json_output: bool) -> int:
+def _lead(
+    spec: RunSpec,
+    folder: RunFolder,
+    *,
+    resumed: bool,
+    json_output: bool,
+    on_start: Callable[[], None] = lambda: None,
+) -> int:
+    """Lead a run to its end.
+
+    Args:
+        on_start: called with each event; with the first one, the run has begun.
+
+    Returns:
+        The exit status.
+    """
     import json
 
     from hvd_elastic.launch.leader import Leader
@@ -523,6 +540,7 @@ def _lead(spec: RunSpec, folder: RunFolder, *, resumed: bool, json_output: bool)
     with folder.take_lead(), RunView(live=False if json_output else None) as view:
 
         def show_event(event: Any) -> None:
+            on_start()
             if json_output:
                 print(json.dumps(event), flush=True)
             else:
@@ -546,11 +564,19 @@ def _lead(spec: RunSpec, folder: RunFolder, *, resumed: bool, json_output: bool)
     return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
 
 
-def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> None:
-    """Fork a leader that outlives this terminal; its output goes to leader.log."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
+_STARTED = b"started"
+
+
+def _await_leader(child: int, answer: int, folder: RunFolder) -> None:
+    """Wait until a leader that was forked has begun the run, or said why it cannot."""
+    with open(answer, "rb") as told:
+        try:
+            said = told.read()
+        except KeyboardInterrupt:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGINT)
+            raise
+    if said == _STARTED:
         print(folder.run_id)
         print(
             f"running in the background: hvd-elastic attach {folder.run_id}, "
@@ -558,17 +584,54 @@ def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> N
             file=sys.stderr,
         )
         return
+    status, _, text = said.decode(errors="replace").partition(" ")
+    if not text:
+        status, text = "1", f"error: the leader ended before it began; see {folder.leader_log}"
+    print(text, file=sys.stderr)
+    raise typer.Exit(int(status))
+
+
+def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> None:
+    """Fork a leader that outlives this terminal; its output goes to leader.log.
+
+    Raises:
+        typer.Exit: it could not begin, which was said here.
+    """
+    sys.stdout.flush()
+    answer, to_terminal = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(to_terminal)
+        _await_leader(child, answer, folder)
+        return
+    os.close(answer)
     os.setsid()
     log = os.open(folder.leader_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.environ.pop("COLUMNS", None)
+    started = False
+
+    def tell(text: bytes) -> None:
+        with contextlib.suppress(OSError):  # Ctrl-C: nobody waits for it any more
+            os.write(to_terminal, text)
+        os.close(to_terminal)
+
+    def on_start() -> None:
+        nonlocal started
+        if not started:
+            started = True
+            tell(_STARTED)
+
     try:
-        status = _lead(spec, folder, resumed=resumed, json_output=False)
+        status = _lead(spec, folder, resumed=resumed, json_output=False, on_start=on_start)
     except HvdElasticError as error:
-        print(f"error: {error}", file=sys.stderr)
         status = error.exit_status
+        if started:
+            print(f"error: {error}", file=sys.stderr)
+        else:  # the log may be that of another leader
+            tell(f"{status} error: {error}".encode())
     except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
         import traceback
 

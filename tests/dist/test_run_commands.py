@@ -219,9 +219,12 @@ def test_two_shells_may_ask_at_once(run: Detached) -> None:
     assert not list((run.folder / "commands").glob("*.json"))
 
 
-def test_a_second_leader_is_refused(run: Detached) -> None:
-    done = call("run", "--resume", run.run_id, home=run.home)
+@pytest.mark.parametrize("options", [[], ["--detach"]])
+def test_a_second_leader_is_refused(run: Detached, options: list[str]) -> None:
+    done = call("run", "--resume", run.run_id, *options, home=run.home)
     assert done.returncode == 1
+    assert not done.stdout
+    assert "live leader" not in (run.folder / "leader.log").read_text(), "that is the other's"
     assert done.stderr.startswith(f"error: run {run.run_id} has a live leader (pid ")
     assert "hvd-elastic attach" in done.stderr
     before = len(run.events("metrics"))
