@@ -74,3 +74,9 @@ def test_options_that_resume_would_ignore_are_refused(capsys: pytest.CaptureFixt
     status, message = call("--resume", "stopped-1", "--audit", capsys=capsys)
     assert status == 2
     assert "--audit cannot be given with --resume" in message
+
+
+def test_mpi_has_nobody_who_writes_for_tensorboard(capsys: pytest.CaptureFixture[str]) -> None:
+    status, message = call("--mpi", "--tensorboard", "--", "true", capsys=capsys)
+    assert status == 2
+    assert "leave --tensorboard out and set HVD_ELASTIC_RUN_FOLDER" in message
