@@ -81,7 +81,7 @@ def test_a_pass_that_does_not_fit_on_one_rank_is_made_smaller_on_all(
     stage: Stage, start_job: StartJob
 ) -> None:
     hosts = dict.fromkeys(stage.hosts[:2], 1)
-    job = start_job(hosts, script_options=(*ADAPTIVE, "--memory", "9"))
+    job = start_job(hosts, script_options=(*ADAPTIVE, "--memory", "9", "--grad-scaler"))
     job.wait_size(2)
     wait_larger_batch(job)
     job.wait_steps(60)

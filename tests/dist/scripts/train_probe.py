@@ -36,6 +36,7 @@ parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--step-time", type=float, default=0.03)
 parser.add_argument("--epochs", type=int, default=10**9)
 parser.add_argument("--seed", type=int, help="of the first parameters; by default each rank's own")
+parser.add_argument("--grad-scaler", action="store_true", help="whose scale grows all the time")
 parser.add_argument("--double", action="store_true", help="64-bit numbers")
 args = parser.parse_args()
 
@@ -115,6 +116,7 @@ torch.manual_seed(args.seed)
 model = Net()
 sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(sgd, model)
+scaler = hvd.GradScaler(init_scale=8.0, growth_interval=4, enabled=args.grad_scaler)
 generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(args.examples, 8, generator=generator)
 targets = torch.randint(3, (args.examples,), generator=generator)
@@ -134,7 +136,7 @@ def tell_if_due(state):
     generation, step = context.current().generation, context.current().progress.step
     if generation != told:
         told = generation
-        whole = [model.state_dict(), optimizer.state_dict(), state.batches]
+        whole = [model.state_dict(), optimizer.state_dict(), scaler.state_dict(), state.batches]
         tell("synced", whole)
     elif step % DIGEST_EVERY == 0:
         # Buffers are each rank's own between two generations.
@@ -156,8 +158,9 @@ def train(state):
             if args.memory and hvd.rank() == 0 and len(inputs) > args.memory:
                 raise torch.cuda.OutOfMemoryError("made up by the test")
             loss = nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             state.batches = context.current().progress.step
             time.sleep(args.step_time)
             while any((args.folder / f"stuck{who}").exists() for who in ("", f"-{HOST}")):
