@@ -12,7 +12,7 @@ from hvd_elastic.torch.optimizer import GradientAverager
 __all__ = ["GradScaler"]
 
 
-class GradScaler(torch.amp.GradScaler):  # type: ignore[misc, name-defined]
+class GradScaler(torch.amp.GradScaler):
     """:class:`torch.amp.GradScaler` for an optimizer of :func:`DistributedOptimizer`.
 
     Used like PyTorch's::

@@ -68,7 +68,7 @@ class Trained:
         loader: Any = hvd.DataLoader(data, 30, shuffle=True, max_batch_size=30)
         self.adaptation: Adaptation = loader.adaptation
         self.adaptation.plan = BatchPlan(30, accumulation)
-        self.adaptation._decide = lambda *_: ""  # type: ignore[method-assign]
+        self.adaptation._decide = lambda *_: ""
         self.scales: dict[int, set[float]] = {}
         """Those of the passes of each step."""
 
