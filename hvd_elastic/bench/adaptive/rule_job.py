@@ -21,9 +21,9 @@ from hvd_elastic.bench.adaptive.given import begin, loader_with_plan, write_rank
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.torch import context
 
-EXAMPLES, WIDTH, INITIAL, RATE = 32000, 50, 16, 0.002
+EXAMPLES, WIDTH, INITIAL, RATE = 32000, 50, 16, 0.001
 SCALES = (1, 2, 4, 8, 16, 32)
-PROGRESS = (250, 500, 1000, 2000)
+PROGRESS = (500, 1000, 2000, 4000)
 """Steps at the initial batch size after which losses are compared."""
 
 

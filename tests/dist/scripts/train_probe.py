@@ -116,6 +116,7 @@ torch.manual_seed(args.seed)
 model = Net()
 sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(sgd, model)
+schedule = hvd.follow_progress(torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0))
 scaler = hvd.GradScaler(init_scale=8.0, growth_interval=20, enabled=args.grad_scaler)
 generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(args.examples, 8, generator=generator)
@@ -136,7 +137,8 @@ def tell_if_due(state):
     generation, step = context.current().generation, context.current().progress.step
     if generation != told:
         told = generation
-        whole = [model.state_dict(), optimizer.state_dict(), scaler.state_dict(), state.batches]
+        whole = [model.state_dict(), optimizer.state_dict(), state.batches]
+        whole += [schedule.state_dict(), scaler.state_dict()]
         tell("synced", whole)
     elif step % DIGEST_EVERY == 0:
         # Buffers are each rank's own between two generations.
@@ -161,6 +163,7 @@ def train(state):
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+            schedule.step()
             state.batches = context.current().progress.step
             time.sleep(args.step_time)
             while any((args.folder / f"stuck{who}").exists() for who in ("", f"-{HOST}")):
@@ -170,6 +173,6 @@ def train(state):
             break
 
 
-train(hvd.State(model=model, optimizer=optimizer, batches=0))
+train(hvd.State(model=model, optimizer=optimizer, schedule=schedule, batches=0))
 if hvd.rank() == 0:
     torch.save(model.layers.state_dict(), args.folder / "trained.pt")
