@@ -65,10 +65,10 @@ def test_characters_adaptive(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ("--characters", 60000, "--width", 32, "--layers", 1, "--epochs", 3, "--sample", 30)
-    quick = ("--lr", 0.01, "--warmup", 10)
+    quick = ("--lr", 0.01, "--warmup", 10, "--max-batch-size", 64)
     found = run(EXAMPLES / "characters_adaptive.py", monkeypatch, *small, *quick)
-    assert found["loader"].adaptation.metrics()["noise_scale"] > 0
-    assert found["bits"] < 5.0, "bytes at random are 8"
+    assert found["loader"].adaptation.epochs == pytest.approx(3, abs=0.5)
+    assert found["bits"] < 6.0, "bytes at random are 8"
     output = capsys.readouterr().out
     assert "bits per character of text it has not seen" in output
     assert "\ndef " in output
@@ -78,7 +78,7 @@ def test_characters_of_a_text_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mo
     text = tmp_path / "text"
     text.write_bytes(b"ab" * 3000)
     small = ("--text", text, "--width", 16, "--layers", 1, "--epochs", 10, "--sample", 0)
-    quick = ("--lr", 0.03, "--warmup", 1)
+    quick = ("--lr", 0.03, "--warmup", 1, "--max-batch-size", 32)
     found = run(EXAMPLES / "characters_adaptive.py", monkeypatch, *small, *quick)
     assert found["bits"] < 0.5, "it is easily foretold"
 

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from hvd_elastic.model.step_time import Observation, fit_step_time
 __all__ = ["main", "prediction_errors", "rule_rows", "target_rows"]
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 900
-PARTS = ("noise", "rules", "overhead", "times", "target")
+LIMIT_S = 1800
+PARTS = "noise,rules,overhead,times,target"
 SPLITS = 20
 """Random halves of the configurations that the step time is fitted to."""
 
@@ -40,10 +40,15 @@ def run_job(module: str, ranks: int, *arguments: object) -> Any:
         job = [sys.executable, "-m", f"hvd_elastic.bench.adaptive.{module}", str(out)]
         job += [str(argument) for argument in arguments]
         if ranks > 1:
-            launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks)]
-            job = [*launcher, *job]
+            launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
+            job = [*launcher, "-np", str(ranks), *job]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(job, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+        try:
+            done = subprocess.run(
+                job, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise RunError(f"{' '.join(job)} took more than {LIMIT_S} s") from None
         if done.returncode != 0 or not out.exists():
             raise RunError(f"{' '.join(job)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
         return json.loads(out.read_text(encoding="utf-8"))
@@ -243,29 +248,29 @@ def measure_target(seeds: int) -> list[dict[str, Any]]:
 def main() -> None:
     """The command line of ``benchmarks/adaptive.py``."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas")
+    parser.add_argument("--parts", default=PARTS, help="which, separated by commas")
     parser.add_argument("--seeds", type=int, default=3, help="trainings for each row")
     parser.add_argument("--ranks", default="1,2,4", help="for the noise")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of steps for the overhead")
     parser.add_argument("--rates", default="100mbit,1gbit", help="of links, for the step times")
-    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--out", type=Path, help="folder for a JSON file of each part")
     args = parser.parse_args()
     wanted = args.parts.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"--parts: {', '.join(sorted(unknown))}: valid are {', '.join(PARTS)}")
-    load = os.getloadavg()
-    body: dict[str, Any] = {}
-    if "noise" in wanted:
-        body["noise"] = noise_rows(args.seeds, [int(count) for count in args.ranks.split(",")])
-    if "rules" in wanted:
-        body["rules"] = measure_rules(args.seeds)
-    if "overhead" in wanted:
-        body["overhead"] = overhead_rows(args.rounds)
-    if "times" in wanted:
-        body["times"] = times_rows(args.rates.split(","))
-    if "target" in wanted:
-        body["target"] = measure_target(args.seeds)
-    taken = conditions("this machine", "ranks share the processors of one machine", load)
-    print(taken.sentence())
-    if args.out:
-        write_result(args.out, "adaptive", taken, body)
+    measure: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "noise": lambda: noise_rows(args.seeds, [int(count) for count in args.ranks.split(",")]),
+        "rules": lambda: measure_rules(args.seeds),
+        "overhead": lambda: overhead_rows(args.rounds),
+        "times": lambda: times_rows(args.rates.split(",")),
+        "target": lambda: measure_target(args.seeds),
+    }
+    if unknown := set(wanted) - set(measure):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}: valid are {PARTS}")
+    for part in wanted:
+        load = os.getloadavg()
+        rows = measure[part]()
+        taken = conditions("this machine", "Ranks share the processors of one machine.", load)
+        print(taken.sentence(), flush=True)
+        if args.out:
+            write_result(
+                args.out / f"adaptive_{part}.json", f"adaptive_{part}", taken, {part: rows}
+            )

@@ -6,17 +6,9 @@ import torch
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
-from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.engine import dump_plain, load_plain
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE)
-    monkeypatch.setattr(context, "_context", made)
-    return made
 
 
 def halving() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
