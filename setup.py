@@ -51,9 +51,10 @@ EXTRAS = {
         "starlette>=0.40",
         "uvicorn>=0.30",
         "prometheus-client>=0.20",
-        "tensorboard>=2.15",
         "textual>=1",
     ],
+    # `hvd-elastic run --tensorboard`
+    "tensorboard": ["tensorboard>=2.15"],
     # --checkpoint-dir URL; each backend has a package of its own: s3fs, gcsfs, adlfs
     "checkpoint": ["fsspec>=2024.2"],
     # for scripts that use it beside Horovod, under `hvd-elastic run --mpi`
@@ -68,6 +69,8 @@ EXTRAS = {
         "ruff>=0.8",
         # the demo and the tests train on its digits
         "scikit-learn>=1.4",
+        # the tests read back what is written for it
+        "tensorboard>=2.15",
         "types-psutil",
     ],
 }

@@ -1,6 +1,6 @@
-"""What a batch that adapts knows of the noise, and what that costs; see README.md here.
+"""What a batch that adapts knows, what that costs and what it brings; see README.md here.
 
-Run it: ``python benchmarks/adaptive.py --out benchmarks/results/adaptive.json``.
+Run it: ``python benchmarks/adaptive.py --out benchmarks/results``.
 """
 
 from hvd_elastic.bench.adaptive.measure import main

@@ -169,6 +169,9 @@ def run(
     audit: Annotated[
         bool, typer.Option("--audit", help="record which examples were really read")
     ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="write the metrics for TensorBoard as well")
+    ] = False,
     mpi: Annotated[
         bool, typer.Option("--mpi", help="a static job through Open MPI's mpirun")
     ] = False,
@@ -214,6 +217,7 @@ def run(
             lambda: scaling.check(hostfile, mpi),
             lambda: _check_patience(failure_timeout),
             lambda: _check_ssh_config(ssh_config),
+            lambda: _check_tensorboard(tensorboard, mpi=mpi),
             lambda: _check_command(command),
         )
         spec = _spec(
@@ -235,6 +239,7 @@ def run(
             leader_grace=leader_grace,
             preemption_command=preemption_command,
             audit=audit,
+            tensorboard=tensorboard,
             scaling=scaling,
         )
         if mpi:
@@ -269,6 +274,7 @@ def _spec(
     leader_grace: float,
     preemption_command: str | None,
     audit: bool,
+    tensorboard: bool,
     scaling: ScalingOptions,
 ) -> RunSpec:
     from hvd_elastic.launch.spec import RunSpec
@@ -285,6 +291,7 @@ def _spec(
         ssh_config=_ssh_config_for(hostfile, ssh_config),
         interface=network_interface,
         audit=audit,
+        tensorboard=tensorboard,
         checkpoint_every_s=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         checkpoint_folder=_checkpoint_folder(checkpoint_dir),
@@ -414,6 +421,19 @@ def _check_policy(policy: str) -> None:
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(_POLICIES)}")
 
 
+def _check_tensorboard(wanted: bool, *, mpi: bool) -> None:
+    from hvd_elastic.telemetry.tensorboard import check_tensorboard
+
+    if not wanted:
+        return
+    if mpi:
+        raise UsageError(
+            "a job under --mpi has no leader to write for TensorBoard: leave --tensorboard out and "
+            "set HVD_ELASTIC_RUN_FOLDER and HVD_ELASTIC_TENSORBOARD=1, for rank 0 to do it"
+        )
+    check_tensorboard("--tensorboard")
+
+
 def _check_ssh_config(ssh_config: Path | None) -> None:
     if ssh_config is not None and not ssh_config.expanduser().is_file():
         raise UsageError(
@@ -510,6 +530,7 @@ def _resumed_spec(
     if max_np is not None:
         changes["max_np"] = max_np
     spec = replace(spec, **changes)
+    _check_tensorboard(spec.tensorboard, mpi=False)
     if not Path(spec.cwd).is_dir():
         raise RunError(f"run {folder.run_id} was started in {spec.cwd}, which is gone")
     return spec
@@ -532,12 +553,21 @@ def _lead(
         The exit status.
     """
     import json
+    import time
 
     from hvd_elastic.launch.leader import Leader
     from hvd_elastic.launch.spec import forwarded_environment
+    from hvd_elastic.telemetry.tensorboard import TensorBoardWriter
     from hvd_elastic.telemetry.terminal import RunView
 
-    with folder.take_lead(), RunView(live=False if json_output else None) as view:
+    def warn(message: str) -> None:
+        show_event({"t": time.time(), "kind": "warning", "message": message})
+
+    with (
+        folder.take_lead(),
+        RunView(live=False if json_output else None) as view,
+        TensorBoardWriter(folder.tensorboard, warn) as board,
+    ):
 
         def show_event(event: Any) -> None:
             on_start()
@@ -545,6 +575,8 @@ def _lead(
                 print(json.dumps(event), flush=True)
             else:
                 view.show(event)
+            if spec.tensorboard:
+                board.note(event)
 
         def show_output(host: str, slot: int, line: str) -> None:
             if not json_output:

@@ -62,6 +62,7 @@ class RunSpec:
         ssh_config: ssh configuration file; None for the user's.
         interface: network interface for the ring; None to find it.
         audit: record which examples were really read.
+        tensorboard: write the metrics for TensorBoard, too.
         checkpoint_every_s: seconds between checkpoints; 0 for none.
         keep_checkpoints: how many to keep.
         checkpoint_folder: on the leader, or a URL; None for the run folder's.
@@ -87,6 +88,7 @@ class RunSpec:
     ssh_config: str | None = None
     interface: str | None = None
     audit: bool = False
+    tensorboard: bool = False
     checkpoint_every_s: float = 30.0
     keep_checkpoints: int = 3
     checkpoint_folder: str | None = None

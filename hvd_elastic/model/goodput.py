@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,45 +9,46 @@ from numpy.typing import ArrayLike
 
 from hvd_elastic.model.step_time import StepTimeModel
 
-__all__ = ["BatchLimits", "BatchPlan", "ScoredPlan", "best_batch_plan", "score_plan"]
-__all__ += ["nearest_plan", "statistical_efficiency"]
+__all__ = ["ACCUMULATION_STEPS", "BatchLimits", "BatchPlan", "ScoredPlan", "best_batch_plan"]
+__all__ += ["nearest_plan", "score_plan", "statistical_efficiency"]
 
+ACCUMULATION_STEPS = (0, 1, 2, 3, 5, 7, 11, 15)
+"""Extra passes that a plan may have; who predicts what a plan brings tries the same ones."""
 _CANDIDATES = 64
-_ACCUMULATIONS = (0, 1, 2, 3, 5, 7, 11, 15)
 
 
 def statistical_efficiency(
-    noise_scale: float, initial_batch_size: int, global_batch_size: ArrayLike
+    noise_scale: ArrayLike, initial_batch_size: int, global_batch_size: ArrayLike
 ) -> np.ndarray:
     """Progress per example, relative to training at the initial batch size.
 
     Args:
-        noise_scale: gradient noise scale now [examples], >= 0; may be infinite.
+        noise_scale: gradient noise scale now [examples], >= 0; may be infinite. Any shape that
+            broadcasts with S.
         initial_batch_size: batch size the user tuned for [examples].
         global_batch_size: candidates [examples], any shape S,
             each >= initial_batch_size.
 
     Returns:
-        Shape S, float64, in (0, 1]; 1 at ``initial_batch_size``.
+        Shape S (broadcast), float64, in (0, 1]; 1 at ``initial_batch_size``.
 
     Raises:
-        ValueError: a candidate is too small; names it and the limit.
+        ValueError: a candidate or a noise scale is too small; names it and the limit.
 
     Source: Pollux, OSDI 2021, section 3.1.
 
     >>> float(statistical_efficiency(100.0, 100, 300))
     0.5
     """
-    sizes = np.asarray(global_batch_size, np.float64)
-    if not noise_scale >= 0:
-        raise ValueError(f"noise_scale is {noise_scale}, it must be 0 or more")
+    sizes, noise = np.asarray(global_batch_size, np.float64), np.asarray(noise_scale, np.float64)
+    if not np.all(noise >= 0):
+        raise ValueError(f"noise_scale is {noise.min():g}, it must be 0 or more")
     if np.any(sizes < initial_batch_size):
         raise ValueError(
             f"global_batch_size {sizes.min():g} is below initial_batch_size {initial_batch_size}"
         )
-    if math.isinf(noise_scale):
-        return np.ones(sizes.shape)
-    return (noise_scale + initial_batch_size) / (noise_scale + sizes)
+    # As one less a fraction, an infinite noise scale gives 1 without being a case of its own.
+    return np.asarray(1 - (sizes - initial_batch_size) / (noise + sizes))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class BatchLimits:
     max_batch_size: int
     min_atomic_batch_size: int = 1
     max_atomic_batch_size: int | None = None
-    max_accumulation_steps: int = _ACCUMULATIONS[-1]
+    max_accumulation_steps: int = ACCUMULATION_STEPS[-1]
 
     def allow_passes(self, atomic_batch_size: np.ndarray) -> np.ndarray:
         """Whether passes of these mean sizes [examples] keep to the bounds, rounded either way."""
@@ -129,7 +129,7 @@ def nearest_plan(limits: BatchLimits, global_batch_size: int, ranks: int) -> Bat
     """
     size = max(global_batch_size, limits.initial_batch_size, ranks * limits.min_atomic_batch_size)
     size = min(size, limits.max_batch_size)
-    extras = [s for s in _ACCUMULATIONS if s <= limits.max_accumulation_steps]
+    extras = [s for s in ACCUMULATION_STEPS if s <= limits.max_accumulation_steps]
     if limits.max_atomic_batch_size is None:
         return BatchPlan(size)
     for extra in extras:
@@ -191,7 +191,7 @@ def best_batch_plan(
     """
     smallest = max(limits.initial_batch_size, ranks * limits.min_atomic_batch_size)
     largest = limits.max_batch_size
-    extras = [s for s in _ACCUMULATIONS if s <= limits.max_accumulation_steps]
+    extras = [s for s in ACCUMULATION_STEPS if s <= limits.max_accumulation_steps]
     if limits.max_atomic_batch_size is not None:
         largest = min(largest, ranks * limits.max_atomic_batch_size * (extras[-1] + 1))
     if smallest > largest:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_elastic.model.goodput import statistical_efficiency
+from hvd_elastic.model.goodput import ACCUMULATION_STEPS, statistical_efficiency
 from hvd_elastic.policy.snapshot import Allocation, Snapshot
 
 __all__ = ["Scores", "expected_gain_and_loss", "score_allocations"]
 
 _SIZES = 32
-_ACCUMULATIONS = (0, 1, 3, 7, 15)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> 
 
     first, last = limits.initial_batch_size, max(limits.initial_batch_size, limits.max_batch_size)
     sizes = np.unique(np.rint(np.geomspace(first, last, _SIZES)).astype(np.int64))
-    extras = np.asarray([s for s in _ACCUMULATIONS if s <= limits.max_accumulation_steps])
+    extras = np.asarray([s for s in ACCUMULATION_STEPS if s <= limits.max_accumulation_steps])
     size, extra = (grid.ravel().astype(np.float64) for grid in np.meshgrid(sizes, extras))
     # Distinct shapes are few: predictions do not tell hosts of the same speed apart.
     shapes, which = np.unique(np.stack([hosts, slots, slowness]), axis=1, return_inverse=True)

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
-from hvd_elastic.model.goodput import BatchPlan, best_batch_plan, nearest_plan, score_plan
+from hvd_elastic.model.goodput import (
+    BatchPlan,
+    best_batch_plan,
+    nearest_plan,
+    score_plan,
+    statistical_efficiency,
+)
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 from hvd_elastic.sim.adaptdl import AdaptDLRule
 from hvd_elastic.sim.cluster import Cluster
@@ -134,8 +140,9 @@ class _Job:
         return list((true * jitter).tolist())
 
     def efficiency(self) -> float:
-        noise, initial = self.noise, self.limits.initial_batch_size
-        return (noise + initial) / (noise + max(self.plan.global_batch_size, initial))
+        initial = self.limits.initial_batch_size
+        size = max(self.plan.global_batch_size, initial)
+        return float(statistical_efficiency(self.noise, initial, size))
 
     def goodput(self) -> float:
         return self.plan.global_batch_size / self.step_s() * self.efficiency()

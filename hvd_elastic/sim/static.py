@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.model.goodput import BatchLimits, statistical_efficiency
 from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.trace import Trace, Workload
@@ -93,7 +93,7 @@ def best_static(trace: Trace) -> StaticChoice:
             key = (cluster.link, cluster.hosts)
             made = _throughputs(workload, key[1], key[0], choices, size, extra)
         noise = first * (last / first) ** np.minimum(done / workload.examples, 1.0)
-        goodput = made * (noise + initial) / (noise + size)
+        goodput = made * statistical_efficiency(noise, initial, size)
         end = min(now + workload.examples / _MOMENTS / goodput.max(), trace.duration_s)
         end = min(end, cluster.next_change_at() or end)
         after = done + goodput * (end - now)
@@ -188,4 +188,4 @@ def _goodput(
 ) -> np.ndarray:
     initial = workload.limits.initial_batch_size
     made = _throughput(workload, size, extra, slots, on, slow, link)
-    return np.asarray(made * (noise + initial) / (noise + size))
+    return np.asarray(made * statistical_efficiency(noise, initial, size))

@@ -6,6 +6,7 @@
       audit.jsonl      indices really read (only with --audit)
       logs/            <host>.<local_rank>.log
       checkpoints/
+      tensorboard/     event files (only with --tensorboard)
       commands/        one file for each request to the leader
       leader.lock      locked while a leader lives
       leader.log       output of a detached leader
@@ -206,6 +207,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
 
     @property
     def commands(self) -> Path:

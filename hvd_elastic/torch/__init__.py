@@ -29,6 +29,7 @@ from hvd_elastic.torch import context as _context
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.elastic import epochs, report_uncaught, run
+from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
@@ -37,6 +38,7 @@ __all__ = [
     "Accumulator",
     "DataLoader",
     "DistributedOptimizer",
+    "GradScaler",
     "State",
     "allgather",
     "allreduce",

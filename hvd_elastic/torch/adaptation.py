@@ -65,6 +65,8 @@ _SETTLING_STEPS = 2
 _KEPT_TIMES = 8
 _BAD_STEPS = 10
 """So many steps without a finite gradient, one after the other, end the job."""
+_BAD_STEPS_SCALED = 50
+"""The same where a gradient scaler begins with a scale that is too large, and halves it."""
 _HEADER = 5
 
 
@@ -85,6 +87,7 @@ class Adaptation:
         """Scale-invariant progress: steps of the initial batch size that were as good."""
         self.skipped_steps = 0
         self._bad_running = 0
+        self._most_bad_steps = _BAD_STEPS
         self._memory_bound: int | None = None
         self._own_memory_bound = math.inf
         self._statistics: GradientStatistics | None = None
@@ -180,6 +183,10 @@ class Adaptation:
         """The gradients of a step were looked at, and are finite."""
         self._bad_running = 0
 
+    def expect_overflows(self) -> None:
+        """A gradient scaler is in use: steps whose gradients overflow are part of its search."""
+        self._most_bad_steps = _BAD_STEPS_SCALED
+
     def skip(self, step: int) -> None:
         """The gradients of a step are not finite, so it is not taken.
 
@@ -188,9 +195,10 @@ class Adaptation:
         """
         self.skipped_steps += 1
         self._bad_running += 1
-        if self._bad_running >= _BAD_STEPS:
+        most = self._most_bad_steps
+        if self._bad_running >= most:
             raise ScriptError(
-                f"the gradients were not finite in {_BAD_STEPS} steps running, up to step {step}: "
+                f"the gradients were not finite in {most} steps running, up to step {step}: "
                 "the loss is NaN or infinite on at least one rank. Look at the data and the loss, "
                 "lower the learning rate, or clip gradients"
             )
@@ -263,7 +271,7 @@ class Adaptation:
         if engine.rank == 0 and (self.plan != before or not self._announced):
             self._announce(context, reason or "the initial batch size")
         self._announced = True
-        if self._bad_running >= _BAD_STEPS:
+        if self._bad_running >= self._most_bad_steps:
             self.skip(step)
 
     def _report(self, rows: torch.Tensor) -> torch.Tensor:

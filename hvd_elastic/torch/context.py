@@ -178,6 +178,11 @@ class Context:
         self._averager = averager
         self._adapt()
 
+    @property
+    def averager(self) -> GradientAverager | None:
+        """What averages the gradients of the script's optimizer; None before there is one."""
+        return self._averager
+
     def register_loader(self, loader: Any) -> None:
         """Its batches are the steps; the audit is told the size of its data set."""
         self._has_loader = True

@@ -64,8 +64,21 @@ class GradientStatistics:
             self._own_passes += 1
         self._passes = []
 
-    def end_step(self, step: int, examples: int, parameters: Iterable[torch.Tensor]) -> None:
-        """The gradients are those of the whole step now: ``examples`` of all ranks together."""
+    def end_step(
+        self,
+        step: int,
+        examples: int,
+        parameters: Iterable[torch.Tensor],
+        loss_scale: torch.Tensor | None = None,
+    ) -> None:
+        """The gradients are those of the whole step now: ``examples`` of all ranks together.
+
+        Args:
+            step: optimizer steps taken before it.
+            examples: of all ranks together.
+            parameters: that may have gradients.
+            loss_scale: what all gradients of the step were multiplied by, if they were.
+        """
         found: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
         for parameter in parameters:
             if parameter.grad is not None:
@@ -73,12 +86,20 @@ class GradientStatistics:
                 found[self._group_of[parameter]].append(norm)
         total = self._sums(found)
         own = torch.stack(self._own).sum(0) if self._own else torch.zeros_like(total)
+        if loss_scale is not None:
+            factor = loss_scale.double().reciprocal().square().to(total.device)
+            own, total = factor * own, factor * total
         self._rows.append((step, examples, self._own_passes, own, total))
         self.drop_step()
 
     def drop_step(self) -> None:
         """The step is not taken as it was begun."""
         self._passes, self._own, self._own_passes = [], [], 0
+
+    def forget_step(self, step: int) -> None:
+        """The step that was ended last is not taken."""
+        if self._rows and self._rows[-1][0] == step:
+            self._rows.pop()
 
     def drain(self) -> torch.Tensor:
         """What was collected since the last call, one row for each sampled step.

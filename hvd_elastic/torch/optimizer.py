@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from hvd_elastic.torch.accumulation import GradientSum
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.rate_scaling import rates_scaled
+
+if TYPE_CHECKING:
+    from hvd_elastic.torch.grad_scaler import GradScaler
 
 __all__ = ["DistributedOptimizer", "GradientAverager"]
 
@@ -55,6 +58,10 @@ class GradientAverager:
         self._averaged = False
         self._absorbed = -1
         self._giving_up = False
+        self._scaler: GradScaler | None = None
+        self._loss_scale: torch.Tensor | None = None
+        self.steps = 0
+        """Steps that have ended here, taken or left out."""
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._ready)
         optimizer.register_step_pre_hook(self._before_step)
@@ -64,6 +71,25 @@ class GradientAverager:
     def learning_rate(self) -> float:
         """Of the first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is this optimizer whose gradients are averaged."""
+        return optimizer is self._optimizer
+
+    def scaled_by(self, scaler: GradScaler, loss_scale: torch.Tensor) -> None:
+        """The loss, and so the gradients, of the pass that begins are multiplied by this."""
+        self._loss_scale = loss_scale
+        if self._scaler is None and self._adaptation is not None:
+            self._adaptation.expect_overflows()
+        self._scaler = scaler
+
+    def skip(self) -> None:
+        """The script's scaler has found averaged gradients that are not finite: no step."""
+        if self._adaptation is not None:
+            step = self._context.progress.step
+            self._statistics.forget_step(step)
+            self._adaptation.skip(step)
+        self._after_step(gain=0.0)
 
     def adapt(self, adaptation: Adaptation) -> None:
         """Add up the passes of a step, look at their gradients, and scale the learning rate.
@@ -201,7 +227,7 @@ class GradientAverager:
     def _end_statistics(self) -> None:
         if self._sampling:
             step, examples = self._context.progress.step, self._context.step_examples
-            self._statistics.end_step(step, examples, self._names)
+            self._statistics.end_step(step, examples, self._names, self._loss_scale)
             self._sampling = False
 
     def _step_adapted(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -215,8 +241,7 @@ class GradientAverager:
         # On another device, looking would wait for it.
         if gradient is not None and not gradient.is_cuda:
             if not torch.isfinite(gradient).all():
-                adaptation.skip(self._context.progress.step)
-                self._after_step(gain=0.0)
+                self.skip()
                 return None
             adaptation.finite()
         *groups, whole = adaptation.adjustments()
@@ -233,6 +258,8 @@ class GradientAverager:
         if self._adaptation is not None:
             self._sampling = False
             self._statistics.drop_step()
+        if self._scaler is not None:
+            self._scaler.forget()
         self._optimizer.zero_grad(set_to_none=True)
 
     def forget(self) -> None:
@@ -276,6 +303,7 @@ class GradientAverager:
         self._context.settle()
 
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
+        self.steps += 1
         self._averaged = False
         self._absorbed = -1
         if self._adaptation is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any, Literal, TypeVar
 
 from hvd_elastic.errors import ScriptError
@@ -36,17 +35,18 @@ def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step"
     if per not in ("step", "epoch"):
         raise ScriptError(f"follow_progress(per={per!r}): it must be 'step' or 'epoch'")
     ctx = context.current()
-    step_once = scheduler.step
+    kind = type(scheduler)
 
-    def step(_: Any, *args: Any, **options: Any) -> None:
+    def step(self: Any, *args: Any, **options: Any) -> None:
         adaptation = ctx.adaptation
         if adaptation is None:
-            step_once(*args, **options)
+            kind.step(self, *args, **options)
             return
         # A hair more, for sums of fractions that end just below a whole number.
         reached = int((adaptation.progress if per == "step" else adaptation.epochs) + 1e-6)
-        while scheduler.last_epoch < reached:
-            step_once(*args, **options)
+        while self.last_epoch < reached:
+            kind.step(self, *args, **options)
 
-    scheduler.step = MethodType(step, scheduler)
+    # A scheduler's state_dict() is all that the object itself has: the method must be its class's.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__})
     return scheduler

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_elastic.launch.worker import AgentLink
+from hvd_elastic.telemetry.tensorboard import TensorBoardWriter, check_tensorboard
 
 __all__ = ["FileSink", "Sink", "open_sink"]
+
+log = logging.getLogger(__name__)
 
 _FILES = {"used": "audit.jsonl", "restored": "audit.jsonl", "dataset": "audit.jsonl"}
 _EVENTS = {"metrics", "checkpoint", "restored", "warning", "rescaled", "batch_plan"}
@@ -47,7 +51,11 @@ class FileSink:
 
     Set ``HVD_ELASTIC_RUN_FOLDER`` to use it with plain ``python`` or ``horovodrun``: metrics go to
     ``events.jsonl``; with ``HVD_ELASTIC_AUDIT=1`` the indices read go to ``audit.jsonl``; with
-    ``HVD_ELASTIC_CHECKPOINT_EVERY=SECONDS`` checkpoints go to ``checkpoints/``.
+    ``HVD_ELASTIC_CHECKPOINT_EVERY=SECONDS`` checkpoints go to ``checkpoints/``; with
+    ``HVD_ELASTIC_TENSORBOARD=1`` metrics go to ``tensorboard/`` too.
+
+    Raises:
+        UsageError: the package tensorboard is wanted and not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,12 +64,20 @@ class FileSink:
         self.audit = os.environ.get("HVD_ELASTIC_AUDIT") == "1"
         self.checkpoint_every_s = float(os.environ.get("HVD_ELASTIC_CHECKPOINT_EVERY", "0"))
         self.checkpoint_folder: str | None = str(folder / "checkpoints")
+        self._board: TensorBoardWriter | None = None
+        if os.environ.get("HVD_ELASTIC_TENSORBOARD") == "1":
+            check_tensorboard("HVD_ELASTIC_TENSORBOARD=1")
+            # Only rank 0 sends metrics, so only its process makes a file.
+            self._board = TensorBoardWriter(folder / "tensorboard", log.warning)
 
     def send(self, message: dict[str, Any]) -> None:
         """See :class:`Sink`."""
         kind = message["kind"]
         if kind in _EVENTS:
-            self._append("events.jsonl", {"t": time.time(), "mono": time.monotonic(), **message})
+            record = {"t": time.time(), "mono": time.monotonic(), **message}
+            self._append("events.jsonl", record)
+            if self._board is not None:
+                self._board.note(record)
         if kind in _FILES and self.audit:
             self._append(_FILES[kind], message)
 

@@ -17,6 +17,7 @@ from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.checkpoint import Content, take_stock
 from hvd_elastic.torch.engine import Engine, dump_plain, load_plain
+from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.progress import Progress
 
 __all__ = ["State"]
@@ -41,7 +42,7 @@ class State:
             back to its value at the last :meth:`commit` when a step has to be done again.
 
     Raises:
-        ScriptError: a value is neither; names it.
+        ScriptError: a value is neither, or a gradient scaler of PyTorch's own; names it.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
@@ -52,6 +53,12 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ScriptError(
                     f"State(): {name!r} cannot be the name of a value, choose another"
+                )
+            if isinstance(value, torch.amp.GradScaler) and not isinstance(value, GradScaler):
+                raise ScriptError(
+                    f"State({name}=...): PyTorch's GradScaler looks at the gradients of one rank "
+                    "before they are averaged; make it hvd_elastic.torch.GradScaler(...), which is "
+                    "used in the same way"
                 )
             if isinstance(value, _Stateful):
                 self._objects[name] = value

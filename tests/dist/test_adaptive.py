@@ -6,6 +6,7 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
+from tests.tensorboard_files import read_scalars
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -55,7 +56,7 @@ def test_the_batch_grows_and_outlives_a_join_a_departure_and_a_death(
 
 def test_a_resumed_run_goes_on_with_its_batch(stage: Stage, start_job: StartJob) -> None:
     hosts = dict.fromkeys(stage.hosts[:2], 1)
-    job = start_job(hosts, script_options=ADAPTIVE)
+    job = start_job(hosts, "--tensorboard", script_options=ADAPTIVE)
     job.wait_size(2)
     wait_larger_batch(job)
     grown, since = sizes(job)[-1], job.mark()
@@ -68,6 +69,12 @@ def test_a_resumed_run_goes_on_with_its_batch(stage: Stage, start_job: StartJob)
     job.wait_steps(5)
     assert job.kinds("metrics", since)[0]["global_batch_size"] >= min(grown, 13)
     job.finish()
+    told = [(event["step"], event["global_batch_size"]) for event in job.kinds("metrics")]
+    again = job.kinds("metrics", since)[0]["step"]
+    resumed_at = len(job.kinds("metrics")) - len(job.kinds("metrics", since))
+    kept = [point for point in told[:resumed_at] if point[0] < again] + told[resumed_at:]
+    shown = read_scalars(job.home / "runs" / job.run_id / "tensorboard")
+    assert shown["size/global_batch_size"] == kept
 
 
 def test_a_pass_that_does_not_fit_on_one_rank_is_made_smaller_on_all(
@@ -75,7 +82,7 @@ def test_a_pass_that_does_not_fit_on_one_rank_is_made_smaller_on_all(
 ) -> None:
     hosts = dict.fromkeys(stage.hosts[:2], 1)
     # At 18 examples a step the last one of an epoch has 20: more than fit, unless in two passes.
-    options = (*ADAPTIVE, "--memory", "9", "--examples", "596")
+    options = (*ADAPTIVE, "--memory", "9", "--examples", "596", "--grad-scaler")
     job = start_job(hosts, script_options=options)
     job.wait_size(2)
     wait_larger_batch(job)

@@ -1,14 +1,15 @@
 """One rank of a job whose gradient noise scale is known: compares the estimate with it.
 
-``python -m hvd_elastic.bench.adaptive.noise_job OUT PROBLEM OPTIMIZER ACCUMULATION TRAINING SEED``
-on one rank or under a launcher; rank 0 writes the ratios of estimate and exact value to OUT.
+``python -m hvd_elastic.bench.adaptive.noise_job OUT SEEDS`` on one rank or under a launcher; rank 0
+writes the ratios of estimate and exact value to OUT, for each kind of training.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,32 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.bench.adaptive.given import begin, loader_with_plan, write_rank_0
+from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.torch import context
 
 EXAMPLES, WIDTH, CLASSES, BATCH = 6400, 100, 10, 32
 FROZEN_STEPS = 200
 CHECKPOINTS = range(100, 401, 20)
-RATES = {"sgd": 0.0005, "adam": 0.0005}
+RATE = 0.0005
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained, and how."""
+
+    problem: str
+    optimizer: str
+    accumulation_steps: int
+    weights: str
+
+
+KINDS = [
+    Kind(*kind)
+    for kind in itertools.product(
+        ("linear", "softmax"), ("sgd", "adam"), (0, 3), ("frozen", "training")
+    )
+]
 
 
 def data(problem: str, seed: int) -> TensorDataset:
@@ -49,56 +70,59 @@ def exact(model: torch.nn.Linear, examples: TensorDataset, divisor: Any) -> floa
         return float(variance / own.mean(0).square().sum())
 
 
-def main() -> None:
-    """Run the job that the command line describes."""
-    out, problem, kind, accumulation, training, seed = sys.argv[1:]
-    hvd.init()
-    torch.manual_seed(int(seed))
-    examples = data(problem, int(seed))
-    model = torch.nn.Linear(WIDTH, CLASSES if problem == "softmax" else 1, bias=False)
-    rate = RATES[kind] if training == "training" else 0.0
-    make: Any = torch.optim.SGD if kind == "sgd" else torch.optim.Adam
+def ratios(kind: Kind, seed: int) -> list[float]:
+    """Estimated over exact noise scale, at the checkpoints of one training."""
+    begin()
+    torch.manual_seed(seed)
+    examples = data(kind.problem, seed)
+    model = torch.nn.Linear(WIDTH, CLASSES if kind.problem == "softmax" else 1, bias=False)
+    rate = RATE if kind.weights == "training" else 0.0
+    make: Any = torch.optim.SGD if kind.optimizer == "sgd" else torch.optim.Adam
     optimizer = hvd.DistributedOptimizer(make(model.parameters(), lr=rate), model, lr_rule="none")
-    # The batch has one size only, and a pass no room for more: the plan is given.
-    ranks = int(os.environ.get("HOROVOD_SIZE", "1"))
-    most = BATCH // ranks // (int(accumulation) + 1)
-    loader: Any = hvd.DataLoader(
-        examples,
-        BATCH,
-        shuffle=True,
-        seed=int(seed),
-        max_batch_size=BATCH,
-        atomic_batch_size_bounds=(1, most),
-    )
+    loader: Any
+    if context.current().engine.size == 1 and kind.accumulation_steps == 0:
+        # One rank alone sees the noise where it may make two passes of a step now and then.
+        loader = hvd.DataLoader(examples, BATCH, shuffle=True, seed=seed, max_batch_size=BATCH)
+    else:
+        loader = loader_with_plan(examples, BatchPlan(BATCH, kind.accumulation_steps), seed=seed)
     adaptation = loader.adaptation
-    ratios: list[float] = []
-    loss_of = F.cross_entropy if problem == "softmax" else F.mse_loss
-    wanted = CHECKPOINTS if training == "training" else (FROZEN_STEPS,)
+    found: list[float] = []
+    loss_of = F.cross_entropy if kind.problem == "softmax" else F.mse_loss
+    wanted = CHECKPOINTS if kind.weights == "training" else (FROZEN_STEPS,)
 
     @hvd.run
     def train(_state: hvd.State) -> None:
         done = 0
         for _ in hvd.epochs(10):
             for inputs, targets in loader:
-                progress = context.current().progress
-                if progress.step in wanted and progress.step != done:
-                    done = progress.step
+                step = context.current().progress.step
+                if step in wanted and step != done:
+                    done = step
                     divisor: Any = 1.0
-                    if kind == "adam":
+                    if kind.optimizer == "adam":
                         moments = optimizer.state[model.weight]
                         corrected = moments["exp_avg_sq"] / (1 - 0.999 ** moments["step"])
                         divisor = corrected.sqrt() + 1e-8
                     known = exact(model, examples, divisor)
-                    ratios.append(adaptation.metrics()["noise_scale"] / known)
-                if progress.step > max(wanted):
+                    found.append(adaptation.metrics()["noise_scale"] / known)
+                if step > max(wanted):
                     return
                 optimizer.zero_grad()
                 loss_of(model(inputs), targets).backward()
                 optimizer.step()
 
     train(hvd.State(model=model, optimizer=optimizer))
-    if hvd.rank() == 0:
-        Path(out).write_text(json.dumps(ratios), encoding="utf-8")
+    return found
+
+
+def main() -> None:
+    """Run the job that the command line describes."""
+    out, seeds = Path(sys.argv[1]), int(sys.argv[2])
+    rows: list[Mapping[str, Any]] = []
+    for kind in KINDS:
+        found = [ratio for seed in range(seeds) for ratio in ratios(kind, seed)]
+        rows.append({**asdict(kind), "ratios": found})
+    write_rank_0(out, rows)
 
 
 if __name__ == "__main__":

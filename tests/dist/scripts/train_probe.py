@@ -36,6 +36,7 @@ parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--step-time", type=float, default=0.03)
 parser.add_argument("--epochs", type=int, default=10**9)
 parser.add_argument("--seed", type=int, help="of the first parameters; by default each rank's own")
+parser.add_argument("--grad-scaler", action="store_true", help="with a scale that grows")
 parser.add_argument("--double", action="store_true", help="64-bit numbers")
 args = parser.parse_args()
 
@@ -115,6 +116,8 @@ torch.manual_seed(args.seed)
 model = Net()
 sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(sgd, model)
+schedule = hvd.follow_progress(torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0))
+scaler = hvd.GradScaler(init_scale=8.0, growth_interval=20, enabled=args.grad_scaler)
 generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(args.examples, 8, generator=generator)
 targets = torch.randint(3, (args.examples,), generator=generator)
@@ -135,6 +138,7 @@ def tell_if_due(state):
     if generation != told:
         told = generation
         whole = [model.state_dict(), optimizer.state_dict(), state.batches]
+        whole += [schedule.state_dict(), scaler.state_dict()]
         tell("synced", whole)
     elif step % DIGEST_EVERY == 0:
         # Buffers are each rank's own between two generations.
@@ -156,8 +160,10 @@ def train(state):
             if args.memory and hvd.rank() == 0 and len(inputs) > args.memory:
                 raise torch.cuda.OutOfMemoryError("made up by the test")
             loss = nn.functional.cross_entropy(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
             state.batches = context.current().progress.step
             time.sleep(args.step_time)
             while any((args.folder / f"stuck{who}").exists() for who in ("", f"-{HOST}")):
@@ -167,6 +173,6 @@ def train(state):
             break
 
 
-train(hvd.State(model=model, optimizer=optimizer, batches=0))
+train(hvd.State(model=model, optimizer=optimizer, schedule=schedule, batches=0))
 if hvd.rank() == 0:
     torch.save(model.layers.state_dict(), args.folder / "trained.pt")

@@ -105,3 +105,9 @@ def test_hosts_are_pinned_by_a_hostfile(capsys: pytest.CaptureFixture[str]) -> N
     status, message = call("--pin-hosts", "n1", "--", "true", capsys=capsys)
     assert status == 2
     assert "--pin-hosts names hosts of a hostfile; give one with --hostfile" in message
+
+
+def test_mpi_has_nobody_who_writes_for_tensorboard(capsys: pytest.CaptureFixture[str]) -> None:
+    status, message = call("--mpi", "--tensorboard", "--", "true", capsys=capsys)
+    assert status == 2
+    assert "leave --tensorboard out and set HVD_ELASTIC_RUN_FOLDER" in message

@@ -49,6 +49,12 @@ def test_efficiency_refuses_what_it_is_not_defined_for() -> None:
     assert statistical_efficiency(math.inf, 16, 1600) == 1.0
 
 
+def test_efficiency_at_several_noise_scales_at_once() -> None:
+    noise = np.array([0.0, 16.0, math.inf])
+    found = statistical_efficiency(noise[:, None], 16, [16, 48])
+    assert found == pytest.approx(np.array([[1.0, 1 / 3], [1.0, 0.5], [1.0, 1.0]]))
+
+
 def test_the_best_plan_is_that_of_a_search_through_all() -> None:
     model = model_of(0.01, 0.0001, 0.005)
     limits = BatchLimits(32, 1024, max_accumulation_steps=1)

@@ -27,13 +27,6 @@ Loader = hvd.DataLoader[list[torch.Tensor]]
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE)
-    monkeypatch.setattr(context, "_context", made)
-    return made
-
-
-@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HVD_ELASTIC_RUN_FOLDER", str(tmp_path))
     monkeypatch.setenv("HVD_ELASTIC_AUDIT", "1")

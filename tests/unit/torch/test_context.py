@@ -16,6 +16,7 @@ from hvd_elastic.telemetry.records import read_events
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode, detect_mode
 from hvd_elastic.torch.engine import GenerationBrokenError
+from tests.tensorboard_files import read_scalars
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,19 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
     result = check_audit(read_events_of(folder), finished=True)
     assert result.ok, result.problems()
     assert (result.steps, result.voided_steps) == (9, 0)
+
+
+def test_a_run_alone_writes_its_metrics_for_tensorboard(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_TENSORBOARD", "1")
+    monkeypatch.setattr(context, "_METRICS_INTERVAL_S", 0.0)
+    train(monkeypatch, 3)
+    told = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"]
+    shown = read_scalars(folder / "tensorboard")
+    assert shown["size/world_size"] == [(event["step"], 1.0) for event in told]
+    losses = [(event["step"], round(event["loss"], 6)) for event in told if "loss" in event]
+    assert shown["train/loss"] == losses
 
 
 def read_events_of(folder: Path) -> list[dict[str, object]]:

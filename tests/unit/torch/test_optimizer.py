@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch import context
-from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.progress import InFlight
@@ -28,13 +27,6 @@ class TwoRanks(LocalEngine):
         self.names.append(name)
         tensor.add_(self.other).div_(2)
         return tensor
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE)
-    monkeypatch.setattr(context, "_context", made)
-    return made
 
 
 @pytest.fixture

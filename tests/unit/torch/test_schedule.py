@@ -6,16 +6,9 @@ import torch
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
-from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.context import Context, Mode
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE)
-    monkeypatch.setattr(context, "_context", made)
-    return made
+from hvd_elastic.torch.context import Context
+from hvd_elastic.torch.engine import dump_plain, load_plain
 
 
 def halving() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -56,3 +49,15 @@ def test_a_schedule_moves_with_progress(
 def test_it_counts_steps_or_epochs(alone: Context) -> None:
     with pytest.raises(ScriptError, match="must be 'step' or 'epoch'"):
         hvd.follow_progress(halving()[1], "minute")  # type: ignore[arg-type]
+
+
+def test_its_state_is_plain_and_that_of_the_scheduler_alone(alone: Context) -> None:
+    """Newcomers and checkpoints get it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10) for _ in range(2)]
+    followed = hvd.follow_progress(schedules[0])
+    assert followed is schedules[0]
+    assert isinstance(followed, torch.optim.lr_scheduler.CosineAnnealingLR)
+    state = load_plain(dump_plain(followed.state_dict()))
+    assert set(state) == set(schedules[1].state_dict())
+    schedules[1].load_state_dict(state)

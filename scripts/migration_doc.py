@@ -1,0 +1,75 @@
+"""Put the scripts of scripts/examples/migration/ into docs/migration.md, as diffs and line counts.
+
+A place is marked there with ``<!-- diff: BEFORE AFTER -->`` or ``<!-- lines -->``, and ends with
+``<!-- end -->``. A test compares the page with what this makes of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from pathlib import Path
+
+__all__ = ["PAGE", "PAIRS", "SCRIPTS", "renew"]
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "migration.md"
+SCRIPTS = ROOT / "scripts" / "examples" / "migration"
+PAIRS = {
+    "plain PyTorch": ("from_plain.py", "to_elastic.py"),
+    "DistributedDataParallel with a snapshot file": ("from_ddp.py", "to_elastic.py"),
+    "Horovod, fixed size": ("from_horovod.py", "to_elastic.py"),
+    "Horovod, elastic": ("from_horovod_elastic.py", "to_elastic.py"),
+    "AdaptDL": ("from_adaptdl.py", "to_adaptive.py"),
+}
+"""What one comes from → script before, script after."""
+
+_PLACE = re.compile(
+    r"<!-- (?P<what>lines|diff: (?P<before>\S+) (?P<after>\S+)) -->\n.*?<!-- end -->", re.DOTALL
+)
+
+
+def _lines(name: str) -> list[str]:
+    return (SCRIPTS / name).read_text(encoding="utf-8").splitlines()
+
+
+def diff(before: str, after: str) -> list[str]:
+    """The unified diff of two scripts, without its header."""
+    return list(difflib.unified_diff(_lines(before), _lines(after), lineterm=""))[2:]
+
+
+def line_counts() -> str:
+    """Lines before and after, removed and added, as a Markdown table; blank lines do not count."""
+    rows = ["| from | lines | after | removed | added |", "|---|---|---|---|---|"]
+    for name, (before, after) in PAIRS.items():
+        whole = [sum(bool(line.strip()) for line in _lines(script)) for script in (before, after)]
+        changed = [
+            sum(line[0] == sign and bool(line[1:].strip()) for line in diff(before, after))
+            for sign in "-+"
+        ]
+        rows.append(f"| {name} | {' | '.join(str(number) for number in (*whole, *changed))} |")
+    return "\n".join(rows)
+
+
+def renew(text: str) -> str:
+    """``text`` with every marked place made anew."""
+
+    def replace(found: re.Match[str]) -> str:
+        if found["before"]:
+            body = "\n".join(["```diff", *diff(found["before"], found["after"]), "```"])
+        else:
+            body = line_counts()
+        return f"<!-- {found['what']} -->\n{body}\n<!-- end -->"
+
+    return _PLACE.sub(replace, text)
+
+
+def main() -> int:
+    """Command line."""
+    PAGE.write_text(renew(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What the benchmark of adaptive training makes of what its jobs wrote."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from hvd_elastic.bench.adaptive.measure import prediction_errors, rule_rows, target_rows
+from hvd_elastic.model.step_time import Observation
+
+
+def row(seed: int, scale: int, losses: list[float], steps: int) -> dict[str, Any]:
+    return {"seed": seed, "scale": scale, "losses": losses, "steps": steps, "least_loss": 1.0}
+
+
+def test_rules_are_judged_against_the_initial_batch_of_the_same_seed() -> None:
+    found = [
+        *(row(0, 1, [5.0, 2.0], 100), row(0, 4, [5.5, 2.0], 40)),
+        *(row(1, 1, [9.0, 2.0], 100), row(1, 4, [9.0, 1.9], 42)),
+    ]
+    (four,) = rule_rows(found)
+    assert four["scale"] == 4
+    assert four["loss_ratio"] == pytest.approx([1.05, 0.975])
+    assert four["worst_loss_ratio"] == pytest.approx(1.1)
+    assert four["excess_ratio"] == pytest.approx([(4.5 / 4 + 1) / 2, 0.95])
+    assert (four["steps"], four["steps_at_scale_1"]) == (41, 100)
+
+
+def test_step_times_that_follow_the_model_are_foretold_and_others_are_not() -> None:
+    places = list(itertools.product((1, 2), (8, 32, 128, 512), (0, 1, 3)))
+
+    def seen(ranks: int, atomic: int, extra: int) -> float:
+        return (extra + 1) * (0.002 + 0.0001 * atomic) + 0.01 * (ranks > 1)
+
+    smooth = [Observation(k, k, m, s, seen(k, m, s)) for k, m, s in places]
+    errors = prediction_errors(smooth, splits=4)
+    assert len(errors) == 4 * 12
+    assert sorted(errors)[24] < 0.05
+    jagged = [Observation(k, k, m, s, 0.01 * (1 + 9 * (m in (8, 128)))) for k, m, s in places]
+    assert sorted(prediction_errors(jagged, splits=4))[24] > 0.3
+
+
+def test_a_batch_that_misses_the_target_is_not_the_best_one() -> None:
+    found = [
+        {"batch": batch, "seconds": seconds, "last_batch": 64}
+        for batch, seconds in (
+            *(("adaptive", 3.0), ("adaptive", 4.0), ("adaptive", 5.0)),
+            *((32, 8.0), (32, 9.0), (64, 5.0), (64, 5.0)),
+            *((128, 1.0), (128, None), (256, None)),
+        )
+    ]
+    adaptive, default, best, sometimes, never = target_rows(found)
+    assert adaptive["times_best_fixed"] == 4.0 / 5.0
+    assert default["times_best_fixed"] == 8.5 / 5.0
+    assert best["times_best_fixed"] == 1.0
+    assert (sometimes["missed"], never["missed"], never["median"]) == (1, 1, None)

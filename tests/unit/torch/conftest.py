@@ -1,0 +1,16 @@
+"""A training process for the tests of this folder."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_elastic.torch import context
+from hvd_elastic.torch.context import Context, Mode
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
+    """As ``python train.py`` makes it, with nobody else."""
+    made = Context(Mode.ALONE)
+    monkeypatch.setattr(context, "_context", made)
+    return made
