@@ -89,6 +89,7 @@ class AuditResult:
         repeated_steps: steps done again by a later generation.
         voided_steps: steps undone by going back to a checkpoint.
         conflicts: steps for which workers of one generation reported different indices.
+        unrecorded_steps: steps that were made and are in no record (the disk was full).
     """
 
     examples: int
@@ -97,6 +98,7 @@ class AuditResult:
     repeated_steps: int = 0
     voided_steps: int = 0
     conflicts: tuple[int, ...] = ()
+    unrecorded_steps: int = 0
 
     @property
     def recorded(self) -> bool:
@@ -124,12 +126,21 @@ class AuditResult:
         ]
         return found
 
+    @property
+    def _only_unproved(self) -> bool:
+        """Nothing is wrong but missing examples, and steps that may have used them."""
+        wrong = any(epoch.duplicated or epoch.foreign for epoch in self.epochs)
+        return self.unrecorded_steps > 0 and not wrong and not self.conflicts
+
     def sentence(self) -> str:
         """The result in one line."""
         if not self.recorded:
             return "not audited (start the run with --audit)"
         if not self.ok:
             problems = self.problems()
+            if self._only_unproved:
+                steps = count(self.unrecorded_steps, "step")
+                return f"cannot be proved: {steps} left no record, so examples look unused"
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             return f"NOT exactly once: {problems[0]}{more}"
         text = f"each of {count(self.examples, 'example')} used exactly once in "
@@ -150,7 +161,9 @@ class _Step:
     padding: int
 
 
-def check_audit(records: Iterable[Mapping[str, Any]], *, finished: bool = False) -> AuditResult:
+def check_audit(
+    records: Iterable[Mapping[str, Any]], *, finished: bool = False, steps_made: int = 0
+) -> AuditResult:
     """Check the records of an ``audit.jsonl``.
 
     Args:
@@ -159,6 +172,7 @@ def check_audit(records: Iterable[Mapping[str, Any]], *, finished: bool = False)
         finished: the run ended well, so that the last epoch has to be complete as well, and all
             ``epochs`` have to be there. Otherwise examples missing at the end of the newest epoch
             are its future.
+        steps_made: steps of the run, where that is known from elsewhere.
 
     >>> records = [
     ...     {"kind": "dataset", "n": 4, "epochs": 1},
@@ -245,6 +259,7 @@ def check_audit(records: Iterable[Mapping[str, Any]], *, finished: bool = False)
         repeated_steps=repeated + len(undone),
         voided_steps=voided,
         conflicts=tuple(sorted(conflicts)),
+        unrecorded_steps=max(steps_made, max(counted, default=0)) - len(counted),
     )
 
 

@@ -67,7 +67,9 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
     summary.run_id = folder.run_id
     if summary.status == "running" and not folder.leader_alive():
         summary.status = "died"
-    audit = check_audit(iter_events(folder.audit), finished=summary.status == "succeeded")
+    finished = summary.status == "succeeded"
+    steps_made = summary.steps if finished else 0
+    audit = check_audit(iter_events(folder.audit), finished=finished, steps_made=steps_made)
     path = folder.path / "report.html" if out is None else Path(out)
     write_page(path, render_report(summary, audit, asked=folder.read_run()))
     return ReportResult(path, summary, audit)

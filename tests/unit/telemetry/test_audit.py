@@ -50,6 +50,19 @@ def test_a_missing_and_a_double_index_are_named() -> None:
     assert result.sentence().startswith("NOT exactly once: epoch 0: 1 missing (3)")
 
 
+def test_steps_without_a_record_prove_nothing() -> None:
+    lines = [dataset(4, 2), used(1, [0, 1]), used(4, [2, 3], epoch=1)]
+    result = check_audit(lines, finished=True)
+    assert not result.ok
+    assert result.unrecorded_steps == 2
+    text = "cannot be proved: 2 steps left no record, so examples look unused"
+    assert result.sentence() == text
+    ended = check_audit(lines[:2], finished=True, steps_made=4)
+    assert ended.sentence().startswith("cannot be proved: 3 steps left no record")
+    twice = check_audit([*lines, used(5, [2, 0], epoch=1)], finished=True)
+    assert twice.sentence().startswith("NOT exactly once: epoch 0: 2 missing (2, 3)")
+
+
 def test_an_index_beyond_the_dataset() -> None:
     result = check_audit([dataset(2), used(1, [0, 1, 7, -1])], finished=True)
     assert result.problems() == ["epoch 0: 2 not in the dataset"]
