@@ -227,6 +227,7 @@ def stop(
       hvd-elastic stop digits-3 --no-wait
     """
     from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.telemetry.wording import resume_words
 
     folder = RunFolder.open(run)
     message = folder.ask_leader("stop", {"reason": "asked to by hvd-elastic stop"})
@@ -237,6 +238,9 @@ def stop(
     else:
         steps = f" after {count(ended.get('steps'), 'step')}" if ended else ""
         print(f"run {folder.run_id}: {result}{steps}")
+        way_on = resume_words(ended or {})
+        if way_on:
+            print(way_on)
 
 
 def scale(

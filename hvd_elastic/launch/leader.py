@@ -193,14 +193,17 @@ class Leader:
             finally:
                 self._end_agents()
         assert self._finish is not None
+        newest = self._collector.newest_step
         self._emit(
             "run_finished",
             {
+                "run_id": self._folder.run_id,
                 "status": self._finish.status,
                 "message": self._finish.message,
                 "steps": self._progress["step"],
                 "examples": self._progress["examples"],
                 "epochs": self._progress["epoch"],
+                "checkpoint_step": newest if newest >= 0 else None,
             },
         )
         for file in self._logs.values():

@@ -17,6 +17,7 @@ __all__ = [
     "number_words",
     "outcome_words",
     "progress_words",
+    "resume_words",
 ]
 
 
@@ -54,7 +55,9 @@ class Narrator:
         if kind == "rescale_finished":
             return self._rescale_finished(event)
         if kind == "run_finished":
-            return [*self._unfinished(), _run_finished(event)]
+            way_on = resume_words(event)
+            more = [Line(way_on, "note")] if way_on else []
+            return [*self._unfinished(), _run_finished(event), *more]
         line = _tell(str(kind), event)
         return [] if line is None else [line]
 
@@ -148,6 +151,35 @@ def _run_finished(event: Mapping[str, Any]) -> Line:
     message = str(event.get("message") or "")
     words = outcome_words(status, event.get("steps"), event.get("examples"), message)
     return Line(f"run {words}", tone)
+
+
+def resume_words(event: Mapping[str, Any]) -> str:
+    """From where a run that ended before its time can go on; empty where there is nothing to say.
+
+    Args:
+        event: its ``run_finished``.
+
+    >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": 9})
+    'its checkpoint is of step 9; go on with: hvd-elastic run --resume r1'
+    >>> resume_words({"status": "failed", "run_id": "r1", "steps": 9, "checkpoint_step": 7})
+    'its checkpoint is of step 7, so 2 steps will be done again; go on with: hvd-elastic run --resume r1'
+    >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": None})
+    'no checkpoint was written: its 9 steps cannot be gone on from, and --resume begins anew'
+    """  # noqa: E501
+    steps = event.get("steps")
+    if event.get("status") == "succeeded" or not steps or "checkpoint_step" not in event:
+        return ""
+    step = event["checkpoint_step"]
+    if step is None:
+        return (
+            f"no checkpoint was written: its {count(steps, 'step')} cannot be gone on from, "
+            "and --resume begins anew"
+        )
+    undone = f", so {count(steps - step, 'step')} will be done again" if step < steps else ""
+    return (
+        f"its checkpoint is of step {step}{undone}; "
+        f"go on with: hvd-elastic run --resume {event.get('run_id')}"
+    )
 
 
 def outcome_words(status: str, steps: int | None, examples: int | None, message: str) -> str:

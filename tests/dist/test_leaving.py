@@ -185,7 +185,10 @@ def test_a_signal_to_the_leader_ends_everything(
     (finished,) = job.kinds("run_finished")
     assert finished["status"] == "stopped"
     assert job.kinds("checkpoint")[-1]["step"] >= job.step - 15
-    assert "Traceback" not in job.output.read_text()
+    output = job.output.read_text()
+    assert "Traceback" not in output
+    assert f"its checkpoint is of step {finished['checkpoint_step']}" in output
+    assert f"go on with: hvd-elastic run --resume {job.run_id}" in output
     job.check_nothing_left()
     job.check_audit()
 

@@ -283,12 +283,22 @@ def test_stop_waits_for_the_end(call: Call) -> None:
     def end(request: Request, log: EventLog) -> bool:
         assert request.op == "stop"
         time.sleep(0.3)  # a leader takes a while to end its workers
-        log.append("run_finished", {"status": "stopped", "steps": 12})
+        fields = {"run_id": "live", "status": "stopped", "steps": 12, "checkpoint_step": 10}
+        log.append("run_finished", fields)
         return True
 
     with leader(folder, end):
         done = call("stop", "live")
-    assert (done.status, done.out) == (0, "run live: stopped after 12 steps\n")
+    assert (done.status, done.out.splitlines()) == (
+        0,
+        [
+            "run live: stopped after 12 steps",
+            (
+                "its checkpoint is of step 10, so 2 steps will be done again; "
+                "go on with: hvd-elastic run --resume live"
+            ),
+        ],
+    )
 
 
 def test_stop_without_waiting(call: Call) -> None:
