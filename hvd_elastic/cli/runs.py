@@ -183,15 +183,19 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
     from hvd_elastic.telemetry.terminal import RunView
 
     folder = RunFolder.open(run)
-    follower = EventFollower(folder.events)
+    # In this order: what the script printed before the end is there when the end is read.
+    followers = [EventFollower(folder.events), EventFollower(folder.output)]
     ended: Record | None = None
     try:
         with RunView() as view:
             while True:
                 alive = folder.leader_alive()
-                for event in follower.poll():
+                news = [event for follower in followers for event in follower.poll()]
+                for event in sorted(news, key=lambda event: float(event.get("t") or 0.0)):
                     if as_json:
                         print(json.dumps(event), flush=True)
+                    elif event["kind"] == "output":
+                        view.print(f"[{event['host']}:{event['local_rank']}] {event['line']}")
                     else:
                         view.show(event)
                     if event["kind"] in {"run_finished", "run_started"}:

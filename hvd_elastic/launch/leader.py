@@ -85,6 +85,7 @@ class Leader:
         self._show_output = show_output
         self._events = EventLog(folder.events)
         self._audit = EventLog(folder.audit) if spec.audit else None
+        self._output = EventLog(folder.output)
         self._loop = Loop(self._next_deadline, self._tick)
         self._hosts: dict[str, Host] = {}
         self._hostfile_stamp: tuple[int, int, int] | None = None
@@ -210,6 +211,7 @@ class Leader:
             file.close()
         if self._audit is not None:
             self._audit.close()
+        self._output.close()
         self._events.close()
         return self._finish
 
@@ -626,6 +628,9 @@ class Leader:
         if self._members and self._members[0].worker == worker:
             for line in lines:
                 self._show_output(host, slot, line)
+                with contextlib.suppress(RecordNotWrittenError):  # the event log says so
+                    shown = {"host": host, "local_rank": slot, "line": line}
+                    self._output.append("output", shown)
 
     def _write_log(self, worker: str, text: str) -> None:
         file = self._logs.get(worker)

@@ -201,6 +201,10 @@ class RunFolder:
         return self.path / "audit.jsonl"
 
     @property
+    def output(self) -> Path:
+        return self.path / "output.jsonl"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

@@ -167,6 +167,18 @@ def test_logs_follow_until_told_to_end(run: Detached) -> None:
         follower.wait()
 
 
+def test_attach_shows_what_the_script_prints(home: Path, script: Path) -> None:
+    run_id = f"shown-{secrets.token_hex(3)}"
+    options = ["--run-id", run_id, "--", sys.executable, script, "--epochs", 1]
+    ran = call("run", *options, home=home)
+    assert ran.returncode == 0, ran.stderr
+    assert "[localhost:0] trained 1" in ran.stdout
+    attached = call("attach", run_id, home=home)
+    assert attached.returncode == 0, attached.stderr
+    assert "[localhost:0] trained 1" in attached.stdout
+    assert attached.stdout.index("trained 1") < attached.stdout.index("run succeeded")
+
+
 def test_attach_shows_it_and_ctrl_c_leaves_it_alone(run: Detached) -> None:
     attached = subprocess.Popen(
         command("attach", run.run_id, "--json"),
