@@ -883,7 +883,7 @@ class RunMachine:
             self._out.wake(slow_at)
             return self._last_waiting
         warm = len(self._desired) - len(empty)
-        verb = "is" if warm == 1 else "are"
+        verb = "is" if 1 in (warm, len(self._desired)) else "are"
         return (
             f"{warm} of {count(len(self._desired), 'process')} {verb} warm, "
             f"waiting for {hosts_named(hosts)}"

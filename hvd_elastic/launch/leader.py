@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import secrets
 import signal
@@ -49,6 +50,7 @@ _STOP_CHECKPOINT_S = 10.0
 _GRACE_S = 3.0
 _FETCH_PATIENCE_S = 60.0
 _LOG_TAIL_LINES = 30
+_HOSTFILE_GONE_S = 2.0
 _LEAST_RESERVE_S = 10.0
 """Of the time that a host has left, for the last checkpoint and for leaving."""
 
@@ -90,6 +92,7 @@ class Leader:
         self._hosts: dict[str, Host] = {}
         self._hostfile_stamp: tuple[int, int, int] | None = None
         self._hostfile_error = ""
+        self._hostfile_gone_since: float | None = None
         self._agents: dict[str, AgentConnection] = {}
         self._ending: list[AgentConnection] = []
         self._workers: dict[str, tuple[str, int]] = {}
@@ -391,6 +394,15 @@ class Leader:
         self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
         return ev.HostsChanged(slots)
 
+    def _hostfile_is_gone(self, path: Path) -> None:
+        """Say so, unless it is for the moment in which an editor replaces it by renaming."""
+        now = time.monotonic()
+        if self._hostfile_gone_since is None:
+            self._hostfile_gone_since = now
+        elif now >= self._hostfile_gone_since + _HOSTFILE_GONE_S:
+            self._hostfile_gone_since = math.inf
+            self._warn(f"the hostfile {path} is gone, the hosts stay; put it back to change them")
+
     def _look_at_hostfile(self) -> None:
         path = self._spec.hostfile_path
         if path is None:
@@ -398,7 +410,9 @@ class Leader:
         try:
             stamp = _stamp(path)
         except FileNotFoundError:
-            return  # an editor that replaces it by renaming
+            self._hostfile_is_gone(path)
+            return
+        self._hostfile_gone_since = None
         if stamp == self._hostfile_stamp:
             return
         self._hostfile_stamp = stamp

@@ -117,6 +117,11 @@ def test_a_hostfile_that_cannot_be_read_changes_nothing(stage: Stage, job: Runni
     warning = job.wait_event("warning", since)
     assert "slots=many" in warning["message"]
     job.wait_steps(10)
+    job.hostfile.unlink()
+    job.wait_for(
+        lambda: any("is gone" in warning["message"] for warning in job.kinds("warning", since)),
+        "a warning that there is no hostfile",
+    )
     assert job.workers() == before
     assert not job.kinds("rescale_started", since)
 
