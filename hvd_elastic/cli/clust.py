@@ -22,9 +22,10 @@ import typer.core
 import typer.main
 
 from hvd_elastic.cli.copy_bar import copy_bar
-from hvd_elastic.cli.entry import INTERRUPTED, enter
+from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.host_options import Chosen, over_hosts
 from hvd_elastic.cli.numbers import number_option
+from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.cluster.commands import join_command, run_on_hosts
 from hvd_elastic.cluster.fanout import HostResult, Outcome
 from hvd_elastic.cluster.hostfile import Host, fold_hosts, parse_hosts
