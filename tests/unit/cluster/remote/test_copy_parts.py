@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import socket
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 
 from hvd_elastic.cluster.copy_keys import make_certificate
-from hvd_elastic.cluster.remote import copy_store
 from hvd_elastic.cluster.remote import copy_wire as wire
 from hvd_elastic.cluster.remote.copy_feed import LINK_UNKNOWN, Packer
 from hvd_elastic.cluster.remote.copy_store import SharedError, StoreError, Target
@@ -173,7 +173,7 @@ def test_a_holder_that_ends_just_when_another_host_meets_its_lock(
     """Of a copy that has nothing to send, one host may be through while the next one begins."""
     tree = Tree(True, [], [("", 0o755, 0)], [])
     first = target_of(tmp_path, tree, theirs)
-    lock = copy_store.fcntl.flock
+    lock = fcntl.flock
     met = []
 
     def end_of_first(number: int, operation: int) -> None:
@@ -184,7 +184,7 @@ def test_a_holder_that_ends_just_when_another_host_meets_its_lock(
             first.finish()
             raise
 
-    monkeypatch.setattr(copy_store.fcntl, "flock", end_of_first)
+    monkeypatch.setattr(fcntl, "flock", end_of_first)
     second = target_of(tmp_path, tree)
     assert len(met) == 1
     assert second.finish() == []
