@@ -90,12 +90,12 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": [
-            "hvd-elastic = hvd_elastic.cli.app:main",
-            "runclust = hvd_elastic.cli.clust:runclust_main",
-            "copyclust = hvd_elastic.cli.clust:copyclust_main",
-            "killclust = hvd_elastic.cli.clust:killclust_main",
-            "checkclust = hvd_elastic.cli.clust:checkclust_main",
-            "virtclust = hvd_elastic.cli.virtclust:main",
+            "hvd-elastic = hvd_elastic.cli.start:hvd_elastic",
+            "runclust = hvd_elastic.cli.start:runclust",
+            "copyclust = hvd_elastic.cli.start:copyclust",
+            "killclust = hvd_elastic.cli.start:killclust",
+            "checkclust = hvd_elastic.cli.start:checkclust",
+            "virtclust = hvd_elastic.cli.start:virtclust",
         ]
     },
     zip_safe=False,

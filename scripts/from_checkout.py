@@ -18,12 +18,11 @@ def main() -> None:
     sys.argv = [program, *arguments]
     module, function = target.split(":")
     try:
-        entry = getattr(importlib.import_module(module), function)
+        getattr(importlib.import_module(module), function)()
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("hvd_elastic"):
             raise
         sys.exit(f"error: {program} needs the Python package {error.name}; run `make horovod` once")
-    sys.exit(entry())
 
 
 if __name__ == "__main__":

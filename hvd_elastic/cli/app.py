@@ -19,6 +19,7 @@ import typer.main
 
 from hvd_elastic import __version__
 from hvd_elastic.cli.entry import enter
+from hvd_elastic.cli.start import end_at_interrupt, raise_at_interrupt
 
 __all__ = ["COMMANDS", "LazyCommand", "app", "main"]
 
@@ -48,7 +49,11 @@ class LazyCommand:
 
     def load(self, name: str) -> Any:
         """Import the module and return the command ready to be invoked as ``name``."""
-        target = getattr(importlib.import_module(self.module), self.attribute)
+        end_at_interrupt()
+        try:
+            target = getattr(importlib.import_module(self.module), self.attribute)
+        finally:
+            raise_at_interrupt()
         if isinstance(target, typer.Typer):
             command = typer.main.get_command(target)
         else:

@@ -13,11 +13,10 @@ from typing import Any, NoReturn
 
 import typer
 
+from hvd_elastic.cli.start import INTERRUPTED, raise_at_interrupt
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["INTERRUPTED", "enter"]
-
-INTERRUPTED = 130
+__all__ = ["enter"]
 
 # typer has click inside, or beside it, and gives only this one of its errors a name of its own.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -37,6 +36,7 @@ def enter(program: str, command: Any, arguments: Sequence[str] | None = None) ->
 
 def _status_of(program: str, command: Any, words: list[str]) -> int:
     try:
+        raise_at_interrupt()
         with command.make_context(program, words) as context:
             command.invoke(context)
     except HvdElasticError as error:

@@ -14,8 +14,8 @@ from typing import Any
 
 import typer
 
-from hvd_elastic.cli.entry import INTERRUPTED
 from hvd_elastic.cli.host_options import Chosen
+from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.cluster.fanout import HostResult, Outcome
 from hvd_elastic.cluster.hostfile import Host, fold_hosts
 from hvd_elastic.words import count

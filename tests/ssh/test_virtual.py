@@ -23,6 +23,7 @@ from hvd_elastic.cluster.virtual.marks import is_alive, marked_processes
 from hvd_elastic.cluster.virtual.plan import interface_name
 from hvd_elastic.cluster.virtual.state import clusters_folder
 from hvd_elastic.errors import UsageError, VirtualClusterError
+from tests.small_disk import mounted
 
 NO_NAMESPACES = netns.why_no_namespaces()
 needs_namespaces = [
@@ -562,6 +563,28 @@ def test_no_line_of_a_system_file_changes(home: Path) -> None:
         assert fingerprint() == before
     assert fingerprint() == before
     assert sorted(Path("/").iterdir()) == top_before
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("free_pages", [0, 1, 3, 5, 8, 12])
+def test_up_on_a_full_disk(tmp_path: Path, free_pages: int) -> None:
+    """However little is left, and so whatever file it is that cannot be written."""
+    with mounted(tmp_path / "small", "64k", lazy=True) as disk:
+        (disk / "filler").write_bytes(b"x" * (16 - free_pages) * 4096)
+        done = subprocess.run(
+            [sys.executable, "-m", "hvd_elastic.cli.virtclust", "up", "2x1", "--loopback"],
+            env={**os.environ, "HVD_ELASTIC_HOME": str(disk)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: {disk.resolve()}/virtual/vc1")
+        assert "No space left on device; free space" in line
+        assert "HVD_ELASTIC_HOME" in line
+        assert [path.name for path in disk.iterdir()] == ["filler"]
+        assert not marked_processes(disk / "virtual" / "vc1")
 
 
 @pytest.mark.root

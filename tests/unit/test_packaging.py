@@ -6,8 +6,10 @@ import ast
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "tensorflow", "horovod", "fabric", "paramiko", "ray", "pyspark", "mpi4py")
 LIMIT_S = 0.6
 """Twice what `hvd-elastic bench startup` measures as promised: tests run on busy machines."""
+
+INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
 
 PURE = [
     "hvd_elastic",
@@ -115,6 +119,37 @@ def test_each_program_has_its_function_and_runs_from_the_checkout(program, targe
     assert f"{program} {target} " in wrapper.read_text(encoding="utf-8")
     module, function = target.split(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("program", sorted(console_scripts()))
+def test_an_interrupt_while_a_program_is_imported_ends_it_quietly(program, tmp_path):
+    (tmp_path / "typer.py").write_text(INTERRUPT)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    wrapper = str(ROOT / "scripts" / program)
+    done = subprocess.run(
+        [wrapper, "--help"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_an_interrupt_while_a_command_is_imported_is_not_lost(tmp_path):
+    # What is raised in a callback, as those of the import system, goes nowhere.
+    body = textwrap.indent(INTERRUPT, " " * 8)
+    (tmp_path / "late.py").write_text(f"class It:\n    def __del__(self):\n{body}\nIt()\n")
+    program = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, sys.argv[1])
+from hvd_elastic.cli.app import COMMANDS, LazyCommand, main
+COMMANDS["late"] = LazyCommand("late", "late", "Late.")
+main(["late"])
+"""
+    done = fresh(program, str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_all_programs_are_declared():

@@ -38,7 +38,10 @@ READ_BYTES = 1 << 20
 KEPT_PART_BYTES = 1 << 20
 MOST_DAMAGED = 3
 OWNER = b"owner"
-OWNER_S = 1.0
+# A lock without this copy's name in it is another copy's only after this long: the name in it may
+# be that of a killed copy, or be missing since its holder has just begun or is just ending.
+OWNER_S = 2.0
+OWNER_PAUSE_S = 0.02
 
 
 class StoreError(Exception):
@@ -405,6 +408,7 @@ class Target(Store):
     def _lock(self) -> None:
         name = encode(PARTS)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        deadline = time.monotonic() + OWNER_S
         while True:
             parent = self._folders.folder("")
             with contextlib.suppress(FileExistsError):
@@ -418,13 +422,16 @@ class Target(Store):
                 if os.fstat(number).st_nlink:
                     break
             except BlockingIOError:
-                owner = self._owner_of(number)
-                os.close(number)
-                if owner == self._copy:
+                if self._owner_of(number) == self._copy:
+                    os.close(number)
                     raise SharedError from None
-                raise StoreError(
-                    f"another copy to {self._full('')} is going on there; wait for its end"
-                ) from None
+                # Who holds it may be about to write its name, or about to end: it is asked again.
+                if time.monotonic() > deadline:
+                    os.close(number)
+                    raise StoreError(
+                        f"another copy to {self._full('')} is going on there; wait for its end"
+                    ) from None
+                time.sleep(OWNER_PAUSE_S)
             os.close(number)
         self._parts = number
         owner_file = os.open(OWNER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=number)
@@ -432,18 +439,15 @@ class Target(Store):
         os.close(owner_file)
 
     def _owner_of(self, parts: int) -> str:
-        """The copy that holds the lock; it writes its name as soon as it has it."""
-        deadline = time.monotonic() + OWNER_S
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                number = os.open(OWNER, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=parts)
-                name = os.read(number, 100).decode("ascii", "replace")
-                os.close(number)
-                if name == self._copy or time.monotonic() > deadline:
-                    return name
-            if time.monotonic() > deadline:
-                return ""
-            time.sleep(0.02)
+        """The copy that says that it holds the lock; "" while none does."""
+        try:
+            number = os.open(OWNER, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=parts)
+        except FileNotFoundError:
+            return ""
+        try:
+            return os.read(number, 100).decode("ascii", "replace")
+        finally:
+            os.close(number)
 
     def _make_folder(self, path: str) -> None:
         status = self._folders.status(path)

@@ -32,6 +32,7 @@ from hvd_elastic.cluster.virtual.state import (
     load_state,
     locked,
     save_state,
+    unwritable,
 )
 from hvd_elastic.cluster.virtual.tools import find_tool
 from hvd_elastic.errors import UsageError, VirtualClusterError
@@ -138,15 +139,16 @@ class VirtualCluster(Closing):
                 shares=() if on_loopback else _all_shares(shares),
             )
             try:
-                cluster.folder.mkdir(mode=0o755)
-                save_state(cluster.folder, state)
-                sshfiles.make_keys([cluster.folder / "id_ed25519"])
-                state = cluster._backend(state).prepare(state)
-                save_state(cluster.folder, state)
-                if hostfile is not None:
-                    copy = Path(hostfile).expanduser().absolute()
-                    state = replace(state, hostfiles=(str(copy),))
-                cluster._boot_new(state, range(1, hosts + 1))
+                with _writing(cluster.folder):
+                    cluster.folder.mkdir(mode=0o755)
+                    save_state(cluster.folder, state)
+                    sshfiles.make_keys([cluster.folder / "id_ed25519"])
+                    state = cluster._backend(state).prepare(state)
+                    save_state(cluster.folder, state)
+                    if hostfile is not None:
+                        copy = Path(hostfile).expanduser().absolute()
+                        state = replace(state, hostfiles=(str(copy),))
+                    cluster._boot_new(state, range(1, hosts + 1))
             except BaseException:
                 with _uninterrupted():
                     cluster._remove()
@@ -285,7 +287,8 @@ class VirtualCluster(Closing):
             # Of a host that died without virtclust, parts may be left.
             backend.crash(state, entry, False)
             try:
-                backend.boot(state, [entry])
+                with _writing(self.folder):
+                    backend.boot(state, [entry])
             except BaseException:
                 with _uninterrupted():
                     backend.crash(state, entry, False)
@@ -305,7 +308,8 @@ class VirtualCluster(Closing):
                 )
             new = range(last + 1, last + hosts + 1)
             try:
-                return self._boot_new(before, new)
+                with _writing(self.folder):
+                    return self._boot_new(before, new)
             except BaseException:
                 with _uninterrupted():
                     backend = self._backend(before)
@@ -400,6 +404,8 @@ class VirtualCluster(Closing):
                 temporary.write_text(text)
                 temporary.replace(path)
             except OSError as error:
+                if path.parent == self.folder:
+                    raise unwritable(path, error.strerror) from error
                 raise VirtualClusterError(f"{path} cannot be written: {error.strerror}") from error
         save_state(self.folder, state)
 
@@ -491,6 +497,15 @@ def _all_shares(asked: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
         if not path.exists():
             raise UsageError(f"--share {path}: there is no such file or folder")
     return hidden_shares([*map(str, given), *default_shares()])
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What cannot be written is the user's to mend: an error with its place."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(Path(error.filename or folder), error.strerror) from error
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from hvd_elastic.cluster.hostfile import Host, format_hostfile
 from hvd_elastic.cluster.ssh_config import VIRTCLUST_MARK
 from hvd_elastic.cluster.virtual.marks import marks
-from hvd_elastic.cluster.virtual.state import ClusterState, HostState
+from hvd_elastic.cluster.virtual.state import ClusterState, HostState, unwritable
 from hvd_elastic.cluster.virtual.tools import find_tool
 from hvd_elastic.errors import VirtualClusterError
 
@@ -57,7 +57,7 @@ def make_keys(paths: Iterable[Path]) -> None:
     for path, process in started:
         words, _ = process.communicate()
         if process.returncode != 0:
-            raise VirtualClusterError(f"ssh-keygen could not write {path}: {words.strip()}")
+            raise unwritable(path, f"ssh-keygen: {words.strip()}")
 
 
 def sshd_config(

@@ -29,6 +29,7 @@ __all__ = [
     "load_state",
     "locked",
     "save_state",
+    "unwritable",
 ]
 
 FORMAT = 1
@@ -118,11 +119,28 @@ def cluster_names() -> list[str]:
 
 
 def save_state(folder: Path, state: ClusterState) -> None:
-    """Write the state, whole or not at all."""
+    """Write the state, whole or not at all.
+
+    Raises:
+        VirtualClusterError: it cannot be written.
+    """
     path = folder / "state.json"
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise unwritable(path, error.strerror) from error
+
+
+def unwritable(path: Path, why: str | None) -> VirtualClusterError:
+    """What to say when something in a cluster's folder cannot be written."""
+    return VirtualClusterError(
+        f"{path} cannot be written: {why}; free space or mend the permissions there, or "
+        "set HVD_ELASTIC_HOME to a folder on another disk"
+    )
 
 
 def load_state(folder: Path) -> ClusterState | None:

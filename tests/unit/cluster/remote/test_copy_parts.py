@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import socket
@@ -163,6 +164,31 @@ def test_one_copy_at_a_time_and_hosts_that_share_a_place(tmp_path: Path) -> None
     assert again.needed == []
     again.finish()
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("theirs", ["this", "that"])
+def test_a_holder_that_ends_just_when_another_host_meets_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    """Of a copy that has nothing to send, one host may be through while the next one begins."""
+    tree = Tree(True, [], [("", 0o755, 0)], [])
+    first = target_of(tmp_path, tree, theirs)
+    lock = fcntl.flock
+    met = []
+
+    def end_of_first(number: int, operation: int) -> None:
+        try:
+            lock(number, operation)
+        except BlockingIOError:
+            met.append(number)
+            first.finish()
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", end_of_first)
+    second = target_of(tmp_path, tree)
+    assert len(met) == 1
+    assert second.finish() == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_arrives_damaged_gets_no_name_and_is_asked_for_again(tmp_path: Path) -> None:

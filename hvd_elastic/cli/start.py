@@ -1,0 +1,78 @@
+"""Where every program starts: Ctrl-C is answered before anything large is imported.
+
+A KeyboardInterrupt in the middle of an import shows its traceback, or is lost in a callback of the
+import system. Until a command begins there is nothing to clean up, so the process just ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from types import FrameType
+
+__all__ = [
+    "INTERRUPTED",
+    "checkclust",
+    "copyclust",
+    "end_at_interrupt",
+    "hvd_elastic",
+    "killclust",
+    "raise_at_interrupt",
+    "runclust",
+    "virtclust",
+]
+
+INTERRUPTED = 130
+
+
+def end_at_interrupt() -> None:
+    """From now on Ctrl-C ends the process at once; where it is ignored or handled, it stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_at_interrupt() -> None:
+    """Undoes :func:`end_at_interrupt`: Ctrl-C raises KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _start(module: str, function: str) -> None:
+    end_at_interrupt()
+    getattr(importlib.import_module(module), function)()
+
+
+def hvd_elastic() -> None:
+    """Entry point of ``hvd-elastic``."""
+    _start("hvd_elastic.cli.app", "main")
+
+
+def runclust() -> None:
+    """Entry point of ``runclust``."""
+    _start("hvd_elastic.cli.clust", "runclust_main")
+
+
+def copyclust() -> None:
+    """Entry point of ``copyclust``."""
+    _start("hvd_elastic.cli.clust", "copyclust_main")
+
+
+def killclust() -> None:
+    """Entry point of ``killclust``."""
+    _start("hvd_elastic.cli.clust", "killclust_main")
+
+
+def checkclust() -> None:
+    """Entry point of ``checkclust``."""
+    _start("hvd_elastic.cli.clust", "checkclust_main")
+
+
+def virtclust() -> None:
+    """Entry point of ``virtclust``."""
+    _start("hvd_elastic.cli.virtclust", "main")
