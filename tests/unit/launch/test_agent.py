@@ -57,7 +57,9 @@ class Agent:
         fields: Message = {"run_id": self.run_id, "host": "node1", "cwd": str(folder)}
         fields |= {"command": command}
         fields |= {"leader": "first", "led_by": "a test"}
-        fields |= {"env": {"SECRET": "s3cret"}, "options": {}, "heartbeat_s": 0.1}
+        # An agent that is killed leaves its temporary folder.
+        sent = {"SECRET": "s3cret", "TMPDIR": str(folder)}
+        fields |= {"env": sent, "options": {}, "heartbeat_s": 0.1}
         # What a leader tells all its agents while one of them is still being connected.
         self.say(op="collected", step=1)
         self.say(op="abort", generation=1)
