@@ -19,6 +19,7 @@ from hvd_elastic.errors import HvdElasticError, RunError, SeveralErrors, UsageEr
 from hvd_elastic.words import count
 
 if TYPE_CHECKING:
+    from hvd_elastic.cluster.hostfile import Host
     from hvd_elastic.launch.spec import RunSpec
     from hvd_elastic.telemetry.runfolder import RunFolder
 
@@ -234,7 +235,7 @@ def run(
             ssh_config=ssh_config,
             network_interface=network_interface,
             failure_timeout=failure_timeout,
-            pin_hosts=_pinned(pin_hosts, hostfile),
+            pin_hosts=tuple(host.name for host in _pinned(pin_hosts, hostfile)),
             spares=spares,
             leader_grace=leader_grace,
             preemption_command=preemption_command,
@@ -349,15 +350,15 @@ def _check_hostfile(hostfile: Path | None, np: int | None, min_np: int, spares: 
         )
 
 
-def _pinned(names: str | None, hostfile: Path | None) -> tuple[str, ...]:
+def _pinned(names: str | None, hostfile: Path | None) -> list[Host]:
     from hvd_elastic.cluster.hostfile import expand_hosts, parse_hostfile
 
     if names is None:
-        return ()
+        return []
     if hostfile is None:
         raise UsageError("--pin-hosts names hosts of a hostfile; give one with --hostfile")
     hosts = parse_hostfile(hostfile)
-    found = []
+    found: dict[str, Host] = {}
     for name in expand_hosts(names):
         host = hosts.get(name)
         if host is None:
@@ -365,19 +366,14 @@ def _pinned(names: str | None, hostfile: Path | None) -> tuple[str, ...]:
                 f"--pin-hosts: host '{name}' is not in {hostfile}; it has "
                 f"{', '.join(hosts.names[:8])}{', …' if len(hosts) > 8 else ''}"
             )
-        found.append(host.name)
-    return tuple(dict.fromkeys(found))
+        found[host.name] = host
+    return list(found.values())
 
 
 def _check_pinned(
     names: str | None, hostfile: Path | None, np: int | None, max_np: int | None
 ) -> None:
-    from hvd_elastic.cluster.hostfile import parse_hostfile
-
-    pinned = _pinned(names, hostfile)
-    if hostfile is None or not pinned:
-        return
-    slots = sum(host.slots for host in parse_hostfile(hostfile).hosts if host.name in pinned)
+    slots = sum(host.slots for host in _pinned(names, hostfile))
     for flag, limit in (("--np", np), ("--max-np", max_np)):
         if limit is not None and limit < slots:
             raise UsageError(

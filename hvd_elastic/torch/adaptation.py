@@ -137,7 +137,7 @@ class Adaptation:
         # Two examples in each, where there are, for layers that cannot train on one.
         least = max(2, self.limits.min_atomic_batch_size)
         passes = max(1, min(passes, share // least))
-        bound = self._limits_now().max_atomic_batch_size
+        bound = self._atomic_bound
         if bound is not None and self.limits.max_accumulation_steps > 0:
             # The last step of an epoch may be a little larger than the plan's.
             passes = max(passes, -(-share // bound))
@@ -216,7 +216,7 @@ class Adaptation:
         """A pass did not fit; whether a smaller one is allowed."""
         # A little less than what failed by a hair fails too.
         bound = int(0.9 * atomic_batch_size)
-        before = self._limits_now().max_atomic_batch_size
+        before = self._atomic_bound
         if before is not None and self.limits.max_accumulation_steps == 0:
             # The last step of an epoch, larger than the plan's, failed; the plan has to give way.
             bound = min(bound, before - 1)
@@ -358,11 +358,14 @@ class Adaptation:
             self._largest = max(self._largest, best.plan.global_batch_size)
         return reason
 
+    @property
+    def _atomic_bound(self) -> int | None:
+        """Most examples in a pass: as the user allows, and as is known to fit into memory."""
+        bounds = (self.limits.max_atomic_batch_size, self._memory_bound)
+        return min((bound for bound in bounds if bound), default=None)
+
     def _limits_now(self) -> BatchLimits:
-        bounds = [b for b in (self.limits.max_atomic_batch_size, self._memory_bound) if b]
-        return dataclasses.replace(
-            self.limits, max_atomic_batch_size=min(bounds) if bounds else None
-        )
+        return dataclasses.replace(self.limits, max_atomic_batch_size=self._atomic_bound)
 
     def _fitted(self) -> StepTimeModel | None:
         if not self._seen:
