@@ -15,7 +15,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,12 +132,11 @@ class Leader:
         self._looked_at = time.monotonic()
         self._scaler: Scaler | None = None
 
-    def _new_scaler(self) -> Scaler | None:
+    def _new_scaler(self, past: Sequence[Mapping[str, Any]]) -> Scaler | None:
         if self._spec.policy == "fixed":
             return None
         from hvd_elastic.launch.scaler import Scaler
 
-        past = self._folder.read_events() if self._resumed else []
         age_s = max(0.0, time.time() - past[0]["t"]) if past else 0.0
         return Scaler(self._spec, self._emit, time.monotonic() - age_s, past)
 
@@ -172,8 +171,9 @@ class Leader:
         """
         self._collector.check()
         hosts = self._read_hostfile()
-        past = summarize(self._folder.read_events()) if self._resumed else None
-        self._scaler = self._new_scaler()
+        records = self._folder.read_events() if self._resumed else []
+        past = summarize(records) if self._resumed else None
+        self._scaler = self._new_scaler(records)
         self._emit(
             "run_started",
             {
