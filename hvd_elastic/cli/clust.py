@@ -27,7 +27,7 @@ from hvd_elastic.cli.command_output import describe_command, show_gathered, show
 from hvd_elastic.cli.copy_bar import copy_bar
 from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.host_options import Chosen, over_hosts
-from hvd_elastic.cli.host_report import Printer, conclude, finish, show_each
+from hvd_elastic.cli.host_report import Printer, conclude, finish, show_result
 from hvd_elastic.cli.kill_report import describe_ended, show_ended
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cluster.commands import CommandSettings, HowToRun, join_command, run_on_hosts
@@ -441,8 +441,8 @@ def check(
     printer = Printer(chosen.hosts)
     found = check_cluster(chosen.hosts, chosen.ssh, settings, printer.passing)
     printer.clear()
-    shown = show_each(found.hosts, printer, chosen.as_json, describe_health, tell_failures=False)
-    for result in shown:
+    for result in found.hosts:
+        show_result(result, printer, chosen.as_json, describe_health, tell_failures=False)
         if not chosen.as_json:
             show_health(result, printer, chosen.verbose)
     show_links(found.links, printer, chosen.as_json)

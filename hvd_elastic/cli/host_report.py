@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -20,7 +20,7 @@ from hvd_elastic.cluster.fanout import HostResult, Outcome
 from hvd_elastic.cluster.hostfile import Host, fold_hosts
 from hvd_elastic.words import count
 
-__all__ = ["Printer", "conclude", "finish", "print_json", "reasons_in_words", "show_each"]
+__all__ = ["Printer", "conclude", "finish", "print_json", "reasons_in_words", "show_result"]
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 # Who is waited for is named when it has taken so long.
@@ -118,42 +118,40 @@ class Printer:
                 self.gone = True
 
 
-def show_each(
-    results: Iterable[HostResult[Any]],
+def show_result(
+    result: HostResult[Any],
     printer: Printer,
     as_json: bool,
     describe: Callable[[HostResult[Any]], dict[str, Any]],
     word: Callable[[HostResult[Any]], str] | None = None,
     tell_failures: bool = True,
-) -> Iterator[HostResult[Any]]:
-    """Shows each result as it comes and passes it on.
+) -> None:
+    """Shows how one host ended.
 
     Args:
-        results: of the hosts, as they end.
+        result: of the host.
         printer: where to.
         as_json: one JSON object a line instead of text.
         describe: what the JSON object has of this tool.
         word: the line for a host where all is well; None: no line.
         tell_failures: a line for a host that failed.
     """
-    for result in results:
-        if as_json:
-            print_json(
-                {
-                    "kind": "host",
-                    "host": result.host.name,
-                    "state": result.outcome.value,
-                    **describe(result),
-                    "seconds": round(result.seconds, 3),
-                    "error": result.error,
-                }
-            )
-        elif not result.ok:
-            if tell_failures:
-                printer.note(_name_host(result))
-        elif word is not None:
-            printer.line(result.host, "stdout", word(result))
-        yield result
+    if as_json:
+        print_json(
+            {
+                "kind": "host",
+                "host": result.host.name,
+                "state": result.outcome.value,
+                **describe(result),
+                "seconds": round(result.seconds, 3),
+                "error": result.error,
+            }
+        )
+    elif not result.ok:
+        if tell_failures:
+            printer.note(_name_host(result))
+    elif word is not None:
+        printer.line(result.host, "stdout", word(result))
 
 
 def _name_host(result: HostResult[Any]) -> str:
@@ -176,18 +174,19 @@ def finish(
         chosen: what came of the shared options.
         results: of the hosts, as they end.
         printer: where to.
-        describe, word: see :func:`show_each`.
+        describe, word: see :func:`show_result`.
         gather: shows all results at the end, instead of each failure as it comes.
         tell_reasons: whether the summary says why, and after how long, hosts failed.
     """
     seen: list[HostResult[Any]] = []
     interrupted = False
     started = time.monotonic()
-    shown = show_each(results, printer, chosen.as_json, describe, word, gather is None)
     try:
         try:
-            for result in shown:
-                seen.append(result)  # noqa: PERF402  # what was seen before Ctrl-C counts
+            for result in results:
+                # First: a host whose line is out when Ctrl-C comes has ended, and counts so.
+                seen.append(result)
+                show_result(result, printer, chosen.as_json, describe, word, gather is None)
         except KeyboardInterrupt:
             interrupted = True
             # Ends the generator, and with it what it started on the hosts.

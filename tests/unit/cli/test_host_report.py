@@ -1,0 +1,50 @@
+"""What the cluster tools say of hosts, whatever the moment of Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+import typer
+
+from hvd_elastic.cli.host_options import Chosen
+from hvd_elastic.cli.host_report import Printer, finish
+from hvd_elastic.cluster.connection import SshOptions
+from hvd_elastic.cluster.fanout import HostResult, Outcome
+from hvd_elastic.cluster.hostfile import Host
+
+
+class _CtrlCAfterLine(io.StringIO):
+    """Ctrl-C the moment that a line is out, as whoever reads it may send it."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.line = line
+
+    def flush(self) -> None:
+        super().flush()
+        if self.getvalue().count("\n") == self.line:
+            self.line = 0
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("line", [1, 2, 3])
+def test_a_host_whose_line_is_out_counts_as_ended(
+    monkeypatch: pytest.MonkeyPatch, line: int
+) -> None:
+    hosts = [Host(f"node{n}") for n in range(1, 5)]
+    out = _CtrlCAfterLine(line)
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(typer.Exit) as ended:
+        finish(
+            Chosen(hosts, SshOptions(), 4, dry_run=False, as_json=True, verbose=False),
+            (HostResult(host, Outcome.OK, 0.1) for host in hosts),
+            Printer(hosts),
+            lambda result: {},
+        )
+    assert ended.value.exit_code == 130
+    shown = [json.loads(text) for text in out.getvalue().splitlines()]
+    assert [entry["kind"] for entry in shown] == ["host"] * line + ["summary"]
+    assert shown[-1]["states"] == {"ok": line, "interrupted": 4 - line}
