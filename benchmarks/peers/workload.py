@@ -46,7 +46,8 @@ class Model(nn.Module):
     """The network of ``scripts/examples/digits.py``, or a linear one, with frozen ballast.
 
     The ballast is an embedding table of which each step reads one row: it weighs in the state that
-    a newcomer needs, and neither in the step nor in the gradients.
+    a newcomer needs, and neither in the step nor in the gradients. Each process makes another one,
+    so that no newcomer has it before it is sent.
     """
 
     def __init__(self, kind: str, frozen_mb: float) -> None:
@@ -60,7 +61,8 @@ class Model(nn.Module):
                 *(nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
             )
         rows = max(1, round(frozen_mb * 1e6 / 4 / 1000))
-        weight = torch.zeros(rows, 1000)
+        own = torch.Generator().manual_seed(time.time_ns())
+        weight = torch.rand(rows, 1000, generator=own)
         self.ballast = nn.Embedding.from_pretrained(weight, freeze=True) if frozen_mb else None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,9 @@ from hvd_elastic.errors import ScriptError
 __all__ = ["Engine", "GenerationBrokenError", "HorovodEngine", "LocalEngine"]
 
 _ABORT_INTERVAL_S = 0.05
-_BUCKET_BYTES = 64 << 20
+# Large enough for the link to be busy, small enough for copies to pass while the next ones travel.
+_BUCKET_BYTES = 16 << 20
+_IN_FLIGHT = 3
 
 
 class GenerationBrokenError(RuntimeError):
@@ -157,6 +160,8 @@ class HorovodEngine:
         self._before: set[str] = set()
         self._own: set[str] = set()
         self._rendezvous: tuple[str, int] | None = None
+        # Buckets of a state that are on their way, with their handles.
+        self._begun: deque[tuple[list[torch.Tensor], Any]] = deque()
         self._settled = threading.Event()
         self._settled.set()
         self.rank = 0
@@ -200,6 +205,12 @@ class HorovodEngine:
             self._shut_sockets()
         self._horovod.shutdown()
         self._shut_sockets()
+        # Horovod holds the tensors of what was begun until somebody asks how it ended.
+        while self._begun:
+            _, handle = self._begun.popleft()
+            if self._horovod.poll(handle):
+                with contextlib.suppress(self._failure):
+                    self._horovod.synchronize(handle)
 
     def abort(self) -> None:
         """See :class:`Engine`.
@@ -256,37 +267,66 @@ class HorovodEngine:
 
     def broadcast(self, tensors: list[torch.Tensor], root_rank: int) -> None:
         """See :class:`Engine`."""
+
+        def begin(bucket: list[torch.Tensor], number: int) -> Any:
+            name = f"hvd_elastic.state.{number}"
+            return self._horovod.broadcast_async_(_join(bucket), root_rank, name=name)
+
+        def end(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
+            # One tensor alone has been overwritten where it lies.
+            if len(bucket) > 1 and self.rank != root_rank:
+                _scatter(flat, bucket)
+
         with _as_bytes(tensors) as views:
-            for number, bucket in enumerate(_buckets(views)):
-                flat = torch.cat(bucket)
-                with self._translated(), self._waiting():
-                    self._horovod.broadcast_(flat, root_rank, name=f"hvd_elastic.state.{number}")
-                if self.rank != root_rank:
-                    _scatter(flat, bucket)
+            self._stream(views, begin, end)
 
     def hand_over(self, tensors: list[torch.Tensor], lacking: Sequence[bool]) -> None:
         """See :class:`Engine`."""
         holders = [rank for rank, lacks in enumerate(lacking) if not lacks]
+
+        def begin(bucket: list[torch.Tensor], number: int) -> Any:
+            own = bucket[0].new_empty(0)
+            if not lacking[self.rank]:
+                share = _share(bucket, holders.index(self.rank), len(holders))
+                own = _join(share) if share else own
+            parts = [own.numel() if lacks else 0 for lacks in lacking]
+            splits = torch.tensor(parts, dtype=torch.int32)
+            copies = own.repeat(sum(lacking)) if own.numel() and sum(lacking) > 1 else own
+            name = f"hvd_elastic.share.{number}"
+            return self._horovod.alltoall_async(copies, splits, name=name)
+
+        def end(bucket: list[torch.Tensor], received: tuple[torch.Tensor, torch.Tensor]) -> None:
+            if lacking[self.rank]:
+                _scatter(received[0], bucket)
+
         with _as_bytes(tensors) as views:
-            for number, bucket in enumerate(_buckets(views)):
-                size = sum(view.numel() for view in bucket)
-                shares = [
-                    (size * index // len(holders), size * (index + 1) // len(holders))
-                    for index in range(len(holders))
-                ]
-                if lacking[self.rank]:
-                    own = bucket[0].new_empty(0)
-                else:
-                    first, last = shares[holders.index(self.rank)]
-                    own = torch.cat(bucket)[first:last]
-                parts = [own.numel() if lacks else 0 for lacks in lacking]
-                splits = torch.tensor(parts, dtype=torch.int32)
-                copies = own.repeat(sum(lacking)) if own.numel() else own
-                name = f"hvd_elastic.share.{number}"
-                with self._translated(), self._waiting():
-                    flat, _ = self._horovod.alltoall(copies, splits, name=name)
-                if lacking[self.rank]:
-                    _scatter(flat, bucket)
+            self._stream(views, begin, end)
+
+    def _stream(
+        self,
+        views: list[torch.Tensor],
+        begin: Callable[[list[torch.Tensor], int], Any],
+        end: Callable[[list[torch.Tensor], Any], None],
+    ) -> None:
+        """Send bytes bucket by bucket, the next ones on their way while one is put in its place.
+
+        Args:
+            views: the bytes, in the same order on all ranks.
+            begin: starts the collective of a bucket, whose number it is told; returns its handle.
+            end: told the bucket and the result.
+        """
+
+        def finish_first() -> None:
+            bucket, handle = self._begun.popleft()
+            end(bucket, self.wait(handle))
+
+        for number, bucket in enumerate(_buckets(views)):
+            with self._translated():
+                self._begun.append((bucket, begin(bucket, number)))
+            if len(self._begun) == _IN_FLIGHT:
+                finish_first()
+        while self._begun:
+            finish_first()
 
     def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
         """See :class:`Engine`."""
@@ -362,7 +402,7 @@ def _as_bytes(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _buckets(views: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Bytes of one device together, at most 64 MB each, in a fixed order; large ones are cut."""
+    """Bytes of one device together, at most 16 MB each, in a fixed order; large ones are cut."""
     for device in dict.fromkeys(view.device for view in views):
         bucket: list[torch.Tensor] = []
         room = _BUCKET_BYTES
@@ -377,6 +417,24 @@ def _buckets(views: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                     bucket, room = [], _BUCKET_BYTES
         if bucket:
             yield bucket
+
+
+def _join(bucket: list[torch.Tensor]) -> torch.Tensor:
+    """The bytes in one piece; what is in one piece already is not copied."""
+    return bucket[0] if len(bucket) == 1 else torch.cat(bucket)
+
+
+def _share(bucket: list[torch.Tensor], index: int, shares: int) -> list[torch.Tensor]:
+    """The bytes of one of so many equal shares of a bucket."""
+    size = sum(view.numel() for view in bucket)
+    first, last = size * index // shares, size * (index + 1) // shares
+    found, offset = [], 0
+    for view in bucket:
+        part = view[max(0, first - offset) : max(0, last - offset)]
+        if part.numel():
+            found.append(part)
+        offset += view.numel()
+    return found
 
 
 def _scatter(flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from hvd_elastic.torch.checkpoint import Content, take_stock
 from hvd_elastic.torch.engine import Engine, dump_plain, load_plain
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.progress import Progress
+from hvd_elastic.torch.spread import spread
 
 __all__ = ["State"]
 
@@ -121,10 +122,7 @@ class State:
         """Take the root's state on every rank; returns the root's progress.
 
         The structure travels as plain data, the tensors in few large broadcasts straight from
-        and, where shapes agree, straight into the live ones. What optimizers change is the same on
-        all ranks that stand at the same step with a whole state: nothing changes it but a step,
-        which all made with the same gradients. It is sent to nobody who has it, and a share of it
-        by everybody who has.
+        and, where shapes agree, straight into the live ones (:mod:`hvd_elastic.torch.spread`).
 
         Args:
             engine: the communicator.
@@ -141,14 +139,14 @@ class State:
             known = [tensor.data_ptr() in lasting for tensor in tensors]
             header = {"skeleton": skeleton, "known": known, "progress": progress.as_dict()}
             engine.broadcast_bytes(dump_plain(header), root_rank)
-            _spread(tensors, known, True, engine, root_rank)
+            spread(tensors, known, True, engine, root_rank)
             self.save_plain()
             return progress
         header = load_plain(engine.broadcast_bytes(b"", root_rank))
         theirs = Progress.from_dict(header["progress"])
         has = has_state(theirs)
         taken = _fill(header["skeleton"], {"objects": own, "plain": self._plain}, tensors)
-        _spread(tensors, header["known"], has, engine, root_rank)
+        spread(tensors, header["known"], has, engine, root_rank)
         self._take(taken, f"rank {root_rank}")
         return theirs
 
@@ -208,31 +206,6 @@ class State:
                 ) from error
         self._plain.update(values["plain"])
         self.save_plain()
-
-
-def _spread(
-    tensors: list[torch.Tensor], known: list[bool], has: bool, engine: Engine, root_rank: int
-) -> None:
-    """Give the root's tensors to all ranks.
-
-    Args:
-        tensors: in the same order on all ranks.
-        known: which of them are the same on every rank that has the state.
-        has: whether this rank has it.
-        engine: the communicator.
-        root_rank: whose tensors.
-    """
-    gathered = engine.gather(torch.tensor([int(not has)]), "hvd_elastic.lacking")
-    lacking = [bool(lacks) for lacks in gathered.tolist()]
-    shared = [tensor for tensor, same in zip(tensors, known, strict=True) if same]
-    if sum(lacking) * 2 > len(lacking):
-        # Few have it: a tree spreads it faster than each of them could alone.
-        engine.broadcast(tensors, root_rank)
-        return
-    if any(lacking):
-        engine.hand_over(shared, lacking)
-    own = [tensor for tensor, same in zip(tensors, known, strict=True) if not same]
-    engine.broadcast(own, root_rank)
 
 
 def _check_fits(name: str, item: _Stateful, found: dict[str, Any], path: str) -> None:

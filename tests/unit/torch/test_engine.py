@@ -257,7 +257,7 @@ def test_those_who_have_a_state_hand_it_over_in_shares(stores: Any, single_conte
     """Any type, cut into several messages, to two ranks that lack it, from two that have it."""
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """
-from hvd_elastic.torch import engine as module
+from hvd_elastic.torch import engine as module, spread as spreading
 module._BUCKET_BYTES = 100
 engine.start(generations[0])
 lacking = [False, True, False, True]
@@ -277,6 +277,20 @@ said += [tensor.float().tolist() for tensor in tensors]
 own = [torch.full((30,), float(engine.rank)).t(), torch.tensor([engine.rank > 1])]
 engine.broadcast(own, 2)
 said += [own[0].sum().item(), own[1].item(), engine.horovod.local_rank()]
+
+# The trained tensors of rank 1 are not whole, and rank 3 has another frozen one than the rest.
+sent = []
+give, take = engine.broadcast, engine.hand_over
+engine.broadcast = lambda some, root: (sent.append([len(t) for t in some]), give(some, root))
+engine.hand_over = lambda some, lacks: (sent.append([len(t) for t in some]), take(some, lacks))
+spreading._COMPARED_BYTES = 100
+trained = torch.full((60,), 0.0 if engine.rank == 1 else 7.0)
+same = torch.arange(50.0)
+differs = torch.arange(40.0) + (engine.rank == 3)
+small = torch.tensor([float(engine.rank)])
+known = [True, False, False, False]
+spreading.spread([trained, same, differs, small], known, engine.rank != 1, engine, 2)
+said += [sent, trained.sum().item(), same.sum().item(), differs.sum().item(), small.item()]
 engine.stop()
 """
     store = stores()
@@ -294,4 +308,5 @@ engine.stop()
         60.0,
         True,
     ]
-    assert said == [[*want, rank] for rank in range(4)]
+    spread = [[[60], [40], [1]], 420.0, 1225.0, 780.0, 2.0]
+    assert said == [[*want, rank, *spread] for rank in range(4)]

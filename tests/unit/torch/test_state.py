@@ -38,11 +38,11 @@ class Wire(LocalEngine):
         self.said: list[Any] = [] if said is None else list(said)
 
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        other = torch.tensor([int(self.other_lacks)])
+        other = torch.tensor([[int(self.other_lacks)]])
         return torch.cat([tensor, other] if self.rank == 0 else [other, tensor])
 
     def hand_over(self, tensors: list[torch.Tensor], lacking: Sequence[bool]) -> None:
-        assert lacking == [False, True], "the root has it and the newcomer does not"
+        assert list(lacking) == [False, True], "the root has it and the newcomer does not"
         self.broadcast(tensors, 0)
 
     def broadcast(self, tensors: list[torch.Tensor], root_rank: int) -> None:
