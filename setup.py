@@ -65,6 +65,7 @@ EXTRAS = {
         "mpi4py>=4,<5",
         "mypy>=1.11",
         "pytest>=8.3",
+        "pytest-rerunfailures>=16.7",
         "pytest-timeout>=2.3",
         "ruff>=0.8",
         # the demo and the tests train on its digits
