@@ -205,12 +205,8 @@ class HorovodEngine:
             self._shut_sockets()
         self._horovod.shutdown()
         self._shut_sockets()
-        # Horovod holds the tensors of what was begun until somebody asks how it ended.
-        while self._begun:
-            _, handle = self._begun.popleft()
-            if self._horovod.poll(handle):
-                with contextlib.suppress(self._failure):
-                    self._horovod.synchronize(handle)
+        # What has not ended by now has no handle any more.
+        self._begun.clear()
 
     def abort(self) -> None:
         """See :class:`Engine`.

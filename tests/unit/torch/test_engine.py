@@ -171,6 +171,48 @@ engine.stop()
 
 
 @pytest.mark.dist
+def test_a_newcomer_that_dies_amid_the_hand_over_leaves_nothing_behind(stores: Any) -> None:
+    """Several pieces are on their way; Horovod keeps them until it uses their numbers again."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+from horovod.torch import mpi_ops
+from hvd_elastic.torch import engine as module
+module._BUCKET_BYTES = 1 << 20
+engine.start(generations[0])
+if engine.rank == 2:
+    scatter, seen = module._scatter, []
+    def dying(*args):
+        seen.append(scatter(*args))
+        if len(seen) == 5:
+            os.kill(os.getpid(), 9)
+    module._scatter = dying
+state = torch.full((10_000_000,), 7.0 if engine.rank < 2 else 0.0)
+try:
+    engine.hand_over([state], [False, False, True])
+    said.append("came true")
+except GenerationBrokenError:
+    engine.stop(broken=True)
+    said.append("broken")
+engine.start(generations[1])
+if engine.rank == 1:
+    state.zero_()
+engine.hand_over([state], [False, True])
+said.append(len(mpi_ops._handle_map))
+said.append(state.mean().item())
+engine.stop()
+"""
+    first, second = stores(), stores()
+    said = run_ranks(
+        body,
+        [
+            [rank_variables(rank, 3, first) for rank in range(3)],
+            [rank_variables(rank, 2, second) for rank in range(2)],
+        ],
+    )
+    assert said == [["broken", 0, 7.0], ["broken", 0, 7.0], None]
+
+
+@pytest.mark.dist
 def test_abort_frees_a_rank_whose_peer_is_silent(stores: Any) -> None:
     """As when a cable is pulled: nobody closes anything, only we know."""
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
