@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -29,7 +30,9 @@ _POLICIES = ("fixed", "goodput")
 _MPI_AND_ELASTIC = "a job under --mpi has a fixed size: leave --min-np and --max-np out, give --np"
 
 
-_WITH_RESUME = {"resume", "command", "hostfile", "np", "max_np", "detach", "json_output"}
+_WITH_RESUME = {
+    *("resume", "command", "hostfile", "ssh_config", "np", "max_np", "detach", "json_output"),
+}
 
 
 def run(
@@ -202,9 +205,10 @@ def run(
 
     if resume is not None:
         _check_resume_options(context)
-        folder = RunFolder.open(resume)
+        _check_ssh_config(ssh_config)
+        folder = _folder_to_resume(resume, hostfile, ssh_config)
         _check_not_complete(folder)
-        spec = _resumed_spec(folder, command, hostfile, np, max_np)
+        spec = _resumed_spec(folder, command, hostfile, ssh_config, np, max_np)
     else:
         scaling = ScalingOptions(
             policy, objective, min_speedup_per_slot, budget, deadline, target_examples
@@ -478,6 +482,35 @@ def _check_command(command: list[str] | None) -> None:
             return
 
 
+def _folder_to_resume(run_id: str, hostfile: Path | None, ssh_config: Path | None) -> RunFolder:
+    """The run's folder; where another machine led it, a new one, of what its hosts know of it."""
+    from hvd_elastic.config import runs_folder
+    from hvd_elastic.telemetry.runfolder import RunFolder, check_run_id
+
+    if (runs_folder() / check_run_id(run_id)).is_dir():
+        return RunFolder.open(run_id)
+    if hostfile is None:
+        try:
+            return RunFolder.open(run_id)
+        except RunError as error:
+            raise RunError(
+                f"{error}\nIf another machine led it, which is gone, its hosts know it: "
+                f"hvd-elastic run --resume {run_id} --hostfile HOSTFILE"
+            ) from error
+    from hvd_elastic.cluster.hostfile import parse_hostfile
+    from hvd_elastic.cluster.ssh import SshOptions
+    from hvd_elastic.launch.regain import find_run
+
+    config = _ssh_config_for(hostfile, ssh_config)
+    options = SshOptions(config_path=None if config is None else Path(config))
+    found = find_run(run_id, list(parse_hostfile(hostfile)), options)
+    command = shlex.join(str(word) for word in found.get("command", ()))
+    print(f"run {run_id} was led by another machine; its hosts run: {command}", file=sys.stderr)
+    # Paths of that machine's own.
+    own = {"hostfile": str(hostfile.absolute()), "ssh_config": config}
+    return RunFolder.create(run_id, {**found, **own})
+
+
 def _check_not_complete(folder: RunFolder) -> None:
     from hvd_elastic.telemetry.summary import summarize
 
@@ -496,8 +529,8 @@ def _check_resume_options(context: typer.Context) -> None:
             if parameter.name not in _WITH_RESUME:
                 raise UsageError(
                     f"{parameter.opts[0]} cannot be given with --resume: the run keeps what it was "
-                    "started with. Valid beside --resume: --hostfile, --np, --max-np, --detach, "
-                    "--json."
+                    "started with. Valid beside --resume: --hostfile, --ssh-config, --np, "
+                    "--max-np, --detach, --json."
                 )
 
 
@@ -505,6 +538,7 @@ def _resumed_spec(
     folder: RunFolder,
     command: list[str] | None,
     hostfile: Path | None,
+    ssh_config: Path | None,
     np: int | None,
     max_np: int | None,
 ) -> RunSpec:
@@ -520,7 +554,7 @@ def _resumed_spec(
     changes: dict[str, Any] = {}
     if hostfile is not None:
         changes["hostfile"] = str(hostfile.absolute())
-        changes["ssh_config"] = _ssh_config_for(hostfile, None) or spec.ssh_config
+    changes["ssh_config"] = _ssh_config_for(hostfile, ssh_config) or spec.ssh_config
     if np is not None:
         changes |= {"np": np, "slots": max(np, spec.slots)}
     if max_np is not None:

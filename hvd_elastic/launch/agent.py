@@ -42,6 +42,7 @@ from hvd_elastic.launch.ledger import Ledger
 from hvd_elastic.launch.preemption import NOTICE_S, PreemptionWatch
 from hvd_elastic.launch.protocol import PROTOCOL, Message, decode, encode, peer_uid
 from hvd_elastic.launch.pulse import Pulse
+from hvd_elastic.launch.regain import keep_run
 from hvd_elastic.launch.scratch import make_scratch, scratch_variables
 from hvd_elastic.launch.store import GenerationStore
 from hvd_elastic.launch.succession import (
@@ -355,6 +356,7 @@ class Agent:
             self._serve_worker, path="\0" + self._socket_name, limit=_LINE_LIMIT
         )
         self._spool().mkdir(parents=True, exist_ok=True)
+        keep_run(self._spool(), message.get("run", {}))
         self._scratch = make_scratch(message["run_id"], message["host"], message["env"])
         self._door = listen_for_successors(message["run_id"], message["host"])
         asyncio.get_running_loop().add_reader(self._door, self._at_the_door)

@@ -798,6 +798,7 @@ class Leader:
             "env": self._environment,
             "cwd": self._spec.cwd,
             "command": list(self._spec.command),
+            "run": {**self._spec.as_dict(), "run_id": self._folder.run_id},
             "interface": self._spec.interface,
             "local_address": self._own_address(host, options),
             "heartbeat_s": self._spec.heartbeat_s,

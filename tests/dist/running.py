@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,6 +174,17 @@ class RunningJob:
         self._lives -= alive
         self.process = self._start("run", "--resume", self.run_id, *options)
 
+    def lose_run_folder(self) -> None:
+        """As if the leader's machine were gone for good."""
+        self.poll()
+        shutil.rmtree(self._run_folder)
+        self._follower = EventFollower(self._run_folder / "events.jsonl")
+
+    def resume_elsewhere(self, *, alive: bool = False) -> None:
+        """As another machine does, which has the hostfile and no record of the run."""
+        config = str(self.stage.cluster.ssh_config)
+        self.resume("--hostfile", str(self.hostfile), "--ssh-config", config, alive=alive)
+
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
         """Exit status of the leader."""
         try:
@@ -189,12 +201,18 @@ class RunningJob:
             timeout_s: for the end.
             but_spools: see :meth:`check_nothing_left`.
         """
+        self.finish_without_audit(timeout_s, but_spools=but_spools)
+        return self.check_audit(finished=True)
+
+    def finish_without_audit(
+        self, timeout_s: float = DEADLINE_S, *, but_spools: bool = False
+    ) -> None:
+        """As :meth:`finish`, where the records were lost."""
         (self.folder / "enough").touch()
         assert self.wait(timeout_s) == 0, self.story()
         assert self.kinds("run_finished")[-1]["status"] == "succeeded", self.story()
         self.check_nothing_left(but_spools=but_spools)
         self.check_equal_parameters()
-        return self.check_audit(finished=True)
 
     # -- following -------------------------------------------------------------------------
 

@@ -174,9 +174,13 @@ def left(job: RunningJob) -> Callable[[], bool]:
     return lambda: not job.workers()
 
 
-@pytest.mark.parametrize("broken", [False, True], ids=["training", "broken"])
+@pytest.mark.parametrize(
+    ("broken", "forgotten"),
+    [(False, True), (True, False)],
+    ids=["training, resumed elsewhere", "broken"],
+)
 def test_after_the_grace_time_all_ends_with_a_checkpoint(
-    stage: Stage, start_job: StartJob, broken: bool
+    stage: Stage, start_job: StartJob, broken: bool, forgotten: bool
 ) -> None:
     a, b, *_ = stage.hosts
     job = start_job({a: 1, b: 1}, "--leader-grace", str(GRACE_S), "--checkpoint-every", "600")
@@ -189,12 +193,14 @@ def test_after_the_grace_time_all_ends_with_a_checkpoint(
     job.wait_for(left(job), "the grace time is over", ended_too=True)
     job.check_nothing_left(but_spools=True)
     made = max(record["step"] for record in job.digests())
+    if forgotten:
+        job.lose_run_folder()
     since = job.mark()
-    job.resume()
+    job.resume_elsewhere() if forgotten else job.resume()
     restored = job.wait_event("restored", since)
     assert restored["step"] >= made - 1, "the last checkpoint was left on the host"
     job.wait_steps(5)
-    job.finish()
+    job.finish_without_audit() if forgotten else job.finish()
 
 
 def test_a_run_that_is_led_is_not_led_twice(stage: Stage, start_job: StartJob) -> None:
@@ -204,3 +210,25 @@ def test_a_run_that_is_led_is_not_led_twice(stage: Stage, start_job: StartJob) -
         job.command("run", "--resume", job.run_id)
     job.wait_steps(5)
     job.finish()
+
+
+def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(
+    stage: Stage, start_job: StartJob
+) -> None:
+    """With its disk: of the run folder nothing is left, of the run all that trains."""
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1})
+    job.wait_size(2)
+    job.wait_steps(5)
+    workers = job.workers()
+    kill_leader(job)
+    job.lose_run_folder()
+    since = job.mark()
+    job.resume_elsewhere(alive=True)
+    job.wait_event("taken_over", since, size=2)
+    assert job.workers() == workers
+    since = job.mark()
+    job.worker(b).kill()
+    job.wait_event("rescale_finished", since, size=1)
+    job.wait_size(2, since)
+    job.finish_without_audit()

@@ -69,6 +69,21 @@ def test_a_finished_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> No
     assert "done-1 has finished" in message
 
 
+def test_a_run_that_nobody_knows_is_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, message = call("--resume", "gone-1", capsys=capsys)
+    assert status == 1
+    assert "its hosts know it: hvd-elastic run --resume gone-1 --hostfile HOSTFILE" in message
+    (tmp_path / "hosts").write_text("localhost\n")
+    status, message = call(
+        "--resume", "gone-1", "--hostfile", str(tmp_path / "hosts"), capsys=capsys
+    )
+    assert status == 1
+    assert "there is no run 'gone-1' on this machine, and none of its 1 hosts knows it" in message
+    assert not (tmp_path / "home" / "runs" / "gone-1").exists()
+
+
 def test_options_that_resume_would_ignore_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     RunFolder.create("stopped-1")
     status, message = call("--resume", "stopped-1", "--audit", capsys=capsys)
