@@ -198,7 +198,6 @@ def main():
         with torch.no_grad():
             for images, labels in DataLoader(mine, min(args.batch_size, 256), **reading):
                 hits.add(right=(forward(images).argmax(1) == labels.to(device)).sum())
-        model.train()
         hits.synchronize()
         return hits["right"] / hits["pictures"]
 
@@ -206,6 +205,7 @@ def main():
     def train(state):
         for epoch in hvd.epochs(args.epochs):
             losses.clear()
+            model.train()  # here, since a failure may have left it as validation needs it
             for images, labels in loader:
                 optimizer.zero_grad()
                 loss = F.cross_entropy(forward(images).float(), labels.to(device))
