@@ -155,6 +155,11 @@ def main():
     classes = sorted(entry.name for entry in (args.data / "train").iterdir() if entry.is_dir())
     examples = Pictures(args.data / "train", classes, args.image_size, args.crop)
     held_out = Pictures(args.data / "val", classes, args.image_size)
+    if not args.batch_size <= min(len(examples), args.max_batch_size):
+        sys.exit(
+            f"error: --batch-size {args.batch_size}: it must be at most --max-batch-size "
+            f"({args.max_batch_size}) and what there is to train on ({len(examples)} pictures)"
+        )
 
     hvd.init()
     torch.manual_seed(0)

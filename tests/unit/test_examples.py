@@ -157,6 +157,13 @@ def test_a_folder_without_pictures_is_said(
         run(script, monkeypatch, "--data", tmp_path)
 
 
+def test_a_batch_that_is_larger_than_all_there_is_is_said(
+    two_shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=r"--batch-size 256: it must be at most .*80 pictures"):
+        run(EXAMPLES / "imagenet_adaptive.py", monkeypatch, "--data", two_shapes)
+
+
 @pytest.mark.parametrize("script", ["to_elastic.py", "to_adaptive.py"])
 def test_where_migration_leads(
     script: str, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
