@@ -64,6 +64,8 @@ EXTRAS = {
         "hypothesis>=6.115",
         "mpi4py>=4,<5",
         "mypy>=1.11",
+        # datasets_prep/imagenet_layout.py and the example that trains on it
+        "pillow>=10.1",
         "pytest>=8.3",
         "pytest-rerunfailures>=16.7",
         "pytest-timeout>=2.3",

@@ -169,6 +169,32 @@ def test_hvd_elastic_run(data: Path, tmp_path: Path) -> None:
     assert_nothing_left(mark=job.mark, run_id=job.run_id)
 
 
+def test_pictures_that_are_decoded_beside_two_ranks(tmp_path: Path) -> None:
+    """ResNet on JPEG files, with a batch that adapts."""
+    pytest.importorskip("PIL", reason="Pillow draws the pictures")
+    pictures = tmp_path / "pictures"
+    options = ["--out", pictures, "--classes", 2, "--per-class", 40, "--size", 32]
+    words = [sys.executable, ROOT / "datasets_prep" / "imagenet_layout.py", *options]
+    subprocess.run([str(word) for word in words], check=True, capture_output=True)
+    script = ROOT / "scripts" / "examples" / "imagenet_adaptive.py"
+    small = ("--depth", 18, "--width", 8, "--image-size", 32, "--workers", 1)
+    quick = ("--batch-size", 16, "--max-batch-size", 32, "--epochs", 2)
+    train = [sys.executable, script, "--data", pictures, *small, *quick]
+    with Job("--np", 2, "--audit", "--", *train, home=tmp_path) as job:
+        assert job.wait(DEADLINE_S) == 0, job.text
+    result = audit_of(job.folder)
+    assert result.ok, result.problems()
+    assert result.complete_epochs >= 2
+    events = read_events(job.folder / "events.jsonl")
+    made = [event for event in events if event["kind"] == "metrics"]
+    assert {event["size"] for event in made} == {2}
+    # Of all 16 pictures, whichever rank looked at them.
+    assert made[-1]["test_accuracy"] * 16 == pytest.approx(round(made[-1]["test_accuracy"] * 16))
+    assert "on 16 pictures" in job.text
+    assert any(event["kind"] == "checkpoint" for event in events)
+    assert_nothing_left(mark=job.mark, run_id=job.run_id)
+
+
 # ---- Open MPI
 
 MPI_SCRIPT = '''\

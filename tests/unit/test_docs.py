@@ -101,6 +101,9 @@ def test_commands_and_options_exist(page: Path) -> None:
 def test_options_named_in_prose_exist(page: Path) -> None:
     known = {option for command in COMMANDS.values() for option in commands_doc.options_of(command)}
     known |= {"--version"}
+    for folder in ("scripts/examples", "datasets_prep"):
+        for script in (ROOT / folder).glob("*.py"):
+            known |= set(re.findall(r'"(--[a-z-]+)"', read(script)))
     other_programs = {
         # scripts/build_horovod.py and scripts/commands_doc.py
         *("--rebuild", "--without-mpi", "--without-tensorflow", "--without-nccl", "--jobs"),

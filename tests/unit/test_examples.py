@@ -15,6 +15,8 @@ import pytest
 from scripts import migration_doc
 
 pytest.importorskip("torch")
+import torch
+
 from hvd_elastic.torch import context
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +33,17 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("digits")
     prepare(folder, sample=180)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of two classes in the layout of ImageNet."""
+    pytest.importorskip("PIL", reason="Pillow draws the pictures")
+    from datasets_prep.imagenet_layout import Settings, prepare
+
+    folder = tmp_path_factory.mktemp("shapes")
+    prepare(folder, Settings(classes=2, per_class=40, val_per_class=20, size=32, seed=0))
     return folder
 
 
@@ -81,6 +94,74 @@ def test_characters_of_a_text_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mo
     quick = ("--lr", 0.03, "--warmup", 1, "--max-batch-size", 32)
     found = run(EXAMPLES / "characters_adaptive.py", monkeypatch, *small, *quick)
     assert found["bits"] < 0.5, "it is easily foretold"
+
+
+def test_imagenet_adaptive(
+    two_shapes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--depth", 18, "--width", 16, "--image-size", 32, "--crop", 0.6, "--workers", 0)
+    quick = ("--epochs", 12, "--batch-size", 16, "--max-batch-size", 32, "--warmup", 0.5)
+    run(EXAMPLES / "imagenet_adaptive.py", monkeypatch, "--data", two_shapes, *small, *quick)
+    output = capsys.readouterr().out
+    assert re.search(r"^pass 11: loss 0\.\d+, top-1 accuracy [01]\.\d+$", output, re.MULTILINE)
+    best = re.search(r"^best top-1 accuracy ([\d.]+) on 40 pictures$", output, re.MULTILINE)
+    assert best is not None, output
+    assert float(best[1]) > 0.7, "a coin reaches a half"
+
+
+def classes_of_imagenet_adaptive() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / "imagenet_adaptive.py"), run_name="not started")
+
+
+def test_the_resnets_are_those_of_the_paper() -> None:
+    resnet = classes_of_imagenet_adaptive()["ResNet"]
+    for depth, parameters in ((18, 11_689_512), (50, 25_557_032)):
+        model = resnet(depth, 64, 1000)
+        assert sum(each.numel() for each in model.parameters()) == parameters
+        assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
+
+
+def test_pictures_are_read_whatever_their_size_and_kind(two_shapes: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    pictures = classes_of_imagenet_adaptive()["Pictures"]
+    ours = pictures(two_shapes / "val", ["n00000000", "n00000001"], 48)
+    assert ours.labels == [0] * 20 + [1] * 20
+    for mode, name, size in (("L", "a.jpg", (90, 40)), ("CMYK", "b.JPEG", (9, 200))):
+        (tmp_path / "cat").mkdir(exist_ok=True)
+        Image.new(mode, size, 100 if mode == "L" else (0, 255, 255, 0)).save(
+            tmp_path / "cat" / name
+        )
+    (tmp_path / "cat" / "notes.txt").write_text("no picture")
+    for crop in (None, 0.1):
+        images, labels = zip(*pictures(tmp_path, ["ant", "cat"], 48, crop), strict=True)
+        assert labels == (1, 1)
+        assert all(image.shape == (3, 48, 48) and image.dtype == torch.uint8 for image in images)
+        grey, red = (image.float().mean((1, 2)).tolist() for image in images)
+        assert grey == pytest.approx([100] * 3, abs=2)
+        assert red == pytest.approx([255, 0, 0], abs=4)
+    (tmp_path / "cat" / "a.jpg").write_bytes(b"\xff\xd8")
+    with pytest.raises(RuntimeError, match=r"cat/a\.jpg cannot be read .*--verify finds"):
+        pictures(tmp_path, ["cat"], 48)[0]
+
+
+def test_a_folder_without_pictures_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = EXAMPLES / "imagenet_adaptive.py"
+    with pytest.raises(SystemExit):
+        run(script, monkeypatch, "--data", tmp_path)
+    assert f"imagenet_layout.py --out {tmp_path}" in capsys.readouterr().err
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(SystemExit, match=r"no pictures in .*train/CLASS/"):
+        run(script, monkeypatch, "--data", tmp_path)
+
+
+def test_a_batch_that_is_larger_than_all_there_is_is_said(
+    two_shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=r"--batch-size 256: it must be at most .*80 pictures"):
+        run(EXAMPLES / "imagenet_adaptive.py", monkeypatch, "--data", two_shapes)
 
 
 @pytest.mark.parametrize("script", ["to_elastic.py", "to_adaptive.py"])

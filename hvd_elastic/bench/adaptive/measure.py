@@ -24,11 +24,11 @@ from hvd_elastic.bench.testbed import Testbed, make_testbed
 from hvd_elastic.errors import RunError
 from hvd_elastic.model.step_time import Observation, fit_step_time
 
-__all__ = ["main", "prediction_errors", "rule_rows", "target_rows"]
+__all__ = ["digits_rows", "main", "prediction_errors", "rule_rows", "target_rows"]
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 1800
-PARTS = "noise,rules,overhead,times,target"
+PARTS = "noise,digits,rules,overhead,times,target"
 SPLITS = 20
 """Random halves of the configurations that the step time is fitted to."""
 
@@ -71,6 +71,53 @@ def noise_rows(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
                 f"{count} ranks  {row['problem']:8}{row['optimizer']:5} accumulation "
                 f"{row['accumulation_steps']}  {row['weights']:9}median {row['median']:.2f}  "
                 f"from {row['lowest']:.2f} to {row['highest']:.2f}",
+                flush=True,
+            )
+    return rows
+
+
+def digits_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Measured noise scale over that of brute force, on the digits network.
+
+    Args:
+        found: what ``digits_job`` wrote: the fields of its ``Kind``, ``frozen_steps``, and
+            ``measured`` (None: all noise, no end to it) and ``brute_force`` of each seed.
+
+    Returns:
+        A row for each kind and number of frozen steps, over its seeds.
+    """
+    fields = ("optimizer", "trained_steps", "batch_norm", "frozen_steps")
+    kinds: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in found:
+        kinds.setdefault(tuple(row[field] for field in fields), []).append(row)
+    rows = []
+    for kind, mine in kinds.items():
+        row = {**dict(zip(fields, kind, strict=True)), "seeds": len(mine)}
+        row["brute_force"] = statistics.median(each["brute_force"] for each in mine)
+        ended = [each for each in mine if each["measured"] is not None]
+        row["without_end"] = len(mine) - len(ended)
+        ratios = [each["measured"] / each["brute_force"] for each in ended]
+        rows.append({**row, **(spread(ratios) if ratios else {"median": None})})
+    return rows
+
+
+def measure_digits(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The noise scale of the digits network, measured and by brute force."""
+    rows = []
+    for count in ranks:
+        for found in digits_rows(run_job("digits_job", count, seeds)):
+            row = {"ranks": count, **found}
+            rows.append(row)
+            measured = "no estimate is finite"
+            if row["median"] is not None:
+                measured = (
+                    f"measured {row['median']:.2f} times that, from {row['lowest']:.2f} to "
+                    f"{row['highest']:.2f}, {row['without_end']} of {row['seeds']} without end"
+                )
+            print(
+                f"{count} ranks  {row['optimizer']:5}{row['trained_steps']:3} steps, then "
+                f"{row['frozen_steps']:4} frozen, batch norm {row['batch_norm']:10}noise scale "
+                f"{row['brute_force']:5.0f}, {measured}",
                 flush=True,
             )
     return rows
@@ -250,14 +297,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=PARTS, help="which, separated by commas")
     parser.add_argument("--seeds", type=int, default=3, help="trainings for each row")
-    parser.add_argument("--ranks", default="1,2,4", help="for the noise")
+    parser.add_argument("--ranks", default="1,2,4", help="for the noise, the digits' included")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of steps for the overhead")
     parser.add_argument("--rates", default="100mbit,1gbit", help="of links, for the step times")
     parser.add_argument("--out", type=Path, help="folder for a JSON file of each part")
     args = parser.parse_args()
     wanted = args.parts.split(",")
+    ranks = [int(count) for count in args.ranks.split(",")]
     measure: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "noise": lambda: noise_rows(args.seeds, [int(count) for count in args.ranks.split(",")]),
+        "noise": lambda: noise_rows(args.seeds, ranks),
+        "digits": lambda: measure_digits(args.seeds, ranks),
         "rules": lambda: measure_rules(args.seeds),
         "overhead": lambda: overhead_rows(args.rounds),
         "times": lambda: times_rows(args.rates.split(",")),

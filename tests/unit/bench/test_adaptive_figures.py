@@ -6,8 +6,18 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from hvd_elastic.bench.adaptive.measure import prediction_errors, rule_rows, target_rows
+from hvd_elastic.bench.adaptive.digits_job import Kind, brute_force, moments, single_gradients
+from hvd_elastic.bench.adaptive.measure import (
+    digits_rows,
+    prediction_errors,
+    rule_rows,
+    target_rows,
+)
 from hvd_elastic.model.step_time import Observation
 
 
@@ -26,6 +36,54 @@ def test_rules_are_judged_against_the_initial_batch_of_the_same_seed() -> None:
     assert four["worst_loss_ratio"] == pytest.approx(1.1)
     assert four["excess_ratio"] == pytest.approx([(4.5 / 4 + 1) / 2, 0.95])
     assert (four["steps"], four["steps_at_scale_1"]) == (41, 100)
+
+
+def few_digits(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 1, 8, 8, generator=generator)
+    return TensorDataset(images, torch.arange(count) % 10)
+
+
+def test_brute_force_is_what_single_backward_passes_give() -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 10))
+    model, examples = nn.Sequential(*layers).eval(), few_digits(70)
+    divisors = {name: 0.5 + torch.rand_like(each) for name, each in model.named_parameters()}
+    rows = []
+    for image, label in zip(*examples.tensors, strict=True):
+        loss = F.cross_entropy(model(image[None]), label[None])
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        parts = [each / divisor for each, divisor in zip(found, divisors.values(), strict=True)]
+        rows.append(torch.cat([part.flatten() for part in parts]).double())
+    all_of_them = torch.stack(rows)
+    mean, trace = float(all_of_them.mean(0).square().sum()), float(all_of_them.var(0).sum())
+    count, *measured = moments(single_gradients(model, examples), divisors)
+    assert count == 70
+    assert measured == pytest.approx([mean, trace], rel=1e-4)
+    known = brute_force(Kind("adam", 0, "fixed"), model, examples, 0, divisors)
+    assert known == pytest.approx(trace / mean, rel=1e-4)
+
+
+def test_the_digits_are_put_together_by_kind() -> None:
+    kind = {"optimizer": "sgd", "trained_steps": 50, "batch_norm": "fixed", "frozen_steps": 200}
+    found = [
+        {**kind, "seed": seed, "measured": measured, "brute_force": known}
+        for seed, (measured, known) in enumerate([(90.0, 100.0), (240.0, 200.0), (300.0, 300.0)])
+    ]
+    (other,) = digits_rows([{**found[0], "measured": None}])
+    assert (other["median"], other["seeds"], other["without_end"]) == (None, 1, 1)
+    found.append({**found[0], "measured": None})
+    first, second = digits_rows([*found, {**found[0], "frozen_steps": 1000}])
+    assert first == {
+        **kind,
+        "brute_force": 150.0,
+        "seeds": 4,
+        "without_end": 1,
+        "median": 1.0,
+        "lowest": 0.9,
+        "highest": 1.2,
+    }
+    assert (second["frozen_steps"], second["median"]) == (1000, 0.9)
 
 
 def test_step_times_that_follow_the_model_are_foretold_and_others_are_not() -> None:

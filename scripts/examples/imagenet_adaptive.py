@@ -1,0 +1,238 @@
+"""Train a ResNet on JPEG files in the layout of ImageNet with a batch that adapts.
+
+The files are DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG: ImageNet itself, pictures of your
+own, or what datasets_prep/imagenet_layout.py draws.
+"""
+
+import argparse
+import math
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import hvd_elastic.torch as hvd
+
+SUFFIXES = (".jpeg", ".jpg", ".png")
+STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with train/ and val/")
+    parser.add_argument("--depth", type=int, choices=STAGES, default=50, help="of the ResNet")
+    parser.add_argument(
+        "--width", type=int, default=64, help="channels that the ResNet begins with"
+    )
+    parser.add_argument("--image-size", type=int, default=224, help="pixels it is trained on")
+    parser.add_argument("--crop", type=float, default=0.25, help="least share of a picture to see")
+    parser.add_argument("--workers", type=int, default=4, help="processes of a rank that decode")
+    parser.add_argument("--epochs", type=int, default=90, help="at the initial batch size")
+    parser.add_argument("--batch-size", type=int, default=256, help="initial")
+    parser.add_argument("--max-batch-size", type=int, default=8192)
+    parser.add_argument("--lr", type=float, default=0.1, help="for the initial batch size")
+    parser.add_argument("--warmup", type=float, default=5, help="epochs until the full rate")
+    parser.add_argument("--weight-decay", type=float, default=1e-4)
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16", "float16"), default="float32"
+    )
+    args = parser.parse_args()
+    if args.image_size < 32:
+        parser.error(f"--image-size {args.image_size}: it must be 32 or more")
+    if not 0 < args.crop <= 1:
+        parser.error(f"--crop {args.crop}: it must be above 0 and at most 1")
+    if not (args.data / "train").is_dir():
+        parser.error(
+            f"--data {args.data}: there is no folder train in it; one is made by: python "
+            f"datasets_prep/imagenet_layout.py --out {args.data}"
+        )
+    return args
+
+
+class Pictures(Dataset):
+    """Pictures in folders named for their classes, each with the number of its class.
+
+    With ``crop`` a part of random size and place, mirrored or not; without the middle of it.
+    """
+
+    def __init__(self, folder, classes, size, crop=None):
+        self.folder, self.size, self.crop = folder, size, crop
+        self.names, self.labels = [], []
+        for label, name in enumerate(classes):
+            inside = (folder / name).iterdir() if (folder / name).is_dir() else ()
+            for path in sorted(inside):
+                if path.suffix.lower() in SUFFIXES and not path.name.startswith("."):
+                    self.names.append(f"{name}/{path.name}")
+                    self.labels.append(label)
+        if not self.names:
+            sys.exit(f"error: no pictures in {folder}/CLASS/; their names end in {SUFFIXES}")
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, index):
+        path = self.folder / self.names[index]
+        try:
+            with Image.open(path) as image:
+                box = self.part(*image.size)
+                pixels = image.convert("RGB").resize(
+                    (self.size, self.size), box=box, reducing_gap=2
+                )
+        except OSError as error:
+            hint = "datasets_prep/imagenet_layout.py --verify finds all broken files"
+            raise RuntimeError(f"{path} cannot be read ({error}); {hint}") from None
+        pixels = np.array(pixels)
+        if self.crop is not None and random.random() < 0.5:
+            pixels = pixels[:, ::-1].copy()
+        return torch.from_numpy(pixels).permute(2, 0, 1), self.labels[index]
+
+    def part(self, width, height):
+        if self.crop is None:
+            side = 0.875 * min(width, height)
+            across = down = side
+        else:  # Szegedy et al., Going deeper with convolutions, 2015, section 6
+            area = width * height * random.uniform(self.crop, 1)
+            ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+            across = min(width, math.sqrt(area * ratio))
+            down = min(height, math.sqrt(area / ratio))
+        free = (width - across, height - down)
+        left, top = (gap * (0.5 if self.crop is None else random.random()) for gap in free)
+        return left, top, left + across, top + down
+
+
+class Block(nn.Module):
+    """A few convolutions beside a way round them; the stride is in that of 3 x 3."""
+
+    def __init__(self, inputs, width, stride, narrow):
+        super().__init__()
+        sizes = [(width, 1, 1), (width, 3, stride), (4 * width, 1, 1)]
+        sizes = sizes if narrow else [(width, 3, stride), (width, 3, 1)]
+        layers, channels = [], inputs
+        for outputs, size, step in sizes:
+            layers += [nn.Conv2d(channels, outputs, size, step, size // 2, bias=False)]
+            layers += [nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+            channels = outputs
+        self.main = nn.Sequential(*layers[:-1])
+        nn.init.zeros_(self.main[-1].weight)  # Goyal et al. 2017: it begins as the way round alone
+        self.round = nn.Identity()
+        if stride > 1 or inputs != channels:
+            self.round = nn.Sequential(
+                nn.Conv2d(inputs, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, inputs):
+        return F.relu(self.main(inputs) + self.round(inputs))
+
+
+class ResNet(nn.Sequential):
+    """He et al., Deep residual learning for image recognition, 2016."""
+
+    def __init__(self, depth, width, classes):
+        narrow = depth >= 50
+        layers = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width)]
+        layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+        channels = width
+        for stage, count in enumerate(STAGES[depth]):
+            for number in range(count):
+                stride = 2 if stage and not number else 1
+                layers.append(Block(channels, width * 2**stage, stride, narrow))
+                channels = width * 2**stage * (4 if narrow else 1)
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
+        super().__init__(*layers)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out")
+
+
+def main():
+    args = parse()
+    classes = sorted(entry.name for entry in (args.data / "train").iterdir() if entry.is_dir())
+    examples = Pictures(args.data / "train", classes, args.image_size, args.crop)
+    held_out = Pictures(args.data / "val", classes, args.image_size)
+    if not args.batch_size <= min(len(examples), args.max_batch_size):
+        sys.exit(
+            f"error: --batch-size {args.batch_size}: it must be at most --max-batch-size "
+            f"({args.max_batch_size}) and what there is to train on ({len(examples)} pictures)"
+        )
+
+    hvd.init()
+    torch.manual_seed(0)
+    device = hvd.device()
+    precision = getattr(torch, args.precision)
+    mixed = {"device_type": device.type, "dtype": precision, "enabled": precision != torch.float32}
+    scaler = hvd.GradScaler(enabled=precision == torch.float16)
+    model = ResNet(args.depth, args.width, len(classes)).to(device)
+    mean, deviation = (
+        torch.tensor(values, device=device).view(3, 1, 1)
+        for values in ((123.7, 116.3, 103.5), (58.4, 57.1, 57.4))
+    )
+
+    def forward(images):
+        with torch.autocast(**mixed):
+            images = images.to(device, non_blocking=True).float()
+            return model((images - mean) / deviation)
+
+    sgd = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer = hvd.DistributedOptimizer(sgd, model)
+    steps_of_epoch = len(examples) / args.batch_size
+    last, warm = args.epochs * steps_of_epoch, args.warmup * steps_of_epoch
+
+    def rate(step):
+        falling = 0.5 * (1 + math.cos(math.pi * min(1, step / last)))
+        return falling * min(1, (step + 1) / (warm + 1))
+
+    schedule = hvd.follow_progress(torch.optim.lr_scheduler.LambdaLR(optimizer, rate))
+    reading = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
+    loader = hvd.DataLoader(
+        examples, args.batch_size, shuffle=True, max_batch_size=args.max_batch_size, **reading
+    )
+    losses, hits = hvd.Accumulator("losses"), hvd.Accumulator("hits")
+
+    def validate():
+        """Top-1 accuracy; each rank looks at its share."""
+        mine = Subset(held_out, range(hvd.rank(), len(held_out), hvd.size()))
+        hits.clear()
+        hits.add(right=0, pictures=len(mine))
+        model.eval()
+        with torch.no_grad():
+            for images, labels in DataLoader(mine, min(args.batch_size, 256), **reading):
+                hits.add(right=(forward(images).argmax(1) == labels.to(device)).sum())
+        hits.synchronize()
+        return hits["right"] / hits["pictures"]
+
+    @hvd.run
+    def train(state):
+        for epoch in hvd.epochs(args.epochs):
+            losses.clear()
+            model.train()  # here, since a failure may have left it as validation needs it
+            for images, labels in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(forward(images).float(), labels.to(device))
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+                losses.add(loss=loss * len(labels), examples=len(labels))
+                state.commit(loss=loss)
+            losses.synchronize()
+            accuracy = validate()
+            state.best = max(state.best, accuracy)
+            hvd.report(test_accuracy=accuracy)
+            if hvd.rank() == 0 and losses:
+                loss = losses["loss"] / losses["examples"]
+                print(f"pass {epoch}: loss {loss:.3f}, top-1 accuracy {accuracy:.4f}", flush=True)
+
+    state = hvd.State(model=model, optimizer=optimizer, schedule=schedule, best=0.0)
+    train(state)
+    if hvd.rank() == 0:
+        print(f"best top-1 accuracy {state.best:.4f} on {len(held_out)} pictures")
+
+
+if __name__ == "__main__":
+    main()
