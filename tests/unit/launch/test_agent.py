@@ -38,7 +38,7 @@ for line in s.makefile("rb"):
     heard = json.loads(line)
     if heard["kind"] == "leave":
         raise SystemExit(0)
-    say(kind="heard", message=heard)
+    say(kind="checkpoint" if heard["kind"] == "checkpoint" else "heard", message=heard)
 """
 
 
