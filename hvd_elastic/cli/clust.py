@@ -170,8 +170,10 @@ def run(
     on_line = None if chosen.as_json or gather else printer.line
     has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
     # Not sys.stdin, whose reader in a background thread would hold up the end of this process.
-    stdin_now = open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext()
-    with _kept_hosts(chosen, keep, no_keep) as kept, stdin_now as stdin:
+    with (
+        open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin,
+        _kept_hosts(chosen, keep, no_keep) as kept,
+    ):
         results = run_on_hosts(
             chosen.hosts, text, chosen.ssh, settings, stdin, on_line, printer.waiting, kept
         )
@@ -201,9 +203,7 @@ def called_through(sock: socket.socket) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_hosts(
-    chosen: Chosen, keep_s: float | None, no_keep: bool
-) -> Iterator[KeptHosts | None]:
+def _kept_hosts(chosen: Chosen, keep_s: float | None, no_keep: bool) -> Iterator[KeptHosts | None]:
     if _given is not None and (no_keep or any(is_local(host, chosen.ssh) for host in chosen.hosts)):
         # A command on this machine has limits, mask and the like of the caller's process.
         raise CalledElsewhere

@@ -15,12 +15,14 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+import traceback
+from typing import Any, NoReturn, TextIO
 
 import fabric  # noqa: F401  # loaded before any fork
 
 from hvd_elastic.cli import clust
 from hvd_elastic.cli.entry import enter
+from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.cli.warm import BEGUN, ELSEWHERE
 from hvd_elastic.cluster import keep_socket
 from hvd_elastic.cluster.keeper import Keeper
@@ -104,7 +106,7 @@ class _Calls:
             sock, _ = self._listener.accept()
             sock.settimeout(REQUEST_S)
             # Whoever asks nonsense or goes away meanwhile is not answered.
-            with contextlib.suppress(OSError, ValueError, IndexError):
+            with sock, contextlib.suppress(OSError, ValueError, IndexError):
                 if keep_socket.peer_is_own(sock):
                     self._answer(sock)
             if self._stoppers:
@@ -116,7 +118,7 @@ class _Calls:
         sock.settimeout(None)
         if parts[0] == keep_socket.STOP:
             self._link.send(keep_socket.STOP)
-            self._stoppers.append(sock)  # hung up by the end of this process
+            self._stoppers.append(sock.dup())  # hung up by the end of this process
         elif parts[1] == self._identity:
             if parts[0] == keep_socket.ATTACH:
                 socket.send_fds(self._link, [keep_socket.ATTACH], [sock.fileno()])
@@ -124,6 +126,8 @@ class _Calls:
                 try:
                     self._listener.close()
                     _Call(sock, self._link, parts[2:], descriptors).run(self._command)
+                except Exception:  # noqa: BLE001  # a defect, shown to the caller
+                    traceback.print_exc()
                 finally:
                     os._exit(1)
         for descriptor in descriptors:
@@ -135,6 +139,18 @@ def _remove(folder: int, name: str, inode: int) -> None:
     with contextlib.suppress(OSError):
         if os.stat(name, dir_fd=folder).st_ino == inode:
             os.unlink(name, dir_fd=folder)
+
+
+def _open_output(descriptor: int, texts: list[bytes], by_line: bool) -> TextIO:
+    encoding, errors = (text.decode() for text in texts)
+    return open(
+        descriptor,
+        "w",
+        buffering=1 if by_line else -1,
+        encoding=encoding,
+        errors=errors,
+        closefd=False,
+    )
 
 
 class _Call:
@@ -152,8 +168,7 @@ class _Call:
     ) -> None:
         self._caller = caller
         self._link = link
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         *streams, here = descriptors
@@ -161,18 +176,11 @@ class _Call:
             os.dup2(descriptor, target)
         os.fchdir(here)
         *texts, words = parts[:5]
-        encodings = [text.decode() for text in texts]
-        sys.stdin = open(0, closefd=False)
-        sys.stdout, sys.stderr = (
-            open(
-                descriptor, "w", encoding=encoding, errors=errors, closefd=False,
-                buffering=1 if descriptor == 2 or os.isatty(descriptor) else -1,
-            )
-            for descriptor, encoding, errors in ((1, *encodings[:2]), (2, *encodings[2:]))
-        )  # fmt: skip
-        begin = 5
-        end = begin + int(words)
-        self._words = [os.fsdecode(word) for word in parts[begin:end]]
+        # New ones: those that are there have looked at what they wrote to before.
+        sys.stdout = _open_output(1, texts[:2], os.isatty(1))
+        sys.stderr = _open_output(2, texts[2:], by_line=True)
+        end = 5 + int(words)
+        self._words = [os.fsdecode(word) for word in parts[5:end]]
         os.environ.clear()
         for pair in parts[end:]:
             name, _, value = pair.partition(b"=")
@@ -190,6 +198,8 @@ class _Call:
                 enter("runclust", command, self._words)
         except clust.CalledElsewhere:
             answer = ELSEWHERE
+        except KeyboardInterrupt:
+            answer = bytes([INTERRUPTED])
         except SystemExit as end:
             answer = bytes([int(end.code or 0)])
         for stream in (sys.stdout, sys.stderr):

@@ -15,7 +15,7 @@ from hvd_elastic.cluster.connection import Connection
 from hvd_elastic.cluster.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.cluster.held_command import HeldCommand, HowToRun, NotHeldError
 from hvd_elastic.cluster.hostfile import Host, Hostfile, expand_hosts
-from hvd_elastic.cluster.kept import KeptGoneError, KeptHosts
+from hvd_elastic.cluster.kept import KeptGoneError, KeptHost, KeptHosts
 from hvd_elastic.cluster.process import (
     STRAGGLER_S,
     CommandTimeoutError,
@@ -213,6 +213,7 @@ class _Task:
         on_line: Callable[[Host, str, str], None] | None,
         kept: KeptHosts | None,
     ) -> None:
+        self._connect_to: Callable[[Host, SshOptions], Connection | KeptHost]
         self._connect_to = connect if kept is None else kept.connect
         self._command = command
         self._options = options
@@ -256,7 +257,7 @@ class _Task:
                 try:
                     status, stopped = self._wait(host, running, stopper, (out, err))
                 except NotHeldError:
-                    if not self._settings.how.is_plain:
+                    if isinstance(connection, KeptHost) or not self._settings.how.is_plain:
                         raise
                     process = connection.start(self._command, err.take, out.take)
                     running = _PlainCommand(process)
@@ -315,7 +316,7 @@ class _Task:
         running.close()
         return status, True
 
-    def _connect(self, host: Host, stopper: Stopper) -> Connection:
+    def _connect(self, host: Host, stopper: Stopper) -> Connection | KeptHost:
         given_up = threading.Event()
         stopper.add(given_up.set)
         for attempt in range(self._settings.retries + 1):

@@ -95,7 +95,7 @@ class HeldCommand:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Connection | KeptHost,
         command: str,
         how: HowToRun,
         feeds: bool,
@@ -104,6 +104,7 @@ class HeldCommand:
     ) -> None:
         self._host = connection.host.name
         self._how = how
+        self._feeds = feeds
         self._on_stderr = on_stderr
         self._begins = b""
         self._said: str | None = None
@@ -136,6 +137,8 @@ class HeldCommand:
 
     def end_input(self) -> None:
         """The command reads the end of its input."""
+        if not self._feeds:
+            return  # it reads /dev/null
         with contextlib.suppress(OSError, EOFError):
             self._process.stdin.write(bytes(4))
 

@@ -101,7 +101,9 @@ def socket_names(folder: int) -> list[str]:
     return [name for name in os.listdir(folder) if name.endswith(SUFFIX)]
 
 
-def send_request(sock: socket.socket, parts: list[bytes], descriptors: list[int] | None = None) -> None:
+def send_request(
+    sock: socket.socket, parts: list[bytes], descriptors: list[int] | None = None
+) -> None:
     """Asks a keeper for something.
 
     Args:

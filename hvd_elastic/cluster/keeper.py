@@ -1,8 +1,8 @@
 """Holds a connection to an agent on each kept host, and passes frames between calls and agents.
 
-Part of the keeper process (``hvd_elastic/cli/keeping.py``). What is on its way is bounded by the
-senders' windows (``remote/keep_wire.py``), so the queues here need no limit of their own, and nobody
-who stands still holds up another.
+Part of the keeper (``hvd_elastic/cli/keeping.py``). What is on its way is bounded by the senders'
+windows (``remote/keep_wire.py``), so the queues here need no limit of their own, and nobody who
+stands still holds up another.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from hvd_elastic.cluster.kept import KeptHosts
 from hvd_elastic.config import home
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["attach", "attach_through", "start_keeper", "stop_keepers"]
+__all__ = ["attach", "attach_through", "stop_keepers"]
 
 # For a keeper to load what it needs and greet, or to end.
 ANSWER_S = 30.0
@@ -109,29 +109,27 @@ def _call(folder: int, start: bool) -> socket.socket | None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sock = keep_socket.call_keeper(folder, name)
         if sock is None:
-            start_keeper(folder, name)
+            _start_keeper(folder, name)
             sock = keep_socket.call_keeper(folder, name)
         return sock
     finally:
         os.close(lock)
 
 
-def start_keeper(folder: int, name: str) -> None:
+def _start_keeper(folder: int, name: str) -> None:
     """Starts a keeper; from then on calls can be made, and wait until it is there."""
     # What one that was killed has left.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     package = str(Path(__file__).resolve().parents[2])
-    log = os.open(
-        "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=folder
-    )
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=folder)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(keep_socket.socket_path(folder, name))
             listener.listen(64)
             subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, package, str(folder), name],
-                stdin=listener,
+                stdin=listener.fileno(),
                 stdout=log,
                 stderr=log,
                 cwd="/",

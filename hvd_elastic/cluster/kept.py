@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.closing import Closing
-from hvd_elastic.cluster.connection import Connection, ConnectionBase, SshOptions
+from hvd_elastic.cluster.connection import Connection, SshOptions
 from hvd_elastic.cluster.hostfile import Host
-from hvd_elastic.cluster.process import CHUNK_BYTES, RemoteProcess
+from hvd_elastic.cluster.process import CHUNK_BYTES
 from hvd_elastic.cluster.remote import keep_wire
 from hvd_elastic.cluster.remote.keep_wire import WINDOW_BYTES, frame, pack_number, unpack_number
 from hvd_elastic.cluster.ssh import connect, is_local
@@ -77,7 +77,7 @@ class KeptHosts(Closing):
         for name, target in (("keeper", self._read), ("kept output", self._give_out)):
             threading.Thread(target=target, name=name, daemon=True).start()
 
-    def connect(self, host: Host, options: SshOptions) -> Connection:
+    def connect(self, host: Host, options: SshOptions) -> Connection | KeptHost:
         """As :func:`hvd_elastic.cluster.ssh.connect`."""
         if is_local(host, options):
             return connect(host, options)
@@ -98,13 +98,12 @@ class KeptHosts(Closing):
         """That host is not there any more."""
         self._live.discard(key)
 
-    def begin(self, process: KeptProcess, start: dict[str, Any]) -> int:
-        """Sends a command on its way; returns its number."""
-        number = next(self._numbers)
-        self._processes[number] = process
+    def begin(self, process: KeptProcess, start: dict[str, Any]) -> None:
+        """Gives a command its number and sends it on its way."""
+        process.number = next(self._numbers)
+        self._processes[process.number] = process
         text = json.dumps({"keep_s": self.keep_s, **start}).encode("ascii")
-        self.send(keep_wire.START, number, process.key + text)
-        return number
+        self.send(keep_wire.START, process.number, process.key + text)
 
     def send(self, kind: int, number: int, payload: bytes = b"") -> None:
         """Sends a frame.
@@ -217,6 +216,7 @@ class KeptProcess:
         on_stdout: Callable[[bytes], None],
     ) -> None:
         self.key = host.key
+        self.number = 0
         self.stdin = _Stdin(self)
         self._hosts = hosts
         self._name = host.host.name
@@ -228,7 +228,7 @@ class KeptProcess:
         self._changed = threading.Condition()
         self._drained = threading.Event()
         try:
-            self._number = hosts.begin(self, {"hold": [], "argv": [], **start})
+            hosts.begin(self, {"hold": [], "argv": [], **start})
         except OSError as error:
             hosts.forget(self.key)
             raise KeptGoneError(f"host {self._name}: the keeper is gone") from error
@@ -247,14 +247,14 @@ class KeptProcess:
                     raise BrokenPipeError("the command or its connection is gone")
                 size = min(self._room, len(view))
                 self._room -= size
-            self._hosts.send(keep_wire.INPUT, self._number, bytes(view[:size]))
+            self._hosts.send(keep_wire.INPUT, self.number, bytes(view[:size]))
             view = view[size:]
 
     def send(self, kind: int) -> None:
         """Tells the agent about this process."""
         # A keeper that is gone has ended the process.
         with contextlib.suppress(OSError):
-            self._hosts.send(kind, self._number)
+            self._hosts.send(kind, self.number)
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status; -1 when the connection was lost.
@@ -312,24 +312,16 @@ class KeptProcess:
         if self._used >= WINDOW_BYTES // 4:
             used, self._used = self._used, 0
             with contextlib.suppress(OSError):
-                self._hosts.send(keep_wire.ROOM, self._number, pack_number(used))
+                self._hosts.send(keep_wire.ROOM, self.number, pack_number(used))
 
 
-class KeptHost(ConnectionBase):
-    """A host that a keeper holds a connection to."""
+class KeptHost(Closing):
+    """A host that a keeper holds a connection to: only held commands can be started there."""
 
     def __init__(self, hosts: KeptHosts, host: Host, key: bytes) -> None:
         self._hosts = hosts
         self.host = host
         self.key = key
-
-    def start(
-        self,
-        argv_or_command: str | Sequence[str],
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
-    ) -> RemoteProcess:
-        raise SshError(f"host {self.host.name}: the agent kept there starts held commands only")
 
     def hold(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import select
 import signal
 import time
@@ -38,16 +39,19 @@ from hvd_elastic.cluster.remote.keep_wire import (
 READ_BYTES = 1 << 16
 # The first piece of output waits so long for more, to travel together.
 GATHER_S = 0.004
+# After so long without anything to do, the holder of the next command is made ready.
+LULL_S = 0.05
 # Until it is told how long to stay.
 FIRST_KEEP_S = 60.0
 CANNOT_EXECUTE = 126
+HEAD_BYTES = 4
 
 
 class Held:
     """A command's holder: its process and its three pipes (-1: closed)."""
 
-    def __init__(self, number: int, pid: int, way_in: int, out: int, err: int) -> None:
-        self.number = number
+    def __init__(self, pid: int, way_in: int, out: int, err: int) -> None:
+        self.number = 0
         self.pid = pid
         self.way_in = way_in
         self.outputs = {OUT: out, ERR: err}
@@ -87,7 +91,10 @@ class Agent:
     """Serves one keeper until that goes away, or nothing has been asked for long enough."""
 
     def __init__(self) -> None:
+        # What this loads, holders need not.
+        pwd.getpwuid(os.getuid())
         self._held: dict[int, Held] = {}
+        self._spare: Held | None = None
         self._frames = Frames()
         self._unsent = b""
         self._send_at = 0.0
@@ -140,6 +147,11 @@ class Agent:
             return dict(poll.poll(max(0.0, self._send_at - time.monotonic()) * 1000))
         if self._held:
             return dict(poll.poll())
+        if self._spare is None:
+            events = dict(poll.poll(LULL_S * 1000))
+            if not events:
+                self._spare = self._fork()
+            return events
         left_s = self._idle_since + self._keep_s - time.monotonic()
         return dict(poll.poll(left_s * 1000)) or None if left_s > 0 else None
 
@@ -196,7 +208,7 @@ class Agent:
             self._send()
             return
         if kind == START:
-            self._start(number, **json.loads(payload))
+            self._start(number, payload)
             return
         held = self._held.get(number)
         if held is None:
@@ -210,19 +222,25 @@ class Agent:
         elif kind == FORGET:
             held.forget()
 
-    def _start(
-        self, number: int, keep_s: float | None, hold: list[object], argv: list[str]
-    ) -> None:
-        """A holder for a command, or a program that is one.
-
-        Args:
-            number: of the command.
-            keep_s: how long to stay after it; None: as before.
-            hold: what ``hold_command`` takes.
-            argv: a program to start instead.
-        """
+    def _start(self, number: int, payload: bytes) -> None:
+        keep_s = json.loads(payload)["keep_s"]
         if keep_s is not None:
             self._keep_s = keep_s
+        held, self._spare = self._spare or self._fork(), None
+        self._held[number] = held
+        held.number = number
+        data = memoryview(len(payload).to_bytes(HEAD_BYTES, "big") + payload)
+        try:
+            while data:
+                data = data[os.write(held.way_in, data) :]
+        except OSError:
+            # Somebody killed it while it waited.
+            self._reap()
+            return
+        os.set_blocking(held.way_in, False)
+
+    def _fork(self) -> Held:
+        """A process that waits to be told what to hold."""
         inside, way_in = os.pipe()
         out, to_out = os.pipe()
         err, to_err = os.pipe()
@@ -231,13 +249,12 @@ class Agent:
         pid = os.fork()
         if pid == 0:
             try:
-                become((inside, to_out, to_err), highest, hold, argv)
+                become((inside, to_out, to_err), highest)
             finally:
                 os._exit(CANNOT_EXECUTE)
         for descriptor in (inside, to_out, to_err):
             os.close(descriptor)
-        os.set_blocking(way_in, False)
-        self._held[number] = Held(number, pid, way_in, out, err)
+        return Held(pid, way_in, out, err)
 
     def _say(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
         if not self._unsent:
@@ -251,25 +268,26 @@ class Agent:
         self._unsent = b""
 
 
-def become(
-    pipes: tuple[int, int, int], highest: int, hold: list[object], argv: list[str]
-) -> None:
-    """In the child: the holder, with no descriptor open but its pipes.
-
-    Args:
-        pipes: what become its stdin, stdout and stderr.
-        highest: no higher descriptor is open.
-        hold, argv: see :meth:`Agent._start`.
-    """
+def become(pipes: tuple[int, int, int], highest: int) -> None:
+    """In the child: a holder, with no descriptor open but its pipes; no higher one is."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, descriptor in enumerate(pipes):
         os.dup2(descriptor, target)
     # Another holder's stdin held open here would keep its command alive.
     os.closerange(3, highest + 1)
-    if argv:
-        os.execvp(argv[0], argv)
-    hold_command(*hold)  # type: ignore[arg-type]
+    what = json.loads(read_exactly(int.from_bytes(read_exactly(HEAD_BYTES), "big")))
+    if what["argv"]:
+        os.execvp(what["argv"][0], what["argv"])
+    hold_command(*what["hold"])
+
+
+def read_exactly(size: int) -> bytes:
+    """So many bytes of stdin; the process ends where there are no more."""
+    data = b""
+    while len(data) < size:
+        data += os.read(0, size - len(data)) or os._exit(0)
+    return data
 
 
 def main() -> None:
