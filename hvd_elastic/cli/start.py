@@ -12,8 +12,6 @@ import signal
 import sys
 from types import FrameType
 
-from hvd_elastic.cli import warm
-
 __all__ = [
     "INTERRUPTED",
     "checkclust",
@@ -59,6 +57,8 @@ def hvd_elastic() -> None:
 def runclust() -> None:
     """Entry point of ``runclust``; a keeper does what it can without much being loaded here."""
     end_at_interrupt()
+    from hvd_elastic.cli import warm
+
     status = warm.call(sys.argv[1:])
     if status is not None:
         os._exit(status)
