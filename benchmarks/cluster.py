@@ -1,6 +1,6 @@
-"""How long a data set's way to many hosts is, beside rsync; see README.md here.
+"""How long a data set's way to many hosts is, or a command's, beside peers; see README.md here.
 
-Run it: ``python benchmarks/cluster.py --out benchmarks/results/cluster.json``.
+Run it: ``python benchmarks/cluster.py --out benchmarks/results/cluster.json``, or ``--calls 128``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+from hvd_elastic.bench.cluster.calls import measure_calls, show_calls, write_calls
 from hvd_elastic.bench.cluster.copying import ROWS, measure_copies, show_copies, write_copies
 from hvd_elastic.errors import HvdElasticError
 
@@ -23,10 +24,22 @@ def main() -> int:
     parser.add_argument("--counts", default="2,4,8,16", help="hosts in the row scale")
     parser.add_argument("--hosts", type=int, default=8, help="hosts in the other rows")
     parser.add_argument("--no-peers", action="store_true", help="without rsync")
+    parser.add_argument("--calls", type=int, metavar="N", help="commands on N hosts, no copies")
+    parser.add_argument("--rounds", type=int, default=5, help="of --calls")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file as well")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     try:
+        if arguments.calls is not None:
+            calls = measure_calls(arguments.calls, arguments.rounds, say)
+            print(show_calls(calls))
+            if arguments.out is not None:
+                write_calls(calls, arguments.out)
+            return 0
         result = measure_copies(
             arguments.rows.split(","),
             rate=arguments.rate,
@@ -34,7 +47,7 @@ def main() -> int:
             counts=[int(count) for count in arguments.counts.split(",")],
             hosts=arguments.hosts,
             peers=not arguments.no_peers,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=say,
         )
     except HvdElasticError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,8 +11,8 @@ import typer
 
 from hvd_elastic.errors import UsageError
 
-__all__ = ["number_option", "parse_duration", "parse_number", "parse_whole_number"]
-__all__ += ["whole_number_option"]
+__all__ = ["duration_option", "number_option", "parse_duration", "parse_number"]
+__all__ += ["parse_whole_number", "whole_number_option"]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -84,6 +84,17 @@ def number_option(
 ) -> Any:
     """An option for any number, by its spellings."""
     return _option(lambda value: parse_number(names[0], value, least, above), names, metavar, help)
+
+
+def duration_option(name: str, *, envvar: str, help: str) -> Any:  # noqa: A002
+    """An option for a time, also from a variable."""
+    return typer.Option(
+        name,
+        parser=lambda text: parse_duration(name, str(text)),
+        envvar=envvar,
+        metavar="TIME",
+        help=help,
+    )
 
 
 def _option(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 from types import FrameType
 
 __all__ = [
@@ -54,7 +55,13 @@ def hvd_elastic() -> None:
 
 
 def runclust() -> None:
-    """Entry point of ``runclust``."""
+    """Entry point of ``runclust``; a keeper does what it can without much being loaded here."""
+    end_at_interrupt()
+    from hvd_elastic.cli import warm
+
+    status = warm.call(sys.argv[1:])
+    if status is not None:
+        os._exit(status)
     _start("hvd_elastic.cli.clust", "runclust_main")
 
 

@@ -15,6 +15,7 @@ from hvd_elastic.cluster.connection import Connection
 from hvd_elastic.cluster.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.cluster.held_command import HeldCommand, HowToRun, NotHeldError
 from hvd_elastic.cluster.hostfile import Host, Hostfile, expand_hosts
+from hvd_elastic.cluster.kept import KeptGoneError, KeptHost, KeptHosts
 from hvd_elastic.cluster.process import (
     STRAGGLER_S,
     CommandTimeoutError,
@@ -138,6 +139,7 @@ def run_on_hosts(
     stdin: Any = None,
     on_line: Callable[[Host, str, str], None] | None = None,
     on_wait: Callable[[Mapping[str, float], int], None] | None = None,
+    kept: KeptHosts | None = None,
 ) -> Iterator[HostResult[CommandResult]]:
     """Runs a shell command on every host.
 
@@ -152,6 +154,7 @@ def run_on_hosts(
         stdin: a binary file that every host's command reads from its beginning; None: nothing.
         on_line: is given (host, "stdout" or "stderr", line) in the thread of that host.
         on_wait: see :func:`hvd_elastic.cluster.fanout.fan_out`.
+        kept: the hosts that a keeper holds connections to.
 
     Yields:
         One result a host as it ends; an exit status other than 0 is the outcome FAILED.
@@ -159,7 +162,7 @@ def run_on_hosts(
     options, settings = options or SshOptions(), settings or CommandSettings()
     with contextlib.ExitStack() as stack:
         spool = None if stdin is None else stack.enter_context(Spool(stdin))
-        task = _Task(command, options, settings, spool, on_line)
+        task = _Task(command, options, settings, spool, on_line, kept)
         yield from fan_out(
             hosts,
             task.run,
@@ -208,7 +211,10 @@ class _Task:
         settings: CommandSettings,
         spool: Spool | None,
         on_line: Callable[[Host, str, str], None] | None,
+        kept: KeptHosts | None,
     ) -> None:
+        self._connect_to: Callable[[Host, SshOptions], Connection | KeptHost]
+        self._connect_to = connect if kept is None else kept.connect
         self._command = command
         self._options = options
         self._settings = settings
@@ -229,6 +235,13 @@ class _Task:
         return min(limits) + BACKSTOP_S if limits else None
 
     def run(self, host: Host, stopper: Stopper) -> CommandResult:
+        try:
+            return self._run_once(host, stopper)
+        except KeptGoneError:
+            # Nothing was sent through it: the host is connected to anew.
+            return self._run_once(host, stopper)
+
+    def _run_once(self, host: Host, stopper: Stopper) -> CommandResult:
         with self._connect(host, stopper) as connection:
             started = time.monotonic()
             out, err = self._captures(host)
@@ -244,7 +257,7 @@ class _Task:
                 try:
                     status, stopped = self._wait(host, running, stopper, (out, err))
                 except NotHeldError:
-                    if not self._settings.how.is_plain:
+                    if isinstance(connection, KeptHost) or not self._settings.how.is_plain:
                         raise
                     process = connection.start(self._command, err.take, out.take)
                     running = _PlainCommand(process)
@@ -303,7 +316,7 @@ class _Task:
         running.close()
         return status, True
 
-    def _connect(self, host: Host, stopper: Stopper) -> Connection:
+    def _connect(self, host: Host, stopper: Stopper) -> Connection | KeptHost:
         given_up = threading.Event()
         stopper.add(given_up.set)
         for attempt in range(self._settings.retries + 1):
@@ -319,7 +332,7 @@ class _Task:
                 options = self._options
                 if time_left is not None and time_left < options.connect_timeout_s:
                     options = replace(options, connect_timeout_s=time_left)
-                return connect(host, options)
+                return self._connect_to(host, options)
             except HostUnreachableError as error:
                 last = attempt == self._settings.retries
                 if last or given_up.wait(FIRST_PAUSE_S * 2**attempt):

@@ -11,8 +11,10 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from hvd_elastic.cluster.connection import Connection
+from hvd_elastic.cluster.kept import KeptHost
 from hvd_elastic.cluster.remote.hold_command import MARK
 from hvd_elastic.cluster.scripts import COMMAND_NOT_FOUND, no_python
 from hvd_elastic.cluster.spool import PIECE_BYTES
@@ -61,6 +63,22 @@ class NotHeldError(SshError):
     """The holder did not start, as where there is no Python; nor did the command."""
 
 
+class _Stdin(Protocol):
+    def write(self, data: bytes) -> int: ...
+    def close(self) -> None: ...
+
+
+class _Holder(Protocol):
+    """The holder's process, over ssh, here, or through a keeper."""
+
+    @property
+    def stdin(self) -> _Stdin: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def wait_drained(self, timeout: float | None = None) -> bool: ...
+    def stop(self) -> bool: ...
+    def close(self) -> None: ...
+
+
 class HeldCommand:
     """A shell command running on a host.
 
@@ -77,7 +95,7 @@ class HeldCommand:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Connection | KeptHost,
         command: str,
         how: HowToRun,
         feeds: bool,
@@ -86,15 +104,23 @@ class HeldCommand:
     ) -> None:
         self._host = connection.host.name
         self._how = how
+        self._feeds = feeds
         self._on_stderr = on_stderr
         self._begins = b""
         self._said: str | None = None
+        self._process: _Holder
         arguments = (command, dict(how.env), how.cwd, feeds, GRACE_S)
+        if isinstance(connection, KeptHost) and not how.sudo:
+            self._process = connection.hold(arguments, self._listen, on_stdout)
+            return
         source = _HOLDER.read_bytes() + f"\nmain(*{arguments!a})\n".encode("ascii")
         argv = [PYTHON, "-I", "-S", "-c", _LOADER, str(len(source))]
         if how.sudo:
             argv = ["sh", "-c", _AS_ROOT, "sh", *argv]
-        self._process = connection.start(f"exec {shlex.join(argv)}", self._listen, on_stdout)
+        if isinstance(connection, KeptHost):
+            self._process = connection.launch(argv, self._listen, on_stdout)
+        else:
+            self._process = connection.start(f"exec {shlex.join(argv)}", self._listen, on_stdout)
         # Where there is no Python nobody reads it, and how the shell ends tells why.
         with contextlib.suppress(OSError, EOFError):
             self._process.stdin.write(source)
@@ -111,6 +137,8 @@ class HeldCommand:
 
     def end_input(self) -> None:
         """The command reads the end of its input."""
+        if not self._feeds:
+            return  # it reads /dev/null
         with contextlib.suppress(OSError, EOFError):
             self._process.stdin.write(bytes(4))
 
@@ -120,6 +148,7 @@ class HeldCommand:
         Raises:
             TimeoutError: it still runs.
             NotHeldError: the holder did not start, as where there is no Python.
+            KeptGoneError: its kept connection was gone before it began.
             SshError: it could not be started: no such folder, sudo asks for a password, ….
         """
         status = self._process.wait(timeout_s)

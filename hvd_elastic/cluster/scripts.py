@@ -6,9 +6,10 @@ have is a Python, not this package.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def run_script(
 
 
 def start_program(
-    connection: Connection, names: Sequence[str], python: str = "python3"
+    connection: Connection,
+    names: Sequence[str],
+    python: str = "python3",
+    on_stdout: Callable[[bytes], None] | None = None,
 ) -> RemoteProcess:
     """Starts a program made of several modules ``remote/<name>.py``.
 
@@ -71,6 +75,7 @@ def start_program(
         names: the modules, each after those it imports; ``main`` of the last is called. It reads
             what the caller writes to the process's stdin.
         python: the interpreter there; it is started without its site-packages.
+        on_stdout: is given what the program writes, in a thread of the process.
 
     Raises:
         SshError: no command can be started there.
@@ -82,8 +87,11 @@ def start_program(
     ]
     source = _MODULES.format(modules=modules).encode()
     size = str(len(source))
-    process = connection.start(shlex.join([python, "-I", "-S", "-c", _LOADER, size, names[-1]]))
-    process.stdin.write(source)
+    command = shlex.join([python, "-I", "-S", "-c", _LOADER, size, names[-1]])
+    process = connection.start(command, on_stdout=on_stdout)
+    # Where there is no Python nobody reads it.
+    with contextlib.suppress(OSError, EOFError):
+        process.stdin.write(source)
     return process
 
 

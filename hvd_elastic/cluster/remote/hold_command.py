@@ -25,6 +25,8 @@ import time
 
 MARK = b"\x01hvd-elastic-command "
 SUBREAPER = 36
+# Looked up here and not for each command: one process may fork many holders.
+PRCTL = ctypes.CDLL(None).prctl
 SIGKILL, SIGPIPE, SIGTERM, SIGCONT, SIGXFSZ = 9, 13, 15, 18, 25
 HELD_BYTES = 1 << 18
 PAUSE_S = 0.02
@@ -154,7 +156,7 @@ def main(command: str, env: dict[str, str], cwd: str, feeds: bool, grace_s: floa
         feeds: whether input will come.
         grace_s: seconds between TERM and KILL.
     """
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    PRCTL(SUBREAPER, 1, 0, 0, 0)
     try:
         pid, way_in = start(command, env, cwd, feeds)
     except OSError as error:

@@ -1,0 +1,122 @@
+"""What a command that does nothing takes on many hosts: cold, through kept agents, and by peers."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.bench.figures import Figure, conditions, figure, ratio, write_result
+from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.errors import RunError, UsageError
+
+__all__ = ["measure_calls", "show_calls", "write_calls"]
+
+LIMIT_S = 300.0
+OURS, PEER = "runclust, kept", "ssh, ControlPersist"
+KINDS = {
+    "runclust, cold": "a connection, a login and a Python for each host",
+    OURS: "runclust --keep, the calls after the first",
+    PEER: "an ssh for each host, all at once, through masters that are there",
+    "shells here": "sh -c true as often, one after the other: what the hosts' part costs at least",
+    "Python": "python -c pass",
+}
+
+
+def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measures, each kind once in every round; returns what :func:`show_calls` prints.
+
+    Args:
+        hosts: how many, each an sshd of this machine, 1 to 250.
+        rounds: how often.
+        say: told every figure.
+
+    Raises:
+        UsageError: there is no ssh.
+    """
+    if shutil.which("ssh") is None:
+        raise UsageError("ssh is not installed. Install it: apt install openssh-client")
+    load_before = os.getloadavg()
+    samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with (
+        tempfile.TemporaryDirectory(prefix="hvd_elastic-calls-") as folder,
+        VirtualCluster.up(hosts, 1, loopback=True) as cluster,
+    ):
+        program = "from hvd_elastic.cli.start import runclust; runclust()"
+        ours = [sys.executable, "-c", program]
+        call = [str(cluster.hostfile), "true"]
+        options = f"-F {cluster.ssh_config} -o ControlMaster=auto -o ControlPath={folder}/%C"
+        each = " ".join(shlex.quote(host) for host in cluster.hosts)
+        ssh = f"ssh {options} -o ControlPersist={LIMIT_S:.0f} -n"
+        peer = ["sh", "-c", f"for host in {each}; do {ssh} $host true & done; wait"]
+        leave = ["sh", "-c", f"for host in {each}; do ssh {options} -O exit $host; done"]
+        commands = {
+            "runclust, cold": [*ours, *call],
+            OURS: [*ours, *call],
+            PEER: peer,
+            "shells here": ["sh", "-c", f"for host in {each}; do sh -c true; done"],
+            "Python": [sys.executable, "-c", "pass"],
+        }
+        environment = {**os.environ, "HVD_ELASTIC_HOME": folder}
+        environment.pop("HVD_ELASTIC_KEEP", None)
+
+        def take(kind: str) -> None:
+            samples[kind].append(_time(commands[kind], environment))
+            say(f"{kind}: {samples[kind][-1]:.3f} s")
+
+        try:
+            for _ in range(min(rounds, 2)):
+                take("runclust, cold")
+            _time([*ours, "--keep", f"{LIMIT_S:.0f}s", *call], environment)
+            _time(peer, environment)
+            for _ in range(rounds):
+                for kind in list(KINDS)[1:]:
+                    take(kind)
+        finally:
+            _time([*ours, "--no-keep", *call], environment)
+            _time(leave, environment)
+    note = f"{hosts} hosts, each an sshd of this machine: the hosts' work shares its cores."
+    return {
+        "conditions": conditions("virtual hosts (loopback)", note, load_before),
+        "figures": {kind: figure(taken) for kind, taken in samples.items()},
+    }
+
+
+def _time(command: Sequence[str], environment: dict[str, str]) -> float:
+    begun = time.monotonic()
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    if done.returncode != 0:
+        raise RunError(f"'{shlex.join(command)[:80]}…' failed: {done.stderr[-300:]}")
+    return time.monotonic() - begun
+
+
+def show_calls(result: dict[str, Any]) -> str:
+    """The figures as lines of text, with the conditions below."""
+    figures: dict[str, Figure] = result["figures"]
+    lines = [f"{kind:20} {figures[kind]}  ({meaning})" for kind, meaning in KINDS.items()]
+    times = ratio(figures[PEER], figures[OURS])
+    if times is not None:
+        lines.append(f"ControlPersist takes {times:.1f} times as long as what is kept (wanted: 10)")
+    return "\n".join([*lines, "", result["conditions"].sentence()])
+
+
+def write_calls(result: dict[str, Any], path: Path) -> None:
+    """Keeps the figures as JSON."""
+    figures = {kind: asdict(each) for kind, each in result["figures"].items()}
+    write_result(path, "cluster_calls", result["conditions"], {"calls": figures})

@@ -1,0 +1,86 @@
+"""A call through a keeper: it runs in a process that has everything loaded, on this one's terminal.
+
+Imports next to nothing (see ``keep_socket``). What the words mean is not looked at here: the
+keeper's process parses them with the same code, and says when the call is none for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from hvd_elastic.cluster import keep_socket
+
+__all__ = ["BEGUN", "ELSEWHERE", "call"]
+
+# The answer: it has begun; then its exit status, or that it has to be run here.
+BEGUN, ELSEWHERE = b"b", b"\xff"
+ANSWER_BYTES = 2
+LOST = 1
+
+
+def call(words: Sequence[str]) -> int | None:
+    """The exit status of ``runclust`` with these words; None: it has to be run here."""
+    folder = keep_socket.open_folder()
+    if folder is None:
+        return None
+    try:
+        own = keep_socket.identity()
+        sock = keep_socket.call_keeper(folder, keep_socket.socket_name(own))
+        if sock is None:
+            return None
+        with sock:
+            return _call(sock, own, words)
+    finally:
+        os.close(folder)
+
+
+def _call(sock: socket.socket, own: bytes, words: Sequence[str]) -> int | None:
+    def tell(number: int, _frame: object) -> None:
+        try:  # noqa: SIM105  # contextlib is slow to load
+            sock.send(bytes([number]))
+        except OSError:
+            pass
+
+    here = os.open(".", os.O_PATH)
+    try:
+        keep_socket.send_request(sock, _request(own, words), [0, 1, 2, here])
+    except OSError:
+        # The keeper has ended meanwhile, or one of the three is closed.
+        return None
+    finally:
+        os.close(here)
+    # The process that runs the call hears of Ctrl-C from here, and of the end of this one.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, tell)
+    answer = b""
+    try:
+        while len(answer) < ANSWER_BYTES and (data := sock.recv(ANSWER_BYTES)):
+            answer += data
+    except OSError:
+        pass
+    if answer[1:] == ELSEWHERE or not answer:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        return None
+    if len(answer) < ANSWER_BYTES:
+        print("error: the keeper is gone, and with it what ran on the hosts", file=sys.stderr)
+        return LOST
+    return answer[1]
+
+
+def _request(own: bytes, words: Sequence[str]) -> list[bytes]:
+    texts = [text for each in (sys.stdout, sys.stderr) for text in (each.encoding, each.errors)]
+    return [
+        keep_socket.RUN,
+        own,
+        *(str(text).encode() for text in texts),
+        str(len(words)).encode(),
+        *map(os.fsencode, words),
+        *(name + b"=" + value for name, value in os.environb.items()),
+    ]

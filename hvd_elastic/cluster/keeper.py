@@ -1,0 +1,337 @@
+"""Holds a connection to an agent on each kept host, and passes frames between calls and agents.
+
+Part of the keeper (``hvd_elastic/cli/keeping.py``). What is on its way is bounded by the senders'
+windows (``remote/keep_wire.py``), so the queues here need no limit of their own, and nobody who
+stands still holds up another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.cluster.connection import Connection, SshOptions
+from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.cluster.kept import KEY_BYTES
+from hvd_elastic.cluster.process import CHUNK_BYTES
+from hvd_elastic.cluster.remote import keep_wire
+from hvd_elastic.cluster.remote.keep_wire import Frames, frame, pack_number
+from hvd_elastic.cluster.scripts import start_program
+from hvd_elastic.cluster.ssh import connect
+from hvd_elastic.errors import HvdElasticError
+
+__all__ = ["Keeper"]
+
+# For the agent's Python, once connected.
+START_S = 20.0
+# A connection that has been silent for so long is asked first whether it is still there: of what
+# is sent into a dead one nobody knows whether it began.
+FRESH_S = 10.0
+ANSWER_S = 3.0
+# More is sent by a thread of its own, since it could have to wait.
+LIGHT_BYTES = 4096
+_PROGRAM = ("hold_command", "keep_wire", "keep_commands")
+
+
+class NotKeptError(HvdElasticError):
+    """A host where no agent can be; a call goes there without one."""
+
+
+class _Client:
+    """A call, at the other end of a socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.commands: dict[int, tuple[_There, int]] = {}
+        self._unsent: list[bytes] = []
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def put(self, data: bytes) -> None:
+        with self._changed:
+            if not self._ended:
+                self._unsent.append(data)
+                self._changed.notify()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def send_all(self) -> None:
+        """Until :meth:`end`; in a thread of its own."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._ended)
+                if self._ended:
+                    return
+                data, self._unsent = b"".join(self._unsent), []
+            try:
+                self.sock.sendall(data)
+            except OSError:
+                return
+
+
+class _There:
+    """A host's agent, at the other end of a connection.
+
+    Attributes:
+        commands: the call of each command, and its number there.
+        waiting: numbers of commands that nothing has been sent of yet.
+    """
+
+    def __init__(self, connection: Connection, take: Callable[[_There, bytes], None]) -> None:
+        self.commands: dict[int, tuple[_Client, int]] = {}
+        self.waiting: set[int] = set()
+        self.next_number = 1
+        self.heard_at = time.monotonic()
+        self.frames = Frames()
+        self.ready = threading.Event()
+        self.ended = False
+        self._connection = connection
+        self._unsent: list[bytes] = []
+        self._asked = False
+        self._sending = False
+        self._lock = threading.Lock()
+        self.process = start_program(connection, _PROGRAM, on_stdout=lambda data: take(self, data))
+
+    def ask(self) -> None:
+        """Sends nothing but a question until :meth:`answered`; gives it up after a while."""
+        with self._lock:
+            if self._asked:
+                return
+            self._asked = True
+        self._write(frame(keep_wire.PING))
+        timer = threading.Timer(ANSWER_S, self._give_up)
+        timer.daemon = True
+        timer.start()
+
+    def answered(self) -> None:
+        self.heard_at = time.monotonic()
+        if self._asked:
+            with self._lock:
+                self._asked = False
+            self.waiting.clear()
+            self.send(b"")
+
+    def send(self, data: bytes) -> None:
+        """Sends in the order of calls; does not wait for a host that reads no more."""
+        with self._lock:
+            if data:
+                self._unsent.append(data)
+            if self._asked or self._sending or not self._unsent:
+                return
+            self._sending = True
+            light = sum(map(len, self._unsent)) <= LIGHT_BYTES
+        if light:
+            self._send_all()
+        else:
+            threading.Thread(target=self._send_all, name="to an agent", daemon=True).start()
+
+    def wait(self) -> None:
+        """Until the agent has ended, or the connection to it is lost."""
+        self.process.wait()
+        self.ended = True
+        self.ready.set()
+
+    def close(self) -> None:
+        """The agent ends, and with it every command."""
+        self._connection.close()
+
+    def _send_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._unsent:
+                    self._sending = False
+                    return
+                data, self._unsent = b"".join(self._unsent), []
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        # Who waits for the end of the process tells everybody that the connection is gone.
+        with contextlib.suppress(OSError, EOFError):
+            self.process.stdin.write(data)
+
+    def _give_up(self) -> None:
+        if self._asked:
+            self.close()
+
+
+class Keeper:
+    """The agents and the calls of one user; ends its process when there are none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._agents: dict[bytes, _There] = {}
+        self._opening: dict[bytes, threading.Lock] = {}
+        self._openings = 0
+        self._clients: set[_Client] = set()
+        self._stops = False
+
+    def admit(self, sock: socket.socket) -> None:
+        """A call begins, at the other end of that socket."""
+        client = _Client(sock)
+        with self._lock:
+            self._clients.add(client)
+            client.put(frame(keep_wire.LIVE, 0, b"" if self._stops else b"".join(self._agents)))
+        threading.Thread(target=client.send_all, name="to a call", daemon=True).start()
+        threading.Thread(target=self._serve, args=(client,), name="a call", daemon=True).start()
+
+    def stop(self) -> None:
+        """Every agent ends as soon as it has no command."""
+        with self._lock:
+            self._stops = True
+            agents = list(self._agents.values())
+        for agent in agents:
+            self._close_if_idle(agent)
+        self._end_if_idle()
+
+    def _serve(self, client: _Client) -> None:
+        frames = Frames()
+        with contextlib.suppress(OSError):
+            while data := client.sock.recv(CHUNK_BYTES):
+                for kind, number, payload in frames.feed(data):
+                    self._obey(client, kind, number, payload)
+        client.end()
+        with self._lock:
+            self._clients.discard(client)
+            left = list(client.commands.values())
+        client.sock.close()
+        for agent, number in left:
+            # Its holder ends the command.
+            agent.send(frame(keep_wire.FORGET, number))
+        self._end_if_idle()
+
+    def _obey(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
+        if kind == keep_wire.OPEN:
+            with self._lock:
+                self._openings += 1
+            arguments = (client, number, json.loads(payload))
+            threading.Thread(target=self._open, args=arguments, name="open", daemon=True).start()
+        elif kind == keep_wire.START:
+            self._start(client, number, payload[:KEY_BYTES], payload[KEY_BYTES:])
+        else:
+            with self._lock:
+                place = client.commands.get(number)
+            if place is not None:
+                place[0].send(frame(kind, place[1], payload))
+
+    def _start(self, client: _Client, number: int, key: bytes, payload: bytes) -> None:
+        with self._lock:
+            agent = self._agents.get(key)
+            if agent is None or self._stops:
+                client.put(frame(keep_wire.GONE, number))
+                return
+            there = agent.next_number
+            agent.next_number += 1
+            agent.commands[there] = (client, number)
+            client.commands[number] = (agent, there)
+            stale = time.monotonic() - agent.heard_at > FRESH_S
+            if stale:
+                agent.waiting.add(there)
+        if stale:
+            agent.ask()
+        agent.send(frame(keep_wire.START, there, payload))
+
+    def _hear(self, agent: _There, data: bytes) -> None:
+        """What an agent says; in a thread of its connection."""
+        agent.answered()
+        said: dict[_Client, list[bytes]] = {}
+        for kind, there, payload in agent.frames.feed(data):
+            if kind == keep_wire.READY:
+                agent.ready.set()
+            with self._lock:
+                place = agent.commands.get(there)
+            if place is not None:
+                client, number = place
+                said.setdefault(client, []).append(frame(kind, number, payload))
+                if kind == keep_wire.OVER:
+                    self._forget(agent, there)
+        for client, frames in said.items():
+            client.put(b"".join(frames))
+
+    def _forget(self, agent: _There, there: int) -> None:
+        """A command is over."""
+        with self._lock:
+            client, number = agent.commands.pop(there)
+            client.commands.pop(number, None)
+        self._close_if_idle(agent)
+
+    def _close_if_idle(self, agent: _There) -> None:
+        with self._lock:
+            ends = self._stops and not agent.commands
+        if ends:
+            agent.close()
+
+    # ---- connections
+
+    def _open(self, client: _Client, number: int, wanted: dict[str, Any]) -> None:
+        """Connects to a host, and stays with it as long as it is kept."""
+        key = bytes.fromhex(wanted["key"])
+        agent = None
+        try:
+            with self._lock:
+                lock = self._opening.setdefault(key, threading.Lock())
+            with lock:
+                if key not in self._agents:
+                    agent = self._connect(wanted)
+                    with self._lock:
+                        self._agents[key] = agent
+            client.put(frame(keep_wire.OPENED, number))
+        except HvdElasticError as error:
+            text = f"{type(error).__name__} {error}"
+            client.put(frame(keep_wire.FAILED, number, text.encode("utf-8", "replace")))
+        finally:
+            with self._lock:
+                self._openings -= 1
+        if agent is not None:
+            self._close_if_idle(agent)
+            agent.wait()
+            self._lose(key, agent)
+        self._end_if_idle()
+
+    def _connect(self, wanted: dict[str, Any]) -> _There:
+        name, user, port = wanted["host"]
+        config, identity = (
+            None if wanted[part] is None else Path(wanted[part])
+            for part in ("config_path", "identity")
+        )
+        options = SshOptions(config, wanted["connect_timeout_s"], identity=identity)
+        connection = connect(Host(name, user=user, port=port), options)
+        try:
+            agent = _There(connection, self._hear)
+            # Where there is no Python it ends, and does not get ready.
+            threading.Thread(target=agent.wait, name="an agent's end", daemon=True).start()
+            if not agent.ready.wait(START_S) or agent.ended:
+                raise NotKeptError
+        except BaseException:
+            connection.close()
+            raise
+        return agent
+
+    def _lose(self, key: bytes, agent: _There) -> None:
+        """Its connection is gone, or it had nothing to do for long enough."""
+        with self._lock:
+            del self._agents[key]
+            lost = list(agent.commands.items())
+            for _, (client, number) in lost:
+                client.commands.pop(number, None)
+        agent.close()
+        for there, (client, number) in lost:
+            if there in agent.waiting:
+                client.put(frame(keep_wire.GONE, number))
+            else:
+                client.put(frame(keep_wire.EXIT, number, pack_number(-1)))
+                client.put(frame(keep_wire.DRAINED, number))
+
+    def _end_if_idle(self) -> None:
+        with self._lock:
+            if not (self._clients or self._agents or self._openings):
+                os._exit(0)

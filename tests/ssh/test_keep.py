@@ -1,0 +1,243 @@
+"""runclust --keep over a real sshd: a kept host serves like a cold one, and nothing stays."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.command_lines import CommandLines
+from tests.ssh import sshd as private_sshd
+from tests.ssh import tools as shared
+from tests.ssh.sshd import Sshd
+from tests.ssh.tools import Tools, is_alive, records, wait_until
+
+pytestmark = [
+    pytest.mark.ssh,
+    pytest.mark.skipif(not private_sshd.AVAILABLE, reason="sshd is not installed"),
+]
+
+server = shared.server
+DETACHED = (
+    "sleep 100 & echo $!; env -i setsid sh -c 'trap : TERM; while :; do sleep 1; done' & "
+    "echo $!; echo $$; exec sleep 100"
+)
+
+
+class Kept(Tools):
+    """As a user calls it: by the entry point that looks for a keeper."""
+
+    def __init__(self, server: Sshd, folder: Path) -> None:
+        super().__init__(server, folder)
+        self.hostfile.write_text("node[1-2]\n")
+        self._log = server.folder / "sshd.log"
+        self._port = server.port
+
+    def argv(self, tool: str, *arguments: str) -> list[str]:
+        if tool == "stop-keeping":
+            return [sys.executable, "-m", "hvd_elastic.cli.app", "cluster", tool, *arguments]
+        program = f"from hvd_elastic.cli.start import {tool}; {tool}()"
+        return [sys.executable, "-c", program, *arguments]
+
+    def logins(self) -> int:
+        """How often somebody has logged in so far."""
+        return self._log.read_text().count("Accepted publickey")
+
+    def processes(self, of: str) -> list[int]:
+        """The processes that this test keeps: "keeper" or "agent"."""
+        wanted, mark = {
+            "keeper": (b"hvd_elastic.cli.keeping", self.environment["HVD_ELASTIC_HOME"]),
+            "agent": (b"\0keep_commands\0", f" {self._port}"),
+        }[of]
+        found = []
+        for path in Path("/proc").iterdir():
+            try:
+                if not path.name.isdigit() or wanted not in (path / "cmdline").read_bytes():
+                    continue
+                variables = (path / "environ").read_text().split("\0")
+                if any(each.endswith(mark) for each in variables):
+                    found.append(int(path.name))
+            except OSError:
+                continue
+        return [pid for pid in found if is_alive(pid)]
+
+    def gone(self) -> bool:
+        folder = Path(self.environment["HVD_ELASTIC_HOME"], "keepers")
+        sockets = list(folder.glob("*.keeper"))
+        return not (self.processes("keeper") or self.processes("agent") or sockets)
+
+
+@pytest.fixture(scope="module")
+def keeping(server: Sshd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    tools = Kept(server, tmp_path_factory.mktemp("keeping"))
+    yield tools
+    tools("stop-keeping")
+    wait_until(tools.gone, "the end of all that was kept")
+
+
+@pytest.fixture
+def kept(keeping: Kept) -> Kept:
+    """Two hosts that are kept."""
+    result = keeping("runclust", "--keep", "5m", str(keeping.hostfile), "echo first")
+    assert result.returncode == 0, result.stderr
+    assert len(keeping.processes("agent")) >= 2
+    return keeping
+
+
+def start(tools: Tools, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        tools.argv("runclust", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tools.environment,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_a_warm_call_is_like_a_cold_one_without_logging_in(kept: Kept, tmp_path: Path) -> None:
+    before = kept.logins()
+    secret = f"it's {secrets.token_hex(12)} $HOME"
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    hosts = str(kept.hostfile)
+    with CommandLines(secret.split()[1]) as watcher:
+        result = kept(
+            "runclust", hosts, "--env", "TOKEN", "--cwd", str(folder), "--json",
+            'sleep 0.3; echo "$TOKEN|$PWD|"; cat; printf "a\\377" >&2; exit 3',
+            text_in="one\ntwo" * 50_000, TOKEN=secret,
+        )  # fmt: skip
+    assert not watcher.found
+    assert result.returncode == 1
+    for entry in records(result).values():
+        assert entry["stdout"] == f"{secret}|{folder}|\n" + "one\ntwo" * 50_000
+        assert (entry["stderr"], entry["exit_status"]) == ("a\ufffd", 3)
+    result = kept("runclust", hosts, "--gather", "pwd; nobody-has-this")
+    assert "node[1-2] (2): exit status 127" in result.stdout
+    result = kept("runclust", hosts, "--cwd", "/none", "true")
+    assert "host node1: /none: No such file or directory" in result.stderr
+    result = kept("runclust", hosts, "--json", "--timeout", "0.5", "sleep 60")
+    assert {entry["state"] for entry in records(result).values()} == {"timed out"}
+    assert all("was stopped" in entry["error"] for entry in records(result).values())
+    # A background child is left alone, and does not hold up the call.
+    result = kept("runclust", hosts, "--hosts", "node1", "sleep 100 & echo $!")
+    pid = int(result.stdout.split()[1])
+    assert is_alive(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert kept.logins() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_a_warm_call_ends_all_it_started(kept: Kept, number: signal.Signals) -> None:
+    process = start(kept, str(kept.hostfile), DETACHED)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(6)]
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 130), errors
+    if number == signal.SIGINT:
+        assert "2 interrupted (node[1-2])" in errors
+    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+    assert kept("runclust", str(kept.hostfile), "true").returncode == 0
+
+
+def test_kill_9_of_the_keeper_leaves_nothing(kept: Kept) -> None:
+    process = start(kept, str(kept.hostfile), DETACHED)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(6)]
+    for pid in kept.processes("keeper"):
+        os.kill(pid, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the keeper is gone" in errors
+    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+    wait_until(lambda: not kept.processes("agent"), "the agents' end")
+    # The socket that is left behind hinders nobody.
+    assert kept("runclust", "--keep", "5m", str(kept.hostfile), "true").returncode == 0
+    assert len(kept.processes("agent")) >= 2
+
+
+def test_a_connection_that_breaks_is_made_anew(kept: Kept) -> None:
+    before = kept.logins()
+    for pid in kept.processes("agent")[:1]:
+        os.kill(pid, signal.SIGKILL)
+    result = kept("runclust", "--keep", "5m", str(kept.hostfile), "true")
+    assert result.returncode == 0, result.stderr
+    wait_until(lambda: len(kept.processes("agent")) >= 2, "two agents")
+    assert kept.logins() == before + 1
+
+
+def test_other_settings_use_other_connections(kept: Kept, server: Sshd) -> None:
+    def logins(*arguments: str, **environment: str) -> int:
+        before = kept.logins()
+        result = kept("runclust", *arguments, str(kept.hostfile), "true", **environment)
+        assert result.returncode == 0, result.stderr
+        return kept.logins() - before
+
+    assert logins() == 0
+    other = server.folder / "other_key"
+    other.write_bytes(server.user_key.read_bytes())
+    other.chmod(0o600)
+    assert logins("--identity", str(other)) == 2
+    assert logins(SSH_AUTH_SOCK=str(kept.folder / "none")) == 2
+    # A host beside those that are kept, without and with being asked to keep it.
+    kept.hostfile.write_text("node[1-3]\n")
+    assert [logins(), logins("--keep", "5m"), logins()] == [1, 1, 0]
+    kept.hostfile.write_text("root@node1\n")
+    assert logins() == 1
+    kept.hostfile.write_text("localhost\nnode1\n")
+    assert logins() == 0
+    kept.hostfile.write_text("node[1-2]\n")
+    with kept.config.open("a") as config:
+        config.write("Host node9\n")
+    assert logins() == 2
+
+
+def test_a_reader_that_stands_still_holds_up_nobody(kept: Kept) -> None:
+    with start(kept, str(kept.hostfile), "yes 0123456789") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for text in ("a", "b"):
+            command = f"head -c 3000000 /dev/zero; echo; echo {text}"
+            result = kept("runclust", str(kept.hostfile), command)
+            assert result.returncode == 0
+            assert result.stdout.count(f": {text}\n") == 2
+        process.stdout.close()
+        assert process.wait(60) == 1
+    for pid in kept.processes("keeper"):
+        peak = Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]
+        assert int(peak) < 150_000
+
+
+def test_what_is_idle_ends(server: Sshd, tmp_path: Path) -> None:
+    tools = Kept(server, tmp_path)
+    tools.hostfile.write_text("node1\n")
+    result = tools("runclust", "--keep", "0.5s", str(tools.hostfile), "true")
+    assert result.returncode == 0, result.stderr
+    folder = Path(tools.environment["HVD_ELASTIC_HOME"], "keepers")
+    wait_until(lambda: not tools.processes("keeper"), "the keeper's end")
+    assert not list(folder.glob("*.keeper"))
+    assert tools("runclust", "--keep", "5m", str(tools.hostfile), "true").returncode == 0
+    assert tools.processes("keeper")
+    assert tools("runclust", "--no-keep", str(tools.hostfile), "true").returncode == 0
+    wait_until(lambda: not tools.processes("keeper"), "the keeper's end")
+    assert tools("stop-keeping").stdout == "nothing is kept\n"
+    assert tools("runclust", "--keep", "soon", str(tools.hostfile), "true").returncode == 2
+
+
+def test_a_folder_that_others_can_use_is_not_used(server: Sshd, tmp_path: Path) -> None:
+    tools = Kept(server, tmp_path)
+    tools.hostfile.write_text("node1\n")
+    folder = Path(tools.environment["HVD_ELASTIC_HOME"], "keepers")
+    folder.mkdir(parents=True)
+    folder.chmod(0o770)
+    result = tools("runclust", "--keep", "5m", str(tools.hostfile), "true")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "must be a folder of this user" in result.stderr
+    assert tools("runclust", str(tools.hostfile), "true").returncode == 0
