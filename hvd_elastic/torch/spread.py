@@ -73,16 +73,24 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """128 bits of the SHA-256 of the content of each, as two integers."""
     if not tensors:
         return []
-    pieces: list[list[memoryview]] = []
-    for tensor in tensors:
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        pieces.append(
-            [content[at : at + _PIECE_BYTES] for at in range(0, len(content), _PIECE_BYTES)]
-        )
+    pieces = [_pieces(tensor.detach()) for tensor in tensors]
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        hashed = pool.map(lambda piece: hashlib.sha256(piece).digest(), chain.from_iterable(pieces))
+        hashed = pool.map(_hash, chain.from_iterable(pieces))
         whole = [hashlib.sha256(b"".join(next(hashed) for _ in some)).digest() for some in pieces]
     return [
         [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
         for digest in whole
     ]
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views of it, where it lies in one piece."""
+    if not tensor.is_contiguous():
+        return [tensor]
+    return tensor.reshape(-1).view(torch.uint8).split(_PIECE_BYTES)
+
+
+def _hash(piece: torch.Tensor) -> bytes:
+    """Of its bytes; a copy from another device, or in order, lives no longer than this."""
+    content = piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content.data).digest()
