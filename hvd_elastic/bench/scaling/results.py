@@ -80,10 +80,11 @@ def measure_virtual(
         for part, measure, names in parts:
             for row in measure(stage, names, say):
                 found[part].append({**_finite(row), "load_average": os.getloadavg()[0]})
-                taken = conditions(stage.description, _EMULATED, load_before)
                 if out is not None:
+                    taken = conditions(stage.description, _EMULATED, load_before)
                     write_result(out, "controller_virtual", taken, found)
-    return {**found, "conditions": conditions("virtual hosts", _EMULATED, load_before)}
+        taken = conditions(stage.description, _EMULATED, load_before)
+    return {**found, "conditions": taken}
 
 
 def _finite(row: Row) -> Row:

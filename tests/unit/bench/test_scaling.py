@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.bench.scaling.measure import Static, best_static, climb
+from hvd_elastic.bench.scaling.measure import climb
 from hvd_elastic.bench.scaling.observed import (
     goodput_between,
     moments,
@@ -99,11 +99,6 @@ def test_a_batch_is_looked_for_up_or_down_and_no_further() -> None:
     asked.clear()
     climb(measure, start=64, at_start=-1.0, least=64, most=64)
     assert asked == []
-
-
-def test_the_best_static_choice_brings_most() -> None:
-    choices = [Static(8, 512, 900.0), Static(4, 256, 950.0), Static(1, 64, 100.0)]
-    assert best_static(choices).slots == 4
 
 
 def test_a_name_that_is_not_known_is_refused_before_anything_is_made() -> None:
