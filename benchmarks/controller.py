@@ -15,7 +15,7 @@ from pathlib import Path
 from hvd_elastic.bench.controller import measure, table
 from hvd_elastic.bench.figures import conditions, write_result
 from hvd_elastic.bench.scaling.results import measure_virtual, show_virtual
-from hvd_elastic.bench.scaling.workloads import CHANGES, WORKLOADS
+from hvd_elastic.bench.scaling.workloads import CHANGES, FORECASTS, WORKLOADS
 from hvd_elastic.errors import HvdElasticError
 
 RESULT = Path(__file__).parent / "results" / "controller.json"
@@ -26,19 +26,14 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--virtual", action="store_true", help="real jobs on virtual hosts (root)")
-    every = ",".join(WORKLOADS)
-    of = f"of --virtual: of {every}; empty for none"
-    parser.add_argument("--workloads", default=every, help=f"steady state, {of}")
-    parser.add_argument(
-        "--changes",
-        default=",".join(CHANGES),
-        help=f"of --virtual: changes in mid-run, of {','.join(CHANGES)}; empty for none",
-    )
-    parser.add_argument(
-        "--forecasts",
-        default="compute-bound,communication-bound",
-        help=f"what 2 hosts foretell of 4, {of}",
-    )
+    for option, valid, what in (
+        ("--workloads", WORKLOADS, "steady state"),
+        ("--changes", CHANGES, "changes in mid-run"),
+        ("--forecasts", FORECASTS, "what 2 hosts foretell of 4"),
+    ):
+        names = ",".join(valid)
+        told = f"{what}, with --virtual: of {names} (default: all; an empty text: none)"
+        parser.add_argument(option, default=names, metavar="NAMES", help=told)
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()
     if not arguments.virtual:

@@ -26,6 +26,7 @@ from hvd_elastic.bench.scaling.observed import (
 from hvd_elastic.bench.scaling.play import Play, playing
 from hvd_elastic.bench.scaling.workloads import (
     CHANGES,
+    FORECASTS,
     HOSTS,
     INITIAL_BATCH,
     MAX_BATCH,
@@ -50,7 +51,7 @@ _SIZES = (8, 6, 4, 2, 1)
 _HOPELESS = 0.7
 """A number of slots that brings less of the best at its first batch is not looked into."""
 _SHARE = 0.95
-_FORECAST_S = 12.0
+_FORECAST_S = 20.0
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -138,13 +139,16 @@ def measure_forecasts(stage: Stage, names: Sequence[str], say: Say) -> Iterator[
     """What one and two hosts foretell of all of them, beside what these do."""
     for name in names:
         say(f"forecast: {name}")
-        with _telling(say), playing(stage, WORKLOADS[name]) as play:
+        with _telling(say), playing(stage, FORECASTS[name]) as play:
             for slots in (1, SLOTS, SLOTS + 1, 2 * SLOTS):
                 play.use(slots, None)
                 play.train(_FORECAST_S)
             seen = list(play.records)
             offers = [HostOffer(f"host{number}", SLOTS) for number in range(HOSTS)]
-            last = forecast(replay(seen), offers, HOSTS)[-1]
+            try:
+                last = forecast(replay(seen), offers, HOSTS)[-1]
+            except ValueError as error:
+                raise FailedPlayError(str(error)) from error
             play.use(HOSTS * SLOTS, last.global_batch_size)
             told = _measure(play, math.inf)
             yield {

@@ -18,7 +18,7 @@ from hvd_elastic.bench.scaling.measure import (
     measure_forecasts,
     measure_steady,
 )
-from hvd_elastic.bench.scaling.workloads import CHANGES, HOSTS, SLOTS, WORKLOADS
+from hvd_elastic.bench.scaling.workloads import CHANGES, FORECASTS, HOSTS, SLOTS, WORKLOADS
 from hvd_elastic.errors import UsageError
 
 __all__ = ["measure_virtual", "show_virtual"]
@@ -46,7 +46,7 @@ def measure_virtual(
     Args:
         workloads: of which the steady state is wanted, of ``WORKLOADS``.
         changes: of ``CHANGES``.
-        forecasts: workloads for which more hosts are foretold.
+        forecasts: for which more hosts are foretold, of ``FORECASTS``.
         say: told what is going on.
         out: written anew after each case, so that what was measured is not lost.
 
@@ -56,7 +56,7 @@ def measure_virtual(
     for option, names, valid in (
         ("--workloads", workloads, WORKLOADS),
         ("--changes", changes, CHANGES),
-        ("--forecasts", forecasts, WORKLOADS),
+        ("--forecasts", forecasts, FORECASTS),
     ):
         unknown = [name for name in names if name not in valid]
         if unknown:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CHANGES", "HOSTS", "INITIAL_BATCH", "MAX_BATCH", "SLOTS", "WORKLOADS", "Change"]
-__all__ += ["Workload"]
+__all__ = ["CHANGES", "FORECASTS", "HOSTS", "INITIAL_BATCH", "MAX_BATCH", "SLOTS", "WORKLOADS"]
+__all__ += ["Change", "Workload"]
 
 HOSTS = 4
 SLOTS = 2
@@ -37,6 +37,13 @@ WORKLOADS = {
     "low-noise": Workload(flips=0.0),
     "high-noise": Workload(flips=0.9),
 }
+
+FORECASTS = {
+    "compute-bound": WORKLOADS["compute-bound"],
+    "slow-device": Workload(pass_s=0.06, example_s=0.018),
+    "communication-bound": WORKLOADS["communication-bound"],
+}
+"""With a slow device it matters least what all the processes cost the cores that they share."""
 
 
 @dataclass(frozen=True)
