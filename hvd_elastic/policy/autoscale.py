@@ -79,7 +79,9 @@ def remember(memory: Memory, decision: Decision, current: Allocation, now: float
             return dataclasses.replace(memory, wish=None, wished=0)
         same = memory.wish is not None and _action(current, wish) == _action(current, memory.wish)
         return dataclasses.replace(memory, wish=wish, wished=memory.wished + 1 if same else 1)
-    return Memory(changed_at=now, changes=memory.changes + 1)
+    # Slots may take minutes to start; asking for the same ones meanwhile changes nothing.
+    again = decision.target == memory.asked
+    return Memory(changed_at=now, changes=memory.changes + (not again), asked=decision.target)
 
 
 def surroundings_changed(memory: Memory) -> Memory:

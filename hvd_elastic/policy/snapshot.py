@@ -80,12 +80,14 @@ class Memory:
         wish: what the last look wanted and hysteresis or cool-down did not let happen.
         wished: looks in a row with a wish in the same direction.
         changes: of the policy since the surroundings last changed.
+        asked: for which slots the last change was; None: there was none.
     """
 
     changed_at: float = -math.inf
     wish: Allocation | None = None
     wished: int = 0
     changes: int = 0
+    asked: Allocation | None = None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_elastic.bench.links import limit_link
 from hvd_elastic.cluster.virtual import VirtualCluster, plan
-from hvd_elastic.cluster.virtual.marks import SWITCH, marked_processes
 from hvd_elastic.cluster.virtual.tools import run_tool
 from hvd_elastic.errors import RunError
 
@@ -146,16 +146,7 @@ class CopyBed:
 
     def slow_down(self, host: str, share: float) -> None:
         """Limits a host's link, in both directions, to a share of the others'."""
-        words = plan.Rate(int(self.bytes_per_s * 8 * share)).arguments.split()
-        change = ["tc", "qdisc", "replace", "dev"]
-        inside = self.cluster.run_on(host, [*change, "eth0", "root", *words])
-        if inside.returncode != 0:
-            raise RunError(f"the link of {host} cannot be limited: {inside.stderr}")
-        index = self.cluster.state.host(host).index
-        for pid, name in marked_processes(self.cluster.folder).items():
-            if name == SWITCH:
-                port = [*change, f"p{index}", "root", *words]
-                run_tool(["nsenter", "-t", str(pid), "-n", *port])
+        limit_link(self.cluster, host, int(self.bytes_per_s * 8 * share))
 
     def _sent(self) -> int:
         path = Path("/sys/class/net", self._interface, "statistics/tx_bytes")

@@ -15,7 +15,7 @@ from hvd_elastic.model.step_time import Observation, fit_step_time
 from hvd_elastic.policy.autoscale import decide, remember, surroundings_changed
 from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.scoring import expected_gain_and_loss, score_allocations
-from hvd_elastic.policy.snapshot import Allocation, HostOffer, Memory
+from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory
 from tests.unit.policy.snapshots import HOSTS, snapshot, well_known
 
 AT_ONCE = Parameters(confirmations=1)
@@ -107,12 +107,21 @@ def test_cool_down_grows_with_changes():
 
 
 def test_changes_are_counted_until_the_surroundings_change():
-    now = snapshot(PAYS, {"n0": 1})
-    memory = Memory()
-    for at in (100.0, 200.0):
-        memory = remember(memory, decide(now, at, None, AT_ONCE), now.current, at)
+    current, memory = Allocation.of({"n0": 1}), Memory()
+    for at, slots in ((100.0, 4), (200.0, 2)):
+        found = Decision("grow", "", Allocation.of({"n0": slots}))
+        memory = remember(memory, found, current, at)
     assert (memory.changes, memory.changed_at) == (2, 200.0)
     assert surroundings_changed(memory).changes == 0
+
+
+def test_slots_that_take_long_to_start_are_asked_for_again_without_being_another_change():
+    now = snapshot(PAYS, {"n0": 1})
+    for at in (100.0, 120.0, 160.0):
+        found = decide(now, at, None, AT_ONCE)
+        assert found.action == "grow"
+        now = dataclasses.replace(now, memory=remember(now.memory, found, now.current, at))
+    assert (now.memory.changes, now.memory.changed_at) == (1, 160.0)
 
 
 def test_efficiency_keeps_slots_that_do_their_part():

@@ -1,0 +1,27 @@
+"""The rate of a virtual host's link, while the host is up."""
+
+from __future__ import annotations
+
+from hvd_elastic.cluster.virtual import VirtualCluster, plan
+from hvd_elastic.cluster.virtual.marks import SWITCH, marked_processes
+from hvd_elastic.cluster.virtual.tools import run_tool
+from hvd_elastic.errors import RunError
+
+__all__ = ["limit_link"]
+
+
+def limit_link(cluster: VirtualCluster, host: str, bits_per_s: int) -> None:
+    """Limit the link of a host in network namespaces, in both directions.
+
+    Raises:
+        RunError: the kernel refuses.
+    """
+    words = plan.Rate(bits_per_s).arguments.split()
+    change = ["tc", "qdisc", "replace", "dev"]
+    inside = cluster.run_on(host, [*change, "eth0", "root", *words])
+    if inside.returncode != 0:
+        raise RunError(f"the link of {host} cannot be limited: {inside.stderr}")
+    index = cluster.state.host(host).index
+    for pid, name in marked_processes(cluster.folder).items():
+        if name == SWITCH:
+            run_tool(["nsenter", "-t", str(pid), "-n", *change, f"p{index}", "root", *words])

@@ -1,0 +1,237 @@
+"""Measures the controller on real jobs: what it settles on, after changes, and what it foretells.
+
+The best static choice is looked for in the same job, once the policy is paused: for each number of
+slots, batches that double or halve for as long as that brings more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import mean
+from typing import Any
+
+from hvd_elastic.bench.elasticity.stage import FailedPlayError, Stage
+from hvd_elastic.bench.scaling.observed import (
+    Moment,
+    goodput_between,
+    moments,
+    noise_between,
+    seconds_until,
+)
+from hvd_elastic.bench.scaling.play import Play, playing
+from hvd_elastic.bench.scaling.workloads import (
+    CHANGES,
+    FORECASTS,
+    HOSTS,
+    INITIAL_BATCH,
+    MAX_BATCH,
+    SLOTS,
+    WORKLOADS,
+)
+from hvd_elastic.policy.forecast import forecast
+from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.snapshot import HostOffer
+
+__all__ = ["Static", "best_static", "climb", "measure_changes", "measure_forecasts"]
+__all__ += ["measure_steady"]
+
+_GOODPUT = ("--policy", "goodput")
+_SETTLE_S = 90.0
+_CHANGE_S = 120.0
+_JUDGED_S = 20.0
+"""Over so long a time a goodput is taken."""
+_SETTLING_S = 1.5
+_STATIC_S = 7.0
+_SIZES = (8, 6, 4, 2, 1)
+_HOPELESS = 0.7
+"""A number of slots that brings less of the best at its first batch is not looked into."""
+_SHARE = 0.95
+_FORECAST_S = 20.0
+
+Row = dict[str, Any]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Static:
+    """Slots and a batch that did not change, and what they brought [useful examples/s]."""
+
+    slots: int
+    batch: int
+    goodput: float
+
+
+def climb(
+    measure: Callable[[int], float], start: int, at_start: float, least: int, most: int
+) -> dict[int, float]:
+    """Halve or double a batch for as long as that brings more; all that was measured.
+
+    >>> climb(lambda batch: -abs(batch - 32), start=8, at_start=-24, least=4, most=64)
+    {8: -24, 4: -28, 16: -16, 32: 0, 64: -32}
+    """
+    found = {start: at_start}
+    for factor in (0.5, 2.0):
+        batch = start
+        while least <= int(batch * factor) <= most:
+            before, batch = batch, int(batch * factor)
+            found[batch] = measure(batch)
+            if found[batch] < found[before]:
+                break
+        if len(found) > 2:
+            break  # the summit lies on this side
+    return found
+
+
+def best_static(found: Sequence[Static]) -> Static:
+    """The one that brought most; what was measured twice counts by its mean.
+
+    >>> best_static([Static(2, 64, 90.0), Static(8, 64, 80.0), Static(2, 64, 60.0)])
+    Static(slots=8, batch=64, goodput=80.0)
+    """
+    choices: dict[tuple[int, int], list[float]] = {}
+    for static in found:
+        choices.setdefault((static.slots, static.batch), []).append(static.goodput)
+    means = [Static(*choice, mean(goodputs)) for choice, goodputs in choices.items()]
+    return max(means, key=lambda static: static.goodput)
+
+
+def measure_steady(stage: Stage, names: Sequence[str], say: Say) -> Iterator[Row]:
+    """What the controller settles on, against the best static choice; a row for each workload."""
+    for name in names:
+        say(f"steady state: {name}")
+        with _telling(say), playing(stage, WORKLOADS[name], options=_GOODPUT) as play:
+            play.train(_SETTLE_S)
+            end = play.records[-1]["mono"]
+            row, statics = _against_statics(play, end, range(1, HOSTS * SLOTS + 1), say)
+            rescales = play.since(play.since(0.0, "metrics")[0]["mono"], "rescale_started")
+            row["rescales"] = sum(rescale["mono"] <= end for rescale in rescales)
+            yield {"workload": name, **row, "statics": _plain(statics)}
+
+
+def measure_changes(stage: Stage, names: Sequence[str], say: Say) -> Iterator[Row]:
+    """How fast the controller finds the best choice anew; a row for each change."""
+    for name in names:
+        say(f"change: {name}")
+        change = CHANGES[name]
+        with _telling(say), playing(stage, change.workload, change.hosts, _GOODPUT) as play:
+            play.train(_SETTLE_S)
+            before = play.since(0.0, "metrics")[-1]
+            began = play.make(change)
+            play.train(_CHANGE_S)
+            end = play.records[-1]["mono"]
+            left = HOSTS - change.drain
+            row, statics = _against_statics(play, end, range(1, left * SLOTS + 1), say)
+            goal = _SHARE * row["best_static_goodput"]
+            found = moments(play.records, row["noise_scale"], INITIAL_BATCH)
+            row["seconds_to_95_percent"] = seconds_until(found, began, goal, _JUDGED_S)
+            rescales = play.since(began, "rescale_started")
+            row["rescales_after"] = sum(rescale["mono"] <= end for rescale in rescales)
+            row["slots_before"] = before["size"]
+            yield {"change": name, **row, "statics": _plain(statics)}
+
+
+def measure_forecasts(stage: Stage, names: Sequence[str], say: Say) -> Iterator[Row]:
+    """What one and two hosts foretell of all of them, beside what these do."""
+    for name in names:
+        say(f"forecast: {name}")
+        with _telling(say), playing(stage, FORECASTS[name]) as play:
+            for slots in (1, SLOTS, SLOTS + 1, 2 * SLOTS):
+                play.use(slots, None)
+                play.train(_FORECAST_S)
+            seen = list(play.records)
+            offers = [HostOffer(f"host{number}", SLOTS) for number in range(HOSTS)]
+            try:
+                last = forecast(replay(seen), offers, HOSTS)[-1]
+            except ValueError as error:
+                raise FailedPlayError(str(error)) from error
+            play.use(HOSTS * SLOTS, last.global_batch_size)
+            told = _measure(play, math.inf)
+            yield {
+                "workload": name,
+                "hosts_seen": 2,
+                "hosts": last.hosts,
+                "batch": last.global_batch_size,
+                "foretold_throughput": last.throughput,
+                "measured_throughput": told,
+                "error": last.throughput / told - 1,
+            }
+
+
+# ----------------------------------------------------------------------------------------------
+
+
+def _against_statics(play: Play, end: float, allowed: range, say: Say) -> tuple[Row, list[Static]]:
+    """What the policy settled on until ``end``, beside static choices measured from now on."""
+    noise = noise_between(play.records, end - 2 * _JUDGED_S, end)
+    found = moments(play.records, noise, INITIAL_BATCH)
+    chosen = _last_before(found, end)
+    goodput = goodput_between(found, end - _JUDGED_S, end)
+    say(f"  chosen: {chosen.slots} slots, batch {chosen.batch}: {goodput:.0f} useful examples/s")
+    play.pause_policy()
+    statics = list(_statics(play, noise, [n for n in _SIZES if n in allowed], chosen, say))
+    best = best_static(statics)
+    return {
+        "share_of_best_static": goodput / best.goodput,
+        "goodput": goodput,
+        "slots": chosen.slots,
+        "batch": chosen.batch,
+        "best_static_goodput": best.goodput,
+        "best_static_slots": best.slots,
+        "best_static_batch": best.batch,
+        "noise_scale": noise,
+    }, statics
+
+
+def _statics(
+    play: Play, noise: float, sizes: Sequence[int], chosen: Moment, say: Say
+) -> Iterator[Static]:
+    """The choice itself, then batches around the best one of the size before."""
+
+    def measure(slots: int, batch: int) -> float:
+        play.use(slots, batch)
+        goodput = _measure(play, noise)
+        say(f"  {slots} slots, batch {batch}: {goodput:.0f} useful examples/s")
+        return goodput
+
+    yield Static(chosen.slots, chosen.batch, measure(chosen.slots, chosen.batch))
+    start = INITIAL_BATCH * 2 ** round(math.log2(chosen.batch / INITIAL_BATCH))
+    best = 0.0
+    for slots in sizes:
+        first = measure(slots, start)
+        on_slots = {start: first}
+        if first >= _HOPELESS * best:
+            on_slots = climb(partial(measure, slots), start, first, INITIAL_BATCH, MAX_BATCH)
+        best = max(best, *on_slots.values())
+        start = max(on_slots, key=lambda batch: on_slots[batch])
+        yield from (Static(slots, batch, goodput) for batch, goodput in on_slots.items())
+
+
+def _measure(play: Play, noise: float) -> float:
+    """Goodput of what is in force now."""
+    play.train(_SETTLING_S)
+    begin = play.records[-1]["mono"]
+    play.train(_STATIC_S)
+    found = moments(play.records, noise, INITIAL_BATCH)
+    return goodput_between(found, begin, found[-1].mono)
+
+
+def _last_before(found: Sequence[Moment], end: float) -> Moment:
+    return [moment for moment in found if moment.mono <= end][-1]
+
+
+def _plain(statics: Sequence[Static]) -> list[Row]:
+    return [dataclasses.asdict(static) for static in statics]
+
+
+@contextlib.contextmanager
+def _telling(say: Say) -> Iterator[None]:
+    """A case that comes to no figure is said, and the next one has its turn."""
+    try:
+        yield
+    except FailedPlayError as error:
+        say(f"  no figure: {error}")
