@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -497,18 +496,25 @@ def _folder_to_resume(run_id: str, hostfile: Path | None, ssh_config: Path | Non
                 f"{error}\nIf another machine led it, which is gone, its hosts know it: "
                 f"hvd-elastic run --resume {run_id} --hostfile HOSTFILE"
             ) from error
+    from dataclasses import replace
+
     from hvd_elastic.cluster.hostfile import parse_hostfile
     from hvd_elastic.cluster.ssh import SshOptions
-    from hvd_elastic.launch.regain import find_run
+    from hvd_elastic.launch.regain import WHAT_IS_TRUSTED, find_run
 
     config = _ssh_config_for(hostfile, ssh_config)
     options = SshOptions(config_path=None if config is None else Path(config))
-    found = find_run(run_id, list(parse_hostfile(hostfile)), options)
-    command = shlex.join(str(word) for word in found.get("command", ()))
-    print(f"run {run_id} was led by another machine; its hosts run: {command}", file=sys.stderr)
-    # Paths of that machine's own.
-    own = {"hostfile": str(hostfile.absolute()), "ssh_config": config}
-    return RunFolder.create(run_id, {**found, **own})
+    spec = find_run(run_id, list(parse_hostfile(hostfile)), options)
+    print(f"run {run_id} was led by another machine. What its hosts say of it:", file=sys.stderr)
+    for name in WHAT_IS_TRUSTED:
+        value = getattr(spec, name)
+        if value is not None:
+            # As Python writes it: it may hold anything, sequences that a terminal obeys included.
+            print(f"  {name}: {list(value) if name == 'command' else value!r}", file=sys.stderr)
+    _check_folder_is_here(spec, run_id)
+    # The others are paths of that machine's own.
+    spec = replace(spec, hostfile=str(hostfile.absolute()), ssh_config=config)
+    return RunFolder.create(run_id, spec.as_dict())
 
 
 def _check_not_complete(folder: RunFolder) -> None:
@@ -561,9 +567,15 @@ def _resumed_spec(
         changes["max_np"] = max_np
     spec = replace(spec, **changes)
     _check_tensorboard(spec.tensorboard, mpi=False)
-    if not Path(spec.cwd).is_dir():
-        raise RunError(f"run {folder.run_id} was started in {spec.cwd}, which is gone")
+    _check_folder_is_here(spec, folder.run_id)
     return spec
+
+
+def _check_folder_is_here(spec: RunSpec, run_id: str) -> None:
+    if not Path(spec.cwd).is_dir():
+        raise RunError(
+            f"run {run_id} was started in the folder {spec.cwd!r}, which is not on this machine"
+        )
 
 
 def _lead(

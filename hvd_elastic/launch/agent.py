@@ -328,6 +328,7 @@ class Agent:
         self._callers.append(caller)
         caller.accept()
         self._hello = {**self._hello, **caller.hello}
+        keep_run(self._spool(), self._hello.get("run", {}))
         await self._connect(os.fdopen(caller.input, "rb"), os.fdopen(caller.output, "wb"))
         assert self._reader is not None
         if caller.rest:

@@ -18,8 +18,14 @@ from hvd_elastic.cluster.commands import CommandSettings, run_on_hosts
 from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.ssh import SshOptions
 from hvd_elastic.errors import RunError
+from hvd_elastic.launch.spec import RunSpec
 
-__all__ = ["find_run", "keep_run"]
+__all__ = ["WHAT_IS_TRUSTED", "find_run", "keep_run"]
+
+WHAT_IS_TRUSTED = (
+    *("command", "cwd", "python", "preemption_command", "checkpoint_folder", "interface"),
+)
+"""What decides which programs run and where files go; a host that lies about it must stand out."""
 
 _NAME = "run.json"
 _LIMIT_S = 30.0
@@ -35,8 +41,8 @@ def keep_run(spool: Path, fields: Mapping[str, Any]) -> None:
         path.replace(spool / _NAME)
 
 
-def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> dict[str, Any]:
-    """What a run was asked to be, from the first of its hosts that knows.
+def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec:
+    """What a run was asked to be, as its hosts know it.
 
     Args:
         run_id: a valid one.
@@ -44,31 +50,43 @@ def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> dict[st
         options: how to reach them.
 
     Raises:
-        RunError: no host knows the run; says how many could not be asked.
+        RunError: no host knows the run, or they do not agree on what is started where; names them.
     """
     home = os.environ.get("HVD_ELASTIC_HOME")
     folder = '"$HOME"/.hvd_elastic' if home is None else shlex.quote(home)
     command = f"cat {folder}/spool/{shlex.quote(run_id)}/*/{_NAME} 2>/dev/null || true"
     failed: list[str] = []
+    found: list[tuple[str, RunSpec]] = []
     for result in run_on_hosts(hosts, command, options, CommandSettings(timeout_s=_LIMIT_S)):
-        if not result.ok:
+        if result.ok:
+            texts = result.answer.stdout.splitlines()
+            found += [(result.host.name, spec) for spec in _specs(texts, run_id)]
+        else:
             failed.append(result.error)
-            continue
-        for fields in _objects(result.answer.stdout.splitlines()):
-            if fields.get("run_id") == run_id:
-                return fields
-    asked = f"none of its {len(hosts)} hosts knows it"
-    if failed:
-        asked = f"{len(failed)} of {len(hosts)} hosts could not be asked ({failed[0]})"
-    raise RunError(
-        f"there is no run {run_id!r} on this machine, and {asked}. A host forgets a run that has "
-        "ended, unless it holds a checkpoint that no leader has fetched"
-    )
+    if not found:
+        asked = f"none of its {len(hosts)} hosts knows it"
+        if failed:
+            asked = f"{len(failed)} of {len(hosts)} hosts could not be asked ({failed[0]})"
+        raise RunError(
+            f"there is no run {run_id!r} on this machine, and {asked}. A host forgets a run that "
+            "has ended, unless it holds a checkpoint that no leader has fetched"
+        )
+    (first, spec), *others = found
+    for name, other in others:
+        for field in WHAT_IS_TRUSTED:
+            if getattr(other, field) != getattr(spec, field):
+                raise RunError(
+                    f"the hosts of run {run_id} do not agree on its {field}: {first} says "
+                    f"{getattr(spec, field)!r}, {name} says {getattr(other, field)!r}. Leave out "
+                    "of the hostfile whom you do not trust, or who has it from an older run"
+                )
+    return spec
 
 
-def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                yield found
+def _specs(texts: Iterable[bytes], run_id: str) -> Iterator[RunSpec]:
+    """Those of this run; what is none is left out."""
+    for text in texts:
+        with contextlib.suppress(ValueError, RunError):
+            fields = json.loads(text)
+            if isinstance(fields, dict) and fields.get("run_id") == run_id:
+                yield RunSpec.from_dict(fields, run_id)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hvd_elastic.errors import RunError
 
@@ -114,17 +115,19 @@ class RunSpec:
         """What :meth:`as_dict` gave.
 
         Raises:
-            RunError: the run has no usable specification.
+            RunError: the run has no usable specification; names the first field that is not.
         """
-        try:
-            known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
-            known["command"] = tuple(known["command"])
-            known["pin_hosts"] = tuple(known.get("pin_hosts", ()))
-            return cls(**known)
-        except (KeyError, TypeError) as error:
+        hints = get_type_hints(cls)
+        known = {name: fields[name] for name in hints if name in fields}
+        lacking = [name for name in ("command", "cwd") if not known.get(name)]
+        wrong = [name for name, value in known.items() if not _fits(value, hints[name])]
+        if lacking or wrong:
+            why = f"no {lacking[0]}" if lacking else f"{wrong[0]} is {known[wrong[0]]!r}"
             raise RunError(
-                f"run {run_id} cannot be resumed: its run.json does not say what was run ({error})"
-            ) from error
+                f"run {run_id} cannot be resumed: its run.json does not say what was run ({why})"
+            )
+        lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        return cls(**{**known, **lists})
 
     @property
     def heartbeat_s(self) -> float:
@@ -135,3 +138,14 @@ class RunSpec:
     def hostfile_path(self) -> Path | None:
         """The hostfile, made absolute."""
         return None if self.hostfile is None else Path(self.hostfile).absolute()
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value that was read is of the type of its field."""
+    if get_origin(hint) is UnionType:
+        return any(_fits(value, part) for part in get_args(hint))
+    if get_origin(hint) is tuple:
+        return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)

@@ -43,8 +43,11 @@ def parse():
         "--precision", choices=("float32", "bfloat16", "float16"), default="float32"
     )
     args = parser.parse_args()
-    if args.image_size < 32:
-        parser.error(f"--image-size {args.image_size}: it must be 32 or more")
+    least = {"image_size": 32, "width": 1, "epochs": 1, "batch_size": 1, "workers": 0, "warmup": 0}
+    for name, limit in least.items():
+        if getattr(args, name) < limit:
+            option = "--" + name.replace("_", "-")
+            parser.error(f"{option} {getattr(args, name)}: it must be {limit} or more")
     if not 0 < args.crop <= 1:
         parser.error(f"--crop {args.crop}: it must be above 0 and at most 1")
     if not (args.data / "train").is_dir():
@@ -84,7 +87,7 @@ class Pictures(Dataset):
                 pixels = image.convert("RGB").resize(
                     (self.size, self.size), box=box, reducing_gap=2
                 )
-        except OSError as error:
+        except (OSError, SyntaxError) as error:  # the latter of a broken PNG
             hint = "datasets_prep/imagenet_layout.py --verify finds all broken files"
             raise RuntimeError(f"{path} cannot be read ({error}); {hint}") from None
         pixels = np.array(pixels)

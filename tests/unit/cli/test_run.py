@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.cli.app import main
+from hvd_elastic.launch.regain import keep_run
+from hvd_elastic.launch.spec import RunSpec
 from hvd_elastic.telemetry.records import EventLog
 from hvd_elastic.telemetry.runfolder import RunFolder
 
@@ -82,6 +84,33 @@ def test_a_run_that_nobody_knows_is_not_resumed(
     assert status == 1
     assert "there is no run 'gone-1' on this machine, and none of its 1 hosts knows it" in message
     assert not (tmp_path / "home" / "runs" / "gone-1").exists()
+
+
+def test_hosts_that_do_not_agree_on_a_run_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("localhost\n")
+    spool = tmp_path / "home" / "spool" / "lost-1"
+
+    def told(place: str, **fields: object) -> None:
+        (spool / place).mkdir(parents=True, exist_ok=True)
+        spec = RunSpec(("true",), str(tmp_path / "gone"))
+        keep_run(spool / place, {**spec.as_dict(), "run_id": "lost-1", **fields})
+
+    told("a")
+    told("b", np=2)
+    told("c", command=5)
+    call_it = ("--resume", "lost-1", "--hostfile", str(tmp_path / "hosts"))
+    status, message = call(*call_it, capsys=capsys)
+    assert status == 1
+    assert "  command: ['true']" in message
+    assert "which is not on this machine" in message
+    told("d", preemption_command="touch /tmp/x\x1b[2J")
+    status, message = call(*call_it, capsys=capsys)
+    assert status == 1
+    assert "do not agree on its preemption_command" in message
+    assert "\\x1b[2J" in message
+    assert not (tmp_path / "home" / "runs").exists()
 
 
 def test_options_that_resume_would_ignore_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,3 +53,23 @@ def test_the_hostfile_is_found_from_any_folder() -> None:
     assert RunSpec((), "/").hostfile_path is None
     found = RunSpec((), "/", hostfile="hosts").hostfile_path
     assert found == Path.cwd() / "hosts"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("command", 5),
+        ("command", ["python", 1]),
+        ("command", []),
+        ("cwd", None),
+        ("np", "x"),
+        ("np", True),
+        ("audit", 1),
+        ("failure_timeout_s", "5"),
+        ("pin_hosts", [None]),
+    ],
+)
+def test_what_is_no_spec_is_refused_by_field(field: str, value: object) -> None:
+    fields = {**RunSpec(("python",), "/").as_dict(), field: value}
+    with pytest.raises(RunError, match=f"run r cannot be resumed.*{field}"):
+        RunSpec.from_dict(json.loads(json.dumps(fields)), "r")
