@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.cluster import keep_socket
 from hvd_elastic.cluster.connection import Connection, SshOptions
 from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.kept import KEY_BYTES
@@ -165,15 +166,23 @@ class _There:
 
 
 class Keeper:
-    """The agents and the calls of one user; ends its process when there are none."""
+    """The agents and the calls of one user; ends its process when there are none.
 
-    def __init__(self) -> None:
+    Args:
+        first_call_s: how long it waits for the first call.
+    """
+
+    def __init__(self, first_call_s: float) -> None:
         self._lock = threading.Lock()
         self._agents: dict[bytes, _There] = {}
         self._opening: dict[bytes, threading.Lock] = {}
         self._openings = 0
         self._clients: set[_Client] = set()
+        self._stopping: list[socket.socket] = []
         self._stops = False
+        timer = threading.Timer(first_call_s, self._end_if_idle)
+        timer.daemon = True
+        timer.start()
 
     def admit(self, sock: socket.socket) -> None:
         """A call begins, at the other end of that socket."""
@@ -184,13 +193,23 @@ class Keeper:
         threading.Thread(target=client.send_all, name="to a call", daemon=True).start()
         threading.Thread(target=self._serve, args=(client,), name="a call", daemon=True).start()
 
-    def stop(self) -> None:
-        """Every agent ends as soon as it has no command."""
+    def stop(self, asking: socket.socket) -> None:
+        """Every agent ends as soon as it has no command.
+
+        Args:
+            asking: hears at once where calls go on, else by the end of this process.
+        """
         with self._lock:
             self._stops = True
+            self._stopping.append(asking)
             agents = list(self._agents.values())
+            goes_on = bool(self._clients or self._openings)
+        if goes_on:
+            with contextlib.suppress(OSError):
+                asking.send(keep_socket.STOP)
         for agent in agents:
-            self._close_if_idle(agent)
+            # Each takes a moment, and many are many moments.
+            threading.Thread(target=self._close_if_idle, args=(agent,), daemon=True).start()
         self._end_if_idle()
 
     def _serve(self, client: _Client) -> None:
@@ -280,12 +299,14 @@ class Keeper:
             with self._lock:
                 lock = self._opening.setdefault(key, threading.Lock())
             with lock:
+                if self._stops:
+                    raise NotKeptError
                 if key not in self._agents:
                     agent = self._connect(wanted)
                     with self._lock:
                         self._agents[key] = agent
             client.put(frame(keep_wire.OPENED, number))
-        except HvdElasticError as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, a call waits for the answer
             text = f"{type(error).__name__} {error}"
             client.put(frame(keep_wire.FAILED, number, text.encode("utf-8", "replace")))
         finally:

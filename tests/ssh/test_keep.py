@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.cluster import keep_socket
 from tests.command_lines import CommandLines
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
@@ -67,10 +69,21 @@ class Kept(Tools):
                 continue
         return [pid for pid in found if is_alive(pid)]
 
+    def listens(self) -> int:
+        """The keeper's process that takes calls: the parent of the others."""
+        pids = self.processes("keeper")
+        (found,) = set(map(parent, pids)) & set(pids)
+        return found
+
+    def sockets(self) -> list[Path]:
+        return list(Path(self.environment["HVD_ELASTIC_HOME"], "keepers").glob("*.keeper"))
+
     def gone(self) -> bool:
-        folder = Path(self.environment["HVD_ELASTIC_HOME"], "keepers")
-        sockets = list(folder.glob("*.keeper"))
-        return not (self.processes("keeper") or self.processes("agent") or sockets)
+        return not (self.processes("keeper") or self.processes("agent") or self.sockets())
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +174,68 @@ def test_kill_9_of_the_keeper_leaves_nothing(kept: Kept) -> None:
     # The socket that is left behind hinders nobody.
     assert kept("runclust", "--keep", "5m", str(kept.hostfile), "true").returncode == 0
     assert len(kept.processes("agent")) >= 2
+
+
+def test_kill_9_of_what_takes_calls_leaves_nothing(kept: Kept) -> None:
+    process = start(kept, str(kept.hostfile), DETACHED)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(6)]
+    os.kill(kept.listens(), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+    wait_until(lambda: not kept.processes("agent"), "the agents' end")
+    assert kept("runclust", str(kept.hostfile), "true").returncode == 0
+
+
+def test_a_call_goes_on_when_its_keeper_is_told_to_stop(kept: Kept, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    command = f"echo in; until [ -e {flag} ]; do sleep 0.05; done; echo out"
+    process = start(kept, "--keep", "5m", "--fanout", "1", str(kept.hostfile), command)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "node1: in\n"
+    (path,) = kept.sockets()
+    folder = os.open(path.parent, os.O_RDONLY)
+    # Both wait to be taken, the one behind the other.
+    listens = kept.listens()
+    os.kill(listens, signal.SIGSTOP)
+    asking, late = (keep_socket.call_keeper(folder, path.name) for _ in range(2))
+    os.close(folder)
+    assert asking is not None
+    assert late is not None
+    with asking, late:
+        keep_socket.send_request(asking, [keep_socket.STOP])
+        keep_socket.send_request(late, [keep_socket.RUN])
+        os.kill(listens, signal.SIGCONT)
+        for sock in (asking, late):
+            sock.settimeout(60)
+        assert asking.recv(9) == keep_socket.STOP
+        with contextlib.suppress(ConnectionResetError):
+            assert late.recv(1) == b""
+    assert not path.exists()
+    flag.touch()
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "node1: out\nnode2: in\nnode2: out\n"), errors
+    wait_until(kept.gone, "the end of all that was kept")
+
+
+def test_a_stream_that_is_closed_is_no_hindrance(kept: Kept) -> None:
+    before = kept.logins()
+    for close, shown in ((">&-", ""), ("2>&-", "node1: a\nnode2: a\n"), ("<&-", None)):
+        for environment, logins in ({}, 0), ({"SSH_AUTH_SOCK": "none"}, 2):
+            argv = kept.argv("runclust", str(kept.hostfile), "--fanout", "1", "echo a; echo b >&2")
+            result = subprocess.run(
+                ["sh", "-c", f'exec "$@" {close}', "sh", *argv],
+                capture_output=True,
+                text=True,
+                env={**kept.environment, **environment},
+                timeout=60,
+            )
+            assert result.returncode == 0, result.stderr
+            assert "Traceback" not in result.stderr
+            assert shown is None or result.stdout == shown
+            assert kept.logins() - before == logins
+            before += logins
 
 
 def test_a_connection_that_breaks_is_made_anew(kept: Kept) -> None:
