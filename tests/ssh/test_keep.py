@@ -290,6 +290,63 @@ def test_a_reader_that_stands_still_holds_up_nobody(kept: Kept) -> None:
         assert int(peak) < 150_000
 
 
+@pytest.fixture
+def noisy(tmp_path: Path) -> Iterator[Sshd]:
+    """An sshd whose users' shells read a ~/.bashrc, which prints something."""
+    home = tmp_path / "there"
+    home.mkdir()
+    (home / ".bashrc").write_text(f"echo welcome\nPATH={home}:$PATH\n")
+    (tmp_path / "noisy").mkdir()
+    server = Sshd(tmp_path / "noisy", home=home)
+    server.stop()
+    text = server.config.read_text()
+    server.config.write_text(text.replace("SetEnv SHLVL=1 ", "SetEnv "))
+    server.process = server._start()
+    yield server
+    server.stop()
+
+
+def test_what_shells_print_is_no_hindrance(noisy: Sshd, tmp_path: Path) -> None:
+    tools = Kept(noisy, tmp_path)
+    for _ in range(2):
+        result = tools("runclust", "--keep", "5m", str(tools.hostfile), "echo mine")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count(": mine\n") == 2
+    assert tools.logins() == 2
+    tools("stop-keeping")
+
+
+def test_an_agent_that_breaks_the_rules_harms_only_its_host(
+    noisy: Sshd, server: Sshd, tmp_path: Path
+) -> None:
+    tools = Kept(server, tmp_path)
+    noisy.write_config(tools.config, ["bad"])
+    tools.hostfile.write_text("node1\nbad\n")
+    python = tmp_path / "there" / "python3"
+    # It says that the first command has ended, and not how.
+    python.write_text(
+        f"""#!/bin/sh
+case "$*" in *keep_commands*)
+    head -c "$5" > {tmp_path}/program
+    printf '\\001hvd-elastic-agent\\n'
+    head -c 9 > {tmp_path}/start
+    printf '\\016\\000\\000\\000\\001\\000\\000\\000\\000'
+    exec cat > {tmp_path}/rest
+esac
+exec {sys.executable} "$@"
+"""
+    )
+    python.chmod(0o755)
+    result = tools("runclust", "--keep", "5m", "--json", str(tools.hostfile), "sleep 0.5; echo a")
+    found = records(result)
+    assert set(found) == {"node1", "bad"}, result.stderr
+    assert found["node1"]["stdout"] == "a\n", result.stderr
+    assert (found["bad"]["state"], result.returncode) == ("failed", 1)
+    assert "the connection was lost" in found["bad"]["error"]
+    assert (tmp_path / "start").stat().st_size == 9
+    tools("stop-keeping")
+
+
 def test_what_is_idle_ends(server: Sshd, tmp_path: Path) -> None:
     tools = Kept(server, tmp_path)
     tools.hostfile.write_text("node1\n")

@@ -22,11 +22,11 @@ from hvd_elastic.cluster.remote.keep_wire import (
     EXIT,
     FORGET,
     INPUT,
+    MARK,
     OUT,
     OVER,
     PING,
     PONG,
-    READY,
     ROOM,
     START,
     WINDOW_BYTES,
@@ -108,7 +108,7 @@ class Agent:
 
     def serve(self) -> None:
         """Returns when it is time to end."""
-        self._say(READY)
+        self._unsent = MARK
         self._send()
         while True:
             events = self._wait()
