@@ -13,6 +13,7 @@ from pathlib import Path
 from hvd_elastic.cluster import keep_socket
 from hvd_elastic.cluster.connection import SshOptions
 from hvd_elastic.cluster.kept import KeptHosts
+from hvd_elastic.cluster.ssh_config import needs_folder, read_config_text
 from hvd_elastic.config import home
 from hvd_elastic.errors import HvdElasticError
 
@@ -38,6 +39,8 @@ def attach(options: SshOptions, keep_s: float | None) -> KeptHosts | None:
     Raises:
         HvdElasticError: no keeper can be started.
     """
+    if _needs_folder(options):
+        return None
     folder = keep_socket.open_folder(make=keep_s is not None)
     if folder is None:
         if keep_s is None:
@@ -63,10 +66,18 @@ def attach_through(
     sock: socket.socket, options: SshOptions, keep_s: float | None
 ) -> KeptHosts | None:
     """As :func:`attach`, with a connection that a keeper has given."""
+    if _needs_folder(options):
+        sock.close()
+        return None
     kept = _greet(sock, options, keep_s, asks=False)
     if kept is None and keep_s is not None:
         raise _keeper_ended()
     return kept
+
+
+def _needs_folder(options: SshOptions) -> bool:
+    """Whether the call must connect itself, since a keeper runs in another folder."""
+    return needs_folder(read_config_text(options.config_path))
 
 
 def _greet(
@@ -152,6 +163,7 @@ def _start_keeper(folder: int, name: str) -> None:
                 stdout=log,
                 stderr=log,
                 cwd="/",
+                env={**os.environ, "HVD_ELASTIC_HOME": str(home().absolute())},
                 start_new_session=True,
                 pass_fds=[folder],
             )

@@ -316,6 +316,48 @@ def test_what_shells_print_is_no_hindrance(noisy: Sshd, tmp_path: Path) -> None:
     tools("stop-keeping")
 
 
+def test_an_agent_stays_for_long_and_loses_what_it_had_ready(noisy: Sshd, tmp_path: Path) -> None:
+    tools = Kept(noisy, tmp_path)
+    tools.hostfile.write_text("node1\n")
+    assert tools("runclust", "--keep", "30d", str(tools.hostfile), "true").returncode == 0
+    wait_until(lambda: len(tools.processes("agent")) == 2, "the holder of the next command")
+    agents = tools.processes("agent")
+    for pid in agents:
+        if parent(pid) in agents:
+            os.kill(pid, signal.SIGKILL)
+    result = tools("runclust", str(tools.hostfile), "echo mine")
+    assert result.stdout.endswith("node1: mine\n"), result.stderr
+    assert tools.logins() == 1
+    tools("stop-keeping")
+
+
+def test_relative_paths_are_those_of_the_callers_folder(server: Sshd, tmp_path: Path) -> None:
+    tools = Kept(server, tmp_path)
+    tools.hostfile.write_text("node1\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "known_hosts").write_text(server.known_hosts_line())
+    tools.environment["HVD_ELASTIC_HOME"] = "home"
+    text = tools.config.read_text().replace(str(server.folder / "known_hosts"), "/dev/null")
+    tools.config.write_text(text)
+    (tmp_path / "id").write_bytes(server.user_key.read_bytes())
+    (tmp_path / "id").chmod(0o600)
+
+    def logins() -> int:
+        before = tools.logins()
+        argv = tools.argv("runclust", "--keep", "5m", str(tools.hostfile), "true")
+        result = subprocess.run(
+            argv, cwd=tmp_path, env=tools.environment, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        return tools.logins() - before
+
+    assert [logins(), logins()] == [1, 0]
+    tools.config.write_text(text.replace(str(server.user_key), "id"))
+    assert [logins(), logins()] == [1, 1]
+    tools.environment["HVD_ELASTIC_HOME"] = str(tmp_path / "home")
+    tools("stop-keeping")
+
+
 def test_an_agent_that_breaks_the_rules_harms_only_its_host(
     noisy: Sshd, server: Sshd, tmp_path: Path
 ) -> None:
