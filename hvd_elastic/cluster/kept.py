@@ -177,7 +177,8 @@ class KeptHosts(Closing):
     def _end(self) -> None:
         """Nothing more will come: nobody waits on."""
         # First, so that whoever sends from now on hears of it.
-        self.close()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         for answers in list(self._answers.values()):
             answers.put((keep_wire.FAILED, b""))
         for process in list(self._processes.values()):
