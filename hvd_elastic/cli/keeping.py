@@ -32,6 +32,8 @@ __all__ = ["main"]
 
 # A request comes at once and whole.
 REQUEST_S = 5.0
+# Who has started the keeper may be killed before its call comes.
+FIRST_CALL_S = 30.0
 WORD_BYTES = 16
 
 
@@ -39,6 +41,10 @@ def main() -> NoReturn:
     """Stdin is the socket where calls come in; arguments: its folder's descriptor, its name."""
     folder, name = int(sys.argv[1]), sys.argv[2]
     listener = socket.socket(fileno=os.dup(0))
+    # Whoever else has the socket open keeps calls waiting for nobody.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = clust.runclust_command()
     _rehearse(command)
@@ -51,7 +57,7 @@ def main() -> NoReturn:
     theirs.close()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        _Calls(listener, ours, keep_socket.identity(), command).serve(folder, name)
+        _Calls(folder, name, listener, ours, keep_socket.identity(), command).serve()
     finally:
         os._exit(0)
 
@@ -65,41 +71,53 @@ def _rehearse(command: Any) -> None:
 
 def _keep(link: socket.socket) -> NoReturn:
     """Holds connections until there are none or the parent is gone."""
-    keeper = Keeper()
+    keeper = Keeper(FIRST_CALL_S)
     while True:
         word, descriptors, _, _ = socket.recv_fds(link, WORD_BYTES, 1)
         if not word:
             os._exit(0)
-        if word == keep_socket.STOP:
-            keeper.stop()
         for descriptor in descriptors:
-            keeper.admit(socket.socket(fileno=descriptor))
+            sock = socket.socket(fileno=descriptor)
+            if word == keep_socket.STOP:
+                keeper.stop(sock)
+            else:
+                keeper.admit(sock)
 
 
 class _Calls:
     """What comes in.
 
     Args:
-        listener: where.
+        folder: a descriptor of where the socket has its name.
+        name: of the socket.
+        listener: the socket.
         link: to the process that holds the connections.
         identity: what a call must have in common with this process.
         command: what a call's words are parsed by.
     """
 
     def __init__(
-        self, listener: socket.socket, link: socket.socket, identity: bytes, command: Any
+        self,
+        folder: int,
+        name: str,
+        listener: socket.socket,
+        link: socket.socket,
+        identity: bytes,
+        command: Any,
     ) -> None:
+        self._folder = folder
+        self._name = name
+        self._own = os.stat(name, dir_fd=folder).st_ino
         self._listener = listener
         self._link = link
         self._identity = identity
         self._command = command
-        self._stoppers: list[socket.socket] = []
+        self._listens = True
 
-    def serve(self, folder: int, name: str) -> None:
+    def serve(self) -> None:
         """Returns when the process that holds the connections has ended."""
-        own = os.stat(name, dir_fd=folder).st_ino
         while True:
-            sources = [self._link] if self._stoppers else [self._link, self._listener]
+            sources = [self._link, self._listener] if self._listens else [self._link]
             ready, _, _ = select.select(sources, [], [])
             if self._link in ready:
                 break
@@ -109,16 +127,14 @@ class _Calls:
             with sock, contextlib.suppress(OSError, ValueError, IndexError):
                 if keep_socket.peer_is_own(sock):
                     self._answer(sock)
-            if self._stoppers:
-                _remove(folder, name, own)
-        _remove(folder, name, own)
+        self._stop_listening()
 
     def _answer(self, sock: socket.socket) -> None:
         parts, descriptors = keep_socket.read_request(sock)
         sock.settimeout(None)
         if parts[0] == keep_socket.STOP:
-            self._link.send(keep_socket.STOP)
-            self._stoppers.append(sock.dup())  # hung up by the end of this process
+            self._stop_listening()
+            socket.send_fds(self._link, [keep_socket.STOP], [sock.fileno()])
         elif parts[1] == self._identity:
             if parts[0] == keep_socket.ATTACH:
                 socket.send_fds(self._link, [keep_socket.ATTACH], [sock.fileno()])
@@ -133,12 +149,16 @@ class _Calls:
         for descriptor in descriptors:
             os.close(descriptor)
 
-
-def _remove(folder: int, name: str, inode: int) -> None:
-    """Unless another keeper has taken the place."""
-    with contextlib.suppress(OSError):
-        if os.stat(name, dir_fd=folder).st_ino == inode:
-            os.unlink(name, dir_fd=folder)
+    def _stop_listening(self) -> None:
+        """Calls that have come in and were not looked at are hung up."""
+        if not self._listens:
+            return
+        self._listens = False
+        with contextlib.suppress(OSError):
+            # Another keeper may have taken the place.
+            if os.stat(self._name, dir_fd=self._folder).st_ino == self._own:
+                os.unlink(self._name, dir_fd=self._folder)
+        self._listener.close()
 
 
 def _open_output(descriptor: int, texts: list[bytes], by_line: bool) -> TextIO:
@@ -189,10 +209,15 @@ class _Call:
 
     def run(self, command: Any) -> NoReturn:
         threading.Thread(target=self._listen, daemon=True).start()
-        self._caller.sendall(BEGUN)
         ours, theirs = socket.socketpair()
-        socket.send_fds(self._link, [keep_socket.ATTACH], [theirs.fileno()])
+        try:
+            socket.send_fds(self._link, [keep_socket.ATTACH], [theirs.fileno()])
+            self._caller.sendall(BEGUN)
+        except OSError:
+            os._exit(1)  # nothing has begun: the caller does it itself
         theirs.close()
+        # Held open here it would hide the end of the keeper.
+        self._link.close()
         try:
             with clust.called_through(ours):
                 enter("runclust", command, self._words)

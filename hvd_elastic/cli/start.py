@@ -44,7 +44,17 @@ def _end(_number: int, _frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
+def _open_streams() -> None:
+    """Has what the caller closed (``2>&-``) lead nowhere; else the next file got its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
+
+
 def _start(module: str, function: str) -> None:
+    _open_streams()
     end_at_interrupt()
     getattr(importlib.import_module(module), function)()
 
@@ -56,6 +66,7 @@ def hvd_elastic() -> None:
 
 def runclust() -> None:
     """Entry point of ``runclust``; a keeper does what it can without much being loaded here."""
+    _open_streams()
     end_at_interrupt()
     from hvd_elastic.cli import warm
 

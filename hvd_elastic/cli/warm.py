@@ -20,6 +20,8 @@ __all__ = ["BEGUN", "ELSEWHERE", "call"]
 BEGUN, ELSEWHERE = b"b", b"\xff"
 ANSWER_BYTES = 2
 LOST = 1
+# What is asked for that is not begun after so long is done here.
+BEGIN_S = 10.0
 
 
 def call(words: Sequence[str]) -> int | None:
@@ -58,12 +60,7 @@ def _call(sock: socket.socket, own: bytes, words: Sequence[str]) -> int | None:
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, tell)
-    answer = b""
-    try:
-        while len(answer) < ANSWER_BYTES and (data := sock.recv(ANSWER_BYTES)):
-            answer += data
-    except OSError:
-        pass
+    answer = _read_answer(sock)
     if answer[1:] == ELSEWHERE or not answer:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -72,6 +69,26 @@ def _call(sock: socket.socket, own: bytes, words: Sequence[str]) -> int | None:
         print("error: the keeper is gone, and with it what ran on the hosts", file=sys.stderr)
         return LOST
     return answer[1]
+
+
+def _read_answer(sock: socket.socket) -> bytes:
+    answer = b""
+    sock.settimeout(BEGIN_S)
+    try:
+        while len(answer) < ANSWER_BYTES:
+            try:
+                data = sock.recv(ANSWER_BYTES)
+            except TimeoutError:
+                # From here on it cannot say that it begins, and so it does not.
+                sock.shutdown(socket.SHUT_RD)
+                data = sock.recv(ANSWER_BYTES)
+            if not data:
+                break
+            answer += data
+            sock.settimeout(None)
+    except OSError:
+        pass
+    return answer
 
 
 def _request(own: bytes, words: Sequence[str]) -> list[bytes]:

@@ -39,6 +39,7 @@ __all__ = [
 BACKSTOP_S = 20.0
 FIRST_PAUSE_S = 0.5
 CANNOT_EXECUTE, NOT_FOUND, SIGNALLED = 126, 127, 128
+_ConnectTo = Callable[[Host, SshOptions], "Connection | KeptHost"]
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,7 @@ class _Task:
         on_line: Callable[[Host, str, str], None] | None,
         kept: KeptHosts | None,
     ) -> None:
-        self._connect_to: Callable[[Host, SshOptions], Connection | KeptHost]
-        self._connect_to = connect if kept is None else kept.connect
+        self._connect_to: _ConnectTo = connect if kept is None else kept.connect
         self._command = command
         self._options = options
         self._settings = settings
@@ -235,14 +235,15 @@ class _Task:
         return min(limits) + BACKSTOP_S if limits else None
 
     def run(self, host: Host, stopper: Stopper) -> CommandResult:
-        try:
-            return self._run_once(host, stopper)
-        except KeptGoneError:
-            # Nothing was sent through it: the host is connected to anew.
-            return self._run_once(host, stopper)
+        # Nothing was sent through a kept connection that is gone: the host is connected to anew,
+        # in the end without a keeper, which may be about to end.
+        for _ in range(2):
+            with contextlib.suppress(KeptGoneError):
+                return self._run_once(host, stopper, self._connect_to)
+        return self._run_once(host, stopper, connect)
 
-    def _run_once(self, host: Host, stopper: Stopper) -> CommandResult:
-        with self._connect(host, stopper) as connection:
+    def _run_once(self, host: Host, stopper: Stopper, connect_to: _ConnectTo) -> CommandResult:
+        with self._connect(host, stopper, connect_to) as connection:
             started = time.monotonic()
             out, err = self._captures(host)
             try:
@@ -316,7 +317,9 @@ class _Task:
         running.close()
         return status, True
 
-    def _connect(self, host: Host, stopper: Stopper) -> Connection | KeptHost:
+    def _connect(
+        self, host: Host, stopper: Stopper, connect_to: _ConnectTo
+    ) -> Connection | KeptHost:
         given_up = threading.Event()
         stopper.add(given_up.set)
         for attempt in range(self._settings.retries + 1):
@@ -332,7 +335,7 @@ class _Task:
                 options = self._options
                 if time_left is not None and time_left < options.connect_timeout_s:
                     options = replace(options, connect_timeout_s=time_left)
-                return self._connect_to(host, options)
+                return connect_to(host, options)
             except HostUnreachableError as error:
                 last = attempt == self._settings.retries
                 if last or given_up.wait(FIRST_PAUSE_S * 2**attempt):

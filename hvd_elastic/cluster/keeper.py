@@ -14,15 +14,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.cluster import keep_socket
 from hvd_elastic.cluster.connection import Connection, SshOptions
 from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.cluster.keep_bounds import Bounds
 from hvd_elastic.cluster.kept import KEY_BYTES
 from hvd_elastic.cluster.process import CHUNK_BYTES
 from hvd_elastic.cluster.remote import keep_wire
-from hvd_elastic.cluster.remote.keep_wire import Frames, frame, pack_number
+from hvd_elastic.cluster.remote.keep_wire import MARK, WINDOW_BYTES, Frames, frame, pack_number
 from hvd_elastic.cluster.scripts import start_program
 from hvd_elastic.cluster.ssh import connect
 from hvd_elastic.errors import HvdElasticError
@@ -79,21 +82,31 @@ class _Client:
                 return
 
 
+@dataclass(frozen=True)
+class _Command:
+    """A command on a host: whose it is, its number there, what the host may say."""
+
+    client: _Client
+    number: int
+    bounds: Bounds = field(default_factory=Bounds)
+
+
 class _There:
     """A host's agent, at the other end of a connection.
 
     Attributes:
-        commands: the call of each command, and its number there.
+        commands: by their numbers here.
         waiting: numbers of commands that nothing has been sent of yet.
     """
 
     def __init__(self, connection: Connection, take: Callable[[_There, bytes], None]) -> None:
-        self.commands: dict[int, tuple[_Client, int]] = {}
+        self.commands: dict[int, _Command] = {}
         self.waiting: set[int] = set()
         self.next_number = 1
         self.heard_at = time.monotonic()
-        self.frames = Frames()
         self.ready = threading.Event()
+        self._frames = Frames(WINDOW_BYTES)
+        self._begins = b""
         self.ended = False
         self._connection = connection
         self._unsent: list[bytes] = []
@@ -101,6 +114,20 @@ class _There:
         self._sending = False
         self._lock = threading.Lock()
         self.process = start_program(connection, _PROGRAM, on_stdout=lambda data: take(self, data))
+
+    def find_frames(self, data: bytes) -> list[tuple[int, int, bytes]]:
+        """In what has come, once the agent is there.
+
+        Raises:
+            ValueError: it is no agent of ours.
+        """
+        if not self.ready.is_set():
+            before, mark, data = (self._begins + data).partition(MARK)
+            if not mark:
+                self._begins = before[-len(MARK) :]
+                return []
+            self.ready.set()
+        return self._frames.feed(data)
 
     def ask(self) -> None:
         """Sends nothing but a question until :meth:`answered`; gives it up after a while."""
@@ -165,15 +192,24 @@ class _There:
 
 
 class Keeper:
-    """The agents and the calls of one user; ends its process when there are none."""
+    """The agents and the calls of one user; ends its process when there are none.
 
-    def __init__(self) -> None:
+    Args:
+        first_call_s: how long it waits for the first call.
+    """
+
+    def __init__(self, first_call_s: float) -> None:
         self._lock = threading.Lock()
         self._agents: dict[bytes, _There] = {}
         self._opening: dict[bytes, threading.Lock] = {}
         self._openings = 0
+        self._hopeless: set[str] = set()
         self._clients: set[_Client] = set()
+        self._stopping: list[socket.socket] = []
         self._stops = False
+        timer = threading.Timer(first_call_s, self._end_if_idle)
+        timer.daemon = True
+        timer.start()
 
     def admit(self, sock: socket.socket) -> None:
         """A call begins, at the other end of that socket."""
@@ -184,13 +220,23 @@ class Keeper:
         threading.Thread(target=client.send_all, name="to a call", daemon=True).start()
         threading.Thread(target=self._serve, args=(client,), name="a call", daemon=True).start()
 
-    def stop(self) -> None:
-        """Every agent ends as soon as it has no command."""
+    def stop(self, asking: socket.socket) -> None:
+        """Every agent ends as soon as it has no command.
+
+        Args:
+            asking: hears at once where calls go on, else by the end of this process.
+        """
         with self._lock:
             self._stops = True
+            self._stopping.append(asking)
             agents = list(self._agents.values())
+            goes_on = bool(self._clients or self._openings)
+        if goes_on:
+            with contextlib.suppress(OSError):
+                asking.send(keep_socket.STOP)
         for agent in agents:
-            self._close_if_idle(agent)
+            # Each takes a moment, and many are many moments.
+            threading.Thread(target=self._close_if_idle, args=(agent,), daemon=True).start()
         self._end_if_idle()
 
     def _serve(self, client: _Client) -> None:
@@ -220,6 +266,8 @@ class Keeper:
         else:
             with self._lock:
                 place = client.commands.get(number)
+                if place is not None:
+                    place[0].commands[place[1]].bounds.note(kind, payload)
             if place is not None:
                 place[0].send(frame(kind, place[1], payload))
 
@@ -231,7 +279,7 @@ class Keeper:
                 return
             there = agent.next_number
             agent.next_number += 1
-            agent.commands[there] = (client, number)
+            agent.commands[there] = _Command(client, number)
             client.commands[number] = (agent, there)
             stale = time.monotonic() - agent.heard_at > FRESH_S
             if stale:
@@ -242,26 +290,33 @@ class Keeper:
 
     def _hear(self, agent: _There, data: bytes) -> None:
         """What an agent says; in a thread of its connection."""
-        agent.answered()
         said: dict[_Client, list[bytes]] = {}
-        for kind, there, payload in agent.frames.feed(data):
-            if kind == keep_wire.READY:
-                agent.ready.set()
-            with self._lock:
-                place = agent.commands.get(there)
-            if place is not None:
-                client, number = place
-                said.setdefault(client, []).append(frame(kind, number, payload))
+        try:
+            found = agent.find_frames(data)
+            agent.answered()
+            for kind, there, payload in found:
+                with self._lock:
+                    command = agent.commands.get(there)
+                    if command is None:
+                        continue
+                    if not command.bounds.allow(kind, payload):
+                        raise ValueError(f"a frame of kind {kind} that must not come")
+                said.setdefault(command.client, []).append(frame(kind, command.number, payload))
                 if kind == keep_wire.OVER:
                     self._forget(agent, there)
-        for client, frames in said.items():
-            client.put(b"".join(frames))
+        except ValueError:
+            # Its commands are told by whoever waits for its end; nothing more of it is read.
+            agent.close()
+            raise
+        finally:
+            for client, frames in said.items():
+                client.put(b"".join(frames))
 
     def _forget(self, agent: _There, there: int) -> None:
         """A command is over."""
         with self._lock:
-            client, number = agent.commands.pop(there)
-            client.commands.pop(number, None)
+            command = agent.commands.pop(there)
+            command.client.commands.pop(command.number, None)
         self._close_if_idle(agent)
 
     def _close_if_idle(self, agent: _There) -> None:
@@ -280,12 +335,14 @@ class Keeper:
             with self._lock:
                 lock = self._opening.setdefault(key, threading.Lock())
             with lock:
+                if self._stops or wanted["key"] in self._hopeless:
+                    raise NotKeptError
                 if key not in self._agents:
                     agent = self._connect(wanted)
                     with self._lock:
                         self._agents[key] = agent
             client.put(frame(keep_wire.OPENED, number))
-        except HvdElasticError as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, a call waits for the answer
             text = f"{type(error).__name__} {error}"
             client.put(frame(keep_wire.FAILED, number, text.encode("utf-8", "replace")))
         finally:
@@ -309,7 +366,11 @@ class Keeper:
             agent = _There(connection, self._hear)
             # Where there is no Python it ends, and does not get ready.
             threading.Thread(target=agent.wait, name="an agent's end", daemon=True).start()
-            if not agent.ready.wait(START_S) or agent.ended:
+            in_time = agent.ready.wait(START_S)
+            if not in_time:
+                # Who asks again is told at once.
+                self._hopeless.add(wanted["key"])
+            if not in_time or agent.ended:
                 raise NotKeptError
         except BaseException:
             connection.close()
@@ -321,15 +382,15 @@ class Keeper:
         with self._lock:
             del self._agents[key]
             lost = list(agent.commands.items())
-            for _, (client, number) in lost:
-                client.commands.pop(number, None)
+            for _, command in lost:
+                command.client.commands.pop(command.number, None)
         agent.close()
-        for there, (client, number) in lost:
+        for there, command in lost:
             if there in agent.waiting:
-                client.put(frame(keep_wire.GONE, number))
+                command.client.put(frame(keep_wire.GONE, command.number))
             else:
-                client.put(frame(keep_wire.EXIT, number, pack_number(-1)))
-                client.put(frame(keep_wire.DRAINED, number))
+                command.client.put(frame(keep_wire.EXIT, command.number, pack_number(-1)))
+                command.client.put(frame(keep_wire.DRAINED, command.number))
 
     def _end_if_idle(self) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from pathlib import Path
 from hvd_elastic.cluster import keep_socket
 from hvd_elastic.cluster.connection import SshOptions
 from hvd_elastic.cluster.kept import KeptHosts
+from hvd_elastic.cluster.ssh_config import needs_folder, read_config_text
 from hvd_elastic.config import home
 from hvd_elastic.errors import HvdElasticError
 
@@ -20,6 +21,8 @@ __all__ = ["attach", "attach_through", "stop_keepers"]
 
 # For a keeper to load what it needs and greet, or to end.
 ANSWER_S = 30.0
+# One that is about to end may hang up twice: what holds its connections, then what takes calls.
+ATTEMPTS = 3
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from hvd_elastic.cli.keeping import main; main()"
@@ -36,6 +39,8 @@ def attach(options: SshOptions, keep_s: float | None) -> KeptHosts | None:
     Raises:
         HvdElasticError: no keeper can be started.
     """
+    if _needs_folder(options):
+        return None
     folder = keep_socket.open_folder(make=keep_s is not None)
     if folder is None:
         if keep_s is None:
@@ -45,32 +50,57 @@ def attach(options: SshOptions, keep_s: float | None) -> KeptHosts | None:
             "(mode 700). Mend it, or set HVD_ELASTIC_HOME to another folder"
         )
     try:
-        sock = _call(folder, start=keep_s is not None)
+        for _ in range(ATTEMPTS if keep_s is not None else 1):
+            sock = _call(folder, start=keep_s is not None)
+            kept = None if sock is None else _greet(sock, options, keep_s, asks=True)
+            if kept is not None:
+                return kept
     finally:
         os.close(folder)
-    if sock is None:
-        return None
-    keep_socket.send_request(sock, [keep_socket.ATTACH, keep_socket.identity()])
-    return attach_through(sock, options, keep_s)
+    if keep_s is not None:
+        raise _keeper_ended()
+    return None
 
 
 def attach_through(
     sock: socket.socket, options: SshOptions, keep_s: float | None
 ) -> KeptHosts | None:
     """As :func:`attach`, with a connection that a keeper has given."""
+    if _needs_folder(options):
+        sock.close()
+        return None
+    kept = _greet(sock, options, keep_s, asks=False)
+    if kept is None and keep_s is not None:
+        raise _keeper_ended()
+    return kept
+
+
+def _needs_folder(options: SshOptions) -> bool:
+    """Whether the call must connect itself, since a keeper runs in another folder."""
+    return needs_folder(read_config_text(options.config_path))
+
+
+def _greet(
+    sock: socket.socket, options: SshOptions, keep_s: float | None, asks: bool
+) -> KeptHosts | None:
+    """None: that keeper has ended."""
     sock.settimeout(ANSWER_S)
     try:
+        if asks:
+            keep_socket.send_request(sock, [keep_socket.ATTACH, keep_socket.identity()])
         kept = KeptHosts(sock, options, keep_s)
     except (OSError, EOFError):
         sock.close()
-        if keep_s is None:
-            return None
-        raise HvdElasticError(
-            "--keep: the keeper of connections has ended. Try again; if it does so every time, "
-            f"{home() / 'keepers' / 'log'} may say why"
-        ) from None
+        return None
     sock.settimeout(None)
     return kept
+
+
+def _keeper_ended() -> HvdElasticError:
+    return HvdElasticError(
+        "--keep: the keeper of connections has ended. Try again; if it does so every time, "
+        f"{home() / 'keepers' / 'log'} may say why"
+    )
 
 
 def stop_keepers() -> int:
@@ -91,7 +121,7 @@ def stop_keepers() -> int:
             with sock, contextlib.suppress(OSError):
                 keep_socket.send_request(sock, [keep_socket.STOP])
                 sock.settimeout(ANSWER_S)
-                # It answers nothing, and hangs up when it ends.
+                # It answers where calls go on, and hangs up when it ends.
                 sock.recv(1)
     finally:
         os.close(folder)
@@ -133,6 +163,7 @@ def _start_keeper(folder: int, name: str) -> None:
                 stdout=log,
                 stderr=log,
                 cwd="/",
+                env={**os.environ, "HVD_ELASTIC_HOME": str(home().absolute())},
                 start_new_session=True,
                 pass_fds=[folder],
             )

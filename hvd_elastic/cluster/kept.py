@@ -154,18 +154,31 @@ class KeptHosts(Closing):
 
     def _read(self) -> None:
         """Never waits for anybody but the keeper: whoever takes output may take its time."""
-        with contextlib.suppress(OSError):
+        try:
             while data := self._sock.recv(CHUNK_BYTES):
                 for kind, number, payload in self._frames.feed(data):
-                    if kind in (keep_wire.OPENED, keep_wire.FAILED):
-                        self._answers.pop(number).put((kind, payload))
-                    elif kind == keep_wire.OVER:
-                        self._processes.pop(number, None)
-                    elif (process := self._processes.get(number)) is not None:
-                        if kind in (keep_wire.OUT, keep_wire.ERR, keep_wire.DRAINED):
-                            self._outputs.put((process, kind, payload))
-                        else:
-                            process.hear(kind, payload)
+                    self._take(kind, number, payload)
+        except OSError:
+            pass
+        finally:
+            self._end()
+
+    def _take(self, kind: int, number: int, payload: bytes) -> None:
+        if kind in (keep_wire.OPENED, keep_wire.FAILED):
+            self._answers.pop(number).put((kind, payload))
+        elif kind == keep_wire.OVER:
+            self._processes.pop(number, None)
+        elif (process := self._processes.get(number)) is not None:
+            if kind in (keep_wire.OUT, keep_wire.ERR, keep_wire.DRAINED):
+                self._outputs.put((process, kind, payload))
+            else:
+                process.hear(kind, payload)
+
+    def _end(self) -> None:
+        """Nothing more will come: nobody waits on."""
+        # First, so that whoever sends from now on hears of it.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         for answers in list(self._answers.values()):
             answers.put((keep_wire.FAILED, b""))
         for process in list(self._processes.values()):

@@ -21,6 +21,7 @@ __all__ = [
     "has_entry",
     "known_hosts_files",
     "load_ssh_config",
+    "needs_folder",
     "read_config_text",
 ]
 
@@ -31,6 +32,10 @@ MAX_INCLUDE_DEPTH = 16
 VIRTCLUST_MARK = "# Written by virtclust."
 """How the ssh configuration of a virtual cluster begins."""
 
+# Their values are files, or shell text.
+_FILES = ("identityfile", "certificatefile", "userknownhostsfile", "globalknownhostsfile")
+_COMMANDS = ("proxycommand", "match")
+_FIXED = re.compile(r"[/~%$-]|none$")
 _KEYWORD = re.compile(r"\s*(?P<key>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<value>.*)")
 
 
@@ -109,6 +114,23 @@ def _inline(path: Path, text: str, depth: int) -> str:
         # Blocks of the included file end with it.
         lines.append(block)
     return "\n".join(lines)
+
+
+def needs_folder(text: str) -> bool:
+    """Whether a configuration names files relative to the folder that ssh is called in.
+
+    >>> needs_folder("IdentityFile ~/.ssh/id"), needs_folder("IdentityFile keys/id")
+    (False, True)
+    """
+    for line in text.splitlines():
+        match = _KEYWORD.match(line)
+        key = match["key"].lower() if match else ""
+        if match is None or key not in (*_FILES, *_COMMANDS):
+            continue
+        for word in match["value"].replace('"', " ").split():
+            if _FIXED.match(word) is None and (key in _FILES or "/" in word):
+                return True
+    return False
 
 
 def config_beside(hostfile: Path) -> Path | None:

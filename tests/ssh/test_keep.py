@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.cluster import keep_socket
 from tests.command_lines import CommandLines
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
@@ -67,10 +69,21 @@ class Kept(Tools):
                 continue
         return [pid for pid in found if is_alive(pid)]
 
+    def listens(self) -> int:
+        """The keeper's process that takes calls: the parent of the others."""
+        pids = self.processes("keeper")
+        (found,) = set(map(parent, pids)) & set(pids)
+        return found
+
+    def sockets(self) -> list[Path]:
+        return list(Path(self.environment["HVD_ELASTIC_HOME"], "keepers").glob("*.keeper"))
+
     def gone(self) -> bool:
-        folder = Path(self.environment["HVD_ELASTIC_HOME"], "keepers")
-        sockets = list(folder.glob("*.keeper"))
-        return not (self.processes("keeper") or self.processes("agent") or sockets)
+        return not (self.processes("keeper") or self.processes("agent") or self.sockets())
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +176,68 @@ def test_kill_9_of_the_keeper_leaves_nothing(kept: Kept) -> None:
     assert len(kept.processes("agent")) >= 2
 
 
+def test_kill_9_of_what_takes_calls_leaves_nothing(kept: Kept) -> None:
+    process = start(kept, str(kept.hostfile), DETACHED)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(6)]
+    os.kill(kept.listens(), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")
+    wait_until(lambda: not kept.processes("agent"), "the agents' end")
+    assert kept("runclust", str(kept.hostfile), "true").returncode == 0
+
+
+def test_a_call_goes_on_when_its_keeper_is_told_to_stop(kept: Kept, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    command = f"echo in; until [ -e {flag} ]; do sleep 0.05; done; echo out"
+    process = start(kept, "--keep", "5m", "--fanout", "1", str(kept.hostfile), command)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "node1: in\n"
+    (path,) = kept.sockets()
+    folder = os.open(path.parent, os.O_RDONLY)
+    # Both wait to be taken, the one behind the other.
+    listens = kept.listens()
+    os.kill(listens, signal.SIGSTOP)
+    asking, late = (keep_socket.call_keeper(folder, path.name) for _ in range(2))
+    os.close(folder)
+    assert asking is not None
+    assert late is not None
+    with asking, late:
+        keep_socket.send_request(asking, [keep_socket.STOP])
+        keep_socket.send_request(late, [keep_socket.RUN])
+        os.kill(listens, signal.SIGCONT)
+        for sock in (asking, late):
+            sock.settimeout(60)
+        assert asking.recv(9) == keep_socket.STOP
+        with contextlib.suppress(ConnectionResetError):
+            assert late.recv(1) == b""
+    assert not path.exists()
+    flag.touch()
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "node1: out\nnode2: in\nnode2: out\n"), errors
+    wait_until(kept.gone, "the end of all that was kept")
+
+
+def test_a_stream_that_is_closed_is_no_hindrance(kept: Kept) -> None:
+    before = kept.logins()
+    for close, shown in ((">&-", ""), ("2>&-", "node1: a\nnode2: a\n"), ("<&-", None)):
+        for environment, logins in ({}, 0), ({"SSH_AUTH_SOCK": "none"}, 2):
+            argv = kept.argv("runclust", str(kept.hostfile), "--fanout", "1", "echo a; echo b >&2")
+            result = subprocess.run(
+                ["sh", "-c", f'exec "$@" {close}', "sh", *argv],
+                capture_output=True,
+                text=True,
+                env={**kept.environment, **environment},
+                timeout=60,
+            )
+            assert result.returncode == 0, result.stderr
+            assert "Traceback" not in result.stderr
+            assert shown is None or result.stdout == shown
+            assert kept.logins() - before == logins
+            before += logins
+
+
 def test_a_connection_that_breaks_is_made_anew(kept: Kept) -> None:
     before = kept.logins()
     for pid in kept.processes("agent")[:1]:
@@ -213,6 +288,105 @@ def test_a_reader_that_stands_still_holds_up_nobody(kept: Kept) -> None:
     for pid in kept.processes("keeper"):
         peak = Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]
         assert int(peak) < 150_000
+
+
+@pytest.fixture
+def noisy(tmp_path: Path) -> Iterator[Sshd]:
+    """An sshd whose users' shells read a ~/.bashrc, which prints something."""
+    home = tmp_path / "there"
+    home.mkdir()
+    (home / ".bashrc").write_text(f"echo welcome\nPATH={home}:$PATH\n")
+    (tmp_path / "noisy").mkdir()
+    server = Sshd(tmp_path / "noisy", home=home)
+    server.stop()
+    text = server.config.read_text()
+    server.config.write_text(text.replace("SetEnv SHLVL=1 ", "SetEnv "))
+    server.process = server._start()
+    yield server
+    server.stop()
+
+
+def test_what_shells_print_is_no_hindrance(noisy: Sshd, tmp_path: Path) -> None:
+    tools = Kept(noisy, tmp_path)
+    for _ in range(2):
+        result = tools("runclust", "--keep", "5m", str(tools.hostfile), "echo mine")
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count(": mine\n") == 2
+    assert tools.logins() == 2
+    tools("stop-keeping")
+
+
+def test_an_agent_stays_for_long_and_loses_what_it_had_ready(noisy: Sshd, tmp_path: Path) -> None:
+    tools = Kept(noisy, tmp_path)
+    tools.hostfile.write_text("node1\n")
+    assert tools("runclust", "--keep", "30d", str(tools.hostfile), "true").returncode == 0
+    wait_until(lambda: len(tools.processes("agent")) == 2, "the holder of the next command")
+    agents = tools.processes("agent")
+    for pid in agents:
+        if parent(pid) in agents:
+            os.kill(pid, signal.SIGKILL)
+    result = tools("runclust", str(tools.hostfile), "echo mine")
+    assert result.stdout.endswith("node1: mine\n"), result.stderr
+    assert tools.logins() == 1
+    tools("stop-keeping")
+
+
+def test_relative_paths_are_those_of_the_callers_folder(server: Sshd, tmp_path: Path) -> None:
+    tools = Kept(server, tmp_path)
+    tools.hostfile.write_text("node1\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "known_hosts").write_text(server.known_hosts_line())
+    tools.environment["HVD_ELASTIC_HOME"] = "home"
+    text = tools.config.read_text().replace(str(server.folder / "known_hosts"), "/dev/null")
+    tools.config.write_text(text)
+    (tmp_path / "id").write_bytes(server.user_key.read_bytes())
+    (tmp_path / "id").chmod(0o600)
+
+    def logins() -> int:
+        before = tools.logins()
+        argv = tools.argv("runclust", "--keep", "5m", str(tools.hostfile), "true")
+        result = subprocess.run(
+            argv, cwd=tmp_path, env=tools.environment, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        return tools.logins() - before
+
+    assert [logins(), logins()] == [1, 0]
+    tools.config.write_text(text.replace(str(server.user_key), "id"))
+    assert [logins(), logins()] == [1, 1]
+    tools.environment["HVD_ELASTIC_HOME"] = str(tmp_path / "home")
+    tools("stop-keeping")
+
+
+def test_an_agent_that_breaks_the_rules_harms_only_its_host(
+    noisy: Sshd, server: Sshd, tmp_path: Path
+) -> None:
+    tools = Kept(server, tmp_path)
+    noisy.write_config(tools.config, ["bad"])
+    tools.hostfile.write_text("node1\nbad\n")
+    python = tmp_path / "there" / "python3"
+    # It says that the first command has ended, and not how.
+    python.write_text(
+        f"""#!/bin/sh
+case "$*" in *keep_commands*)
+    head -c "$5" > {tmp_path}/program
+    printf '\\001hvd-elastic-agent\\n'
+    head -c 9 > {tmp_path}/start
+    printf '\\016\\000\\000\\000\\001\\000\\000\\000\\000'
+    exec cat > {tmp_path}/rest
+esac
+exec {sys.executable} "$@"
+"""
+    )
+    python.chmod(0o755)
+    result = tools("runclust", "--keep", "5m", "--json", str(tools.hostfile), "sleep 0.5; echo a")
+    found = records(result)
+    assert set(found) == {"node1", "bad"}, result.stderr
+    assert found["node1"]["stdout"] == "a\n", result.stderr
+    assert (found["bad"]["state"], result.returncode) == ("failed", 1)
+    assert "the connection was lost" in found["bad"]["error"]
+    assert (tmp_path / "start").stat().st_size == 9
+    tools("stop-keeping")
 
 
 def test_what_is_idle_ends(server: Sshd, tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from hvd_elastic.cluster.remote.keep_wire import (
     EXIT,
     FORGET,
     INPUT,
+    MARK,
     OUT,
     OVER,
     PING,
     PONG,
-    READY,
     ROOM,
     START,
     WINDOW_BYTES,
@@ -43,6 +43,8 @@ GATHER_S = 0.004
 LULL_S = 0.05
 # Until it is told how long to stay.
 FIRST_KEEP_S = 60.0
+# poll(2) knows no more than 24 days.
+LONGEST_S = 86400.0
 CANNOT_EXECUTE = 126
 HEAD_BYTES = 4
 
@@ -67,6 +69,16 @@ class Held:
     @property
     def drained(self) -> bool:
         return max(self.outputs.values()) < 0
+
+    def tell(self, what: bytes) -> bool:
+        """Has it begin; False: it is not there any more."""
+        data = memoryview(len(what).to_bytes(HEAD_BYTES, "big") + what)
+        try:
+            while data:
+                data = data[os.write(self.way_in, data) :]
+        except OSError:
+            return False
+        return True
 
     def close_input(self) -> None:
         """If the command still runs, its holder ends it."""
@@ -108,7 +120,7 @@ class Agent:
 
     def serve(self) -> None:
         """Returns when it is time to end."""
-        self._say(READY)
+        self._unsent = MARK
         self._send()
         while True:
             events = self._wait()
@@ -153,7 +165,7 @@ class Agent:
                 self._spare = self._fork()
             return events
         left_s = self._idle_since + self._keep_s - time.monotonic()
-        return dict(poll.poll(left_s * 1000)) or None if left_s > 0 else None
+        return dict(poll.poll(min(left_s, LONGEST_S) * 1000)) if left_s > 0 else None
 
     def _pass_output(self, events: dict[int, int]) -> None:
         for held in self._held.values():
@@ -227,16 +239,14 @@ class Agent:
         if keep_s is not None:
             self._keep_s = keep_s
         held, self._spare = self._spare or self._fork(), None
+        if not held.tell(payload):
+            # Somebody killed it while it waited, and nothing has begun.
+            held.forget()
+            os.waitpid(held.pid, 0)
+            held = self._fork()
+            held.tell(payload)
         self._held[number] = held
         held.number = number
-        data = memoryview(len(payload).to_bytes(HEAD_BYTES, "big") + payload)
-        try:
-            while data:
-                data = data[os.write(held.way_in, data) :]
-        except OSError:
-            # Somebody killed it while it waited.
-            self._reap()
-            return
         os.set_blocking(held.way_in, False)
 
     def _fork(self) -> Held:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import struct
 
 WINDOW_BYTES = 1 << 18
+# An agent begins with it; what a shell's start-up files print comes before.
+MARK = b"\x01hvd-elastic-agent\n"
 
 # To an agent.
 START, INPUT, CLOSE, FORGET, PING = 1, 2, 3, 4, 5
 # From an agent.
-READY, OUT, ERR, EXIT, DRAINED, OVER, PONG = 11, 12, 13, 14, 15, 16, 17
+OUT, ERR, EXIT, DRAINED, OVER, PONG = 12, 13, 14, 15, 16, 17
 # Both ways: so many bytes have been used.
 ROOM = 21
 # Between a call and the keeper.
@@ -41,22 +43,32 @@ def unpack_number(payload: bytes) -> int:
 
 
 class Frames:
-    """Finds frames in bytes that arrive in pieces."""
+    """Finds frames in bytes that arrive in pieces.
 
-    def __init__(self) -> None:
-        self._data = b""
+    Args:
+        largest: most bytes that a frame may bring; None: as it likes.
+    """
+
+    def __init__(self, largest: int | None = None) -> None:
+        self._largest = largest
+        self._data = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, int, bytes]]:
-        """The frames that are whole now: kind, number, payload."""
-        self._data = self._data + data if self._data else data
+        """The frames that are whole now: kind, number, payload.
+
+        Raises:
+            ValueError: one is too large.
+        """
+        self._data += data
         found, at = [], 0
         while len(self._data) - at >= _HEAD.size:
             kind, number, size = _HEAD.unpack_from(self._data, at)
+            if self._largest is not None and size > self._largest:
+                raise ValueError(f"a frame of {size} bytes")
             end = at + _HEAD.size + size
             if len(self._data) < end:
                 break
-            found.append((kind, number, self._data[at + _HEAD.size : end]))
+            found.append((kind, number, bytes(self._data[at + _HEAD.size : end])))
             at = end
-        if at:
-            self._data = self._data[at:]
+        del self._data[:at]
         return found

@@ -23,3 +23,9 @@ def test_frames_are_found_however_they_arrive(size: int) -> None:
         found += frames.feed(data[at : at + size])
     assert found == SENT
     assert unpack_number(found[-1][2]) == -1
+
+
+def test_a_frame_that_is_too_large_is_refused_before_it_is_there() -> None:
+    assert Frames(5).feed(frame(OUT, 1, b"12345"))
+    with pytest.raises(ValueError, match="6 bytes"):
+        Frames(5).feed(frame(OUT, 1, b"123456")[:9])

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cluster.connection import SshOptions
+from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.cluster.kept import KEY_BYTES, KeptGoneError, KeptHost, KeptHosts
+from hvd_elastic.cluster.remote.keep_wire import FAILED, LIVE, frame
+
+
+def test_a_reader_that_fails_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: failed.set())
+    (tmp_path / "config").touch()
+    ours, keeper = socket.socketpair()
+    keeper.sendall(frame(LIVE))
+    with keeper, KeptHosts(ours, SshOptions(tmp_path / "config"), None) as hosts:
+        host = KeptHost(hosts, Host("node1"), bytes(KEY_BYTES))
+
+        running = host.hold((), lambda _: None, lambda _: None)
+        keeper.sendall(frame(FAILED, 99))
+        assert running.wait(60) == -1
+        assert running.wait_drained(60)
+        with pytest.raises(KeptGoneError):
+            host.hold((), lambda _: None, lambda _: None)
+        assert failed.wait(60)
