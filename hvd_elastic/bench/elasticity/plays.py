@@ -327,7 +327,9 @@ def _grow(stage: Stage, launcher: Launcher, size: int, *, kill: bool) -> Iterato
             if launcher is ELASTIC:  # it gives up the whole host
                 victims = [(last, slot) for slot in range(after[last])]
             asked = bed.kill(last, newest(job, lane).pid)
-            change = stage.change(job, asked, size - len(victims), victims)
+            # Who was killed is back before so many long steps are made.
+            few = SETTLE_STEPS // 4
+            change = stage.change(job, asked, size - len(victims), victims, few)
             yield Seen(f"kill {size}", change.pause_s)
 
 

@@ -174,11 +174,18 @@ class Stage:
                 raise FailedPlayError(f"{never} within {limit_s:.0f} s", job.output_tail())
             job.sleep()
 
-    def change(self, job: Job, asked: float, size: int, victims: Collection[Lane] = ()) -> Change:
+    def change(
+        self,
+        job: Job,
+        asked: float,
+        size: int,
+        victims: Collection[Lane] = (),
+        settle_steps: int = SETTLE_STEPS,
+    ) -> Change:
         """What a change cost, once the survivors have settled."""
         return self.wait(
             job,
-            lambda: measure_change(job.marks.processes, asked, size, SETTLE_STEPS, victims),
+            lambda: measure_change(job.marks.processes, asked, size, settle_steps, victims),
         )
 
 
