@@ -53,10 +53,19 @@ def _open_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
-def _start(module: str, function: str) -> None:
+def _begin() -> None:
+    """What must be so before anything else is loaded."""
     _open_streams()
     end_at_interrupt()
+
+
+def _call(module: str, function: str) -> None:
     getattr(importlib.import_module(module), function)()
+
+
+def _start(module: str, function: str) -> None:
+    _begin()
+    _call(module, function)
 
 
 def hvd_elastic() -> None:
@@ -66,14 +75,13 @@ def hvd_elastic() -> None:
 
 def runclust() -> None:
     """Entry point of ``runclust``; a keeper does what it can without much being loaded here."""
-    _open_streams()
-    end_at_interrupt()
+    _begin()
     from hvd_elastic.cli import warm
 
     status = warm.call(sys.argv[1:])
     if status is not None:
         os._exit(status)
-    _start("hvd_elastic.cli.clust", "runclust_main")
+    _call("hvd_elastic.cli.clust", "runclust_main")
 
 
 def copyclust() -> None:

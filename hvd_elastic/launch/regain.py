@@ -12,13 +12,14 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvd_elastic.cluster.commands import CommandSettings, run_on_hosts
-from hvd_elastic.cluster.hostfile import Host
-from hvd_elastic.cluster.ssh import SshOptions
 from hvd_elastic.errors import RunError
 from hvd_elastic.launch.spec import RunSpec
+
+if TYPE_CHECKING:
+    from hvd_elastic.cluster.connection import SshOptions
+    from hvd_elastic.cluster.hostfile import Host
 
 __all__ = ["WHAT_IS_TRUSTED", "find_run", "keep_run"]
 
@@ -52,6 +53,9 @@ def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec
     Raises:
         RunError: no host knows the run, or they do not agree on what is started where; names them.
     """
+    # Every agent loads this module for keep_run, and starts sooner without these.
+    from hvd_elastic.cluster.commands import CommandSettings, run_on_hosts
+
     home = os.environ.get("HVD_ELASTIC_HOME")
     folder = '"$HOME"/.hvd_elastic' if home is None else shlex.quote(home)
     command = f"cat {folder}/spool/{shlex.quote(run_id)}/*/{_NAME} 2>/dev/null || true"

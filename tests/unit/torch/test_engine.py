@@ -61,6 +61,15 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     return {f"HOROVOD_{k}": str(v) for k, v in {**ranks, **sizes, **how, **where}.items()}
 
 
+def worlds(stores: Any, *sizes: int) -> list[list[dict[str, str]]]:
+    """Generations of these sizes, each with a store of its own."""
+    ports = [stores() for _ in sizes]
+    return [
+        [rank_variables(rank, size, port) for rank in range(size)]
+        for size, port in zip(sizes, ports, strict=True)
+    ]
+
+
 PREAMBLE = """
 import json, os, sys
 import torch
@@ -122,14 +131,7 @@ for env in generations:
     said.append([n, mean, parts, [t.tolist() for t in tensors], text])
     engine.stop()
 """
-    three, two = stores(), stores()
-    said = run_ranks(
-        body,
-        [
-            [rank_variables(rank, 3, three) for rank in range(3)],
-            [rank_variables(rank, 2, two) for rank in range(2)],
-        ],
-    )
+    said = run_ranks(body, worlds(stores, 3, 2))
     first = [3, 1.0, [0, 1, 1, 2, 2, 2], [[[2.0, 2.0], [2.0, 2.0]], [2, 2], []], "of rank 1"]
     second = [2, 0.5, [0, 1, 1], [[[1.0, 1.0], [1.0, 1.0]], [1, 1], []], "of rank 1"]
     assert said == [[first, second], [first, second], [first]]
@@ -159,14 +161,7 @@ engine.start(generations[1])
 said.append(engine.wait(engine.reduce_async(torch.full((1,), float(engine.rank)), "x")).item())
 engine.stop()
 """
-    first, second = stores(), stores()
-    said = run_ranks(
-        body,
-        [
-            [rank_variables(rank, 3, first) for rank in range(3)],
-            [rank_variables(rank, 2, second) for rank in range(2)],
-        ],
-    )
+    said = run_ranks(body, worlds(stores, 3, 2))
     assert said == [["broken", 0.5], ["broken", 0.5], None]
 
 
@@ -201,14 +196,7 @@ said.append(len(mpi_ops._handle_map))
 said.append(state.mean().item())
 engine.stop()
 """
-    first, second = stores(), stores()
-    said = run_ranks(
-        body,
-        [
-            [rank_variables(rank, 3, first) for rank in range(3)],
-            [rank_variables(rank, 2, second) for rank in range(2)],
-        ],
-    )
+    said = run_ranks(body, worlds(stores, 3, 2))
     assert said == [["broken", 0, 7.0], ["broken", 0, 7.0], None]
 
 
@@ -233,8 +221,7 @@ except GenerationBrokenError:
     said.append(time.monotonic() - begin < 20)
     engine.stop(broken=True)
 """
-    port = stores()
-    said = run_ranks(body, [[rank_variables(rank, 2, port) for rank in range(2)]])
+    said = run_ranks(body, worlds(stores, 2))
     assert said == [[True], [True]]
 
 
@@ -260,8 +247,7 @@ for env in generations:
         engine.stop(broken=True)
         said.append("broken")
 """
-    ports = [stores() for _ in range(5)]
-    said = run_ranks(body, [[rank_variables(rank, 2, port) for rank in range(2)] for port in ports])
+    said = run_ranks(body, worlds(stores, *[2] * 5))
     assert said == [["broken"] * 5] * 2
 
 
