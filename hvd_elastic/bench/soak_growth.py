@@ -25,12 +25,14 @@ class Sample:
         mono: when [s].
         generation: how many worlds there had been.
         size: ranks of the world; a larger one needs more connections.
+        hosts: with an agent; the leader has a connection and its threads for each of them.
         memory: resident [bytes]; files: open descriptors; threads: their number.
     """
 
     mono: float
     generation: int
     size: int
+    hosts: int
     memory: int
     files: int
     threads: int
@@ -107,7 +109,7 @@ def robust_slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 def measure_growth(process: str, samples: Sequence[Sample]) -> list[Growth]:
     """Growth of each quantity, over time and over generations; empty for a short life.
 
-    Only what was seen in worlds of the most frequent size is compared.
+    Only what was seen at the most frequent number of ranks and hosts is compared.
 
     Args:
         process: its name in the report.
@@ -118,8 +120,8 @@ def measure_growth(process: str, samples: Sequence[Sample]) -> list[Growth]:
     kept = [sample for sample in samples if sample.mono - samples[0].mono >= WARM_UP_S]
     if not kept or kept[-1].mono - kept[0].mono < _SHORTEST_S:
         return []
-    size = statistics.mode(sample.size for sample in kept)
-    kept = [sample for sample in kept if sample.size == size]
+    usual = statistics.mode((sample.size, sample.hosts) for sample in kept)
+    kept = [sample for sample in kept if (sample.size, sample.hosts) == usual]
     found = []
     by_generation: dict[int, list[Sample]] = {}
     for sample in kept:

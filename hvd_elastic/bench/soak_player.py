@@ -311,7 +311,9 @@ class Player:
     def _sample(self, now: float) -> None:
         worlds, world = len(self.job.chronicle.worlds), self.job.chronicle.current
         size = world.size if world is not None else 0
-        for target in self.job.targets():
+        targets = list(self.job.targets())
+        hosts = len({target.host for target in targets if target.role == "agent"})
+        for target in targets:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(target.pid)
                 if process.create_time() != target.born:
@@ -321,6 +323,7 @@ class Player:
                         now,
                         worlds,
                         size,
+                        hosts,
                         process.memory_info().rss,
                         process.num_fds(),
                         process.num_threads(),

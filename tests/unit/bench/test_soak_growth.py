@@ -21,11 +21,20 @@ def life(
     length_s: float = LENGTH_S,
     world_s: float = 20.0,
     size: Callable[[float], int] = lambda _: 3,
+    hosts: Callable[[float], int] = lambda _: 3,
 ) -> list[Sample]:
     """A look every two seconds, a new world every ``world_s``."""
     times = [float(t) for t in range(0, int(length_s), 2)]
     return [
-        Sample(t, int(t // world_s), size(t), int(memory(t)), int(files(t)), int(threads(t)))
+        Sample(
+            t,
+            int(t // world_s),
+            size(t),
+            hosts(t),
+            int(memory(t)),
+            int(files(t)),
+            int(threads(t)),
+        )
         for t in times
     ]
 
@@ -78,6 +87,16 @@ def test_what_a_larger_world_needs_is_no_finding() -> None:
 
     assert findings(life(files=lambda t: 8 * size(t), size=size)) == []
     leaking = life(files=lambda t: 8 * size(t) + t // 20, size=size)
+    assert len(findings(leaking)) == 1
+
+
+def test_what_more_hosts_need_is_no_finding() -> None:
+    # Four ranks on three hosts at first, and on four at last, after the hostfile was edited.
+    def hosts(t: float) -> int:
+        return 3 if t < 250 else 4
+
+    assert findings(life(threads=lambda t: 1 + 5 * hosts(t), hosts=hosts)) == []
+    leaking = life(threads=lambda t: 1 + 5 * hosts(t) + t // 30, hosts=hosts)
     assert len(findings(leaking)) == 1
 
 
