@@ -566,6 +566,17 @@ def _resumed_spec(
     if max_np is not None:
         changes["max_np"] = max_np
     spec = replace(spec, **changes)
+    _raise_together(
+        lambda: _check_sizes(spec.np, spec.min_np, spec.max_np, mpi=False),
+        # It may have been edited since the run began, and hosts may come yet: only what is asked
+        # for now has to be possible.
+        lambda: _check_hostfile(
+            spec.hostfile_path if np is not None or hostfile is not None else None,
+            np,
+            spec.min_np,
+            spec.spares if np is not None else 0,
+        ),
+    )
     _check_tensorboard(spec.tensorboard, mpi=False)
     _check_folder_is_here(spec, folder.run_id)
     return spec
@@ -600,21 +611,22 @@ def _lead(
     from hvd_elastic.launch.leader import Leader
     from hvd_elastic.launch.spec import forwarded_environment
     from hvd_elastic.telemetry.tensorboard import TensorBoardWriter
-    from hvd_elastic.telemetry.terminal import RunView
+    from hvd_elastic.telemetry.terminal import LastingView, unless_nobody_reads
 
     def warn(message: str) -> None:
         show_event({"t": time.time(), "kind": "warning", "message": message})
 
     with (
         folder.take_lead(),
-        RunView(live=False if json_output else None) as view,
+        LastingView(live=False if json_output else None) as view,
         TensorBoardWriter(folder.tensorboard, warn) as board,
     ):
 
         def show_event(event: Any) -> None:
             on_start()
             if json_output:
-                print(json.dumps(event), flush=True)
+                with unless_nobody_reads():
+                    print(json.dumps(event), flush=True)
             else:
                 view.show(event)
             if spec.tensorboard:

@@ -194,8 +194,13 @@ class Leader:
                 else:
                     self._tell(self._hosts_changed(hosts))
                 self._loop.run()
-            finally:
-                self._end_agents()
+            except BaseException as error:
+                if self._members:
+                    self._let_go(error)
+                else:
+                    self._end_agents()
+                raise
+            self._end_agents()
         assert self._finish is not None
         newest = self._collector.newest_step
         self._emit(
@@ -248,6 +253,17 @@ class Leader:
             if not agent.wait_gone(max(0.0, deadline - time.monotonic())):
                 self._warn(f"host {agent.host.name}: the agent did not answer the end of the run")
                 agent.drop()
+
+    def _let_go(self, error: BaseException) -> None:
+        """After a defect of this process: nobody's training ends with it."""
+        for agent in self._agents.values():
+            agent.drop()
+        with contextlib.suppress(Exception):  # what is told may be what is broken
+            self._warn(
+                f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
+                f"for {self._spec.leader_grace_s:g} s (--leader-grace), and then leave a "
+                f"checkpoint: hvd-elastic run --resume {self._folder.run_id} leads on"
+            )
 
     # -- the succession of an earlier leader -------------------------------------------------
 
@@ -383,7 +399,7 @@ class Leader:
         if path is None:
             hosts = [Host("localhost", slots=self._spec.slots)]
         else:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # what is wrong with it is told next
                 self._hostfile_stamp = _stamp(path)
             hosts = list(parse_hostfile(path).hosts)
         self._hosts = {host.name: host for host in hosts}
@@ -394,14 +410,16 @@ class Leader:
         self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
         return ev.HostsChanged(slots)
 
-    def _hostfile_is_gone(self, path: Path) -> None:
+    def _hostfile_is_gone(self, path: Path, error: OSError) -> None:
         """Say so, unless it is for the moment in which an editor replaces it by renaming."""
         now = time.monotonic()
         if self._hostfile_gone_since is None:
             self._hostfile_gone_since = now
         elif now >= self._hostfile_gone_since + _HOSTFILE_GONE_S:
             self._hostfile_gone_since = math.inf
-            self._warn(f"the hostfile {path} is gone, the hosts stay; put it back to change them")
+            gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+            what = "is gone" if gone else f"cannot be looked at ({error.strerror})"
+            self._warn(f"the hostfile {path} {what}, the hosts stay; put it back to change them")
 
     def _look_at_hostfile(self) -> None:
         path = self._spec.hostfile_path
@@ -409,8 +427,8 @@ class Leader:
             return
         try:
             stamp = _stamp(path)
-        except FileNotFoundError:
-            self._hostfile_is_gone(path)
+        except OSError as error:
+            self._hostfile_is_gone(path, error)
             return
         self._hostfile_gone_since = None
         if stamp == self._hostfile_stamp:

@@ -348,7 +348,8 @@ class RunFolder:
             except FileNotFoundError:
                 continue  # whoever asked took it back
             except (OSError, ValueError, KeyError, AttributeError, TypeError):
-                path.unlink(missing_ok=True)  # not one of ours: nobody waits for an answer
+                with contextlib.suppress(OSError):  # a folder, or a file server's hiccup
+                    path.unlink()  # not one of ours: nobody waits for an answer
                 continue
             path.unlink(missing_ok=True)
             requests.append(Request(request_id, op, found))

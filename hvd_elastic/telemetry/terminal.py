@@ -6,10 +6,13 @@ it is printed every few seconds, so that a log stays readable.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hvd_elastic.closing import Closing
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-__all__ = ["RunView"]
+__all__ = ["LastingView", "RunView", "unless_nobody_reads"]
 
 PLAIN_INTERVAL_S = 5.0
 REDRAW_INTERVAL_S = 0.1
@@ -179,3 +182,45 @@ class RunView(Closing):
         else:
             self._stream.write(f"{stamp}{line.text}\n")
             self._stream.flush()
+
+
+class LastingView(RunView):
+    """A view that outlives its terminal, for a process that has more to do than to show something.
+
+    A closed window, a pipe whose reader is gone and a full disk cost what would have been shown.
+    """
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """As in :class:`RunView`."""
+        with unless_nobody_reads():
+            super().show(event)
+
+    def print(self, text: str) -> None:
+        """As in :class:`RunView`."""
+        with unless_nobody_reads():
+            super().print(text)
+
+    def close(self) -> None:
+        """As in :class:`RunView`."""
+        with unless_nobody_reads():
+            super().close()
+
+
+@contextlib.contextmanager
+def unless_nobody_reads() -> Iterator[None]:
+    """What is written inside is dropped where it cannot be written.
+
+    Where stdout or stderr lead to a closed window or a reader that is gone, they lead to nowhere
+    from then on, so that nothing else that prints fails, the end of the interpreter included.
+    """
+    try:
+        yield
+    except (OSError, SystemExit):  # rich exits where a pipe is broken
+        ends = select.poll()
+        for descriptor in (1, 2):
+            ends.register(descriptor, 0)
+        for descriptor, found in ends.poll(0):
+            if found & (select.POLLERR | select.POLLHUP):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)

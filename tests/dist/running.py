@@ -26,7 +26,7 @@ from hvd_elastic.telemetry.audit import AuditResult, check_audit
 from hvd_elastic.telemetry.records import EventFollower, Record, read_events
 from hvd_elastic.telemetry.runfolder import RunFolder
 
-__all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess"]
+__all__ = ["CLEAN_S", "ROOT", "RunningJob", "Stage", "WorkerProcess"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests" / "dist" / "scripts" / "train_probe.py"
@@ -95,6 +95,8 @@ class RunningJob:
         options: more options of ``run``.
         script: command instead of the probe; FOLDER stands for the job's.
         script_options: of the probe.
+        program: what the interpreter is given for ``hvd-elastic``.
+        stdout: where the first leader prints; None: into ``output``.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class RunningJob:
         *options: str,
         script: list[str] | None = None,
         script_options: tuple[str, ...] = (),
+        program: tuple[str, ...] = ("-m", "hvd_elastic.cli.app"),
+        stdout: int | None = None,
     ) -> None:
         self.stage = stage
         self.run_id = f"job-{secrets.token_hex(4)}"
@@ -124,6 +128,8 @@ class RunningJob:
             *("run", "--run-id", self.run_id, "--hostfile", str(self.hostfile)),
             *("--ssh-config", str(stage.cluster.ssh_config), "--audit"),
             *("--checkpoint-every", "1", *options, "--", *command),
+            program=program,
+            stdout=stdout,
         )
 
     def __enter__(self) -> Self:
@@ -139,13 +145,18 @@ class RunningJob:
 
     # -- starting and ending ---------------------------------------------------------------
 
-    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self,
+        *arguments: str,
+        program: tuple[str, ...] = ("-m", "hvd_elastic.cli.app"),
+        stdout: int | None = None,
+    ) -> subprocess.Popen[bytes]:
         self._lives += 1
         with self.output.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "hvd_elastic.cli.app", *arguments],
+                [sys.executable, *program, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=output if stdout is None else stdout,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
                 env=self.environment(),

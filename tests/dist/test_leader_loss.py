@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 
@@ -9,7 +11,7 @@ import pytest
 
 from hvd_elastic.cluster.virtual.plan import interface_name
 from tests.dist.conftest import StartJob
-from tests.dist.running import RunningJob, Stage
+from tests.dist.running import ROOT, RunningJob, Stage
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -57,6 +59,48 @@ def test_the_next_leader_goes_on_in_the_same_processes(stage: Stage, start_job: 
     job.wait_size(3, since)
     audit = job.finish()
     assert audit.voided_steps <= 1, "at most the step in flight of the kill"
+
+
+def test_a_leader_that_fails_leaves_training_alone(stage: Stage, start_job: StartJob) -> None:
+    a, b, *_ = stage.hosts
+    program = (str(ROOT / "tests" / "dist" / "scripts" / "failing_leader.py"),)
+    job = start_job({a: 1, b: 1}, program=program)
+    job.wait_size(2)
+    job.wait_steps(5)
+    workers = job.workers()
+    (job.folder / "FAIL").touch()
+    assert job.wait() == 1
+    assert "ZeroDivisionError: a defect" in job.output.read_text(), "a defect has its traceback"
+    said = job.kinds("warning")[-1]["message"]
+    assert f"hvd-elastic run --resume {job.run_id} leads on" in said
+    until_steps_without_leader(job, 20)
+    take_over(job)
+    assert job.workers() == workers
+    job.wait_steps(5)
+    assert job.finish().voided_steps == 0
+
+
+@pytest.mark.parametrize("window", ["pipe", "terminal"])
+def test_nobody_reads_what_the_leader_prints(
+    stage: Stage, start_job: StartJob, window: str
+) -> None:
+    ours, theirs = os.pipe() if window == "pipe" else os.openpty()
+    job = start_job({stage.hosts[0]: 1}, "--checkpoint-every", "600", stdout=theirs)
+    os.close(theirs)
+    job.wait_size(1)
+    job.wait_steps(5)
+    os.close(ours)
+    job.wait_steps(100)
+    if window == "pipe":
+        job.finish()
+        return
+    job.process.send_signal(signal.SIGHUP)  # what a shell sends when its window is closed
+    assert job.wait() == 130
+    ended = job.kinds("run_finished")[-1]
+    assert ended["checkpoint_step"] == ended["steps"] >= 100
+    job.resume()
+    job.wait_steps(5)
+    job.finish()
 
 
 @pytest.mark.root

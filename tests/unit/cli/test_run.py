@@ -123,6 +123,28 @@ def test_options_that_resume_would_ignore_are_refused(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
+        (["--max-np", "1"], "--min-np 2 is above --max-np 1"),
+        (["--np", "1"], "--min-np 2 is above --np 1"),
+        (["--np", "9"], "--np 9 is above the 3 slots of"),
+        (["--np", "3"], "--spares 1 beside 3 processes needs 4 slots, and"),
+    ],
+)
+def test_sizes_that_a_resumed_run_cannot_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], wanted: str
+) -> None:
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2\n")
+    spec = RunSpec(
+        ("true",), str(tmp_path), str(tmp_path / "hosts"), min_np=2, spares=1, python="python3"
+    )
+    RunFolder.create("small-1", spec.as_dict())
+    status, message = call("--resume", "small-1", *options, capsys=capsys)
+    assert status == 2
+    assert message.startswith(f"error: {wanted}")
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
         (["--pin-hosts", "n[1-3]"], "--pin-hosts: host 'n3' is not in hosts; it has n1, n2"),
         (["--pin-hosts", "n1,n2", "--max-np", "3"], "--max-np 3 is below the 4 slots of the hosts"),
         (

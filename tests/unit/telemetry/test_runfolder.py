@@ -188,6 +188,8 @@ def test_requests_are_handed_out_once_in_order(tmp_path: Path) -> None:
     ]
     assert folder.take_requests() == []
     assert list(folder.commands.iterdir()) == []
+    (folder.commands / "folder.json").mkdir()
+    assert folder.take_requests() == []
 
 
 def test_the_leader_answers(tmp_path: Path) -> None:
