@@ -68,11 +68,12 @@ class Chain:
     """The order in which nodes pass the data on.
 
     Args:
-        source: the node that has it all.
+        source: the node that has it all; None where each node has a share, and the last of the
+            chain feeds the first.
         spread: whether the source feeds each node itself, as when each gets something else.
     """
 
-    def __init__(self, source: str, spread: bool = False) -> None:
+    def __init__(self, source: str | None, spread: bool = False) -> None:
         self.source = source
         self.order: list[str] = []
         self._spread = spread
@@ -102,9 +103,21 @@ class Chain:
         >>> chain.remove("a"); chain.links()
         {'b': 'leader'}
         """
-        feeders = [self.source] * len(self.order) if self._spread else [self.source, *self.order]
+        first = self.source or (self.order[-1] if len(self.order) > 1 else None)
+        feeders = [first] * len(self.order) if self._spread else [first, *self.order]
         pairs = zip(self.order, feeders, strict=False)
-        return {name: feeder for name, feeder in pairs if self._members[name].left != 0}
+        return {name: feeder for name, feeder in pairs if feeder and self._members[name].left != 0}
+
+    def after(self, name: str) -> list[str]:
+        """The nodes from the one that this one feeds on, round to the one before it.
+
+        >>> chain = Chain(None)
+        >>> chain.add("a", 0.0); chain.add("b", 0.0); chain.add("c", 0.0)
+        >>> chain.after("b")
+        ['c', 'a']
+        """
+        place = self.order.index(name)
+        return self.order[place + 1 :] + self.order[:place]
 
     def linked(self, name: str, now: float) -> None:
         """A node was given a new feeder."""
@@ -158,12 +171,18 @@ class Chain:
         return Verdict(name, Why.HOPELESS if hopeless else Why.STALLED)
 
     def move(self, name: str, why: Why) -> None:
-        """Puts a node where it holds nobody up; one that is there already is fed by the source."""
+        """Puts a node where it holds nobody up; one that is there already is fed by the source.
+
+        Where there is no source it changes places with the node that it feeds.
+        """
         member = self._members[name]
-        last = self.order[-1] == name
+        place = self.order.index(name)
+        last = place == len(self.order) - 1
         self.order.remove(name)
         if last:
-            self.order.insert(0, name)
+            self.order.insert(0 if self.source else 1, name)
+        elif not self.source:
+            self.order.insert(place + 1, name)
         else:
             self.order.append(name)
         if why is Why.SLOW:
@@ -173,7 +192,7 @@ class Chain:
 
     def _find_slow(self) -> str | None:
         """The first node whose link is the reason why it and those after it are slow."""
-        if self._spread:
+        if self._spread or not self.source:
             return None
         rates = {name: self._members[name].rate() for name in self.order}
         best = max(rates.values(), default=0.0)

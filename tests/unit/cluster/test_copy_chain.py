@@ -98,3 +98,19 @@ def test_one_speed_for_all_is_nobodys_fault():
     for tick in range(16):
         beat(chain, tick * 0.25, dict.fromkeys("abc", tick * MB), {"a", "b", "c"})
     assert chain.judge(3.75) == []
+
+
+def test_without_a_source_the_last_feeds_the_first():
+    chain = Chain(None)
+    for name in "abc":
+        chain.add(name, 0.0)
+    assert chain.links() == {"a": "c", "b": "a", "c": "b"}
+    chain.move("a", Why.STALLED)
+    assert chain.links() == {"b": "c", "a": "b", "c": "a"}
+    chain.move("c", Why.STALLED)
+    assert chain.links() == {"b": "a", "c": "b", "a": "c"}
+    chain.hear("b", 0.0, 0, 0)
+    chain.remove("a")
+    assert chain.links() == {"c": "b"}
+    chain.remove("b")
+    assert chain.links() == {}
