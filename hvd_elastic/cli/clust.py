@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,7 @@ from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.host_options import Chosen, over_hosts
 from hvd_elastic.cli.host_report import Printer, conclude, finish, show_result
 from hvd_elastic.cli.kill_report import describe_ended, show_ended
+from hvd_elastic.cli.newcomers import Newcomers
 from hvd_elastic.cli.numbers import duration_option, number_option, whole_number_option
 from hvd_elastic.cluster.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 from hvd_elastic.cluster.fanout import HostResult
@@ -364,6 +366,8 @@ def copy(
         fanout=chosen.fanout,
     )
     printer = Printer(chosen.hosts)
+    newcomers = Newcomers(chosen, printer.note)
+    chosen = replace(chosen, hosts=newcomers.hosts)
 
     def describe(result: HostResult[Any]) -> dict[str, Any]:
         value = result.value
@@ -403,7 +407,9 @@ def copy(
 
     with copy_bar(quiet=chosen.as_json) as show:
         if pulled is not None:
-            results = pull_to_hosts(chosen.hosts, pulled, target, chosen.ssh, settings, show)
+            results = pull_to_hosts(
+                chosen.hosts, pulled, target, chosen.ssh, settings, show, newcomers
+            )
         else:
             results = copy_to_hosts(
                 chosen.hosts,
@@ -414,6 +420,7 @@ def copy(
                 start,
                 show,
                 lambda path: printer.note(f"{path}: neither file, folder nor link; left out"),
+                newcomers,
             )
         finish(chosen, results, printer, describe, word)
 

@@ -83,9 +83,12 @@ class Chain:
         return name in self._members
 
     def add(self, name: str, now: float) -> None:
-        """A node at the end of the chain."""
+        """A node at the end of the chain, before those that were put there since they are slow."""
+        place = len(self.order)
+        while place and self._members[self.order[place - 1]].moved:
+            place -= 1
+        self.order.insert(place, name)
         self._members[name] = _Member(now, sent_changed=now)
-        self.order.append(name)
 
     def remove(self, name: str) -> None:
         """A node less; who was fed by it is fed by who fed it."""

@@ -120,6 +120,7 @@ def pull_to_hosts(
     options: SshOptions,
     settings: CopySettings | None = None,
     on_progress: Callable[[CopyProgress], None] | None = None,
+    newcomers: Callable[[], Sequence[Host]] | None = None,
 ) -> Iterator[HostResult[Copied]]:
     """Brings a data set from a shared store to the same folder on every host.
 
@@ -130,13 +131,16 @@ def pull_to_hosts(
         options: how to connect.
         settings: how it is made; ``checksum`` and ``shard`` mean nothing here.
         on_progress: told how far it is, a few times a second.
+        newcomers: asked a few times a second for hosts that shall have it too; not in a dry run.
 
     Yields:
         One result a host as it ends. Who stops iterating ends the copy, and the commands, on all
         hosts; what is complete stays.
     """
     settings = settings or CopySettings()
-    with PullSession(hosts, pulled, destination, options, settings, on_progress) as session:
+    with PullSession(
+        hosts, pulled, destination, options, settings, on_progress, newcomers
+    ) as session:
         yield from session.run()
 
 
@@ -144,7 +148,7 @@ class PullSession(CopySession):
     """A copy whose source are its hosts.
 
     Args:
-        hosts, destination, options, settings, on_progress: as of :class:`CopySession`.
+        hosts, destination, options, settings, on_progress, newcomers: as of :class:`CopySession`.
         pulled: what is fetched.
     """
 
@@ -158,8 +162,9 @@ class PullSession(CopySession):
         options: SshOptions,
         settings: CopySettings,
         on_progress: Callable[[CopyProgress], None] | None = None,
+        newcomers: Callable[[], Sequence[Host]] | None = None,
     ) -> None:
-        super().__init__(hosts, None, "", destination, options, settings, on_progress)
+        super().__init__(hosts, None, "", destination, options, settings, on_progress, newcomers)
         self._source = None
         self._chain = Chain(None)
         self._pulled = pulled

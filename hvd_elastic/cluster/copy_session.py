@@ -35,6 +35,7 @@ MODULES = ("copy_wire", "copy_tree", "copy_store", "copy_feed", "copy_node")
 SOURCE = "the source"
 TICK_S = 0.1
 PING_S = 5.0
+LOOK_S = 0.25
 # A host that takes longer to be reached than this after the first joins when it is there.
 LATE_S = 3.0
 # What a silent host gets to be heard again before it is given up; less when it is the last.
@@ -167,6 +168,7 @@ class CopySession(Closing):
         options: how to connect.
         settings: how it is made.
         on_progress: told how far it is, a few times a second.
+        newcomers: asked a few times a second for further hosts.
 
     Attributes:
         skipped: of the source, what is neither file nor folder nor link.
@@ -183,6 +185,7 @@ class CopySession(Closing):
         options: SshOptions,
         settings: CopySettings,
         on_progress: Callable[[CopyProgress], None] | None = None,
+        newcomers: Callable[[], Sequence[Host]] | None = None,
     ) -> None:
         now = time.monotonic()
         self._options = options
@@ -190,6 +193,9 @@ class CopySession(Closing):
         self._destination = destination
         self._source_path = source
         self._on_progress = on_progress
+        # Which file is whose is settled with the number of hosts.
+        joins = newcomers is not None and not (settings.shard or settings.dry_run)
+        self._newcomers = newcomers if joins else None
         self._events: queue.Queue[_Event] = queue.Queue()
         self._gate = threading.Semaphore(settings.fanout)
         self._closed = False
@@ -223,11 +229,9 @@ class CopySession(Closing):
             SshError: the host of the source cannot be used.
         """
         for node in self._everybody():
-            threading.Thread(
-                target=self._open, args=(node,), name=f"copy to {node.name}", daemon=True
-            ).start()
-        open_nodes = dict(self._nodes)
-        last_tick = pinged = time.monotonic()
+            self._begin(node)
+        open_nodes = set(self._nodes)
+        last_tick = pinged = looked = time.monotonic()
         while open_nodes:
             results: list[HostResult[Copied]] = []
             said: _Event | None = None
@@ -246,8 +250,12 @@ class CopySession(Closing):
                     pinged = now
                     for each in self._everybody():
                         each.tell("ping")
+            if self._newcomers is not None and now - looked >= LOOK_S:
+                looked = now
+                open_nodes.update(self._admit(self._newcomers(), now))
             for result in results:
-                if open_nodes.pop(result.host.name, None) is not None:
+                if result.host.name in open_nodes:
+                    open_nodes.remove(result.host.name)
                     yield result
         self._tell_progress()
 
@@ -263,6 +271,21 @@ class CopySession(Closing):
         deadline = time.monotonic() + END_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _begin(self, node: Node) -> None:
+        threading.Thread(
+            target=self._open, args=(node,), name=f"copy to {node.name}", daemon=True
+        ).start()
+
+    def _admit(self, hosts: Sequence[Host], now: float) -> list[str]:
+        """Takes hosts into the copy that nobody has spoken of before; returns their names."""
+        new = [host for host in hosts if host.name not in self._nodes]
+        for host in new:
+            node = Node(host, host.name, now)
+            # Threads of other nodes may be going through them.
+            self._nodes = {**self._nodes, host.name: node}
+            self._begin(node)
+        return [host.name for host in new]
 
     def _everybody(self) -> list[Node]:
         return [*([self._source] if self._source else []), *self._nodes.values()]

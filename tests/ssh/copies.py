@@ -39,10 +39,10 @@ class Bed:
             "HVD_ELASTIC_HOME": str(home),
         }
 
-    def argv(self, *arguments: str) -> list[str]:
+    def argv(self, *arguments: str, hostfile: Path | None = None) -> list[str]:
         program = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
-        hostfile = str(self.cluster.hostfile)
-        return [sys.executable, "-c", program, hostfile, *arguments, "--json"]
+        hosts = str(hostfile or self.cluster.hostfile)
+        return [sys.executable, "-c", program, hosts, *arguments, "--json"]
 
     def __call__(self, *arguments: str) -> Outcome:
         done = subprocess.run(
@@ -56,9 +56,9 @@ class Bed:
         )
         return Outcome(done)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, hostfile: Path | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.argv(*arguments),
+            self.argv(*arguments, hostfile=hostfile),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.cluster.virtual import plan
 from tests import small_disk
 from tests.ssh.copies import (
     HOSTS,
@@ -276,6 +277,26 @@ def test_from_another_host(bed: Bed, source: Path) -> None:
     result = bed("/data/none", "/data/copy", "--from", bed.hosts[2])
     assert result.status == 1
     assert f"host {bed.hosts[2]}: source /data/none: No such file" in result.errors
+
+
+def test_a_host_joins_and_is_fed_by_its_peers(bed: Bed, source: Path) -> None:
+    large = make_large(source)
+    hostfile = bed.cluster.hostfile.with_name("joining")
+    lines = bed.cluster.hostfile.read_text().splitlines()
+    hostfile.write_text("\n".join(line for line in lines if bed.hosts[3] not in line))
+    interface = plan.interface_name(bed.cluster.state.subnet)
+    counter = Path("/sys/class/net", interface, "statistics/tx_bytes")
+    before = int(counter.read_text())
+    process = bed.start(str(source), "/data/set", hostfile=hostfile)
+    bed.wait_for_parts(2, 4 * MB)
+    hostfile.write_text("\n".join(lines))
+    result = bed.finish(process)
+    assert result.status == 0, result.errors
+    assert sorted(result.hosts) == sorted(bed.hosts)
+    assert f"host {bed.hosts[3]} joins" in result.errors
+    for number in range(HOSTS):
+        assert describe(bed.data(number) / "set") == describe(source)
+    assert int(counter.read_text()) - before < 1.5 * large.stat().st_size
 
 
 def test_shares(bed: Bed, source: Path) -> None:

@@ -91,6 +91,9 @@ def test_a_slow_node_goes_to_the_end_once_if_it_holds_anybody_up(followers: tupl
     chain.move("b", Why.SLOW)
     assert chain.order == ["a", "c", "b"]
     assert chain.judge(3.75) == []
+    # It is no newcomer's feeder.
+    chain.add("late", 3.75)
+    assert chain.links()["late"] == "c"
 
 
 def test_one_speed_for_all_is_nobodys_fault():
