@@ -320,7 +320,7 @@ class PullSession(CopySession):
         if node.state == "failed":
             return []
         files = unpack(event["files"])
-        self._fetched.setdefault(node.name, []).extend(size for _, size, _, _ in files)
+        self._fetched.setdefault(node.name, []).extend(unpack(event["sizes"]))
         self._there.setdefault(node.name, {}).update({entry[0]: entry for entry in files})
         failed = unpack(event["failed"])
         if failed:
@@ -341,7 +341,6 @@ class PullSession(CopySession):
             self._tree = event["tree"]
             _, listed, _, _ = unpack(event["tree"])
             self._files = len(listed)
-            self._fetched[node.name] = [file[1] for file in listed]
         return self._end_fetching(now)
 
     def _end_fetching(self, now: float) -> list[HostResult[Copied]]:

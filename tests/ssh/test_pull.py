@@ -164,6 +164,8 @@ def test_a_command_without_a_list_runs_on_one_host(bed: Bed, store: Store) -> No
     assert result["fetched"] == [0, COUNT, 0, 0]
     assert sorted(store.read) == store.names
     check(bed, store)
+    result = bed("--pull", f"test $(hostname) != {broken}; : {{dst}}", "/data/set")
+    assert (result["fetched"], result["skipped"]) == ([0] * HOSTS, [COUNT] * HOSTS)
     result = bed("--pull", "echo no such bucket >&2; exit 3 {dst}", "/data/set")
     assert result.status == 1
     assert "nothing was fetched: exit status 3: no such bucket" in result["error"][3]

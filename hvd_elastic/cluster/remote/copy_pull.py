@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from hvd_elastic.cluster.remote.copy_store import (
 )
 from hvd_elastic.cluster.remote.copy_tree import (
     FETCHED,
+    File,
     Folders,
     check_inside,
     decode,
@@ -44,6 +46,8 @@ from hvd_elastic.cluster.remote.pull_command import fill, placeholders
 MOST_FAILED = 5
 GRACE_S = 1.0
 TOLD_BYTES = 2000
+# The kernel's times of files lag behind the clock by so much at most.
+CLOCK_NS = 20_000_000
 ALL = 0  # the one file that is asked for where there is no list
 
 
@@ -230,6 +234,11 @@ class Pull:
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         return index, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)
 
+    def is_new(self, file: File, begun_ns: int) -> bool:
+        """Whether a file was made or changed since then."""
+        status = self._folders.status(file.path)
+        return status is not None and status.st_ctime_ns >= begun_ns
+
     def close(self, keep: bool) -> None:
         """Lets others fetch to the same place.
 
@@ -369,16 +378,21 @@ class PullNode(Destination):
         order = indices
         if target is not None:
             indices = [index for index in indices if target.lacks(self._number(index))]
+        begun_ns = time.time_ns() - CLOCK_NS
         done = pull.fetch(indices) if indices else Fetched([], [], "")
         if self._ending:
             return
         self._failed = self._failed or bool(done.failed)
         if pull.files is None:
             tree = walk(pull.place, self.config["patterns"])[0] if done.came else None
+            sizes = (
+                [file.size for file in tree.files if pull.is_new(file, begun_ns)] if tree else []
+            )
             self.say(
                 "fetched",
                 tree=tree and pack(list(tree)),
                 files=pack([]),
+                sizes=pack(sizes),
                 failed=pack(done.failed),
                 came=pack(done.came),
                 why=done.why,
@@ -395,6 +409,7 @@ class PullNode(Destination):
             "fetched",
             tree=None,
             files=pack(files),
+            sizes=pack([entry[1] for entry in files]),
             failed=pack(done.failed),
             came=pack([index for index in order if index not in failed]),
             why=done.why,
