@@ -379,18 +379,23 @@ def copy(
             "skipped": value.skipped if value else 0,
             "touched": value.touched if value else 0,
             "removed": list(value.removed) if value else [],
+            "unreached": list(value.unreached) if value else [],
             **(_describe_fetched(value) if pulled is not None else {}),
             "problems": list(value.problems) if value else [],
         }
 
     def word(result: HostResult[Any]) -> str:
         value = result.answer
+        if chosen.dry_run and pulled is not None and pulled.files is None:
+            return "would run the command" if value.fetched else "would take it from the others"
         parts = [f"{count(value.files, 'file')}, {value.size_bytes / 1e6:.1f} MB"]
         parts[0] += " to copy" if chosen.dry_run else " copied"
         if not chosen.dry_run:
             parts[0] += f" ({value.size_bytes / 1e6 / max(result.seconds, 1e-3):.1f} MB/s)"
         if pulled is not None:
-            parts.insert(0, _fetched_in_words(value, chosen.dry_run, whole=pulled.files is None))
+            size = f", {value.fetched_bytes / 1e6:.1f} MB" if value.fetched_bytes else ""
+            done = "to fetch" if chosen.dry_run else "fetched"
+            parts.insert(0, f"{count(value.fetched, 'file')}{size} {done}")
             if value.failure:
                 printer.note(
                     f"host {result.host.name}: the command failed there, others fetched its share: "
@@ -399,6 +404,11 @@ def copy(
         parts.append(f"{value.skipped} there already")
         if value.touched:
             parts.append(f"{value.touched} of other time or mode only")
+        if value.unreached:
+            printer.note(
+                f"host {result.host.name}: {', '.join(value.unreached)} could not connect to it, "
+                "so others fed it. Hosts should reach one another: checkclust shows who does not"
+            )
         if value.removed:
             parts.append(f"{len(value.removed)} {'to remove' if chosen.dry_run else 'removed'}")
             for path in value.removed if chosen.dry_run or chosen.verbose else ():
@@ -449,13 +459,6 @@ def _describe_fetched(value: Copied | None) -> dict[str, Any]:
         "fetched_bytes": value.fetched_bytes if value else 0,
         "fetch_error": value.failure if value else "",
     }
-
-
-def _fetched_in_words(value: Copied, dry_run: bool, *, whole: bool) -> str:
-    if dry_run and whole:
-        return "would run the command" if value.fetched else "would take it from the others"
-    size = f", {value.fetched_bytes / 1e6:.1f} MB" if value.fetched_bytes else ""
-    return f"{count(value.fetched, 'file')}{size} {'to fetch' if dry_run else 'fetched'}"
 
 
 def _find_host(hosts: Sequence[Host], text: str) -> Host:

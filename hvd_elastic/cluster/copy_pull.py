@@ -170,7 +170,9 @@ class PullSession(CopySession):
         self._pulled = pulled
         self._listed = None if pulled.files is None else pack(pulled.files)
         self._shares = Shares(1 if pulled.files is None else len(pulled.files))
-        self._there: dict[str, dict[int, list[int]]] = {}
+        # Of each host how many listed files it had, and their bytes; of each file what it is like.
+        self._there: dict[str, tuple[int, int]] = {}
+        self._entries: dict[int, list[int]] = {}
         self._told: set[str] = set()
         self._fetched: dict[str, list[int]] = {}
         self._missing: list[str] = []
@@ -196,8 +198,7 @@ class PullSession(CopySession):
         node.heard = now
         if isinstance(event, dict) and event["say"] == "listed":
             self._first_listed = self._first_listed or now
-            self._there[node.name] = {entry[0]: entry for entry in unpack(event["have"])}
-            self._send_tree(node)
+            self._take_listed(node, unpack(event["have"]))
             return []
         if isinstance(event, dict) and event["say"] == "fetched":
             return self._take_fetched(node, event, now)
@@ -252,6 +253,16 @@ class PullSession(CopySession):
 
     # ---- fetching
 
+    def _take_listed(self, node: Node, have: list[list[int]]) -> None:
+        self._there[node.name] = (len(have), sum(entry[1] for entry in have))
+        for index, size, mtime_ns, mode in have if not self._shared_out else ():
+            known = self._entries.get(index)
+            # Where hosts have different ones, and the list has no size, the newest counts.
+            if known is None or mtime_ns > known[1]:
+                self._entries[index] = [size, mtime_ns, mode]
+                self._shares.owners[index] = node.name
+        self._send_tree(node)
+
     def _others(self, node: Node) -> list[str]:
         """Who can fetch in the place of a host: at first any, then best the one that it feeds."""
         if self._tree is None:
@@ -278,9 +289,9 @@ class PullSession(CopySession):
             return []
         self._shared_out = True
         if self._pulled.files is None:
-            orders = self._shares.begin({able[0]: []})
+            orders = self._shares.begin(able[:1])
         else:
-            orders = self._shares.begin({name: self._there[name] for name in able})
+            orders = self._shares.begin(able)
         if self._settings.dry_run:
             return [self._planned(self._nodes[name], orders.get(name, []), now) for name in able]
         for name in able:
@@ -292,18 +303,17 @@ class PullSession(CopySession):
         node.state = "done"
         if self._pulled.files is None:
             return self._result(node, Copied(0, 0, 0, 0, (), fetched=len(indices)), now)
-        there = self._there[node.name]
+        there, there_bytes = self._there[node.name]
         sizes = [size or 0 for _, size in self._pulled.files]
-        own = set(indices)
-        fed = [index for index in range(len(sizes)) if index not in there and index not in own]
+        fetched_bytes = sum(sizes[index] for index in indices)
         plan = Copied(
-            files=len(fed),
-            size_bytes=sum(sizes[index] for index in fed),
-            skipped=len(there),
+            files=len(sizes) - there - len(indices),
+            size_bytes=max(0, sum(sizes) - there_bytes - fetched_bytes),
+            skipped=there,
             touched=0,
             removed=(),
-            fetched=len(own),
-            fetched_bytes=sum(sizes[index] for index in own),
+            fetched=len(indices),
+            fetched_bytes=fetched_bytes,
         )
         return self._result(node, plan, now)
 
@@ -321,7 +331,7 @@ class PullSession(CopySession):
             return []
         files = unpack(event["files"])
         self._fetched.setdefault(node.name, []).extend(unpack(event["sizes"]))
-        self._there.setdefault(node.name, {}).update({entry[0]: entry for entry in files})
+        self._entries.update({index: entry for index, *entry in files})
         failed = unpack(event["failed"])
         if failed:
             log.debug("%s could not fetch %d files: %s", node.name, len(failed), event["why"])
@@ -372,10 +382,9 @@ class PullSession(CopySession):
         entries = []
         folders = {""}
         for index, (path, _) in enumerate(files):
-            owner = self._shares.owners.get(index)
-            if owner is None:
+            if index not in self._shares.owners:
                 continue
-            entries.append([path, *self._there[owner][index][1:]])
+            entries.append([path, *self._entries[index]])
             parts = path.split("/")
             folders |= {"/".join(parts[:end]) for end in range(1, len(parts))}
         self._files = len(entries)

@@ -43,6 +43,8 @@ SILENCE_S = 15.0
 LAST_SILENCE_S = 4.0
 RELINK_S = 0.3
 MOST_BROKEN = 5
+# A connection that was never made counts for more than one that broke.
+UNMADE = 3
 END_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Copied:
         fetched, fetched_bytes: fetched by it from a shared store (in a dry run: to be fetched, as
             far as sizes are known).
         failure: why a command that fetches failed there, where others did its work.
+        unreached: who should have fed it and could not connect to it.
     """
 
     files: int
@@ -103,6 +106,7 @@ class Copied:
     fetched: int = 0
     fetched_bytes: int = 0
     failure: str = ""
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -472,7 +476,7 @@ class CopySession(Closing):
         log.debug("the link to %s broke: %s", node.name, event["why"])
         # Both of its ends tell, and so do those of a link that was given up for another.
         if event["number"] == node.link_number and not node.relink_at:
-            node.broken += 1
+            node.broken += 1 if event["made"] else UNMADE
             node.relink_at = now + RELINK_S * node.broken
             node.ready["why"] = event["why"]
 
@@ -522,6 +526,7 @@ class CopySession(Closing):
             removed=tuple(ready["extra"]),
             resumed_bytes=ready["bytes"] - ready["left"],
             problems=tuple(problems),
+            unreached=tuple(self._chain.blocked(node.name)),
         )
 
     def _result(self, node: Node, value: Copied, now: float) -> HostResult[Copied]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["Shares"]
 
@@ -30,19 +30,14 @@ class Shares:
         self._tries: dict[int, int] = {}
         self._asked: dict[str, set[int]] = {}
 
-    def begin(self, there: Mapping[str, Iterable[int]]) -> dict[str, list[int]]:
-        """What each host fetches of what none has: every n-th file, so that it is the same again.
+    def begin(self, hosts: Sequence[str]) -> dict[str, list[int]]:
+        """What each host fetches of what has no owner: every n-th file, the same in each call.
 
-        Args:
-            there: the files that each host has.
-
-        >>> Shares(5).begin({"a": [], "b": [2]})
+        >>> shares = Shares(5)
+        >>> shares.owners[2] = "b"
+        >>> shares.begin(["a", "b"])
         {'a': [0, 4], 'b': [1, 3]}
         """
-        for host, files in there.items():
-            for index in files:
-                self.owners.setdefault(index, host)
-        hosts = list(there)
         orders: dict[str, list[int]] = {}
         for index in range(self._count):
             if index not in self.owners:

@@ -299,6 +299,24 @@ def test_a_host_joins_and_is_fed_by_its_peers(bed: Bed, source: Path) -> None:
     assert int(counter.read_text()) - before < 1.5 * large.stat().st_size
 
 
+def test_a_host_that_its_peers_do_not_reach_is_fed_by_the_leader(bed: Bed, source: Path) -> None:
+    make_large(source, 2 * MB)
+    apart = bed.hosts[1]
+    address = bed.cluster.address(apart)
+    others = [host for host in bed.hosts if host != apart]
+    for host in others:
+        bed.cluster.run_on(host, ["ip", "route", "add", "unreachable", address])
+    try:
+        result = bed(str(source), "/data/set")
+    finally:
+        for host in others:
+            bed.cluster.run_on(host, ["ip", "route", "del", "unreachable", address])
+    assert result.status == 0, result["error"]
+    assert bed.hosts[0] in result.hosts[apart]["unreached"]
+    for number in range(HOSTS):
+        assert describe(bed.data(number) / "set") == describe(source)
+
+
 def test_shares(bed: Bed, source: Path) -> None:
     for number in range(10):
         (source / f"shard-{number}").write_bytes(os.urandom(100_000))

@@ -104,7 +104,7 @@ class Feeder:
         on_end: told (this, why) when the link broke, (this, "") when all was sent.
 
     Attributes:
-        sent: bytes given to the link so far [bytes].
+        sent: bytes given to the link so far [bytes]; -1 until the node was reached.
         sending: whether it waits for the link (and not for the store).
     """
 
@@ -122,7 +122,7 @@ class Feeder:
     ) -> None:
         self.peer = peer
         self.number = number
-        self.sent = 0
+        self.sent = -1
         self.sending = True
         self.dropped = threading.Event()
         self._store = store
@@ -143,7 +143,7 @@ class Feeder:
         """Feeds until all that was asked for is sent, or the link breaks."""
         why = ""
         try:
-            self._link = connect(*self._to)
+            self._link = connect(*self._to, self._reached)
             if self.dropped.is_set():
                 return
             self._link.send_list(self.number)
@@ -159,6 +159,9 @@ class Feeder:
                 self._link.close()
             if not self.dropped.is_set():
                 self._on_end(self, why)
+
+    def _reached(self) -> None:
+        self.sent = 0
 
     def _in_turn(self, wanted: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """What is there first, then what begins to come: nothing waits for anything else."""

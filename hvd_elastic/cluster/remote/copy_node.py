@@ -171,7 +171,9 @@ class Node:
             if self._feeders.get(feeder.peer) is not feeder:
                 return
         if why:
-            self.say("unlinked", name=feeder.peer, number=feeder.number, why=why)
+            self.say(
+                "unlinked", name=feeder.peer, number=feeder.number, why=why, made=feeder.sent >= 0
+            )
 
 
 class Source(Node):
@@ -384,7 +386,7 @@ class Destination(Node):
         if target.complete:
             self._complete(target)
         else:
-            self.say("unlinked", name=self.config["name"], number=number, why=why)
+            self.say("unlinked", name=self.config["name"], number=number, why=why, made=True)
 
     def _take_frame(self, link: Link, target: Target) -> bool:
         kind, index, offset, payload = read_frame(link.file)

@@ -16,17 +16,18 @@ HOSTS = ["a", "b", "c"]
 
 def shares(count: int = 9, hosts: list[str] = HOSTS) -> Shares:
     shares = Shares(count)
-    shares.begin({host: [] for host in hosts})
+    shares.begin(hosts)
     return shares
 
 
 def test_what_a_host_fetches_does_not_depend_on_what_is_there_already() -> None:
-    assert Shares(6).begin({"a": [], "b": []}) == {"a": [0, 2, 4], "b": [1, 3, 5]}
+    assert Shares(6).begin(["a", "b"]) == {"a": [0, 2, 4], "b": [1, 3, 5]}
     some = Shares(6)
-    assert some.begin({"a": [0, 1], "b": [1, 5]}) == {"a": [2, 4], "b": [3]}
-    assert (some.owners[1], some.owners[5]) == ("a", "b")
+    some.owners.update({0: "a", 1: "a", 5: "b"})
+    assert some.begin(["a", "b"]) == {"a": [2, 4], "b": [3]}
     everything = Shares(2)
-    assert everything.begin({"a": [0, 1], "b": []}) == {}
+    everything.owners.update({0: "a", 1: "b"})
+    assert everything.begin(["a", "b"]) == {}
     assert everything.finished
 
 
