@@ -184,7 +184,8 @@ def test_a_host_that_dies_and_what_it_alone_had(bed: Bed, store: Store, tmp_path
     wait_until(passes_on, "the exchange")
     bed.cluster.crash(bed.hosts[victim])
     result = bed.finish(process)
-    assert [state == "ok" for state in result["state"]] == [True, False, True, True]
+    states = [state == "ok" for state in result["state"]]
+    assert states == [True, False, True, True], result["error"]
     check(bed, store, 0, 2, 3)
     bed.cluster.boot(bed.hosts[victim])
     store.read.clear()

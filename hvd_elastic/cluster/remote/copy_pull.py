@@ -23,6 +23,7 @@ from hvd_elastic.cluster.remote.copy_node import Destination
 from hvd_elastic.cluster.remote.copy_store import (
     SharedError,
     StoreError,
+    Target,
     check_free,
     lock_folder,
 )
@@ -38,7 +39,7 @@ from hvd_elastic.cluster.remote.copy_tree import (
     shown,
     walk,
 )
-from hvd_elastic.cluster.remote.copy_wire import pack, unpack
+from hvd_elastic.cluster.remote.copy_wire import LinkError, pack, unpack
 from hvd_elastic.cluster.remote.hold_command import PRCTL, SUBREAPER, end_all
 from hvd_elastic.cluster.remote.pull_command import fill, placeholders
 
@@ -402,8 +403,7 @@ class PullNode(Destination):
         if target is None:
             files = [pull.name(index) for index in done.came]
         else:
-            for index in done.came:
-                target.adopt(self._number(index), pull.path_of(index))
+            self._adopt(target, pull, done.came)
         failed = set(done.failed)
         self.say(
             "fetched",
@@ -416,6 +416,20 @@ class PullNode(Destination):
         )
         if target is not None and target.complete:
             self._complete(target)
+
+    def _adopt(self, target: Target, pull: Pull, indices: list[int]) -> None:
+        """Takes what was fetched in the place of a lost host; links begin again after that."""
+        with self._taking:
+            if self._link is not None:
+                self._link.drop()
+            if self._receiving is not None:
+                self._receiving.join()
+            for index in indices:
+                number, path = self._number(index), pull.path_of(index)
+                try:
+                    target.adopt(number, path)
+                except LinkError:
+                    target.adopt(number, path)  # what had come of it was of another file
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from hvd_elastic.cluster.remote.copy_tree import (
     remove_entry,
     shown,
 )
-from hvd_elastic.cluster.remote.copy_wire import FRAME_BYTES, LinkError
+from hvd_elastic.cluster.remote.copy_wire import DATA, FRAME_BYTES, WHOLE, LinkError, make_frame
 
 RECENT_BYTES = 8 << 20
 HEADROOM_BYTES = 16 << 20
@@ -625,21 +625,30 @@ class Target(Store):
         super().give_up(index, reason)
 
     def adopt(self, index: int, path: bytes) -> None:
-        """Takes a file that was not sent but fetched here, if it still comes and is that file."""
+        """Takes a file that was not sent but fetched here, as if it were sent from where it stands.
+
+        Nothing else may arrive meanwhile. Raises as :meth:`end`.
+        """
         file = self.tree.files[index]
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            same = os.fstat(number).st_size == file.size
+            if os.fstat(number).st_size != file.size:
+                self.give_up(index, "it was changed in the store during the copy")
+                return
             digest = hash_of(number).digest()
-            os.fchmod(number, file.mode)
-            os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
+            if file.size <= FRAME_BYTES:
+                data = os.pread(number, FRAME_BYTES, 0)
+                frame = make_frame(WHOLE, index, 0, digest + b"\0" + data)
+                self.whole(index, digest, 0, data, frame)
+                return
+            offset = self._have.get(index, 0)
+            while offset < file.size:
+                data = os.pread(number, FRAME_BYTES, offset)
+                self.write(index, offset, data, make_frame(DATA, index, offset, data))
+                offset += len(data)
+            self.end(index, digest, 0)
         finally:
             os.close(number)
-        if not same:
-            self.give_up(index, "it was changed in the store during the copy")
-        elif index in self._missing:
-            self.left -= file.size - self._have.get(index, 0)
-            self._name(path, index, digest, 0)
 
     def finish(self) -> list[str]:
         """Links, times, modes and removals, when all files are there.
