@@ -285,6 +285,7 @@ class PullSession(CopySession):
         comparing = [name for name, state in states.items() if state == "comparing"]
         able = [name for name in comparing if name in self._there]
         waits = now - self._first_listed < self._options.connect_timeout_s
+        waits = waits or self._settings.dry_run  # who is late would never hear of it
         if not able or able != comparing or ("connecting" in states.values() and waits):
             return []
         self._shared_out = True
@@ -375,7 +376,8 @@ class PullSession(CopySession):
         for node in self._nodes.values():
             if node.state == "fetching":
                 node.state = "comparing"
-            super()._send_tree(node)
+            if node.name in self._there:
+                self._send_tree(node)
         return []
 
     def _make_tree(self, files: Sequence[tuple[str, int | None]]) -> list[Any]:
@@ -396,6 +398,7 @@ class PullSession(CopySession):
     def _replace(self, node: Node, others: list[str], now: float) -> list[HostResult[Copied]]:
         """Lets others fetch what a host had that is gone."""
         if not self._shared_out:
+            self._shares.disown(node.name)
             return []
         if self._tree is not None and others:
             well = [name for name in others if name not in self._shares.failures]

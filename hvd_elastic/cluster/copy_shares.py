@@ -84,14 +84,18 @@ class Shares:
         Returns:
             Who of ``hosts`` shall fetch that.
         """
-        files = self._asked.pop(host, set())
-        files |= {index for index, owner in self.owners.items() if owner == host}
-        for index in files:
-            self.owners.pop(index, None)
+        files = self._asked.pop(host, set()) | self.disown(host)
         if not hosts:
             self.lost.update(dict.fromkeys(files, f"host {host}, which fetched it, was lost"))
             return {}
         return self._give(sorted(files), hosts)
+
+    def disown(self, host: str) -> set[int]:
+        """Forgets what a host had; returns the files."""
+        files = {index for index, owner in self.owners.items() if owner == host}
+        for index in files:
+            del self.owners[index]
+        return files
 
     @property
     def finished(self) -> bool:

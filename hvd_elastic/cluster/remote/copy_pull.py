@@ -229,7 +229,8 @@ class Pull:
                 folder = f"{folder}/{part}" if folder else part
                 if self._folders.status(folder) is None:
                     parent, name = self._folders.of(folder)
-                    os.mkdir(name, 0o777 & ~self._umask, dir_fd=parent)
+                    with contextlib.suppress(FileExistsError):  # another host shares the place
+                        os.mkdir(name, 0o777 & ~self._umask, dir_fd=parent)
             parent, name = self._folders.of(path)
             os.rename(source, name, dst_dir_fd=parent)
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)

@@ -25,6 +25,8 @@ def test_what_a_host_fetches_does_not_depend_on_what_is_there_already() -> None:
     some = Shares(6)
     some.owners.update({0: "a", 1: "a", 5: "b"})
     assert some.begin(["a", "b"]) == {"a": [2, 4], "b": [3]}
+    some.disown("a")
+    assert some.owners == {5: "b"}
     everything = Shares(2)
     everything.owners.update({0: "a", 1: "b"})
     assert everything.begin(["a", "b"]) == {}
