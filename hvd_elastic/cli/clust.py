@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
@@ -30,6 +31,7 @@ from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.host_options import Chosen, over_hosts
 from hvd_elastic.cli.host_report import Printer, conclude, finish, show_result
 from hvd_elastic.cli.kill_report import describe_ended, show_ended
+from hvd_elastic.cli.newcomers import Newcomers
 from hvd_elastic.cli.numbers import duration_option, number_option, whole_number_option
 from hvd_elastic.cluster.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 from hvd_elastic.cluster.fanout import HostResult
@@ -39,6 +41,9 @@ from hvd_elastic.cluster.kept import KeptHosts
 from hvd_elastic.cluster.ssh import is_local
 from hvd_elastic.errors import UsageError
 from hvd_elastic.words import count
+
+if TYPE_CHECKING:
+    from hvd_elastic.cluster.copy import Copied
 
 __all__ = [
     "CalledElsewhere",
@@ -247,14 +252,12 @@ def _read_environment(words: Sequence[str]) -> dict[str, str]:
 @over_hosts(excludes_files=True)
 def copy(
     chosen: Chosen,
-    source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A file or folder here (or on --from HOST).")
-    ],
-    destination: Annotated[
-        str,
+    places: Annotated[
+        list[str],
         typer.Argument(
-            metavar="DST",
-            help="Its place on every host: absolute or ~/…; inside it if it ends in /.",
+            metavar="[SRC] DST",
+            help="SRC: a file or folder here, or on --from HOST; none with --pull. DST: its place "
+            "on every host, absolute or ~/…; inside it if it ends in /.",
         ),
     ],
     delete: Annotated[
@@ -287,6 +290,26 @@ def copy(
     source_host: Annotated[
         str | None, typer.Option("--from", metavar="HOST", help="The host that has SRC.")
     ] = None,
+    pull: Annotated[
+        str | None,
+        typer.Option(
+            "--pull",
+            metavar="COMMAND",
+            help="Instead of SRC: what brings the files of a shared store to {dst}.",
+        ),
+    ] = None,
+    listed: Annotated[
+        str | None,
+        typer.Option(
+            "--list",
+            metavar="FILE",
+            help="With --pull: the files there (-: stdin), a path a line, or size, tab, path. Each "
+            "host fetches a share of them: {path} for each, or {list}.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int, whole_number_option("--jobs", least=1, help="Of --pull with {path}, at a time.")
+    ] = 8,
 ) -> None:
     """Copy a file or folder to every host: sent once, passed on from host to host.
 
@@ -300,6 +323,10 @@ def copy(
       copyclust hosts /data/digits /data/digits --delete --exclude '*.tmp'
 
       copyclust hosts /data/digits /data/digits --from gpu07 --bwlimit 50
+
+      copyclust hosts --pull 'aws s3 sync s3://bucket/set {dst}' /data/set
+
+      copyclust hosts --pull 'aws s3 cp s3://bucket/set/{path} {dst}/{path}' --list names /data/set
     """
     from hvd_elastic.cluster.copy import (
         CopySettings,
@@ -307,10 +334,24 @@ def copy(
         check_source,
         copy_to_hosts,
     )
+    from hvd_elastic.cluster.copy_pull import Pulled, check_pull, pull_to_hosts, read_list
 
-    target = check_destination(source, destination)
+    source = Path(places[0])
+    pulled = None
+    if pull is not None:
+        _check_pull_options(places, checksum=checksum, shard=shard, source_host=source_host)
+        check_pull(pull, listed is not None)
+        files = None if listed is None else read_list(_read_file(listed), exclude or ())
+        pulled = Pulled(pull, files, jobs)
+        target = check_destination(source, places[0].rstrip("/") or "/")
+    elif listed is not None:
+        raise UsageError("--list says what --pull fetches; give --pull COMMAND")
+    elif len(places) != 2:
+        raise UsageError("give SRC and DST, or --pull COMMAND and DST; see copyclust --help")
+    else:
+        target = check_destination(source, places[1])
     start = _find_host(chosen.hosts, source_host) if source_host else None
-    if start is None:
+    if start is None and pulled is None:
         source = source.expanduser().absolute()
         check_source(source)
     settings = CopySettings(
@@ -325,6 +366,8 @@ def copy(
         fanout=chosen.fanout,
     )
     printer = Printer(chosen.hosts)
+    newcomers = Newcomers(chosen, printer.note)
+    chosen = replace(chosen, hosts=newcomers.hosts)
 
     def describe(result: HostResult[Any]) -> dict[str, Any]:
         value = result.value
@@ -336,18 +379,36 @@ def copy(
             "skipped": value.skipped if value else 0,
             "touched": value.touched if value else 0,
             "removed": list(value.removed) if value else [],
+            "unreached": list(value.unreached) if value else [],
+            **(_describe_fetched(value) if pulled is not None else {}),
             "problems": list(value.problems) if value else [],
         }
 
     def word(result: HostResult[Any]) -> str:
         value = result.answer
+        if chosen.dry_run and pulled is not None and pulled.files is None:
+            return "would run the command" if value.fetched else "would take it from the others"
         parts = [f"{count(value.files, 'file')}, {value.size_bytes / 1e6:.1f} MB"]
         parts[0] += " to copy" if chosen.dry_run else " copied"
         if not chosen.dry_run:
             parts[0] += f" ({value.size_bytes / 1e6 / max(result.seconds, 1e-3):.1f} MB/s)"
+        if pulled is not None:
+            size = f", {value.fetched_bytes / 1e6:.1f} MB" if value.fetched_bytes else ""
+            done = "to fetch" if chosen.dry_run else "fetched"
+            parts.insert(0, f"{count(value.fetched, 'file')}{size} {done}")
+            if value.failure:
+                printer.note(
+                    f"host {result.host.name}: the command failed there, others fetched its share: "
+                    f"{value.failure}"
+                )
         parts.append(f"{value.skipped} there already")
         if value.touched:
             parts.append(f"{value.touched} of other time or mode only")
+        if value.unreached:
+            printer.note(
+                f"host {result.host.name}: {', '.join(value.unreached)} could not connect to it, "
+                "so others fed it. Hosts should reach one another: checkclust shows who does not"
+            )
         if value.removed:
             parts.append(f"{len(value.removed)} {'to remove' if chosen.dry_run else 'removed'}")
             for path in value.removed if chosen.dry_run or chosen.verbose else ():
@@ -355,17 +416,49 @@ def copy(
         return ", ".join(parts)
 
     with copy_bar(quiet=chosen.as_json) as show:
-        results = copy_to_hosts(
-            chosen.hosts,
-            source,
-            target,
-            chosen.ssh,
-            settings,
-            start,
-            show,
-            lambda path: printer.note(f"{path}: neither file, folder nor link; left out"),
-        )
+        if pulled is not None:
+            results = pull_to_hosts(
+                chosen.hosts, pulled, target, chosen.ssh, settings, show, newcomers
+            )
+        else:
+            results = copy_to_hosts(
+                chosen.hosts,
+                source,
+                target,
+                chosen.ssh,
+                settings,
+                start,
+                show,
+                lambda path: printer.note(f"{path}: neither file, folder nor link; left out"),
+                newcomers,
+            )
         finish(chosen, results, printer, describe, word)
+
+
+def _check_pull_options(
+    places: Sequence[str], *, checksum: bool, shard: bool, source_host: str | None
+) -> None:
+    if len(places) != 1:
+        raise UsageError("with --pull give DST alone; the command says where the files come from")
+    given = {"--checksum": checksum, "--shard": shard, "--from": source_host is not None}
+    for name, is_given in given.items():
+        if is_given:
+            raise UsageError(f"{name} does not go with --pull; leave it out")
+
+
+def _read_file(name: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise UsageError(f"--list {name}: {error.strerror}") from error
+
+
+def _describe_fetched(value: Copied | None) -> dict[str, Any]:
+    return {
+        "fetched": value.fetched if value else 0,
+        "fetched_bytes": value.fetched_bytes if value else 0,
+        "fetch_error": value.failure if value else "",
+    }
 
 
 def _find_host(hosts: Sequence[Host], text: str) -> Host:

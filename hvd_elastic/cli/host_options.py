@@ -66,6 +66,8 @@ class Chosen:
     """What came of the shared options.
 
     Attributes:
+        hostfile: where they are named.
+        choose: reads it again and chooses in the same way.
         hosts: those to work on, in the order of the hostfile.
         ssh: how to connect.
         fanout: how many at a time.
@@ -74,6 +76,8 @@ class Chosen:
         verbose: say more.
     """
 
+    hostfile: Path
+    choose: Callable[[], Sequence[Host]]
     hosts: Sequence[Host]
     ssh: SshOptions
     fanout: int
@@ -149,9 +153,13 @@ def _choose(
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
         # paramiko tells every packet.
         logging.getLogger("paramiko").setLevel(logging.INFO)
-    chosen = select_hosts(parse_hostfile(hostfile), hosts, exclude_hosts)
+
+    def choose() -> Sequence[Host]:
+        return select_hosts(parse_hostfile(hostfile), hosts, exclude_hosts)
+
+    chosen = choose()
     if identity is not None and not identity.expanduser().is_file():
         raise UsageError(f"--identity {identity}: no such file; name a private key")
     config = ssh_config or config_beside(hostfile)
     ssh = SshOptions(config, connect_timeout, identity=identity)
-    return Chosen(chosen, ssh, fanout, dry_run, as_json, verbose)
+    return Chosen(hostfile, choose, chosen, ssh, fanout, dry_run, as_json, verbose)

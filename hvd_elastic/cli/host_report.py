@@ -53,7 +53,8 @@ class Printer:
 
     def line(self, host: Host, stream: str, text: str) -> None:
         """One line of a host's output, under its name."""
-        self._print(f"{self._prefix[host.name]}{text}", stream)
+        prefix = self._prefix.get(host.name, f"{host.name}: ")  # one that joined later has none
+        self._print(f"{prefix}{text}", stream)
 
     def note(self, text: str) -> None:
         """One line of our own."""

@@ -76,6 +76,7 @@ def copy_to_hosts(
     source_host: Host | None = None,
     on_progress: Callable[[CopyProgress], None] | None = None,
     on_skipped: Callable[[str], None] | None = None,
+    newcomers: Callable[[], Sequence[Host]] | None = None,
 ) -> Iterator[HostResult[Copied]]:
     """Copies a file or folder to the same place on every host.
 
@@ -88,10 +89,12 @@ def copy_to_hosts(
         source_host: another host that has the data.
         on_progress: told how far it is, a few times a second.
         on_skipped: told, at the end, what is neither file, folder nor link.
+        newcomers: asked a few times a second for hosts that shall have it too; not in a dry run,
+            nor where each host has its share.
 
     Yields:
-        One result a host as it ends. A host that failed keeps what is complete there, and a second
-        call goes on from that. Who stops iterating ends the copy on all hosts.
+        One result a host as it ends, newcomers included. A host that failed keeps what is complete
+        there, and a second call goes on from that. Who stops iterating ends the copy on all hosts.
 
     Raises:
         UsageError: the source is not there, or cannot be read.
@@ -99,7 +102,14 @@ def copy_to_hosts(
     """
     text = os.fsencode(source).decode("utf-8", "surrogateescape")
     with CopySession(
-        hosts, source_host, text, destination, options, settings or CopySettings(), on_progress
+        hosts,
+        source_host,
+        text,
+        destination,
+        options,
+        settings or CopySettings(),
+        on_progress,
+        newcomers,
     ) as session:
         yield from session.run()
         for path in session.skipped:

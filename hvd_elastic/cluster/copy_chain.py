@@ -18,6 +18,7 @@ SLOW_SHARE = 0.5
 # A host that is nearly through is left where it is.
 WORTH_MOVING_S = 2.0
 MOST_STALLS = 3
+MOST_BLOCKED = 2
 
 
 class Why(Enum):
@@ -50,6 +51,8 @@ class _Member:
     sending: bool = False
     stalls: int = 0
     moved: bool = False
+    blocked: list[str] = field(default_factory=list)
+    """Nodes that could not connect to it."""
 
     def rate(self) -> float:
         """Bytes a second that arrived in the window; 0 until it is full."""
@@ -68,29 +71,39 @@ class Chain:
     """The order in which nodes pass the data on.
 
     Args:
-        source: the node that has it all.
+        source: the node that has it all; None where each node has a share, and the last of the
+            chain feeds the first.
         spread: whether the source feeds each node itself, as when each gets something else.
     """
 
-    def __init__(self, source: str, spread: bool = False) -> None:
+    def __init__(self, source: str | None, spread: bool = False) -> None:
         self.source = source
         self.order: list[str] = []
         self._spread = spread
         self._members: dict[str, _Member] = {}
+        self._apart: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
 
     def add(self, name: str, now: float) -> None:
-        """A node at the end of the chain."""
+        """A node at the end of the chain, before those that were put there since they are slow."""
+        place = len(self.order)
+        while place and self._members[self.order[place - 1]].moved:
+            place -= 1
+        self.order.insert(place, name)
         self._members[name] = _Member(now, sent_changed=now)
-        self.order.append(name)
 
     def remove(self, name: str) -> None:
         """A node less; who was fed by it is fed by who fed it."""
         if name in self._members:
             del self._members[name]
             self.order.remove(name)
+            # Who comes back may come back whole.
+            self._apart.discard(name)
+            for member in self._members.values():
+                if name in member.blocked:
+                    member.blocked.remove(name)
 
     def links(self) -> dict[str, str]:
         """Who feeds each node that still needs something, or whose followers do.
@@ -102,9 +115,49 @@ class Chain:
         >>> chain.remove("a"); chain.links()
         {'b': 'leader'}
         """
-        feeders = [self.source] * len(self.order) if self._spread else [self.source, *self.order]
-        pairs = zip(self.order, feeders, strict=False)
-        return {name: feeder for name, feeder in pairs if self._members[name].left != 0}
+        found = {}
+        for place, name in enumerate(self.order):
+            feeder = self._feeder_at(place)
+            if feeder is not None and self._members[name].left != 0:
+                found[name] = feeder
+        return found
+
+    def _feeder_at(self, place: int) -> str | None:
+        """The nearest node before that can reach it; else the source."""
+        if self.source is None:
+            return self.order[place - 1] if len(self.order) > 1 else None
+        name = self.order[place]
+        if not self._spread and name not in self._apart:
+            for feeder in reversed(self.order[:place]):
+                if feeder not in self._members[name].blocked and feeder not in self._apart:
+                    return feeder
+        return self.source
+
+    def _block(self, name: str, feeder: str) -> None:
+        """A node could not connect to another one; who cannot with two is apart from all."""
+        member = self._members[name]
+        if feeder not in member.blocked:
+            member.blocked.append(feeder)
+        pairs = [(a, b) for b, each in self._members.items() for a in each.blocked]
+        for node in {name, feeder} - {self.source}:
+            others = {a if b == node else b for a, b in pairs if node in (a, b)}
+            if len(others - {self.source}) >= MOST_BLOCKED:
+                self._apart.add(node)
+
+    def blocked(self, name: str) -> list[str]:
+        """Who could not connect to a node."""
+        return list(self._members[name].blocked) if name in self._members else []
+
+    def after(self, name: str) -> list[str]:
+        """The nodes from the one that this one feeds on, round to the one before it.
+
+        >>> chain = Chain(None)
+        >>> chain.add("a", 0.0); chain.add("b", 0.0); chain.add("c", 0.0)
+        >>> chain.after("b")
+        ['c', 'a']
+        """
+        place = self.order.index(name)
+        return self.order[place + 1 :] + self.order[:place]
 
     def linked(self, name: str, now: float) -> None:
         """A node was given a new feeder."""
@@ -122,7 +175,10 @@ class Chain:
             member.history.popleft()
 
     def hear_feeding(self, name: str, now: float, sent: int, sending: bool) -> None:
-        """A node's feeder told how much it has sent [bytes], and whether the link holds it up."""
+        """A node's feeder told how much it has sent [bytes], and whether the link holds it up.
+
+        -1 bytes: it has not connected yet.
+        """
         member = self._members.get(name)
         if member is None:
             return
@@ -158,12 +214,24 @@ class Chain:
         return Verdict(name, Why.HOPELESS if hopeless else Why.STALLED)
 
     def move(self, name: str, why: Why) -> None:
-        """Puts a node where it holds nobody up; one that is there already is fed by the source."""
+        """Puts a node where it holds nobody up; one that is there already is fed by the source.
+
+        Where there is no source it changes places with the node that it feeds. One that was not
+        even connected to stays, if it is not the source that failed.
+        """
         member = self._members[name]
-        last = self.order[-1] == name
+        place = self.order.index(name)
+        feeder = self._feeder_at(place)
+        if why is Why.STALLED and self.source and feeder and member.sent < 0:
+            self._block(name, feeder)
+            if feeder != self.source:
+                return
+        last = place == len(self.order) - 1
         self.order.remove(name)
         if last:
-            self.order.insert(0, name)
+            self.order.insert(0 if self.source else 1, name)
+        elif not self.source:
+            self.order.insert(place + 1, name)
         else:
             self.order.append(name)
         if why is Why.SLOW:
@@ -173,7 +241,7 @@ class Chain:
 
     def _find_slow(self) -> str | None:
         """The first node whose link is the reason why it and those after it are slow."""
-        if self._spread:
+        if self._spread or not self.source:
             return None
         rates = {name: self._members[name].rate() for name in self.order}
         best = max(rates.values(), default=0.0)

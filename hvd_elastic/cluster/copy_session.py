@@ -5,6 +5,7 @@ The leader itself carries no data: the source is a process too, here or on anoth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -28,12 +29,13 @@ from hvd_elastic.cluster.scripts import COMMAND_NOT_FOUND, no_python, start_prog
 from hvd_elastic.cluster.ssh import connect, is_local, own_address_towards
 from hvd_elastic.errors import HostUnreachableError, HvdElasticError, SshError, UsageError
 
-__all__ = ["Copied", "CopyProgress", "CopySession", "CopySettings"]
+__all__ = ["MODULES", "SILENCE_S", "Copied", "CopyProgress", "CopySession", "CopySettings", "Node"]
 
 MODULES = ("copy_wire", "copy_tree", "copy_store", "copy_feed", "copy_node")
 SOURCE = "the source"
 TICK_S = 0.1
 PING_S = 5.0
+LOOK_S = 0.25
 # A host that takes longer to be reached than this after the first joins when it is there.
 LATE_S = 3.0
 # What a silent host gets to be heard again before it is given up; less when it is the last.
@@ -41,6 +43,8 @@ SILENCE_S = 15.0
 LAST_SILENCE_S = 4.0
 RELINK_S = 0.3
 MOST_BROKEN = 5
+# A connection that was never made counts for more than one that broke.
+UNMADE = 3
 END_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -86,6 +90,10 @@ class Copied:
         removed: entries that the source has not.
         resumed_bytes: of ``size_bytes``, what an interrupted copy had left there.
         problems: what could not be done.
+        fetched, fetched_bytes: fetched by it from a shared store (in a dry run: to be fetched, as
+            far as sizes are known).
+        failure: why a command that fetches failed there, where others did its work.
+        unreached: who should have fed it and could not connect to it.
     """
 
     files: int
@@ -95,6 +103,10 @@ class Copied:
     removed: tuple[str, ...]
     resumed_bytes: int = 0
     problems: tuple[str, ...] = ()
+    fetched: int = 0
+    fetched_bytes: int = 0
+    failure: str = ""
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,9 +115,8 @@ class CopyProgress:
 
     Attributes:
         done_bytes, total_bytes: of all hosts together.
-        states: of each host: ``connecting``, ``comparing``, a share such as ``42%``, ``done``,
-            ``shared`` (another
-            host fills the same place), ``silent``, ``failed``.
+        states: of each host: ``connecting``, ``comparing``, ``fetching``, a share such as ``42%``,
+            ``done``, ``shared`` (another host fills the same place), ``silent``, ``failed``.
     """
 
     done_bytes: int
@@ -114,10 +125,13 @@ class CopyProgress:
 
 
 @dataclass
-class _Node:
+class Node:
+    """A host, or the source, as the leader sees it."""
+
     host: Host
     name: str
     started: float
+    heard: float = 0.0
     connection: Connection | None = None
     process: RemoteProcess | None = None
     addresses: list[tuple[str, int]] = field(default_factory=list)
@@ -144,7 +158,7 @@ class _Node:
                 log.debug("%s: %s", self.name, error)
 
 
-_Event = tuple[_Node, "dict[str, Any] | Exception | None"]
+_Event = tuple[Node, "dict[str, Any] | Exception | None"]
 
 
 class CopySession(Closing):
@@ -158,11 +172,13 @@ class CopySession(Closing):
         options: how to connect.
         settings: how it is made.
         on_progress: told how far it is, a few times a second.
+        newcomers: asked a few times a second for further hosts.
 
     Attributes:
         skipped: of the source, what is neither file nor folder nor link.
-        sent_bytes: what the source has sent [bytes].
     """
+
+    modules: tuple[str, ...] = MODULES
 
     def __init__(
         self,
@@ -173,6 +189,7 @@ class CopySession(Closing):
         options: SshOptions,
         settings: CopySettings,
         on_progress: Callable[[CopyProgress], None] | None = None,
+        newcomers: Callable[[], Sequence[Host]] | None = None,
     ) -> None:
         now = time.monotonic()
         self._options = options
@@ -180,14 +197,17 @@ class CopySession(Closing):
         self._destination = destination
         self._source_path = source
         self._on_progress = on_progress
+        # Which file is whose is settled with the number of hosts.
+        joins = newcomers is not None and not (settings.shard or settings.dry_run)
+        self._newcomers = newcomers if joins else None
         self._events: queue.Queue[_Event] = queue.Queue()
         self._gate = threading.Semaphore(settings.fanout)
         self._closed = False
         self._lock = threading.Lock()
         # Hosts without ssh first: what feeds them is this machine.
         ordered = sorted(hosts, key=lambda host: not is_local(host, options))
-        self._nodes = {host.name: _Node(host, host.name, now) for host in ordered}
-        self._source = _Node(source_host or Host("localhost"), SOURCE, now)
+        self._nodes = {host.name: Node(host, host.name, now) for host in ordered}
+        self._source: Node | None = Node(source_host or Host("localhost"), SOURCE, now)
         self._source_is_here = source_host is None
         self._name = secrets.token_hex(8)
         self._certificate = None if settings.plain else make_certificate()
@@ -202,7 +222,6 @@ class CopySession(Closing):
         self._first_ready = 0.0
         self._begun = False
         self.skipped: list[str] = []
-        self.sent_bytes = 0
 
     # ---- from outside
 
@@ -213,31 +232,34 @@ class CopySession(Closing):
             UsageError: the source is not there or cannot be read.
             SshError: the host of the source cannot be used.
         """
-        for node in (self._source, *self._nodes.values()):
-            threading.Thread(
-                target=self._open, args=(node,), name=f"copy to {node.name}", daemon=True
-            ).start()
-        open_nodes = dict(self._nodes)
-        last_tick = pinged = time.monotonic()
+        for node in self._everybody():
+            self._begin(node)
+        open_nodes = set(self._nodes)
+        last_tick = pinged = looked = time.monotonic()
         while open_nodes:
-            try:
-                node, event = self._events.get(timeout=TICK_S)
-            except queue.Empty:
-                node, event = self._source, {"say": ""}
+            results: list[HostResult[Copied]] = []
+            said: _Event | None = None
+            with contextlib.suppress(queue.Empty):
+                said = self._events.get(timeout=TICK_S)
             now = time.monotonic()
             if now - last_tick > 1.0:
-                self._chain.excuse(now - last_tick)
-            results = self._take(node, event, now)
+                self._excuse(now - last_tick)
+            if said is not None:
+                results = self._take(*said, now)
             if now - last_tick >= TICK_S:
                 last_tick = now
                 results += self._tick(now)
                 self._tell_progress()
                 if now - pinged >= PING_S:
                     pinged = now
-                    for each in (self._source, *self._nodes.values()):
+                    for each in self._everybody():
                         each.tell("ping")
+            if self._newcomers is not None and now - looked >= LOOK_S:
+                looked = now
+                open_nodes.update(self._admit(self._newcomers(), now))
             for result in results:
-                if open_nodes.pop(result.host.name, None) is not None:
+                if result.host.name in open_nodes:
+                    open_nodes.remove(result.host.name)
                     yield result
         self._tell_progress()
 
@@ -245,17 +267,40 @@ class CopySession(Closing):
         """Ends all nodes; waits for them no longer than a few seconds."""
         with self._lock:
             self._closed = True
-        nodes = [self._source, *self._nodes.values()]
-        threads = [threading.Thread(target=_end, args=(node,), daemon=True) for node in nodes]
+        threads = [
+            threading.Thread(target=_end, args=(node,), daemon=True) for node in self._everybody()
+        ]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + END_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _begin(self, node: Node) -> None:
+        threading.Thread(
+            target=self._open, args=(node,), name=f"copy to {node.name}", daemon=True
+        ).start()
+
+    def _admit(self, hosts: Sequence[Host], now: float) -> list[str]:
+        """Takes hosts into the copy that nobody has spoken of before; returns their names."""
+        new = [host for host in hosts if host.name not in self._nodes]
+        for host in new:
+            node = Node(host, host.name, now)
+            # Threads of other nodes may be going through them.
+            self._nodes = {**self._nodes, host.name: node}
+            self._begin(node)
+        return [host.name for host in new]
+
+    def _everybody(self) -> list[Node]:
+        return [*([self._source] if self._source else []), *self._nodes.values()]
+
+    def _excuse(self, seconds: float) -> None:
+        """The leader itself was asleep for so long: nobody's silence is meant by that."""
+        self._chain.excuse(seconds)
+
     # ---- one node
 
-    def _open(self, node: _Node) -> None:
+    def _open(self, node: Node) -> None:
         """Connects, starts the program, and passes on what it says: the body of a thread."""
         try:
             with self._gate:
@@ -270,7 +315,7 @@ class CopySession(Closing):
                 if closed:
                     connection.close()
                     return
-                process = start_program(connection, MODULES, self._settings.python)
+                process = start_program(connection, self.modules, self._settings.python)
                 node.process = process
                 process.stdin.write(json.dumps(self._config(node)).encode() + b"\n")
         except (HvdElasticError, OSError) as error:
@@ -286,7 +331,7 @@ class CopySession(Closing):
                 self._events.put((node, message))
         self._events.put((node, self._why_ended(node, process)))
 
-    def _config(self, node: _Node) -> dict[str, Any]:
+    def _config(self, node: Node) -> dict[str, Any]:
         settings = self._settings
         numbers = {name: number for number, name in enumerate(self._nodes)}
         shard = (
@@ -310,7 +355,7 @@ class CopySession(Closing):
             "shard": shard,
         }
 
-    def _why_ended(self, node: _Node, process: RemoteProcess) -> SshError:
+    def _why_ended(self, node: Node, process: RemoteProcess) -> SshError:
         try:
             status = process.wait(2.0)
         except TimeoutError:
@@ -328,7 +373,7 @@ class CopySession(Closing):
     # ---- events
 
     def _take(
-        self, node: _Node, event: dict[str, Any] | Exception | None, now: float
+        self, node: Node, event: dict[str, Any] | Exception | None, now: float
     ) -> list[HostResult[Copied]]:
         if isinstance(event, Exception):
             return self._lost(node, event, now)
@@ -355,7 +400,7 @@ class CopySession(Closing):
             # Another host fills the same place: looked at again when that one is through.
             node.state = "shared"
         elif say == "doubts":
-            self._source.tell("digest", name=node.name, files=event["files"])
+            self._ask_source(node, event["files"])
         elif say == "ready":
             return self._take_ready(node, event, now)
         elif say == "at":
@@ -385,12 +430,16 @@ class CopySession(Closing):
             node.tell("digests", digests=event["digests"])
         return []
 
-    def _send_tree(self, node: _Node) -> None:
+    def _ask_source(self, node: Node, files: str) -> None:
+        assert self._source is not None, "only a copy that has a source is in doubt"
+        self._source.tell("digest", name=node.name, files=files)
+
+    def _send_tree(self, node: Node) -> None:
         if self._tree is not None and node.state == "comparing":
             node.tell("tree", tree=self._tree)
 
     def _take_ready(
-        self, node: _Node, event: dict[str, Any], now: float
+        self, node: Node, event: dict[str, Any], now: float
     ) -> list[HostResult[Copied]]:
         node.ready = event
         node.left = event["left"]
@@ -403,7 +452,7 @@ class CopySession(Closing):
             self._join(node, now)
         return []
 
-    def _take_progress(self, node: _Node, event: dict[str, Any], now: float) -> None:
+    def _take_progress(self, node: Node, event: dict[str, Any], now: float) -> None:
         node.mute = False
         if node.state == "silent":
             # It was not dead after all.
@@ -427,12 +476,12 @@ class CopySession(Closing):
         log.debug("the link to %s broke: %s", node.name, event["why"])
         # Both of its ends tell, and so do those of a link that was given up for another.
         if event["number"] == node.link_number and not node.relink_at:
-            node.broken += 1
+            node.broken += 1 if event["made"] else UNMADE
             node.relink_at = now + RELINK_S * node.broken
             node.ready["why"] = event["why"]
 
     def _take_complete(
-        self, node: _Node, event: dict[str, Any], now: float
+        self, node: Node, event: dict[str, Any], now: float
     ) -> list[HostResult[Copied]]:
         node.received, node.left = event["received"], 0
         if node.name not in self._chain and node.state != "ready":
@@ -445,11 +494,11 @@ class CopySession(Closing):
         if unproved:
             node.asked = True
             node.ready["unproved"] = unproved
-            self._source.tell("digest", name=node.name, files=pack([i for i, _ in unproved]))
+            self._ask_source(node, pack([i for i, _ in unproved]))
             return []
         return self._completed(node, now)
 
-    def _prove(self, node: _Node, digests: dict[int, str], now: float) -> list[HostResult[Copied]]:
+    def _prove(self, node: Node, digests: dict[int, str], now: float) -> list[HostResult[Copied]]:
         """Holds what came from another host's own copy against the source."""
         wrong = sum(digests.get(index) != digest for index, digest in node.ready["unproved"])
         if wrong and node.result is not None:
@@ -460,14 +509,14 @@ class CopySession(Closing):
             node.result = self._copied(node, [*node.result.problems, problem])
         return self._completed(node, now)
 
-    def _completed(self, node: _Node, now: float) -> list[HostResult[Copied]]:
+    def _completed(self, node: Node, now: float) -> list[HostResult[Copied]]:
         assert node.result is not None, "said to be complete"
         if node.state == "done":
             return []
         node.state = "done"
         return [self._result(node, node.result, now)]
 
-    def _copied(self, node: _Node, problems: Sequence[str] = ()) -> Copied:
+    def _copied(self, node: Node, problems: Sequence[str] = ()) -> Copied:
         ready = node.ready
         return Copied(
             files=ready["files"],
@@ -477,9 +526,10 @@ class CopySession(Closing):
             removed=tuple(ready["extra"]),
             resumed_bytes=ready["bytes"] - ready["left"],
             problems=tuple(problems),
+            unreached=tuple(self._chain.blocked(node.name)),
         )
 
-    def _result(self, node: _Node, value: Copied, now: float) -> HostResult[Copied]:
+    def _result(self, node: Node, value: Copied, now: float) -> HostResult[Copied]:
         seconds = now - node.started
         if not value.problems:
             return HostResult(node.host, Outcome.OK, seconds, value)
@@ -487,7 +537,7 @@ class CopySession(Closing):
         error = f"host {node.host.name}: {value.problems[0]}{more}"
         return HostResult(node.host, Outcome.FAILED, seconds, value, error)
 
-    def _lost(self, node: _Node, error: Exception, now: float) -> list[HostResult[Copied]]:
+    def _lost(self, node: Node, error: Exception, now: float) -> list[HostResult[Copied]]:
         if node is self._source:
             if isinstance(error, HvdElasticError):
                 raise error
@@ -522,7 +572,7 @@ class CopySession(Closing):
             return False
         return "connecting" not in states or now - self._first_ready > LATE_S
 
-    def _join(self, node: _Node, now: float) -> None:
+    def _join(self, node: Node, now: float) -> None:
         node.state = "copying"
         self._chain.add(node.name, now)
 
@@ -563,7 +613,7 @@ class CopySession(Closing):
                 results += self._drop(node, "it fell silent during the copy", now)
         return results
 
-    def _drop(self, node: _Node, why: str, now: float) -> list[HostResult[Copied]]:
+    def _drop(self, node: Node, why: str, now: float) -> list[HostResult[Copied]]:
         message = f"host {node.host.name}: {why}. When it is well, call again to repair it"
         threading.Thread(target=_end, args=(node,), daemon=True).start()
         return self._lost(node, HostUnreachableError(message), now)
@@ -571,7 +621,7 @@ class CopySession(Closing):
     def _relink(self, now: float) -> list[HostResult[Copied]]:
         """Makes the feeders feed as the chain says."""
         wanted = self._chain.links()
-        nodes = {SOURCE: self._source, **self._nodes}
+        nodes = {node.name: node for node in self._everybody()}
         for name, feeder in list(self._links.items()):
             if wanted.get(name) != feeder:
                 nodes[feeder].tell("rest", names=[name])
@@ -613,7 +663,7 @@ class CopySession(Closing):
         self._on_progress(CopyProgress(done, total, states))
 
 
-def _end(node: _Node) -> None:
+def _end(node: Node) -> None:
     """Lets a node end by itself, then makes it."""
     try:
         # One that does not answer is not asked: its own watch ends it.

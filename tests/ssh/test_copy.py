@@ -2,173 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import stat
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster, netns
+from hvd_elastic.cluster.virtual import plan
 from tests import small_disk
+from tests.ssh.copies import (
+    HOSTS,
+    MARKS,
+    MB,
+    Bed,
+    bed,
+    describe,
+    made,
+    make_large,
+    source,
+)
 
-NO_NAMESPACES = netns.why_no_namespaces()
-pytestmark = [
-    pytest.mark.ssh,
-    pytest.mark.root,
-    pytest.mark.skipif(NO_NAMESPACES is not None, reason=NO_NAMESPACES or ""),
-]
-CHECKOUT = Path(__file__).parents[2]
-MB = 1_000_000
-HOSTS = 4
+__all__ = ["bed", "made", "source"]
 
-
-class Bed:
-    """Four hosts with slow links, and copyclust as a user calls it."""
-
-    def __init__(self, cluster: VirtualCluster, home: Path) -> None:
-        self.cluster = cluster
-        self.hosts = cluster.hosts
-        self.environment = {
-            **os.environ,
-            "PYTHONPATH": str(CHECKOUT),
-            "HVD_ELASTIC_HOME": str(home),
-        }
-
-    def argv(self, *arguments: str) -> list[str]:
-        program = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
-        hostfile = str(self.cluster.hostfile)
-        return [sys.executable, "-c", program, hostfile, *arguments, "--json"]
-
-    def __call__(self, *arguments: str) -> Outcome:
-        done = subprocess.run(
-            self.argv(*arguments),
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            env=self.environment,
-            timeout=90,
-            stdin=subprocess.DEVNULL,
-        )
-        return Outcome(done)
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.argv(*arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-        )
-
-    def finish(self, process: subprocess.Popen[str]) -> Outcome:
-        out, err = process.communicate(timeout=90)
-        return Outcome(subprocess.CompletedProcess([], process.returncode, out, err))
-
-    def data(self, number: int) -> Path:
-        return self.cluster.data(self.hosts[number])
-
-    def parts(self, number: int) -> list[Path]:
-        return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]
-
-    def wait_for_parts(self, number: int, size: int) -> None:
-        wait_until(
-            lambda: any(path.stat().st_size >= size for path in self.parts(number)),
-            f"{size} bytes on host {number}",
-        )
-
-    def wait_idle(self) -> None:
-        wait_until(
-            lambda: not any(self.cluster.pids(host) for host in self.hosts), "the end on all hosts"
-        )
-
-
-class Outcome:
-    """What a call printed."""
-
-    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
-        self.status = done.returncode
-        self.errors = done.stderr
-        assert "Traceback" not in done.stderr, done.stderr
-        lines = [json.loads(line) for line in done.stdout.splitlines()]
-        self.hosts: dict[str, dict[str, Any]] = {
-            line["host"]: line for line in lines if line["kind"] == "host"
-        }
-
-    def __getitem__(self, key: str) -> list[Any]:
-        return [self.hosts[name][key] for name in sorted(self.hosts)]
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 40
-    while True:
-        try:
-            if condition():
-                return
-        except FileNotFoundError:
-            pass  # a part got its name while it was looked at
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    home = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HVD_ELASTIC_HOME", str(home))
-        with VirtualCluster.up(HOSTS, 1, rate="100mbit", loopback=False) as cluster:
-            yield Bed(cluster, home)
-
-
-@pytest.fixture
-def bed(made: Bed) -> Iterator[Bed]:
-    yield made
-    for host in made.hosts:
-        if made.cluster.status(host) == "off":
-            made.cluster.boot(host)
-        elif made.cluster.status(host) == "cut":
-            made.cluster.heal(host)
-    made.wait_idle()
-    for number in range(HOSTS):
-        subprocess.run(["rm", "-rf", *made.data(number).iterdir()], check=True)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    return folder
-
-
-def make_large(folder: Path, size: int = 24 * MB) -> Path:
-    path = folder / "large"
-    path.write_bytes(os.urandom(size))
-    return path
-
-
-def describe(root: Path) -> dict[bytes, tuple[object, ...]]:
-    """Everything below a folder: kind, mode, time, content."""
-    found: dict[bytes, tuple[object, ...]] = {}
-    top = os.fsencode(root)
-    for folder, names, files in os.walk(top):
-        for name in [b"", *names, *files]:
-            path = os.path.join(folder, name)
-            status = os.lstat(path)
-            content: object = None
-            if stat.S_ISLNK(status.st_mode):
-                content = os.readlink(path)
-            elif stat.S_ISREG(status.st_mode):
-                content = Path(os.fsdecode(path)).read_bytes()
-            key = os.path.relpath(path, top)
-            found[key] = (status.st_mode, status.st_mtime_ns, content)
-    return found
+pytestmark = MARKS
 
 
 def test_everything_arrives_as_it_was(bed: Bed, source: Path) -> None:
@@ -421,6 +277,44 @@ def test_from_another_host(bed: Bed, source: Path) -> None:
     result = bed("/data/none", "/data/copy", "--from", bed.hosts[2])
     assert result.status == 1
     assert f"host {bed.hosts[2]}: source /data/none: No such file" in result.errors
+
+
+def test_a_host_joins_and_is_fed_by_its_peers(bed: Bed, source: Path) -> None:
+    large = make_large(source)
+    hostfile = bed.cluster.hostfile.with_name("joining")
+    lines = bed.cluster.hostfile.read_text().splitlines()
+    hostfile.write_text("\n".join(line for line in lines if bed.hosts[3] not in line))
+    interface = plan.interface_name(bed.cluster.state.subnet)
+    counter = Path("/sys/class/net", interface, "statistics/tx_bytes")
+    before = int(counter.read_text())
+    process = bed.start(str(source), "/data/set", hostfile=hostfile)
+    bed.wait_for_parts(2, 4 * MB)
+    hostfile.write_text("\n".join(lines))
+    result = bed.finish(process)
+    assert result.status == 0, result.errors
+    assert sorted(result.hosts) == sorted(bed.hosts)
+    assert f"host {bed.hosts[3]} joins" in result.errors
+    for number in range(HOSTS):
+        assert describe(bed.data(number) / "set") == describe(source)
+    assert int(counter.read_text()) - before < 1.5 * large.stat().st_size
+
+
+def test_a_host_that_its_peers_do_not_reach_is_fed_by_the_leader(bed: Bed, source: Path) -> None:
+    make_large(source, 2 * MB)
+    apart = bed.hosts[1]
+    address = bed.cluster.address(apart)
+    others = [host for host in bed.hosts if host != apart]
+    for host in others:
+        bed.cluster.run_on(host, ["ip", "route", "add", "unreachable", address])
+    try:
+        result = bed(str(source), "/data/set")
+    finally:
+        for host in others:
+            bed.cluster.run_on(host, ["ip", "route", "del", "unreachable", address])
+    assert result.status == 0, result["error"]
+    assert bed.hosts[0] in result.hosts[apart]["unreached"]
+    for number in range(HOSTS):
+        assert describe(bed.data(number) / "set") == describe(source)
 
 
 def test_shares(bed: Bed, source: Path) -> None:

@@ -55,11 +55,11 @@ class CopyBed:
         self.bytes_per_s = bits_per_s / 8
         self._interface = plan.interface_name(cluster.state.subnet)
 
-    def ours(self, source: Path, *options: str) -> list[str]:
-        """The command line of copyclust."""
+    def ours(self, source: Path, hostfile: Path | None = None) -> list[str]:
+        """The command line of copyclust, to all hosts or to those of another hostfile."""
         program = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
-        hostfile = str(self.cluster.hostfile)
-        return [sys.executable, "-c", program, hostfile, str(source), DESTINATION, *options]
+        hosts = str(hostfile or self.cluster.hostfile)
+        return [sys.executable, "-c", program, hosts, str(source), DESTINATION]
 
     def rsync(self, source: Path, host: str) -> list[str]:
         """The command line of rsync to one host."""
@@ -143,6 +143,16 @@ class CopyBed:
             if time.monotonic() > deadline:
                 raise RunError(f"{size} bytes never arrived at {host}")
             time.sleep(0.02)
+
+    def wait_until_complete(self, hosts: Sequence[str], name: str) -> float:
+        """Until the hosts have a file under its name; how long that took [s]."""
+        begun = time.monotonic()
+        files = [self.cluster.data(host) / Path(DESTINATION).name / name for host in hosts]
+        while not all(file.exists() for file in files):
+            if time.monotonic() - begun > LIMIT_S:
+                raise RunError(f"{', '.join(hosts)} never had everything")
+            time.sleep(0.05)
+        return time.monotonic() - begun
 
     def slow_down(self, host: str, share: float) -> None:
         """Limits a host's link, in both directions, to a share of the others'."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from hvd_elastic.bench.cluster.copybed import CopyBed, Timed, make_copy_bed
 from hvd_elastic.bench.figures import conditions, write_result
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import UsageError
 
 __all__ = ["ROWS", "Measured", "measure_copies", "show_copies", "write_copies"]
 
@@ -63,6 +63,7 @@ ROWS: dict[str, str] = {
     "crash": "a host in the middle crashes at a third",
     "silent": "a cable in the middle is pulled at a third",
     "slow": "one host in the middle at a fifth of the speed",
+    "join": "a host is added to the hostfile at a third, and fed by its peers",
     "again": "the leader is killed at a half, then started again",
 }
 
@@ -186,14 +187,8 @@ class _Measuring:
         healthy: list[float] = []
 
         def meanwhile(_: object) -> None:
-            begun = time.monotonic()
             others = [host for host in bed.hosts if host != slow]
-            files = [bed.cluster.data(host) / "set" / "0" for host in others]
-            while not all(file.exists() for file in files):
-                if time.monotonic() - begun > 600:
-                    raise RunError("the healthy hosts never had everything")
-                time.sleep(0.05)
-            healthy.append(time.monotonic() - begun)
+            healthy.append(bed.wait_until_complete(others, "0"))
 
         note = "the slow host; all healthy ones at "
         source = self._random(self._size)
@@ -201,6 +196,24 @@ class _Measuring:
         unit = self._size / bed.bytes_per_s
         self.found[-1] = replace(self.found[-1], note=f"{note}{healthy[0] / unit:.2f} (most: 1.4)")
         bed.slow_down(slow, 1.0)
+
+    def _join(self, bed: CopyBed) -> None:
+        bed.clear()
+        late = bed.hosts[-1]
+        lines = bed.cluster.hostfile.read_text().splitlines()
+        hostfile = bed.cluster.hostfile.with_name("joining")  # beside the ssh configuration
+        hostfile.write_text("\n".join(line for line in lines if line.split()[:1] != [late]))
+        took: list[float] = []
+
+        def meanwhile(_: object) -> None:
+            bed.wait_for(bed.hosts[-2], self._size // 3)
+            hostfile.write_text("\n".join(lines))
+            took.append(bed.wait_until_complete([late], "0"))
+
+        source = self._random(self._size)
+        timed = bed.time(source, [bed.ours(source, hostfile)], meanwhile)
+        note = f"since it joined; {timed.seconds:.1f} s in all; sent at most 1.02"
+        self._keep("join", "copyclust", bed, source, replace(timed, seconds=took[0]), 1.1, note)
 
     def _again(self, bed: CopyBed) -> None:
         source = self._random(self._size)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import zlib
-from typing import Any, Callable  # noqa: UP035  # of Python 3.7
+from typing import Any, Callable, Iterator  # noqa: UP035  # of Python 3.7
 
 from hvd_elastic.cluster.remote.copy_store import Gone, Store, hash_of
 from hvd_elastic.cluster.remote.copy_wire import (
@@ -104,7 +104,7 @@ class Feeder:
         on_end: told (this, why) when the link broke, (this, "") when all was sent.
 
     Attributes:
-        sent: bytes given to the link so far [bytes].
+        sent: bytes given to the link so far [bytes]; -1 until the node was reached.
         sending: whether it waits for the link (and not for the store).
     """
 
@@ -122,7 +122,7 @@ class Feeder:
     ) -> None:
         self.peer = peer
         self.number = number
-        self.sent = 0
+        self.sent = -1
         self.sending = True
         self.dropped = threading.Event()
         self._store = store
@@ -143,11 +143,11 @@ class Feeder:
         """Feeds until all that was asked for is sent, or the link breaks."""
         why = ""
         try:
-            self._link = connect(*self._to)
+            self._link = connect(*self._to, self._reached)
             if self.dropped.is_set():
                 return
             self._link.send_list(self.number)
-            for index, offset in self._link.read_list():
+            for index, offset in self._in_turn(self._link.read_list()):
                 self._feed(index, offset)
             self._held += make_frame(LAST, 0)
             self._flush()
@@ -159,6 +159,37 @@ class Feeder:
                 self._link.close()
             if not self.dropped.is_set():
                 self._on_end(self, why)
+
+    def _reached(self) -> None:
+        self.sent = 0
+
+    def _in_turn(self, wanted: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """What is there first, then what begins to come: nothing waits for anything else."""
+        store = self._store
+        seen = len(store.begun)
+        waiting = dict(wanted)
+        for index, offset in wanted:
+            if store.has_begun(index):
+                del waiting[index]
+                yield index, offset
+        while waiting:
+            self._pause_until(store.begun_beyond, seen)
+            index = store.begun[seen]
+            seen += 1
+            if index in waiting:
+                yield index, waiting.pop(index)
+
+    def _pause_until(self, over: Callable[..., bool], *arguments: int) -> None:
+        """Until something is so; it is called with the arguments and a time limit."""
+        if over(*arguments, 0):
+            return
+        # What is ready must not wait for what is not.
+        self._flush()
+        self.sending = False
+        while not over(*arguments, WAIT_S):
+            if self.dropped.is_set():
+                raise LinkError("dropped")
+        self.sending = True
 
     def _feed(self, index: int, offset: int) -> None:
         size = self._store.tree.files[index].size
@@ -235,16 +266,14 @@ class Feeder:
 
     def _wait(self, index: int, offset: int) -> int:
         """Until the file can be read beyond ``offset``; how far it then can."""
-        end = self._store.ready(index, offset, 0)
-        if end < 0:
-            # What is ready must not wait for what is not.
-            self._flush()
-            self.sending = False
-            while end < 0:
-                if self.dropped.is_set():
-                    raise LinkError("dropped")
-                end = self._store.ready(index, offset, WAIT_S)
-            self.sending = True
+        end = -1
+
+        def is_ready(index: int, offset: int, timeout: float) -> bool:
+            nonlocal end
+            end = self._store.ready(index, offset, timeout)
+            return end >= 0
+
+        self._pause_until(is_ready, index, offset)
         return end
 
     def _frame(self, kind: int, index: int, offset: int, payload: bytes) -> bytes:

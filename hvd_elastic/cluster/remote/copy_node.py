@@ -171,7 +171,9 @@ class Node:
             if self._feeders.get(feeder.peer) is not feeder:
                 return
         if why:
-            self.say("unlinked", name=feeder.peer, number=feeder.number, why=why)
+            self.say(
+                "unlinked", name=feeder.peer, number=feeder.number, why=why, made=feeder.sent >= 0
+            )
 
 
 class Source(Node):
@@ -212,7 +214,13 @@ class Source(Node):
 
 
 class Destination(Node):
-    """Where the files go."""
+    """Where the files go.
+
+    Attributes:
+        trusts: see :class:`Target`.
+    """
+
+    trusts = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -221,6 +229,7 @@ class Destination(Node):
         self._receiving: threading.Thread | None = None
         self._taking = threading.Lock()
         self._said_complete = False
+        self._completing = threading.Lock()
         self._keeps = True
         self._ready = False
 
@@ -273,14 +282,20 @@ class Destination(Node):
             self._target.close()
         config = self.config
         target = Target(
-            place, tree, config["copy"], config["patterns"], config["deletes"], config["checksum"]
+            place,
+            tree,
+            config["copy"],
+            config["patterns"],
+            config["deletes"],
+            config["checksum"],
+            self.trusts,
         )
         target.compare()
         self._target = target
         shard = self.config["shard"]
         if shard is not None:
             target.take_share(*shard)
-        if target.doubtful:
+        if target.doubtful and not self.trusts:
             self.say("doubts", files=pack(target.doubtful))
         else:
             self._settle(target, {})
@@ -308,9 +323,10 @@ class Destination(Node):
             self._complete(target)
 
     def _complete(self, target: Target) -> None:
-        if self._said_complete:
-            return
-        self._said_complete = True
+        with self._completing:
+            if self._said_complete:
+                return
+            self._said_complete = True
         problems = target.finish()
         self.say(
             "complete",
@@ -370,7 +386,7 @@ class Destination(Node):
         if target.complete:
             self._complete(target)
         else:
-            self.say("unlinked", name=self.config["name"], number=number, why=why)
+            self.say("unlinked", name=self.config["name"], number=number, why=why, made=True)
 
     def _take_frame(self, link: Link, target: Target) -> bool:
         kind, index, offset, payload = read_frame(link.file)

@@ -18,6 +18,8 @@ from collections import OrderedDict
 from typing import Any
 
 from hvd_elastic.cluster.remote.copy_tree import (
+    ANY,
+    OURS,
     PARTS,
     File,
     Folders,
@@ -29,7 +31,7 @@ from hvd_elastic.cluster.remote.copy_tree import (
     remove_entry,
     shown,
 )
-from hvd_elastic.cluster.remote.copy_wire import FRAME_BYTES, LinkError
+from hvd_elastic.cluster.remote.copy_wire import DATA, FRAME_BYTES, WHOLE, LinkError, make_frame
 
 RECENT_BYTES = 8 << 20
 HEADROOM_BYTES = 16 << 20
@@ -70,6 +72,84 @@ def hash_of(number: int, end: int | None = None) -> Any:
     return digest
 
 
+def check_free(place: bytes, size: int, files: int) -> None:
+    """Nothing if so many bytes and new files fit there.
+
+    Raises:
+        StoreError: they do not.
+    """
+    there = place
+    while not os.path.isdir(there) and there != os.path.dirname(there):
+        there = os.path.dirname(there)
+    disk = os.statvfs(there)
+    free = disk.f_bavail * disk.f_frsize
+    where = shown(os.fsdecode(place))
+    # Of a file system that has no blocks at all (/proc), writing tells what is wrong.
+    if disk.f_blocks and size > 0 and size + HEADROOM_BYTES > free:
+        raise StoreError(
+            f"{where} needs {size / 1e6:.0f} MB, {free / 1e6:.0f} MB are free there. Make room, or "
+            "choose another destination"
+        )
+    if disk.f_files and files > disk.f_favail:
+        raise StoreError(
+            f"{where} needs {files} new files, the file system there has room for "
+            f"{disk.f_favail}. Remove some, or choose another destination"
+        )
+
+
+def lock_folder(folders: Folders, folder: str, copy: str) -> int:
+    """A folder of ours in a destination, made if need be, for one copy at a time; its descriptor.
+
+    Raises:
+        SharedError: another node of the same copy has it.
+        StoreError: another copy has it.
+    """
+    name = encode(folder)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    deadline = time.monotonic() + OWNER_S
+    while True:
+        parent = folders.folder("")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+        try:
+            number = os.open(name, flags, dir_fd=parent)
+        except FileNotFoundError:
+            continue  # another copy ended in this moment
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(number).st_nlink:
+                break
+        except BlockingIOError:
+            if _owner_of(number) == copy:
+                os.close(number)
+                raise SharedError from None
+            # Who holds it may be about to write its name, or about to end: it is asked again.
+            if time.monotonic() > deadline:
+                os.close(number)
+                raise StoreError(
+                    f"another copy to {shown(os.fsdecode(folders.root))} is going on there; wait "
+                    "for its end"
+                ) from None
+            time.sleep(OWNER_PAUSE_S)
+        os.close(number)
+    owner_file = os.open(OWNER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=number)
+    _write_all(owner_file, copy.encode("ascii"))
+    os.close(owner_file)
+    return number
+
+
+def _owner_of(parts: int) -> str:
+    """The copy that says that it holds the lock; "" while none does."""
+    try:
+        number = os.open(OWNER, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=parts)
+    except FileNotFoundError:
+        return ""
+    try:
+        return os.read(number, 100).decode("ascii", "replace")
+    finally:
+        os.close(number)
+
+
 class Store:
     """What feeders read: files of the tree, complete or growing.
 
@@ -77,13 +157,24 @@ class Store:
         tree: the tree.
         digests: sha256 of files, by index, as far as they are known.
         gone: files that will not come, by index, with the reason.
+        begun: files that have begun to come, in that order; one may stand there twice.
     """
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
         self.digests: dict[int, bytes] = {}
         self.gone: dict[int, str] = {}
+        self.begun: list[int] = []
         self.changed = threading.Condition()
+
+    def has_begun(self, index: int) -> bool:
+        """Whether the file is there, or coming just now, or known never to come."""
+        raise NotImplementedError
+
+    def begun_beyond(self, count: int, timeout: float) -> bool:
+        """Whether ``begun`` grows beyond so many within ``timeout`` seconds."""
+        with self.changed:
+            return self.changed.wait_for(lambda: len(self.begun) > count, timeout)
 
     def is_own(self, index: int) -> bool:
         """Whether the file was there before the copy."""
@@ -128,6 +219,7 @@ class Store:
         """Lets everybody know that a file will not come."""
         with self.changed:
             self.gone[index] = reason
+            self.begun.append(index)
             self.changed.notify_all()
 
 
@@ -142,6 +234,9 @@ class SourceStore(Store):
     def __init__(self, root: bytes, tree: Tree) -> None:
         super().__init__(tree)
         self._root = root
+
+    def has_begun(self, index: int) -> bool:
+        return True
 
     def is_own(self, index: int) -> bool:
         return True
@@ -197,6 +292,7 @@ class Target(Store):
         patterns: what is left alone there.
         deletes: whether what the source has not is removed.
         checksum: whether contents are compared where size and time agree.
+        trusts: whether a host's own file of the right size and time counts as the source's.
 
     Attributes:
         needed: files that are sent.
@@ -216,12 +312,14 @@ class Target(Store):
         patterns: list[str],
         deletes: bool,
         checksum: bool,
+        trusts: bool = False,
     ) -> None:
         self.place = os.path.realpath(place)
         self._copy = copy
         self._patterns = patterns
         self._deletes = deletes
         self._checksum = checksum
+        self._trusts = trusts
         root = self.place
         if not tree.is_folder:
             # As a tree of one entry: everything below works with a folder and names in it.
@@ -246,6 +344,8 @@ class Target(Store):
         self._damaged: dict[int, int] = {}
         self._recent: OrderedDict[tuple[int, int], tuple[bytes, int]] = OrderedDict()
         self._recent_bytes = 0
+        self._coming = -1
+        self._made: set[str] = set()
         self._parts = -1
 
     # ---- before anything is changed
@@ -303,7 +403,7 @@ class Target(Store):
                 continue
             for name in found:
                 path = f"{folder}/{name}" if folder else name
-                if name not in names and path != PARTS and not self._is_spared(path):
+                if name not in names and path not in OURS and not self._is_spared(path):
                     self.extra.append(path)
 
     def _is_spared(self, path: str) -> bool:
@@ -347,26 +447,10 @@ class Target(Store):
         Raises:
             StoreError: it does not.
         """
-        place = self.root
-        while not os.path.isdir(place) and place != os.path.dirname(place):
-            place = os.path.dirname(place)
-        disk = os.statvfs(place)
-        free = disk.f_bavail * disk.f_frsize
         # Old files go one by one as new ones come: at worst the largest has no room yet.
         largest = max((self.tree.files[index].size for index in self.needed), default=0)
         wanted = max(self.left - self._replaced_bytes, largest) if self.needed else 0
-        wanted -= self._kept_bytes()
-        # Of a file system that has no blocks at all (/proc), writing tells what is wrong.
-        if disk.f_blocks and wanted > 0 and wanted + HEADROOM_BYTES > free:
-            raise StoreError(
-                f"{self._full('')} needs {wanted / 1e6:.0f} MB, {free / 1e6:.0f} MB are free "
-                "there. Make room, or choose another destination"
-            )
-        if disk.f_files and len(self.needed) > disk.f_favail:
-            raise StoreError(
-                f"{self._full('')} needs {len(self.needed)} new files, the file system there has "
-                f"room for {disk.f_favail}. Remove some, or choose another destination"
-            )
+        check_free(self.root, wanted - self._kept_bytes(), len(self.needed))
 
     def _kept_bytes(self) -> int:
         kept = 0
@@ -386,7 +470,7 @@ class Target(Store):
         """
         try:
             os.makedirs(self.root, 0o755, exist_ok=True)
-            self._lock()
+            self._parts = lock_folder(self._folders, PARTS, self._copy)
             for path, _, _ in self.tree.folders:
                 if path:
                     self._make_folder(path)
@@ -405,50 +489,6 @@ class Target(Store):
         """Gives back its descriptors; nothing on the disk changes."""
         self._folders.close()
 
-    def _lock(self) -> None:
-        name = encode(PARTS)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-        deadline = time.monotonic() + OWNER_S
-        while True:
-            parent = self._folders.folder("")
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=parent)
-            try:
-                number = os.open(name, flags, dir_fd=parent)
-            except FileNotFoundError:
-                continue  # another copy ended in this moment
-            try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(number).st_nlink:
-                    break
-            except BlockingIOError:
-                if self._owner_of(number) == self._copy:
-                    os.close(number)
-                    raise SharedError from None
-                # Who holds it may be about to write its name, or about to end: it is asked again.
-                if time.monotonic() > deadline:
-                    os.close(number)
-                    raise StoreError(
-                        f"another copy to {self._full('')} is going on there; wait for its end"
-                    ) from None
-                time.sleep(OWNER_PAUSE_S)
-            os.close(number)
-        self._parts = number
-        owner_file = os.open(OWNER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=number)
-        _write_all(owner_file, self._copy.encode("ascii"))
-        os.close(owner_file)
-
-    def _owner_of(self, parts: int) -> str:
-        """The copy that says that it holds the lock; "" while none does."""
-        try:
-            number = os.open(OWNER, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=parts)
-        except FileNotFoundError:
-            return ""
-        try:
-            return os.read(number, 100).decode("ascii", "replace")
-        finally:
-            os.close(number)
-
     def _make_folder(self, path: str) -> None:
         status = self._folders.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -457,6 +497,7 @@ class Target(Store):
         if status is None:
             parent, name = self._folders.of(path)
             os.mkdir(name, 0o700, dir_fd=parent)
+            self._made.add(path)
         else:
             self._make_writable(self._folders.folder(path))
 
@@ -493,9 +534,14 @@ class Target(Store):
 
     def wants(self) -> list[tuple[int, int]]:
         """(index, offset) of what is still to come, in the order of the tree."""
+        self._coming = -1  # another link may begin with another file
         return [
             (index, self._have.get(index, 0)) for index in self.needed if index in self._missing
         ]
+
+    def lacks(self, index: int) -> bool:
+        """Whether the file is still to come."""
+        return index in self._missing
 
     @property
     def complete(self) -> bool:
@@ -515,6 +561,9 @@ class Target(Store):
         digest.update(data)
         with self.changed:
             self._have[index] = offset + len(data)
+            if index != self._coming:
+                self._coming = index
+                self.begun.append(index)
             self._remember(index, offset, frame, len(data))
             self._count(len(data))
             self.changed.notify_all()
@@ -575,6 +624,32 @@ class Target(Store):
                 self.left -= self.tree.files[index].size - self._have.get(index, 0)
         super().give_up(index, reason)
 
+    def adopt(self, index: int, path: bytes) -> None:
+        """Takes a file that was not sent but fetched here, as if it were sent from where it stands.
+
+        Nothing else may arrive meanwhile. Raises as :meth:`end`.
+        """
+        file = self.tree.files[index]
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(number).st_size != file.size:
+                self.give_up(index, "it was changed in the store during the copy")
+                return
+            digest = hash_of(number).digest()
+            if file.size <= FRAME_BYTES:
+                data = os.pread(number, FRAME_BYTES, 0)
+                frame = make_frame(WHOLE, index, 0, digest + b"\0" + data)
+                self.whole(index, digest, 0, data, frame)
+                return
+            offset = self._have.get(index, 0)
+            while offset < file.size:
+                data = os.pread(number, FRAME_BYTES, offset)
+                self.write(index, offset, data, make_frame(DATA, index, offset, data))
+                offset += len(data)
+            self.end(index, digest, 0)
+        finally:
+            os.close(number)
+
     def finish(self) -> list[str]:
         """Links, times, modes and removals, when all files are there.
 
@@ -604,8 +679,12 @@ class Target(Store):
 
     def _settle_folder(self, path: str, mode: int, mtime_ns: int) -> None:
         number = self._folders.folder(path)
-        os.fchmod(number, mode)
-        os.utime(number, ns=(mtime_ns, mtime_ns))
+        if mode != ANY:
+            os.fchmod(number, mode)
+        elif path in self._made:
+            os.fchmod(number, 0o755)
+        if mtime_ns != ANY:
+            os.utime(number, ns=(mtime_ns, mtime_ns))
 
     def _touch(self, file: File) -> None:
         parent, name = self._folders.of(file.path)
@@ -678,14 +757,20 @@ class Target(Store):
                 self.unproved.append(index)
             self._have[index] = self.tree.files[index].size
             self._missing.discard(index)
+            self.begun.append(index)
             self.changed.notify_all()
 
     # ---- feeding others
+
+    def has_begun(self, index: int) -> bool:
+        return index not in self._missing or index == self._coming
 
     def is_own(self, index: int) -> bool:
         return index not in self._sent_here
 
     def origin(self, index: int) -> int:
+        if self._trusts:
+            return 0
         return int(index in self.unproved or (self.is_own(index) and index not in self.digests))
 
     def ready(self, index: int, offset: int, timeout: float) -> int:

@@ -15,6 +15,11 @@ from typing import Any, NamedTuple
 
 # Where files grow until they are complete: in the destination, so that a rename is enough.
 PARTS = ".hvd_elastic-part"
+# Where the user's own command puts what it fetches until it is complete.
+FETCHED = ".hvd_elastic-pull"
+OURS = (PARTS, FETCHED)
+# In the place of a folder's mode or time: as it is.
+ANY = -1
 OPEN_FOLDERS = 200
 
 
@@ -91,7 +96,7 @@ def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
         for entry in found:
             name = decode(entry.name)
             path = f"{folder}/{name}" if folder else name
-            if name == PARTS or (patterns and is_excluded(path, patterns)):
+            if name in OURS or (patterns and is_excluded(path, patterns)):
                 continue
             status = entry.stat(follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
@@ -148,7 +153,7 @@ def check_inside(path: str) -> None:
     ValueError: the path 'a/../../b' would leave the destination
     """
     names = path.split("/")
-    if "\0" in path or any(name in ("", ".", "..") for name in names) or names[0] == PARTS:
+    if "\0" in path or any(name in ("", ".", "..") for name in names) or names[0] in OURS:
         raise ValueError(f"the path {shown(path)!r} would leave the destination")
 
 

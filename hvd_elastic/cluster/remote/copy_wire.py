@@ -21,7 +21,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Callable  # noqa: UP035  # of Python 3.7
 
 HEADER = struct.Struct("!BIQI")  # kind, index of the file, offset, bytes of payload
 DATA, END, WHOLE, GONE, LAST = 1, 2, 3, 4, 5
@@ -190,8 +190,18 @@ class Link:
         self._sock.close()
 
 
-def connect(addresses: list[tuple[str, int]], secret: bytes, certificate: str | None) -> Link:
+def connect(
+    addresses: list[tuple[str, int]],
+    secret: bytes,
+    certificate: str | None,
+    reached: Callable[[], None] = lambda: None,
+) -> Link:
     """A link to the first of the addresses that answers; the caller feeds.
+
+    Args:
+        addresses: where the other node listens.
+        secret, certificate: what both know.
+        reached: called when there is a connection, of which it is not known yet who answers.
 
     Raises:
         LinkError: none does, or it is another than expected; says which and why.
@@ -203,6 +213,7 @@ def connect(addresses: list[tuple[str, int]], secret: bytes, certificate: str | 
         except OSError as error:
             reasons.append(f"{address} port {port}: {error.strerror or error}")
             continue
+        reached()
         try:
             return _secure(sock, secret, certificate, feeds=True)
         except (OSError, LinkError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -39,7 +40,16 @@ def test_a_host_whose_line_is_out_counts_as_ended(
     monkeypatch.setattr(sys, "stdout", out)
     with pytest.raises(typer.Exit) as ended:
         finish(
-            Chosen(hosts, SshOptions(), 4, dry_run=False, as_json=True, verbose=False),
+            Chosen(
+                Path("hosts"),
+                lambda: hosts,
+                hosts,
+                SshOptions(),
+                4,
+                dry_run=False,
+                as_json=True,
+                verbose=False,
+            ),
             (HostResult(host, Outcome.OK, 0.1) for host in hosts),
             Printer(hosts),
             lambda result: {},

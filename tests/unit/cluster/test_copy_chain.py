@@ -91,6 +91,9 @@ def test_a_slow_node_goes_to_the_end_once_if_it_holds_anybody_up(followers: tupl
     chain.move("b", Why.SLOW)
     assert chain.order == ["a", "c", "b"]
     assert chain.judge(3.75) == []
+    # It is no newcomer's feeder.
+    chain.add("late", 3.75)
+    assert chain.links()["late"] == "c"
 
 
 def test_one_speed_for_all_is_nobodys_fault():
@@ -98,3 +101,58 @@ def test_one_speed_for_all_is_nobodys_fault():
     for tick in range(16):
         beat(chain, tick * 0.25, dict.fromkeys("abc", tick * MB), {"a", "b", "c"})
     assert chain.judge(3.75) == []
+
+
+def stall_unsent(chain: Chain, name: str) -> None:
+    chain.linked(name, 0.0)
+    chain.hear_feeding(name, 0.0, -1, True)
+    chain.move(name, Why.STALLED)
+
+
+def test_who_cannot_be_reached_by_one_is_fed_by_another():
+    chain = chain_of("a", "b", "c")
+    stall_unsent(chain, "c")
+    assert chain.links() == {"a": "leader", "b": "a", "c": "a"}
+    assert chain.blocked("c") == ["b"]
+    # By two: it is apart from all, and feeds nobody.
+    stall_unsent(chain, "c")
+    assert chain.links() == {"a": "leader", "b": "a", "c": "leader"}
+    chain.add("d", 0.0)
+    assert chain.links()["d"] == "b"
+    chain.remove("c")
+    chain.add("c", 0.0)
+    assert chain.links()["c"] == "d"
+
+
+def test_who_reaches_nobody_feeds_nobody():
+    chain = chain_of("a", "b", "c", "d")
+    stall_unsent(chain, "b")
+    assert chain.links() == {"a": "leader", "b": "leader", "c": "b", "d": "c"}
+    chain.move("a", Why.SLOW)
+    assert chain.order == ["b", "c", "d", "a"]
+    stall_unsent(chain, "a")
+    assert chain.links()["a"] == "leader"
+    assert chain.links()["c"] == "b"
+
+
+def test_whom_the_leader_cannot_reach_is_fed_by_the_last():
+    chain = chain_of("a", "b")
+    stall_unsent(chain, "a")
+    assert chain.links() == {"b": "leader", "a": "b"}
+    assert chain.blocked("a") == ["leader"]
+
+
+def test_without_a_source_the_last_feeds_the_first():
+    chain = Chain(None)
+    for name in "abc":
+        chain.add(name, 0.0)
+    assert chain.links() == {"a": "c", "b": "a", "c": "b"}
+    chain.move("a", Why.STALLED)
+    assert chain.links() == {"b": "c", "a": "b", "c": "a"}
+    chain.move("c", Why.STALLED)
+    assert chain.links() == {"b": "a", "c": "b", "a": "c"}
+    chain.hear("b", 0.0, 0, 0)
+    chain.remove("a")
+    assert chain.links() == {"c": "b"}
+    chain.remove("b")
+    assert chain.links() == {}

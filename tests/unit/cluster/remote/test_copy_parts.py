@@ -211,3 +211,36 @@ def test_what_arrives_damaged_gets_no_name_and_is_asked_for_again(tmp_path: Path
     send(data)
     assert (tmp_path / "there").read_bytes() == data
     assert target.complete
+
+
+@pytest.mark.parametrize("first", ["", "same", "other"])
+def test_a_file_that_is_fetched_goes_on_where_sending_ended(tmp_path: Path, first: str) -> None:
+    data = os.urandom(200_000)
+    (tmp_path / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    target = target_of(tmp_path / "there", tree)
+    readers = []
+    if first:
+        target.write(0, 0, data[:50_000] if first == "same" else bytes(50_000), b"")
+        readers.append(target.open(0))
+    path = os.fsencode(tmp_path / "source")
+    if first == "other":
+        with pytest.raises(wire.LinkError, match="damaged"):
+            target.adopt(0, path)
+    target.adopt(0, path)
+    assert target.complete
+    assert target.left == 0
+    assert (tmp_path / "there").read_bytes() == data
+    for reader in readers:  # who reads on finds it all
+        assert os.pread(reader, 300_000, 0) == data
+        os.close(reader)
+
+
+def test_a_fetched_file_of_another_size_is_none(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"data")
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    (tmp_path / "source").write_bytes(b"more data")
+    target = target_of(tmp_path / "there", tree)
+    target.adopt(0, os.fsencode(tmp_path / "source"))
+    assert target.gone == {0: "it was changed in the store during the copy"}
+    assert target.complete

@@ -1,0 +1,54 @@
+"""A user's shell command with placeholders, such as ``cp /mnt/set/{path} {dst}/{path}``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+_TOKEN = re.compile(r"""\\.|'|"|(?<!\$)\{(dst|list|path)\}""", re.DOTALL)
+_SPECIAL = re.compile(r"""([$`"\\])""")
+
+
+def placeholders(command: str) -> list[str]:
+    """The names of the placeholders in a command.
+
+    >>> placeholders("rclone copy --files-from-raw {list} far:set {dst} | awk '{print}'")
+    ['list', 'dst']
+    """
+    return [name for name in (match[1] for match in _TOKEN.finditer(command)) if name]
+
+
+def fill(command: str, values: dict[str, str]) -> str:
+    """The command with values in the place of its placeholders, quoted as their places ask for.
+
+    Args:
+        command: text for sh.
+        values: by name; a placeholder that is missing here stays.
+
+    >>> print(fill("cp {path} '/a/{path}'", {"path": "two words"}))
+    cp 'two words' '/a/two words'
+    """
+    quote = ""
+
+    def replace(match: re.Match[str]) -> str:
+        nonlocal quote
+        text, name = match[0], match[1]
+        if name is None:
+            if text in ("'", '"'):
+                if not quote:
+                    quote = text
+                elif quote == text:
+                    quote = ""
+            elif quote == "'" and text[1] == "'":
+                quote = ""  # a backslash says nothing between single quotes
+            return text
+        value = values.get(name)
+        if value is None:
+            return text
+        if quote == "'":
+            return value.replace("'", "'\\''")
+        if quote == '"':
+            return _SPECIAL.sub(r"\\\1", value)
+        return shlex.quote(value)
+
+    return _TOKEN.sub(replace, command)

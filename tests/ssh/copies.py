@@ -1,0 +1,169 @@
+"""Four hosts in namespaces with slow links, and copyclust as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.cluster.virtual import VirtualCluster, netns
+
+NO_NAMESPACES = netns.why_no_namespaces()
+MARKS = [
+    pytest.mark.ssh,
+    pytest.mark.root,
+    pytest.mark.skipif(NO_NAMESPACES is not None, reason=NO_NAMESPACES or ""),
+]
+CHECKOUT = Path(__file__).parents[2]
+MB = 1_000_000
+HOSTS = 4
+
+
+class Bed:
+    """Four hosts with slow links, and copyclust as a user calls it."""
+
+    def __init__(self, cluster: VirtualCluster, home: Path) -> None:
+        self.cluster = cluster
+        self.hosts = cluster.hosts
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(CHECKOUT),
+            "HVD_ELASTIC_HOME": str(home),
+        }
+
+    def argv(self, *arguments: str, hostfile: Path | None = None) -> list[str]:
+        program = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
+        hosts = str(hostfile or self.cluster.hostfile)
+        return [sys.executable, "-c", program, hosts, *arguments, "--json"]
+
+    def __call__(self, *arguments: str) -> Outcome:
+        done = subprocess.run(
+            self.argv(*arguments),
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            env=self.environment,
+            timeout=90,
+            stdin=subprocess.DEVNULL,
+        )
+        return Outcome(done)
+
+    def start(self, *arguments: str, hostfile: Path | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.argv(*arguments, hostfile=hostfile),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def finish(self, process: subprocess.Popen[str]) -> Outcome:
+        out, err = process.communicate(timeout=90)
+        return Outcome(subprocess.CompletedProcess([], process.returncode, out, err))
+
+    def data(self, number: int) -> Path:
+        return self.cluster.data(self.hosts[number])
+
+    def parts(self, number: int) -> list[Path]:
+        return [path for path in self.data(number).rglob(".hvd_elastic-part/*") if path.stat()]
+
+    def wait_for_parts(self, number: int, size: int) -> None:
+        wait_until(
+            lambda: any(path.stat().st_size >= size for path in self.parts(number)),
+            f"{size} bytes on host {number}",
+        )
+
+    def wait_idle(self) -> None:
+        wait_until(
+            lambda: not any(self.cluster.pids(host) for host in self.hosts), "the end on all hosts"
+        )
+
+
+class Outcome:
+    """What a call printed."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        self.status = done.returncode
+        self.errors = done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        self.hosts: dict[str, dict[str, Any]] = {
+            line["host"]: line for line in lines if line["kind"] == "host"
+        }
+
+    def __getitem__(self, key: str) -> list[Any]:
+        return [self.hosts[name][key] for name in sorted(self.hosts)]
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 40
+    while True:
+        try:
+            if condition():
+                return
+        except FileNotFoundError:
+            pass  # a part got its name while it was looked at
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HVD_ELASTIC_HOME", str(home))
+        with VirtualCluster.up(HOSTS, 1, rate="100mbit", loopback=False) as cluster:
+            yield Bed(cluster, home)
+
+
+@pytest.fixture
+def bed(made: Bed) -> Iterator[Bed]:
+    yield made
+    for host in made.hosts:
+        if made.cluster.status(host) == "off":
+            made.cluster.boot(host)
+        elif made.cluster.status(host) == "cut":
+            made.cluster.heal(host)
+    made.wait_idle()
+    for number in range(HOSTS):
+        subprocess.run(["rm", "-rf", *made.data(number).iterdir()], check=True)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    return folder
+
+
+def make_large(folder: Path, size: int = 24 * MB) -> Path:
+    path = folder / "large"
+    path.write_bytes(os.urandom(size))
+    return path
+
+
+def describe(root: Path) -> dict[bytes, tuple[object, ...]]:
+    """Everything below a folder: kind, mode, time, content."""
+    found: dict[bytes, tuple[object, ...]] = {}
+    top = os.fsencode(root)
+    for folder, names, files in os.walk(top):
+        for name in [b"", *names, *files]:
+            path = os.path.join(folder, name)
+            status = os.lstat(path)
+            content: object = None
+            if stat.S_ISLNK(status.st_mode):
+                content = os.readlink(path)
+            elif stat.S_ISREG(status.st_mode):
+                content = Path(os.fsdecode(path)).read_bytes()
+            key = os.path.relpath(path, top)
+            found[key] = (status.st_mode, status.st_mtime_ns, content)
+    return found

@@ -1,0 +1,208 @@
+"""copyclust --pull over hosts in namespaces that fetch from a web server of this machine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cluster.virtual import plan
+from tests.ssh.copies import HOSTS, MARKS, MB, Bed, bed, made, wait_until
+
+__all__ = ["bed", "made"]
+
+pytestmark = MARKS
+COUNT = 10
+
+
+class Store:
+    """A store of files and what was read of it."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder = folder
+        self.read: list[str] = []
+        self.asked: list[str] = []
+        self.held = threading.Event()
+        self.held.set()
+        store = self
+
+        class Handler(SimpleHTTPRequestHandler):
+            def do_GET(self) -> None:
+                store.asked.append(self.path)
+                assert store.held.wait(60)
+                super().do_GET()
+
+            def log_request(self, code: object = "-", size: object = "-") -> None:
+                if code == 200:
+                    store.read.append(self.path.lstrip("/"))
+
+            def log_error(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(
+            (address, 0), functools.partial(Handler, directory=str(folder))
+        )
+        self.url = f"http://{address}:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # curl says that a file is missing, and nothing else.
+        self.each = f"curl -fsS {self.url}/{{path}} -o {{dst}}/{{path}}"
+        self.together = (
+            f"while read -r path; do curl -fsS {self.url}/$path -o {{dst}}/$path || exit; done "
+            "< {list}"
+        )
+        self.all = (
+            f"cd {{dst}} && mkdir -p a b && for path in {' '.join(self.names)}; "
+            f"do curl -fsSR {self.url}/$path -o $path || exit; done"
+        )
+
+    @property
+    def names(self) -> list[str]:
+        found = (path for path in self.folder.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(self.folder)) for path in found)
+
+    def write_list(self, path: Path, *more: str) -> str:
+        """The list with sizes, and other lines after that."""
+        lines = [f"{(self.folder / name).stat().st_size}\t{name}" for name in self.names]
+        path.write_text("\n".join([*lines, *more]))
+        return str(path)
+
+    def stop(self) -> None:
+        self.held.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def store(bed: Bed, tmp_path: Path) -> Iterator[Store]:
+    folder = tmp_path / "store"
+    for number in range(COUNT):
+        path = folder / "ab"[number % 2] / f"{number}.tar"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(number * 50_000))
+    interface = plan.interface_name(bed.cluster.state.subnet)
+    shown = subprocess.run(
+        ["ip", "-4", "-o", "addr", "show", interface], capture_output=True, text=True, check=True
+    )
+    store = Store(folder, shown.stdout.split()[3].partition("/")[0])
+    yield store
+    store.stop()
+
+
+def check(bed: Bed, store: Store, *hosts: int) -> None:
+    """Those hosts have what is in the store, and nothing else."""
+    for number in hosts or range(HOSTS):
+        root = bed.data(number) / "set"
+        found = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+        assert found == store.names
+        for name in found:
+            assert (root / name).read_bytes() == (store.folder / name).read_bytes()
+
+
+def test_each_file_is_read_once_and_not_again(bed: Bed, store: Store, tmp_path: Path) -> None:
+    arguments = ["--pull", store.each, "--list", store.write_list(tmp_path / "list"), "/data/set"]
+    result = bed(*arguments, "--dry-run")
+    assert sorted(result["fetched"]) == [2, 2, 3, 3]
+    assert store.asked == []
+    assert not (bed.data(0) / "set").exists()
+    result = bed(*arguments)
+    assert result.status == 0, result.errors
+    assert sorted(result["fetched"]) == [2, 2, 3, 3]
+    assert [a + b for a, b in zip(result["fetched"], result["files"], strict=True)] == [COUNT] * 4
+    assert sorted(store.read) == store.names
+    check(bed, store)
+
+    # What one host has is not read again, and a file of another size is.
+    (bed.data(1) / "set/a/8.tar").unlink()
+    (bed.data(2) / "set/b/9.tar").write_bytes(b"short")
+    (store.folder / "a/2.tar").write_bytes(b"new")
+    store.write_list(tmp_path / "list")
+    store.read.clear()
+    result = bed(*arguments)
+    assert result.status == 0, result.errors
+    assert store.read == ["a/2.tar"]
+    check(bed, store)
+
+
+def test_a_command_that_fails_on_one_host_and_a_file_that_is_not_there(
+    bed: Bed, store: Store, tmp_path: Path
+) -> None:
+    broken = bed.hosts[1]
+    command = f"test $(hostname) != {broken} || {{ echo no tool >&2; exit 127; }}; {store.together}"
+    listed = store.write_list(tmp_path / "list")
+    arguments = ["--pull", command, "--list", listed, "/data/set"]
+    result = bed(*arguments)
+    assert result.status == 0, result.errors
+    assert "exit status 127: no tool" in result.hosts[broken]["fetch_error"]
+    assert result.hosts[broken]["fetched"] == 0
+    assert sorted(store.read) == store.names
+    check(bed, store)
+
+    (tmp_path / "list").write_text("a/0.tar\nmissing.tar\nb/1.tar")
+    result = bed("--pull", store.each, "--list", listed, "/data/set")
+    assert result.status == 1
+    for error in result["error"]:
+        assert "missing.tar was not fetched: exit status 22: curl" in error
+        assert "404" in error
+    check(bed, store)
+    result = bed("--pull", "false {dst} {list}", "--list", listed, "/data/other")
+    assert result.status == 1
+    assert "exit status 1" in result["error"][0]
+
+
+def test_a_command_without_a_list_runs_on_one_host(bed: Bed, store: Store) -> None:
+    broken = bed.hosts[0]
+    command = f"test $(hostname) != {broken} && {store.all}"
+    result = bed("--pull", command, "/data/set")
+    assert result.status == 0, result.errors
+    assert result["fetched"] == [0, COUNT, 0, 0]
+    assert sorted(store.read) == store.names
+    check(bed, store)
+    result = bed("--pull", f"test $(hostname) != {broken}; : {{dst}}", "/data/set")
+    assert (result["fetched"], result["skipped"]) == ([0] * HOSTS, [COUNT] * HOSTS)
+    result = bed("--pull", "echo no such bucket >&2; exit 3 {dst}", "/data/set")
+    assert result.status == 1
+    assert "nothing was fetched: exit status 3: no such bucket" in result["error"][3]
+
+
+def test_a_host_that_dies_and_what_it_alone_had(bed: Bed, store: Store, tmp_path: Path) -> None:
+    for number in range(4):
+        (store.folder / f"large-{number}").write_bytes(os.urandom(8 * MB))
+    arguments = ["--pull", store.each, "--list", store.write_list(tmp_path / "list"), "/data/set"]
+    process = bed.start(*arguments)
+    victim = 1
+
+    def passes_on() -> bool:
+        return any(path.stat().st_size > MB for path in bed.parts(victim + 1))
+
+    wait_until(passes_on, "the exchange")
+    bed.cluster.crash(bed.hosts[victim])
+    result = bed.finish(process)
+    states = [state == "ok" for state in result["state"]]
+    assert states == [True, False, True, True], result["error"]
+    check(bed, store, 0, 2, 3)
+    bed.cluster.boot(bed.hosts[victim])
+    store.read.clear()
+    assert bed(*arguments).status == 0
+    assert store.read == []
+    check(bed, store)
+
+
+def test_ctrl_c_ends_the_commands(bed: Bed, store: Store, tmp_path: Path) -> None:
+    arguments = ["--pull", store.each, "--list", store.write_list(tmp_path / "list"), "/data/set"]
+    store.held.clear()
+    process = bed.start(*arguments)
+    wait_until(lambda: len(store.asked) >= HOSTS, "the requests")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    bed.wait_idle()
+    store.held.set()
+    assert bed(*arguments).status == 0
+    check(bed, store)
