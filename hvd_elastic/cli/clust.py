@@ -167,7 +167,7 @@ def run(
         return
     settings = CommandSettings(how, chosen.fanout, timeout, total_timeout, retries)
     printer = Printer(chosen.hosts)
-    on_line = None if chosen.as_json or gather else printer.line
+    on_lines = None if chosen.as_json or gather else printer.lines
     has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
     # Not sys.stdin, whose reader in a background thread would hold up the end of this process.
     with (
@@ -175,7 +175,7 @@ def run(
         _kept_hosts(chosen, keep, no_keep) as kept,
     ):
         results = run_on_hosts(
-            chosen.hosts, text, chosen.ssh, settings, stdin, on_line, printer.waiting, kept
+            chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting, kept
         )
         finish(
             chosen,
@@ -351,7 +351,7 @@ def copy(
         if value.removed:
             parts.append(f"{len(value.removed)} {'to remove' if chosen.dry_run else 'removed'}")
             for path in value.removed if chosen.dry_run or chosen.verbose else ():
-                printer.line(result.host, "stdout", f"remove {path}")
+                printer.lines(result.host, "stdout", f"remove {path}")
         return ", ".join(parts)
 
     with copy_bar(quiet=chosen.as_json) as show:

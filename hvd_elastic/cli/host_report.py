@@ -51,9 +51,10 @@ class Printer:
             for index, host in enumerate(hosts)
         }
 
-    def line(self, host: Host, stream: str, text: str) -> None:
-        """One line of a host's output, under its name."""
-        self._print(f"{self._prefix[host.name]}{text}", stream)
+    def lines(self, host: Host, stream: str, text: str) -> None:
+        """Lines of a host's output, each under its name; at once, since each write takes time."""
+        prefix = self._prefix[host.name]
+        self._print(prefix + text.replace("\n", f"\n{prefix}"), stream)
 
     def note(self, text: str) -> None:
         """One line of our own."""
@@ -151,7 +152,7 @@ def show_result(
         if tell_failures:
             printer.note(_name_host(result))
     elif word is not None:
-        printer.line(result.host, "stdout", word(result))
+        printer.lines(result.host, "stdout", word(result))
 
 
 def _name_host(result: HostResult[Any]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -97,6 +98,10 @@ def test_copies_that_cannot_be(tools: Tools, tmp_path: Path) -> None:
     result = tools("copyclust", str(tools.hostfile), str(source), "/proc/none/x", *only)
     assert result.returncode == 1
     assert "host node1: /proc/none: No such file or directory" in result.stderr
+    # Where nobody may write, root neither.
+    result = tools("copyclust", str(tools.hostfile), str(source), "/sys/none/x", *only)
+    assert result.returncode == 1
+    assert re.search(r"host node1: /sys/none: .* (not permitted|denied)", result.stderr)
     (tmp_path / "folder").mkdir()
     result = tools("copyclust", str(tools.hostfile), str(source), str(tmp_path / "folder"), *only)
     assert result.returncode == 1

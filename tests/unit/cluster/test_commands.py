@@ -39,10 +39,10 @@ def test_a_choice_that_cannot_be(only: str | None, exclude: str | None, message:
 
 
 def test_pieces_become_lines() -> None:
-    lines: list[str] = []
-    splitter = LineSplitter(lines.append)
+    texts: list[str] = []
+    splitter = LineSplitter(texts.append)
     for piece in (b"a", b"b\nc\n", b"", b"\xc3", b"\xbc\n\nend\xff"):
         splitter.feed(piece)
     splitter.finish()
     splitter.finish()
-    assert lines == ["ab", "c", "ü", "", "end\ufffd"]
+    assert texts == ["ab\nc", "ü\n", "end\ufffd"]
