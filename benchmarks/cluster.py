@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hvd_elastic.bench.cluster.calls import measure_calls, show_calls, write_calls
 from hvd_elastic.bench.cluster.copying import ROWS, measure_copies, show_copies, write_copies
+from hvd_elastic.bench.cluster.faults import FAULTS, measure_faults, show_faults, write_faults
 from hvd_elastic.errors import HvdElasticError
 
 
@@ -23,9 +24,13 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=128, help="of the data set in MB")
     parser.add_argument("--counts", default="2,4,8,16", help="hosts in the row scale")
     parser.add_argument("--hosts", type=int, default=8, help="hosts in the other rows")
-    parser.add_argument("--no-peers", action="store_true", help="without rsync")
+    parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--calls", type=int, metavar="N", help="commands on N hosts, no copies")
     parser.add_argument("--rounds", type=int, default=5, help="of --calls")
+    parser.add_argument(
+        "--faults", nargs="?", const=",".join(FAULTS), metavar="ROWS",
+        help=f"what happens when something is wrong, no copies; rows of {', '.join(FAULTS)}",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file as well")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -39,6 +44,12 @@ def main() -> int:
             print(show_calls(calls))
             if arguments.out is not None:
                 write_calls(calls, arguments.out)
+            return 0
+        if arguments.faults is not None:
+            faults = measure_faults(arguments.faults.split(","), not arguments.no_peers, say)
+            print(show_faults(faults))
+            if arguments.out is not None:
+                write_faults(faults, arguments.out)
             return 0
         result = measure_copies(
             arguments.rows.split(","),
