@@ -13,6 +13,7 @@ from pathlib import Path
 from hvd_elastic.bench.cluster.calls import measure_calls, show_calls, write_calls
 from hvd_elastic.bench.cluster.copying import ROWS, measure_copies, show_copies, write_copies
 from hvd_elastic.bench.cluster.faults import FAULTS, measure_faults, show_faults, write_faults
+from hvd_elastic.bench.cluster.many import measure_many, show_many, write_many
 from hvd_elastic.errors import HvdElasticError
 
 
@@ -30,6 +31,10 @@ def main() -> int:
     parser.add_argument(
         "--faults", nargs="?", const=",".join(FAULTS), metavar="ROWS",
         help=f"what happens when something is wrong, no copies; rows of {', '.join(FAULTS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--many", nargs="?", const="32,64,128,256", metavar="COUNTS",
+        help="how commands grow with the hosts (32,64,128,256), and memory here; no copies",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file as well")
     arguments = parser.parse_args()
@@ -50,6 +55,13 @@ def main() -> int:
             print(show_faults(faults))
             if arguments.out is not None:
                 write_faults(faults, arguments.out)
+            return 0
+        if arguments.many is not None:
+            counts = [int(count) for count in arguments.many.split(",")]
+            many = measure_many(counts, arguments.size * 1_000_000, say)
+            print(show_many(many))
+            if arguments.out is not None:
+                write_many(many, arguments.out)
             return 0
         result = measure_copies(
             arguments.rows.split(","),
