@@ -60,14 +60,15 @@ __all__ = [
 
 
 class _HostfileFirst(typer.core.TyperCommand):
-    """Lets options stand before or after HOSTFILE; after them everything is the user's command."""
+    """Lets options stand before and after HOSTFILE; after them everything is the user's command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and not args[0].startswith("-"):
-            end = self._end_of_options(args, 1)
+        at = self._end_of_options(args, 0)
+        if at < len(args) and args[at] != "--":
+            end = self._end_of_options(args, at + 1)
             # The parser stops at the first argument: the hostfile must come right before the rest.
             rest = args[end + 1 :] if args[end : end + 1] == ["--"] else args[end:]
-            args = [*args[1:end], "--", args[0], *rest]
+            args = [*args[:at], *args[at + 1 : end], "--", args[at], *rest]
         return super().parse_args(ctx, args)
 
     def _end_of_options(self, args: Sequence[str], index: int) -> int:

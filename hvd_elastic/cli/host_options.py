@@ -147,8 +147,9 @@ def _choose(
 ) -> Chosen:
     if verbose:
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
-        # paramiko tells every packet.
-        logging.getLogger("paramiko").setLevel(logging.INFO)
+        # paramiko tells every packet, invoke all settings of each connection.
+        for name in ("paramiko", "invoke"):
+            logging.getLogger(name).setLevel(logging.INFO)
     chosen = select_hosts(parse_hostfile(hostfile), hosts, exclude_hosts)
     if identity is not None and not identity.expanduser().is_file():
         raise UsageError(f"--identity {identity}: no such file; name a private key")

@@ -44,6 +44,7 @@ def test_arguments_arrive_as_typed_and_options_stand_where_they_like(tools: Tool
         ["--hosts", "node1", str(tools.hostfile), "printf", "%s|", "a b", "-x", "$HOME"],
         [str(tools.hostfile), "--hosts=node1", "printf", "%s|", "a b", "-x", "$HOME"],
         [str(tools.hostfile), "--hosts", "node1", "--", "printf", "%s|", "a b", "-x", "$HOME"],
+        ["-f", "2", str(tools.hostfile), "--hosts", "node1", "printf", "%s|", "a b", "-x", "$HOME"],
     ):
         result = tools("runclust", *arguments)
         assert result.stdout == "node1: a b|-x|$HOME|\n", result.stderr
