@@ -162,6 +162,29 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
                 process.stdout.close()
 
 
+def test_kill_ends_nine_kinds_of_process(tools: Tools, tmp_path: Path) -> None:
+    run, told = f"run-{secrets.token_hex(4)}", tmp_path / "told"
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "hvd_elastic.bench.cluster.nine_kinds", str(told)],
+        env={**tools.environment, "HVD_ELASTIC_RUN_ID": run},
+        start_new_session=True,
+    )
+    threading.Thread(target=worker.wait, daemon=True).start()
+    pids: list[int] = []
+    try:
+        wait_until(lambda: told.exists() and told.read_text().count("\n") == 9, "nine kinds")
+        pids = [int(line.split()[0]) for line in told.read_text().splitlines()]
+        arguments = [str(tools.hostfile), "--hosts", "node1", "--run", run, "--json"]
+        found = records(tools("killclust", *arguments, "--grace", "0.5"))["node1"]["processes"]
+        assert {entry["pid"] for entry in found} == set(pids)
+        assert {entry["ended"] for entry in found} == {"TERM", "KILL"}
+        assert not any(map(is_alive, pids))
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_what_dead_runs_left_in_files_is_removed_and_what_is_used_is_not(
     tools: Tools, tmp_path: Path
 ) -> None:
