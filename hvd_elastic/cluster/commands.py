@@ -39,6 +39,7 @@ __all__ = [
 BACKSTOP_S = 20.0
 FIRST_PAUSE_S = 0.5
 CANNOT_EXECUTE, NOT_FOUND, SIGNALLED = 126, 127, 128
+LAST_SIGNAL = 64
 _ConnectTo = Callable[[Host, SshOptions], "Connection | KeptHost"]
 
 
@@ -387,10 +388,10 @@ def _feed(running: _Running, spool: Spool, failures: list[HvdElasticError]) -> N
 
 def _judge(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, str]:
     if result.timed_out:
-        limits = [settings.timeout_s, settings.total_timeout_s]
-        limit_s = min(limit for limit in limits if limit is not None)
+        limits = {"--timeout": settings.timeout_s, "--total-timeout": settings.total_timeout_s}
+        limit_s, flag = min((limit, flag) for flag, limit in limits.items() if limit is not None)
         return Outcome.TIMED_OUT, f"did not end within {limit_s:g} s and " + (
-            "was stopped. Give it more time with --timeout"
+            f"was stopped. Give it more time with {flag}"
             if result.stopped
             else "cannot be stopped: the host does not answer. It may still run there"
         )
@@ -400,5 +401,6 @@ def _judge(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, s
     if status < 0:
         return Outcome.FAILED, "the connection was lost, or the command was killed"
     meaning = {CANNOT_EXECUTE: " (cannot be executed)", NOT_FOUND: " (command not found)"}
-    words = meaning.get(status, f" (signal {status - SIGNALLED})" if status > SIGNALLED else "")
+    by_signal = SIGNALLED < status <= SIGNALLED + LAST_SIGNAL
+    words = meaning.get(status, f" (signal {status - SIGNALLED})" if by_signal else "")
     return Outcome.FAILED, f"exit status {status}{words}"

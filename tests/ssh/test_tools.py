@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 server, tools = shared.server, shared.tools
+NOBODY = 65534
 
 
 def test_copy_a_folder(tools: Tools, tmp_path: Path) -> None:
@@ -113,23 +114,27 @@ def test_copies_that_cannot_be(tools: Tools, tmp_path: Path) -> None:
 
 
 def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> None:
-    def start(command: str, **changes: str) -> subprocess.Popen[str]:
+    def start(command: str, user: int | None = None, **changes: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["/bin/sh", "-c", command],
             env={**os.environ, **changes},
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            user=user,
         )
 
     mark = {"HVD_ELASTIC_RUN_ID": "digits-1"}
-    # Forked; deaf to TERM; a descendant whose environment was cleared; another run; no run.
+    # Forked; deaf to TERM; a descendant whose environment was cleared; another run; no run;
+    # another user's.
     plain = start("sleep 100 & echo $!; wait", **mark)
     deaf = start("trap '' TERM; echo ready; while :; do sleep 1; done", **mark)
     cleared = start("env -i sleep 100 & echo $!; wait", **mark)
     other = start("echo ready; exec sleep 100", HVD_ELASTIC_RUN_ID="digits-10")
     bystander = start("echo ready; exec sleep 100")
     everyone = [plain, deaf, cleared, other, bystander]
+    if os.geteuid() == 0:
+        everyone.append(start("echo ready; exec sleep 100", user=NOBODY, **mark))
     try:
         words = [process.stdout.readline() for process in everyone if process.stdout]
         victims = {plain.pid, deaf.pid, cleared.pid, int(words[0]), int(words[2])}
@@ -149,8 +154,7 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
         how = {entry["pid"]: entry["ended"] for entry in ended}
         assert {pid for pid in victims if is_alive(pid)} == set()
         assert (how[plain.pid], how[deaf.pid]) == ("TERM", "KILL")
-        assert is_alive(other.pid)
-        assert is_alive(bystander.pid)
+        assert all(is_alive(process.pid) for process in everyone[3:])
         again = tools("killclust", *arguments)
         assert records(again)["node1"]["processes"] == []
     finally:
