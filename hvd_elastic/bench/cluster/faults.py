@@ -6,6 +6,7 @@ Hosts are namespaces: ``pkill`` on one of them reaches nothing else of this mach
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -31,6 +32,7 @@ RANKS = 4
 LIMIT_S = 120.0
 AFTER_S = 2.0
 FAULTS: dict[str, str] = {
+    "healthy": "checkclust on 8 hosts where nothing is wrong: seconds, findings",
     "dead": "one of 8 hosts is off: seconds until the others' results are shown, until the end",
     "key": "a host's key has changed: hosts on which the command ran",
     "launcher": "kill -9 of the launcher of 4 ranks, 12 processes: how many are left after 2 s",
@@ -83,6 +85,19 @@ class _Measuring:
         self.found: list[Seen] = []
 
     # ---- rows
+
+    def healthy(self) -> None:
+        command = self._ours("checkclust", str(self._cluster.hostfile), "--json")
+        with self._with("checkclust", "healthy", command):
+            begun = time.monotonic()
+            process = self._start(command, stdout=subprocess.PIPE)
+            lines, _ = process.communicate(timeout=LIMIT_S)
+            seconds = round(time.monotonic() - begun, 2)
+            hosts = [line for line in map(json.loads, lines.splitlines()) if line["kind"] == "host"]
+            checks = [check for host in hosts for check in host.get("checks", ())]
+            found = [check["name"] for check in checks if check["level"] != "ok"]
+            values = {"seconds": seconds, "findings": float(len(found) + HOSTS - len(hosts))}
+            self._keep("healthy", "checkclust", values, {"seconds": 10.0, "findings": 0.0})
 
     def dead(self) -> None:
         *others, dead = self._cluster.hosts
