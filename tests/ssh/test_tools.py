@@ -114,10 +114,12 @@ def test_copies_that_cannot_be(tools: Tools, tmp_path: Path) -> None:
 
 
 def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> None:
-    def start(command: str, user: int | None = None, **changes: str) -> subprocess.Popen[str]:
+    def start(
+        command: str, mark: dict[str, str] | None = None, user: int | None = None
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["/bin/sh", "-c", command],
-            env={**os.environ, **changes},
+            env={**os.environ, **(mark or {})},
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -127,14 +129,14 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
     mark = {"HVD_ELASTIC_RUN_ID": "digits-1"}
     # Forked; deaf to TERM; a descendant whose environment was cleared; another run; no run;
     # another user's.
-    plain = start("sleep 100 & echo $!; wait", **mark)
-    deaf = start("trap '' TERM; echo ready; while :; do sleep 1; done", **mark)
-    cleared = start("env -i sleep 100 & echo $!; wait", **mark)
-    other = start("echo ready; exec sleep 100", HVD_ELASTIC_RUN_ID="digits-10")
+    plain = start("sleep 100 & echo $!; wait", mark)
+    deaf = start("trap '' TERM; echo ready; while :; do sleep 1; done", mark)
+    cleared = start("env -i sleep 100 & echo $!; wait", mark)
+    other = start("echo ready; exec sleep 100", {"HVD_ELASTIC_RUN_ID": "digits-10"})
     bystander = start("echo ready; exec sleep 100")
     everyone = [plain, deaf, cleared, other, bystander]
     if os.geteuid() == 0:
-        everyone.append(start("echo ready; exec sleep 100", user=NOBODY, **mark))
+        everyone.append(start("echo ready; exec sleep 100", mark, NOBODY))
     try:
         words = [process.stdout.readline() for process in everyone if process.stdout]
         victims = {plain.pid, deaf.pid, cleared.pid, int(words[0]), int(words[2])}
