@@ -22,7 +22,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("hvd_elastic"):
             raise
-        sys.exit(f"error: {program} needs the Python package {error.name}; run `make horovod` once")
+        sys.exit(
+            f"error: {program} needs the Python package {error.name}. In {sys.path[0]}, run "
+            "'make horovod' once; for the cluster commands alone, 'pip install .' is enough"
+        )
 
 
 if __name__ == "__main__":

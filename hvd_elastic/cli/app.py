@@ -18,7 +18,7 @@ import typer.core
 import typer.main
 
 from hvd_elastic import __version__
-from hvd_elastic.cli.entry import enter
+from hvd_elastic.cli.entry import enter, flow_help
 from hvd_elastic.cli.start import end_at_interrupt, raise_at_interrupt
 
 __all__ = ["COMMANDS", "LazyCommand", "app", "main"]
@@ -61,7 +61,7 @@ class LazyCommand:
             single.command(name, context_settings=dict(self.context_settings))(target)
             command = typer.main.get_command(single)
         command.name = name
-        return command
+        return flow_help(command)
 
 
 COMMANDS: dict[str, LazyCommand] = {

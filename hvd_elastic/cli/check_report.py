@@ -27,15 +27,15 @@ def describe_health(result: HostResult[HostHealth]) -> dict[str, Any]:
 def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool) -> None:
     """A line for the host, and one for each thing that is not well there."""
     if result.value is None:
-        printer.line(result.host, "stdout", f"NOT fit: {result.error}")
+        printer.lines(result.host, "stdout", f"NOT fit: {result.error}")
         return
     health = result.value
     words = {Level.OK: "fit", Level.WARNING: "fit, with warnings", Level.FAILED: "NOT fit"}
-    printer.line(result.host, "stdout", words[health.level])
+    printer.lines(result.host, "stdout", words[health.level])
     for item in health.checks:
         if verbose or item.level is not Level.OK:
             text = f"  {item.level.value:8}{item.name}: {item.detail}"
-            printer.line(result.host, "stdout", text)
+            printer.lines(result.host, "stdout", text)
 
 
 def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:

@@ -65,14 +65,15 @@ __all__ = [
 
 
 class _HostfileFirst(typer.core.TyperCommand):
-    """Lets options stand before or after HOSTFILE; after them everything is the user's command."""
+    """Lets options stand before and after HOSTFILE; after them everything is the user's command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and not args[0].startswith("-"):
-            end = self._end_of_options(args, 1)
+        at = self._end_of_options(args, 0)
+        if at < len(args) and args[at] != "--":
+            end = self._end_of_options(args, at + 1)
             # The parser stops at the first argument: the hostfile must come right before the rest.
             rest = args[end + 1 :] if args[end : end + 1] == ["--"] else args[end:]
-            args = [*args[1:end], "--", args[0], *rest]
+            args = [*args[:at], *args[at + 1 : end], "--", args[at], *rest]
         return super().parse_args(ctx, args)
 
     def _end_of_options(self, args: Sequence[str], index: int) -> int:
@@ -172,7 +173,7 @@ def run(
         return
     settings = CommandSettings(how, chosen.fanout, timeout, total_timeout, retries)
     printer = Printer(chosen.hosts)
-    on_line = None if chosen.as_json or gather else printer.line
+    on_lines = None if chosen.as_json or gather else printer.lines
     has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
     # Not sys.stdin, whose reader in a background thread would hold up the end of this process.
     with (
@@ -180,7 +181,7 @@ def run(
         _kept_hosts(chosen, keep, no_keep) as kept,
     ):
         results = run_on_hosts(
-            chosen.hosts, text, chosen.ssh, settings, stdin, on_line, printer.waiting, kept
+            chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting, kept
         )
         finish(
             chosen,
@@ -412,7 +413,7 @@ def copy(
         if value.removed:
             parts.append(f"{len(value.removed)} {'to remove' if chosen.dry_run else 'removed'}")
             for path in value.removed if chosen.dry_run or chosen.verbose else ():
-                printer.line(result.host, "stdout", f"remove {path}")
+                printer.lines(result.host, "stdout", f"remove {path}")
         return ", ".join(parts)
 
     with copy_bar(quiet=chosen.as_json) as show:

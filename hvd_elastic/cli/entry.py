@@ -6,7 +6,9 @@ parser of the command line. A defect of ours keeps its traceback.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -16,7 +18,7 @@ import typer
 from hvd_elastic.cli.start import INTERRUPTED, raise_at_interrupt
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["enter"]
+__all__ = ["enter", "flow_help"]
 
 # typer has click inside, or beside it, and gives only this one of its errors a name of its own.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -34,10 +36,31 @@ def enter(program: str, command: Any, arguments: Sequence[str] | None = None) ->
     raise SystemExit(_status_of(program, command, words))
 
 
+def flow_help(command: Any) -> Any:
+    """Has a narrow terminal break the lines of a help text, and not the source as well.
+
+    Args:
+        command: what typer made; its subcommands are looked at too.
+    """
+    command.help = _join_lines(inspect.cleandoc(command.help or ""))
+    for each in getattr(command, "commands", {}).values():
+        flow_help(each)
+    return command
+
+
+def _join_lines(text: str) -> str:
+    r"""Each paragraph as one line; lines that are set in stay apart.
+
+    >>> _join_lines("Do it\nnow.\n\nFor example:\n  one\n  two")
+    'Do it now.\n\nFor example:\n  one\n  two'
+    """
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
 def _status_of(program: str, command: Any, words: list[str]) -> int:
     try:
         raise_at_interrupt()
-        with command.make_context(program, words) as context:
+        with flow_help(command).make_context(program, words) as context:
             command.invoke(context)
     except HvdElasticError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -151,8 +151,9 @@ def _choose(
 ) -> Chosen:
     if verbose:
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
-        # paramiko tells every packet.
-        logging.getLogger("paramiko").setLevel(logging.INFO)
+        # paramiko tells every packet, invoke all settings of each connection.
+        for name in ("paramiko", "invoke"):
+            logging.getLogger(name).setLevel(logging.INFO)
 
     def choose() -> Sequence[Host]:
         return select_hosts(parse_hostfile(hostfile), hosts, exclude_hosts)

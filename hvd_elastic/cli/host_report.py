@@ -51,10 +51,10 @@ class Printer:
             for index, host in enumerate(hosts)
         }
 
-    def line(self, host: Host, stream: str, text: str) -> None:
-        """One line of a host's output, under its name."""
+    def lines(self, host: Host, stream: str, text: str) -> None:
+        """Lines of a host's output, each under its name; at once, since each write takes time."""
         prefix = self._prefix.get(host.name, f"{host.name}: ")  # one that joined later has none
-        self._print(f"{prefix}{text}", stream)
+        self._print(prefix + text.replace("\n", f"\n{prefix}"), stream)
 
     def note(self, text: str) -> None:
         """One line of our own."""
@@ -152,7 +152,7 @@ def show_result(
         if tell_failures:
             printer.note(_name_host(result))
     elif word is not None:
-        printer.line(result.host, "stdout", word(result))
+        printer.lines(result.host, "stdout", word(result))
 
 
 def _name_host(result: HostResult[Any]) -> str:

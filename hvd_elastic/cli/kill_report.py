@@ -27,13 +27,13 @@ def show_ended(result: HostResult[Ended], printer: Printer, dry_run: bool) -> st
     ended = result.answer
     for process in ended.processes:
         done = {"": "found", "left": "NOT ended"}.get(process.ended, f"{process.ended} ended")
-        printer.line(result.host, "stdout", f"{done} {process.pid}  {process.command}")
+        printer.lines(result.host, "stdout", f"{done} {process.pid}  {process.command}")
     for file in ended.files:
         done = "found" if dry_run else "removed"
         size = f"{file.bytes / 1e6:.1f} MB"
-        printer.line(result.host, "stdout", f"{done} {file.kind} {file.path}  {size}")
+        printer.lines(result.host, "stdout", f"{done} {file.kind} {file.path}  {size}")
     for line in ended.gpus:
-        printer.line(result.host, "stdout", f"memory still held: {line}")
+        printer.lines(result.host, "stdout", f"memory still held: {line}")
     text = f"{count(len(ended.processes), 'process')} {'found' if dry_run else 'ended'}"
     if ended.files:
         size = f"{sum(file.bytes for file in ended.files) / 1e6:.1f} MB"

@@ -48,9 +48,12 @@ class Capture:
 
 
 class LineSplitter:
-    """Cuts pieces of output into lines; the last one may lack its line end.
+    """Cuts pieces of output where lines end; the last one may lack its line end.
 
     A line of more than 64 KiB comes in parts.
+
+    Args:
+        emit: is given one or more whole lines, as many as came at once, without the last line end.
     """
 
     def __init__(self, emit: Callable[[str], None]) -> None:
@@ -60,12 +63,14 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> None:
         with self._lock:
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            while len(self._rest) > LONGEST_LINE_BYTES:
-                lines.append(self._rest[:LONGEST_LINE_BYTES])
-                self._rest = self._rest[LONGEST_LINE_BYTES:]
-        for line in lines:
-            self._emit(line.decode("utf-8", errors="replace"))
+            lines, end, rest = (self._rest + data).rpartition(b"\n")
+            texts = [lines] if end else []
+            while len(rest) > LONGEST_LINE_BYTES:
+                texts.append(rest[:LONGEST_LINE_BYTES])
+                rest = rest[LONGEST_LINE_BYTES:]
+            self._rest = rest
+        for text in texts:
+            self._emit(text.decode("utf-8", errors="replace"))
 
     def finish(self) -> None:
         """Gives out what came after the last line end."""

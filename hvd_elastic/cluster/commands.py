@@ -39,6 +39,7 @@ __all__ = [
 BACKSTOP_S = 20.0
 FIRST_PAUSE_S = 0.5
 CANNOT_EXECUTE, NOT_FOUND, SIGNALLED = 126, 127, 128
+LAST_SIGNAL = 64
 _ConnectTo = Callable[[Host, SshOptions], "Connection | KeptHost"]
 
 
@@ -138,7 +139,7 @@ def run_on_hosts(
     options: SshOptions | None = None,
     settings: CommandSettings | None = None,
     stdin: Any = None,
-    on_line: Callable[[Host, str, str], None] | None = None,
+    on_lines: Callable[[Host, str, str], None] | None = None,
     on_wait: Callable[[Mapping[str, float], int], None] | None = None,
     kept: KeptHosts | None = None,
 ) -> Iterator[HostResult[CommandResult]]:
@@ -153,7 +154,8 @@ def run_on_hosts(
         options: how to connect.
         settings: time limits, environment and the like.
         stdin: a binary file that every host's command reads from its beginning; None: nothing.
-        on_line: is given (host, "stdout" or "stderr", line) in the thread of that host.
+        on_lines: is given (host, "stdout" or "stderr", text) in the thread of that host: whole
+            lines, as many as came at once, without the last line end.
         on_wait: see :func:`hvd_elastic.cluster.fanout.fan_out`.
         kept: the hosts that a keeper holds connections to.
 
@@ -163,7 +165,7 @@ def run_on_hosts(
     options, settings = options or SshOptions(), settings or CommandSettings()
     with contextlib.ExitStack() as stack:
         spool = None if stdin is None else stack.enter_context(Spool(stdin))
-        task = _Task(command, options, settings, spool, on_line, kept)
+        task = _Task(command, options, settings, spool, on_lines, kept)
         yield from fan_out(
             hosts,
             task.run,
@@ -211,7 +213,7 @@ class _Task:
         options: SshOptions,
         settings: CommandSettings,
         spool: Spool | None,
-        on_line: Callable[[Host, str, str], None] | None,
+        on_lines: Callable[[Host, str, str], None] | None,
         kept: KeptHosts | None,
     ) -> None:
         self._connect_to: _ConnectTo = connect if kept is None else kept.connect
@@ -219,7 +221,7 @@ class _Task:
         self._options = options
         self._settings = settings
         self._spool = spool
-        self._on_line = on_line
+        self._on_lines = on_lines
         total_s = settings.total_timeout_s
         self._deadline = None if total_s is None else time.monotonic() + total_s
 
@@ -352,9 +354,9 @@ class _Task:
 
     def _captures(self, host: Host) -> tuple[_LineCapture, _LineCapture]:
         def make(stream: str) -> _LineCapture:
-            emit = self._on_line
-            line = None if emit is None else lambda text: emit(host, stream, text)
-            return _LineCapture(self._settings.keep_bytes, line)
+            emit = self._on_lines
+            lines = None if emit is None else lambda text: emit(host, stream, text)
+            return _LineCapture(self._settings.keep_bytes, lines)
 
         return make("stdout"), make("stderr")
 
@@ -362,8 +364,8 @@ class _Task:
 class _LineCapture(Capture):
     """Keeps the beginning, and gives out lines to whom listens."""
 
-    def __init__(self, limit: int, on_line: Callable[[str], None] | None) -> None:
-        self._splitter = None if on_line is None else LineSplitter(on_line)
+    def __init__(self, limit: int, on_lines: Callable[[str], None] | None) -> None:
+        self._splitter = None if on_lines is None else LineSplitter(on_lines)
         super().__init__(limit, None if self._splitter is None else self._splitter.feed)
 
     def finish(self) -> None:
@@ -386,10 +388,10 @@ def _feed(running: _Running, spool: Spool, failures: list[HvdElasticError]) -> N
 
 def _judge(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, str]:
     if result.timed_out:
-        limits = [settings.timeout_s, settings.total_timeout_s]
-        limit_s = min(limit for limit in limits if limit is not None)
+        limits = {"--timeout": settings.timeout_s, "--total-timeout": settings.total_timeout_s}
+        limit_s, flag = min((limit, flag) for flag, limit in limits.items() if limit is not None)
         return Outcome.TIMED_OUT, f"did not end within {limit_s:g} s and " + (
-            "was stopped. Give it more time with --timeout"
+            f"was stopped. Give it more time with {flag}"
             if result.stopped
             else "cannot be stopped: the host does not answer. It may still run there"
         )
@@ -399,5 +401,6 @@ def _judge(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, s
     if status < 0:
         return Outcome.FAILED, "the connection was lost, or the command was killed"
     meaning = {CANNOT_EXECUTE: " (cannot be executed)", NOT_FOUND: " (command not found)"}
-    words = meaning.get(status, f" (signal {status - SIGNALLED})" if status > SIGNALLED else "")
+    by_signal = SIGNALLED < status <= SIGNALLED + LAST_SIGNAL
+    words = meaning.get(status, f" (signal {status - SIGNALLED})" if by_signal else "")
     return Outcome.FAILED, f"exit status {status}{words}"

@@ -203,13 +203,12 @@ class Keeper:
         self._agents: dict[bytes, _There] = {}
         self._opening: dict[bytes, threading.Lock] = {}
         self._openings = 0
-        self._hopeless: set[str] = set()
+        # Where no agent can be, and until when none is tried again.
+        self._hopeless: dict[bytes, float] = {}
         self._clients: set[_Client] = set()
         self._stopping: list[socket.socket] = []
         self._stops = False
-        timer = threading.Timer(first_call_s, self._end_if_idle)
-        timer.daemon = True
-        timer.start()
+        self._end_if_idle_in(first_call_s)
 
     def admit(self, sock: socket.socket) -> None:
         """A call begins, at the other end of that socket."""
@@ -335,10 +334,10 @@ class Keeper:
             with self._lock:
                 lock = self._opening.setdefault(key, threading.Lock())
             with lock:
-                if self._stops or wanted["key"] in self._hopeless:
+                if self._stops or time.monotonic() < self._hopeless.get(key, 0.0):
                     raise NotKeptError
                 if key not in self._agents:
-                    agent = self._connect(wanted)
+                    agent = self._connect(key, wanted)
                     with self._lock:
                         self._agents[key] = agent
             client.put(frame(keep_wire.OPENED, number))
@@ -354,7 +353,7 @@ class Keeper:
             self._lose(key, agent)
         self._end_if_idle()
 
-    def _connect(self, wanted: dict[str, Any]) -> _There:
+    def _connect(self, key: bytes, wanted: dict[str, Any]) -> _There:
         name, user, port = wanted["host"]
         config, identity = (
             None if wanted[part] is None else Path(wanted[part])
@@ -367,10 +366,11 @@ class Keeper:
             # Where there is no Python it ends, and does not get ready.
             threading.Thread(target=agent.wait, name="an agent's end", daemon=True).start()
             in_time = agent.ready.wait(START_S)
-            if not in_time:
-                # Who asks again is told at once.
-                self._hopeless.add(wanted["key"])
             if not in_time or agent.ended:
+                # Unless only the connection was lost, who asks again is told at once.
+                if not in_time or agent.process.wait() >= 0:
+                    self._hopeless[key] = time.monotonic() + wanted["keep_s"]
+                    self._end_if_idle_in(wanted["keep_s"])
                 raise NotKeptError
         except BaseException:
             connection.close()
@@ -392,7 +392,15 @@ class Keeper:
                 command.client.put(frame(keep_wire.EXIT, command.number, pack_number(-1)))
                 command.client.put(frame(keep_wire.DRAINED, command.number))
 
+    def _end_if_idle_in(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._end_if_idle)
+        timer.daemon = True
+        timer.start()
+
     def _end_if_idle(self) -> None:
         with self._lock:
-            if not (self._clients or self._agents or self._openings):
+            remembers = not self._stops and any(
+                time.monotonic() < until for until in self._hopeless.values()
+            )
+            if not (self._clients or self._agents or self._openings or remembers):
                 os._exit(0)

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import queue
 import socket
 import threading
@@ -35,6 +36,8 @@ from hvd_elastic.errors import (
 )
 
 __all__ = ["KEY_BYTES", "KeptGoneError", "KeptHost", "KeptHosts", "KeptProcess"]
+
+log = logging.getLogger(__name__)
 
 KEY_BYTES = 16
 STOP_S = 6.0
@@ -125,6 +128,7 @@ class KeptHosts(Closing):
             "config_path": _absolute(options.config_path),
             "identity": _absolute(options.identity),
             "connect_timeout_s": options.connect_timeout_s,
+            "keep_s": self.keep_s,
         }
         try:
             self.send(keep_wire.OPEN, number, json.dumps(request).encode("ascii"))
@@ -136,6 +140,7 @@ class KeptHosts(Closing):
         name, _, message = payload.decode("utf-8", "replace").partition(" ")
         if name in _ERRORS:
             raise _ERRORS[name](message)
+        log.debug("host %s cannot be kept", host.name)
         return False
 
     def _key(self, host: Host) -> bytes:

@@ -85,7 +85,7 @@ class Ended:
 def kill_run(
     hosts: Sequence[Host],
     target: Target,
-    options: SshOptions,
+    options: SshOptions | None = None,
     grace_s: float = DEFAULT_GRACE_S,
     dry_run: bool = False,
     fanout: int = DEFAULT_FANOUT,
@@ -106,6 +106,7 @@ def kill_run(
     Yields:
         One result a host as it ends; FAILED when a process could not be ended.
     """
+    options = options or SshOptions()
     kill_s = SCRIPT_S + 5 * grace_s
 
     def kill(host: Host, stopper: Stopper) -> Ended:

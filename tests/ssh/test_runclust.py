@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -43,6 +44,7 @@ def test_arguments_arrive_as_typed_and_options_stand_where_they_like(tools: Tool
         ["--hosts", "node1", str(tools.hostfile), "printf", "%s|", "a b", "-x", "$HOME"],
         [str(tools.hostfile), "--hosts=node1", "printf", "%s|", "a b", "-x", "$HOME"],
         [str(tools.hostfile), "--hosts", "node1", "--", "printf", "%s|", "a b", "-x", "$HOME"],
+        ["-f", "2", str(tools.hostfile), "--hosts", "node1", "printf", "%s|", "a b", "-x", "$HOME"],
     ):
         result = tools("runclust", *arguments)
         assert result.stdout == "node1: a b|-x|$HOME|\n", result.stderr
@@ -225,7 +227,6 @@ def test_limits_and_retries(tools: Tools, tmp_path: Path) -> None:
 
 
 def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
-    tools.hostfile.write_text("localhost\n")
     program = (
         "import atexit, re, sys\n"
         # Not getrusage, which begins with what the parent had.
@@ -233,11 +234,14 @@ def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
         "atexit.register(lambda: print(peak(), file=sys.stderr))\n"
         "from hvd_elastic.cli.clust import runclust_main; runclust_main()\n"
     )
-    command = "head -c 300000000 /dev/zero; echo; printf 'a\\377b\\n'"
+    command = "head -c 75000000 /dev/zero; echo; yes 0123456 | head -c 75000000"
     for options in ([], ["--gather"]):
         with (tmp_path / "out").open("wb") as out:
             process = subprocess.run(
-                [sys.executable, "-c", program, str(tools.hostfile), *options, command],
+                [
+                    *[sys.executable, "-c", program, str(tools.hostfile), "--hosts", "node1"],
+                    *[*options, command],
+                ],
                 stdout=out,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -246,8 +250,65 @@ def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
                 timeout=100,
             )
         assert process.returncode == 0, process.stderr
-        assert int(process.stderr.split()[-1]) < 200_000
-        assert ("299.0 MB more left out" in process.stderr) == bool(options)
+        assert int(process.stderr.split()[-1]) < 120_000
+        assert ("149.0 MB more left out" in process.stderr) == bool(options)
+        assert (tmp_path / "out").stat().st_size > (1_000_000 if options else 150_000_000)
+
+
+def test_bytes_that_are_no_text_and_a_command_that_is_not_there(tools: Tools) -> None:
+    arguments = [str(tools.hostfile), "--hosts", "node[1-2]"]
+    for options, want in (
+        ((), "node1: a\0\ufffdb\n".encode()),
+        (("--gather",), b"a\0\377b\n"),
+        (("--json",), b'"a\\u0000\xef\xbf\xbdb\\n"'),
+    ):
+        argv = tools.argv("runclust", *arguments, *options, "printf 'a\\000\\377b\\n'")
+        done = subprocess.run(
+            argv, capture_output=True, env=tools.environment, stdin=subprocess.DEVNULL, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        assert want in done.stdout
+    result = tools("runclust", *arguments, "nobody-has-this", "--help")
+    assert result.returncode == 1
+    assert "host node1: exit status 127 (command not found)" in result.stderr
+    assert re.search(
+        r"\nfailed: node\[1-2\]: exit status 127 \(command not found\) ", result.stderr
+    )
+
+
+def test_no_password_is_ever_asked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "sshd"
+    folder.mkdir()
+    server = private_sshd.Sshd(folder)
+    server.stop()
+    # As on a host that does not know our key and would let us in by a password.
+    text = server.config.read_text().replace("Authentication no", "Authentication yes")
+    server.config.write_text(f"{text}PubkeyAuthentication no\n")
+    server.process = server._start()
+    asking = Tools(server, tmp_path)
+    try:
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ.update(asking.environment)
+            argv = asking.argv("runclust", str(asking.hostfile), "--hosts", "node1", "true")
+            os.execv(argv[0], argv)
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal tells that nobody writes any more
+            while data := os.read(terminal, 4096):
+                shown += data
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert b"refused to log in user" in shown
+        assert b"'password'" in shown
+        assert b"checkclust HOSTFILE --bootstrap" in shown
+        for tool in (("copyclust", "/etc/hostname", "/none/x"), ("killclust", "--run", "x")):
+            result = asking(tool[0], str(asking.hostfile), *tool[1:], "--hosts", "node1")
+            assert result.returncode == 1
+            assert "host node1" in result.stderr
+            assert "refused to log in user" in result.stderr
+    finally:
+        server.stop()
 
 
 def test_a_reader_that_goes_away_ends_it(tools: Tools) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -28,6 +29,7 @@ pytestmark = [
 ]
 
 server, tools = shared.server, shared.tools
+NOBODY = 65534
 
 
 def test_copy_a_folder(tools: Tools, tmp_path: Path) -> None:
@@ -97,6 +99,10 @@ def test_copies_that_cannot_be(tools: Tools, tmp_path: Path) -> None:
     result = tools("copyclust", str(tools.hostfile), str(source), "/proc/none/x", *only)
     assert result.returncode == 1
     assert "host node1: /proc/none: No such file or directory" in result.stderr
+    # Where nobody may write, root neither.
+    result = tools("copyclust", str(tools.hostfile), str(source), "/sys/none/x", *only)
+    assert result.returncode == 1
+    assert re.search(r"host node1: /sys/none: .* (not permitted|denied)", result.stderr)
     (tmp_path / "folder").mkdir()
     result = tools("copyclust", str(tools.hostfile), str(source), str(tmp_path / "folder"), *only)
     assert result.returncode == 1
@@ -108,23 +114,29 @@ def test_copies_that_cannot_be(tools: Tools, tmp_path: Path) -> None:
 
 
 def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> None:
-    def start(command: str, **changes: str) -> subprocess.Popen[str]:
+    def start(
+        command: str, mark: dict[str, str] | None = None, user: int | None = None
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["/bin/sh", "-c", command],
-            env={**os.environ, **changes},
+            env={**os.environ, **(mark or {})},
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            user=user,
         )
 
     mark = {"HVD_ELASTIC_RUN_ID": "digits-1"}
-    # Forked; deaf to TERM; a descendant whose environment was cleared; another run; no run.
-    plain = start("sleep 100 & echo $!; wait", **mark)
-    deaf = start("trap '' TERM; echo ready; while :; do sleep 1; done", **mark)
-    cleared = start("env -i sleep 100 & echo $!; wait", **mark)
-    other = start("echo ready; exec sleep 100", HVD_ELASTIC_RUN_ID="digits-10")
+    # Forked; deaf to TERM; a descendant whose environment was cleared; another run; no run;
+    # another user's.
+    plain = start("sleep 100 & echo $!; wait", mark)
+    deaf = start("trap '' TERM; echo ready; while :; do sleep 1; done", mark)
+    cleared = start("env -i sleep 100 & echo $!; wait", mark)
+    other = start("echo ready; exec sleep 100", {"HVD_ELASTIC_RUN_ID": "digits-10"})
     bystander = start("echo ready; exec sleep 100")
     everyone = [plain, deaf, cleared, other, bystander]
+    if os.geteuid() == 0:
+        everyone.append(start("echo ready; exec sleep 100", mark, NOBODY))
     try:
         words = [process.stdout.readline() for process in everyone if process.stdout]
         victims = {plain.pid, deaf.pid, cleared.pid, int(words[0]), int(words[2])}
@@ -144,8 +156,7 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
         how = {entry["pid"]: entry["ended"] for entry in ended}
         assert {pid for pid in victims if is_alive(pid)} == set()
         assert (how[plain.pid], how[deaf.pid]) == ("TERM", "KILL")
-        assert is_alive(other.pid)
-        assert is_alive(bystander.pid)
+        assert all(is_alive(process.pid) for process in everyone[3:])
         again = tools("killclust", *arguments)
         assert records(again)["node1"]["processes"] == []
     finally:
@@ -155,6 +166,29 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
             process.wait(10)
             if process.stdout:
                 process.stdout.close()
+
+
+def test_kill_ends_nine_kinds_of_process(tools: Tools, tmp_path: Path) -> None:
+    run, told = f"run-{secrets.token_hex(4)}", tmp_path / "told"
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "hvd_elastic.bench.cluster.nine_kinds", str(told)],
+        env={**tools.environment, "HVD_ELASTIC_RUN_ID": run},
+        start_new_session=True,
+    )
+    threading.Thread(target=worker.wait, daemon=True).start()
+    pids: list[int] = []
+    try:
+        wait_until(lambda: told.exists() and told.read_text().count("\n") == 9, "nine kinds")
+        pids = [int(line.split()[0]) for line in told.read_text().splitlines()]
+        arguments = [str(tools.hostfile), "--hosts", "node1", "--run", run, "--json"]
+        found = records(tools("killclust", *arguments, "--grace", "0.5"))["node1"]["processes"]
+        assert {entry["pid"] for entry in found} == set(pids)
+        assert {entry["ended"] for entry in found} == {"TERM", "KILL"}
+        assert not any(map(is_alive, pids))
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_what_dead_runs_left_in_files_is_removed_and_what_is_used_is_not(

@@ -62,6 +62,36 @@ for module in modules:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_cluster_tools_work_without_torch_and_horovod(tmp_path):
+    program = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "tensorflow", "horovod"):
+            raise ImportError(f"{name} is not installed")
+sys.meta_path.insert(0, Block())
+import hvd_elastic.cli.clust
+from hvd_elastic.cluster.commands import run_on_hosts
+from hvd_elastic.cluster.copy import copy_to_hosts
+from hvd_elastic.cluster.health import CheckSettings, check_cluster
+from hvd_elastic.cluster.hostfile import parse_hosts
+from hvd_elastic.cluster.procs import Target, kill_run
+from hvd_elastic.cluster.ssh import SshOptions
+hosts = parse_hosts("localhost", "text").hosts
+source, there = sys.argv[1:]
+(ran,) = run_on_hosts(hosts, "echo it works")
+(copied,) = copy_to_hosts(hosts, source, there, SshOptions())
+(killed,) = kill_run(hosts, Target(run="no-such-run"), dry_run=True)
+(checked,) = check_cluster(hosts, settings=CheckSettings(network=False)).hosts
+names = [check.name for check in checked.answer.checks]
+print(ran.answer.text, copied.answer.files, killed.answer.processes, "python" in names, sep="|")
+"""
+    (tmp_path / "file").write_bytes(b"data")
+    done = fresh(program, str(tmp_path / "file"), str(tmp_path / "copy"))
+    assert done.stdout == "it works|1|()|True\n", done.stderr
+    assert (tmp_path / "copy").read_bytes() == b"data"
+
+
 @pytest.mark.parametrize(
     "program",
     [

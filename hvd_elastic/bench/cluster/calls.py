@@ -22,8 +22,12 @@ __all__ = ["measure_calls", "show_calls", "write_calls"]
 
 LIMIT_S = 300.0
 OURS, PEER = "runclust, kept", "ssh, ControlPersist"
+COLD, COLD_PEER = "runclust, cold", "pdsh"
+COLD_KINDS = (COLD, COLD_PEER, "clush")
 KINDS = {
-    "runclust, cold": "a connection, a login and a Python for each host",
+    COLD: "a connection, a login and a Python for each host",
+    COLD_PEER: "an ssh for each host, 32 at a time, with OpenSSH's own choice of key exchange",
+    "clush": "the same, 64 at a time",
     OURS: "runclust --keep, the calls after the first",
     PEER: "an ssh for each host, all at once, through masters that are there",
     "shells here": "sh -c true as often, one after the other: what the hosts' part costs at least",
@@ -45,6 +49,7 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
     if shutil.which("ssh") is None:
         raise UsageError("ssh is not installed. Install it: apt install openssh-client")
     load_before = os.getloadavg()
+    missing = [kind for kind in COLD_KINDS[1:] if shutil.which(kind) is None]
     samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with (
         tempfile.TemporaryDirectory(prefix="hvd_elastic-calls-") as folder,
@@ -58,14 +63,24 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
         ssh = f"ssh {options} -o ControlPersist={LIMIT_S:.0f} -n"
         peer = ["sh", "-c", f"for host in {each}; do {ssh} $host true & done; wait"]
         leave = ["sh", "-c", f"for host in {each}; do ssh {options} -O exit $host; done"]
+        wrapper = Path(folder, "ssh")
+        config = Path(folder, "config")
+        lines = cluster.ssh_config.read_text().splitlines(keepends=True)
+        config.write_text("".join(line for line in lines if "KexAlgorithms" not in line))
+        wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {config} "$@"\n')
+        wrapper.chmod(0o755)
+        names = ",".join(cluster.hosts)
         commands = {
-            "runclust, cold": [*ours, *call],
+            COLD: [*ours, *call],
+            COLD_PEER: ["pdsh", "-R", "ssh", "-w", names, "true"],
+            "clush": ["clush", "-w", names, "true"],
             OURS: [*ours, *call],
             PEER: peer,
             "shells here": ["sh", "-c", f"for host in {each}; do sh -c true; done"],
             "Python": [sys.executable, "-c", "pass"],
         }
-        environment = {**os.environ, "HVD_ELASTIC_HOME": folder}
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "HVD_ELASTIC_HOME": folder, "PATH": path}
         environment.pop("HVD_ELASTIC_KEEP", None)
 
         def take(kind: str) -> None:
@@ -73,17 +88,20 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
             say(f"{kind}: {samples[kind][-1]:.3f} s")
 
         try:
+            cold = [kind for kind in COLD_KINDS if kind not in missing]
             for _ in range(min(rounds, 2)):
-                take("runclust, cold")
+                for kind in cold:
+                    take(kind)
             _time([*ours, "--keep", f"{LIMIT_S:.0f}s", *call], environment)
             _time(peer, environment)
             for _ in range(rounds):
-                for kind in list(KINDS)[1:]:
+                for kind in [kind for kind in KINDS if kind not in COLD_KINDS]:
                     take(kind)
         finally:
             _time([*ours, "--no-keep", *call], environment)
             _time(leave, environment)
     note = f"{hosts} hosts, each an sshd of this machine: the hosts' work shares its cores."
+    note += f" Not installed: {', '.join(missing)}." if missing else ""
     return {
         "conditions": conditions("virtual hosts (loopback)", note, load_before),
         "figures": {kind: figure(taken) for kind, taken in samples.items()},
@@ -110,6 +128,9 @@ def show_calls(result: dict[str, Any]) -> str:
     """The figures as lines of text, with the conditions below."""
     figures: dict[str, Figure] = result["figures"]
     lines = [f"{kind:20} {figures[kind]}  ({meaning})" for kind, meaning in KINDS.items()]
+    share = ratio(figures[COLD], figures[COLD_PEER])
+    if share is not None:
+        lines.append(f"cold, runclust takes {share:.2f} of what pdsh does (wanted: at most 0.25)")
     times = ratio(figures[PEER], figures[OURS])
     if times is not None:
         lines.append(f"ControlPersist takes {times:.1f} times as long as what is kept (wanted: 10)")

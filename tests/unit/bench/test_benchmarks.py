@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from hvd_elastic.bench.cluster.faults import Seen, show_faults, write_faults
+from hvd_elastic.bench.cluster.many import Grown, Memory, fit_growth, show_many, write_many
 from hvd_elastic.bench.figures import conditions, figure
 from hvd_elastic.bench.launchers import ELASTIC, LAUNCHERS
 from hvd_elastic.bench.marks import Process, Step
@@ -99,3 +101,33 @@ def test_kept_results_say_under_which_load_they_were_taken():
         assert f"{path.stem}_".startswith(f"{content['benchmark']}_")
         assert len(content["conditions"]["load_before"]) == 3
         assert content["conditions"]["cores"] >= 1
+
+
+def test_what_the_cluster_benchmarks_show_and_keep(tmp_path: Path):
+    seen = [
+        Seen("dead", "runclust", {"results": 0.4, "end": 5.1}, {"results": 1.0, "end": 6.0}),
+        Seen("dead", "pdsh", {}, {}, "pdsh is not installed"),
+    ]
+    faults = taken({"rows": seen})
+    text = show_faults(faults)
+    assert "results 0.4, end 5.1 (at most results 1, end 6)" in text
+    assert "pdsh is not installed" in text
+    assert "load average" in text
+    write_faults(faults, tmp_path / "faults.json")
+    kept = json.loads((tmp_path / "faults.json").read_text())
+    assert kept["rows"][0]["values"] == {"results": 0.4, "end": 5.1}
+
+    grown = [
+        Grown(hosts, 0.5 + 0.02 * hosts, 0.5 + 0.01 * hosts, 60_000_000, 0.1, 100_000_000)
+        for hosts in (32, 64, 128)
+    ]
+    many = taken({"grown": grown, "memory": [Memory("x", 10**9, 62_000_000)]})
+    many["models"] = fit_growth(grown)
+    text = show_many(many)
+    assert "10.0 ms of one core here for each host" in text
+    assert "at least 10.5 s" in text
+    assert "1000 MB  memory 62 MB" in text
+    write_many(many, tmp_path / "many.json")
+    kept = json.loads((tmp_path / "many.json").read_text())
+    assert kept["at_1000_hosts"]["cold_s"] == pytest.approx(20.5)
+    assert fit_growth(grown[:1]) == {}

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from hvd_elastic.cluster.capture import LineSplitter
-from hvd_elastic.cluster.commands import select_hosts
+from hvd_elastic.cluster.commands import (
+    CommandResult,
+    CommandSettings,
+    _judge,
+    select_hosts,
+)
 from hvd_elastic.cluster.hostfile import parse_hosts
 from hvd_elastic.errors import UsageError
 
@@ -39,10 +44,41 @@ def test_a_choice_that_cannot_be(only: str | None, exclude: str | None, message:
 
 
 def test_pieces_become_lines() -> None:
-    lines: list[str] = []
-    splitter = LineSplitter(lines.append)
+    texts: list[str] = []
+    splitter = LineSplitter(texts.append)
     for piece in (b"a", b"b\nc\n", b"", b"\xc3", b"\xbc\n\nend\xff"):
         splitter.feed(piece)
     splitter.finish()
     splitter.finish()
-    assert lines == ["ab", "c", "ü", "", "end\ufffd"]
+    assert texts == ["ab\nc", "ü\n", "end\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (3, "exit status 3"),
+        (126, "exit status 126 (cannot be executed)"),
+        (127, "exit status 127 (command not found)"),
+        (139, "exit status 139 (signal 11)"),
+        (255, "exit status 255"),
+        (-1, "the connection was lost, or the command was killed"),
+    ],
+)
+def test_what_a_status_means(status: int, words: str) -> None:
+    assert _judge(CommandResult(status, b"", b"", 1.0), CommandSettings())[1] == words
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "total_s", "words"),
+    [
+        (2.0, None, "within 2 s and was stopped. Give it more time with --timeout"),
+        (2.0, 1.0, "within 1 s and was stopped. Give it more time with --total-timeout"),
+        (2.0, 3.0, "within 2 s and was stopped. Give it more time with --timeout"),
+    ],
+)
+def test_the_limit_that_ended_it_is_named(
+    timeout_s: float, total_s: float | None, words: str
+) -> None:
+    result = CommandResult(-1, b"", b"", 1.0, timed_out=True)
+    settings = CommandSettings(timeout_s=timeout_s, total_timeout_s=total_s)
+    assert _judge(result, settings)[1] == f"did not end {words}"
