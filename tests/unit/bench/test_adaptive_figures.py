@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +15,15 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from hvd_elastic.bench.adaptive.digits_job import Kind, brute_force, moments, single_gradients
+from hvd_elastic.bench.adaptive.jobs import run_together
 from hvd_elastic.bench.adaptive.measure import (
     digits_rows,
+    overhead_row,
     prediction_errors,
     rule_rows,
     target_rows,
 )
+from hvd_elastic.errors import RunError
 from hvd_elastic.model.step_time import Observation
 
 
@@ -106,11 +112,29 @@ def test_a_batch_that_misses_the_target_is_not_the_best_one() -> None:
         for batch, seconds in (
             *(("adaptive", 3.0), ("adaptive", 4.0), ("adaptive", 5.0)),
             *((32, 8.0), (32, 9.0), (64, 5.0), (64, 5.0)),
-            *((128, 1.0), (128, None), (256, None)),
+            *((128, 1.0), (128, None), (256, None), ("AdaptDL", 12.0)),
         )
     ]
-    adaptive, default, best, sometimes, never = target_rows(found)
+    found.append({"batch": "AdaptDL", "failed": "it died"})
+    adaptive, default, best, sometimes, never, peer = target_rows(found)
     assert adaptive["times_best_fixed"] == 4.0 / 5.0
     assert default["times_best_fixed"] == 8.5 / 5.0
     assert best["times_best_fixed"] == 1.0
+    assert default["times_adaptive"] == 8.5 / 4.0
     assert (sometimes["missed"], never["missed"], never["median"]) == (1, 1, None)
+    assert (peer["failed"], peer["missed"], peer["median"]) == (1, 0, 12.0)
+    assert (peer["times_best_fixed"], peer["times_adaptive"]) == (12.0 / 5.0, 12.0 / 4.0)
+
+
+def test_the_overhead_is_the_median_of_ratios_of_neighbouring_blocks() -> None:
+    times = {"bare": [1.0, 2.0, 4.0], "adaptive": [1.5, 2.2, 4.8]}
+    row = overhead_row("plain", times)
+    assert (row["bare_s"], row["adaptive_s"]) == (2.0, 2.2)
+    assert [row["median"], row["lowest"], row["highest"]] == pytest.approx([1.2, 1.1, 1.5])
+
+
+def test_a_replica_that_dies_ends_the_others_and_says_why(tmp_path: Path) -> None:
+    script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no such luck')\n"
+    job = [sys.executable, "-c", f"{script}time.sleep(600)"]
+    with pytest.raises(RunError, match="no such luck"):
+        run_together(job, [{**os.environ, "RANK": rank} for rank in "01"], tmp_path)
