@@ -19,7 +19,7 @@ from hvd_elastic.errors import RunError
 __all__ = ["ROOT", "AdaptDL", "run_job", "run_together"]
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 1800
+LIMIT_S = 3600
 _PEERS = ROOT / "benchmarks/peers"
 
 

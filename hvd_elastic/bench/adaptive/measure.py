@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.bench.adaptive import rule_job
+from hvd_elastic.bench.adaptive.examples import crossing, examples_rows, median_error
 from hvd_elastic.bench.adaptive.jobs import ROOT, AdaptDL, run_job
+from hvd_elastic.bench.adaptive.problems import PROBLEMS, SCALES
 from hvd_elastic.bench.environments import PeerMissingError
 from hvd_elastic.bench.figures import conditions, write_result
 from hvd_elastic.bench.launchers import STATIC, Order
@@ -25,7 +27,7 @@ from hvd_elastic.model.step_time import Observation, fit_step_time
 
 __all__ = ["digits_rows", "main", "overhead_row", "prediction_errors", "rule_rows", "target_rows"]
 
-PARTS = "noise,digits,rules,overhead,times,target"
+PARTS = "noise,digits,rules,overhead,times,target,examples"
 SPLITS = 20
 """Random halves of the configurations that the step time is fitted to."""
 
@@ -315,6 +317,45 @@ def measure_target(seeds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]]:
+    """Examples needed at larger batches, foretold and measured, two ranks."""
+    rows: list[dict[str, Any]] = []
+    for name in problems:
+        problem, found = PROBLEMS[name], list[dict[str, Any]]()
+        rate, most = problem.rate, float(problem.most_examples)
+        for scale in SCALES:
+            batch = problem.initial * scale
+            mine = run_job("examples_job", 2, name, batch, rate, most, seeds)
+            found += mine
+            row = examples_rows(found)[-1]
+            row["trainings"] = [
+                {
+                    "rate": each["rate"],
+                    "seed": each["seed"],
+                    "examples": crossing(each["curve"], each["level"]),
+                }
+                for each in mine
+            ]
+            rows.append(row)
+            rate = row["rate"]
+            said = f"{name:11}batch {batch:4}, learning rate {rate:<8g}"
+            if row["examples"] is None:
+                print(f"{said}the level was not reached", flush=True)
+                continue
+            # A batch of twice the size needs at most twice the examples, if theory holds.
+            most = min(float(problem.most_examples), 4 * row["examples"])
+            print(
+                f"{said}{row['examples']:7.0f} examples: {row['measured'] or math.nan:.2f} times "
+                f"those of the smallest, {row['predicted'] or math.nan:.2f} were foretold with a "
+                f"noise scale of {row['noise_scale'] or math.nan:.0f} (median); "
+                f"{row['fitting_noise_scale'] or math.nan:.0f} would have fitted",
+                flush=True,
+            )
+    error = median_error(rows)
+    print(f"median error of what was foretold: {100 * error:.0f} % (target: 15 %)", flush=True)
+    return [*rows, {"problem": "all", "median_error": error if math.isfinite(error) else None}]
+
+
 def peer_if_there(wanted: bool) -> AdaptDL | None:
     """AdaptDL, or None where it is not asked for or cannot be had."""
     peer = AdaptDL()
@@ -336,10 +377,13 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4", help="for the noise, the digits' included")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of steps for the overhead")
     parser.add_argument("--rates", default="100mbit,1gbit", help="of links, for the step times")
+    known = ",".join(PROBLEMS)
+    parser.add_argument("--problems", default=known, help=f"for the examples: {known}")
     parser.add_argument("--no-peers", action="store_true", help="without AdaptDL")
     parser.add_argument("--out", type=Path, help="folder for a JSON file of each part")
     args = parser.parse_args()
     wanted = args.parts.split(",")
+    problems = args.problems.split(",")
     ranks = [int(count) for count in args.ranks.split(",")]
     measure: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "noise": lambda: noise_rows(args.seeds, ranks),
@@ -348,9 +392,12 @@ def main() -> None:
         "overhead": lambda: measure_overhead(args.rounds, peer),
         "times": lambda: times_rows(args.rates.split(",")),
         "target": lambda: measure_target(args.seeds, peer),
+        "examples": lambda: measure_examples(args.seeds, problems),
     }
     if unknown := set(wanted) - set(measure):
         parser.error(f"--parts: {', '.join(sorted(unknown))}: valid are {PARTS}")
+    if unknown := set(problems) - set(PROBLEMS):
+        parser.error(f"--problems: {', '.join(sorted(unknown))}: valid are {known}")
     peer = peer_if_there(not args.no_peers and bool({"overhead", "target"} & set(wanted)))
     versions = peer.versions() if peer is not None else {}
     for part in wanted:

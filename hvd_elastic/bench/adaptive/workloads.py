@@ -30,12 +30,13 @@ def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
     return TensorDataset(inputs[~test], targets[~test]), (inputs[test], targets[test])
 
 
-def digits_network() -> nn.Module:
+def digits_network(channels: int = 32, hidden: int = 256) -> nn.Module:
     """That of ``scripts/examples/digits.py``, but wider, so that steps have more to compute."""
+    twice = 2 * channels
     return nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(64 * 4 * 4, 256), nn.ReLU(), nn.Linear(256, 10)),
+        *(nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()),
+        *(nn.Conv2d(channels, twice, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(twice * 4 * 4, hidden), nn.ReLU(), nn.Linear(hidden, 10)),
     )
 
 
