@@ -18,6 +18,8 @@ from hvd_elastic.errors import RunError
 __all__ = ["PeerEnvironment", "PeerMissingError"]
 
 _INSTALL_LIMIT_S = 600
+_OURS = Path(__file__).resolve().parents[2]
+"""Where ``hvd_elastic`` lies."""
 
 
 class PeerMissingError(RunError):
@@ -86,10 +88,13 @@ class PeerEnvironment:
         return self.folder / "lib" / self.folder.name.rpartition("-")[2] / "site-packages"
 
     def _link(self) -> None:
-        """Show it the packages of the running Python, which may be another checkout's by now."""
+        """Show it this package and those of the running Python, another checkout's perhaps by now.
+
+        They come after its own, unlike what ``PYTHONPATH`` names.
+        """
         if self._packages.is_dir():
-            shown = sysconfig.get_path("purelib")
-            (self._packages / "base.pth").write_text(f"{shown}\n", encoding="utf-8")
+            shown = f"{sysconfig.get_path('purelib')}\n{_OURS}\n"
+            (self._packages / "base.pth").write_text(shown, encoding="utf-8")
 
     def _importable(self) -> bool:
         if not self.python.exists():

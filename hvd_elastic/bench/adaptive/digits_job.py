@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.bench.adaptive.given import begin, loader_with_plan, write_rank_0
-from hvd_elastic.bench.adaptive.target_job import digits, network
+from hvd_elastic.bench.adaptive.workloads import digits, digits_network
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.torch import context
 
@@ -135,7 +135,7 @@ def measure(kind: Kind, seed: int) -> list[dict[str, Any]]:
     begin()
     torch.manual_seed(seed)
     examples, _ = digits()
-    model = network()
+    model = digits_network()
     inner: torch.optim.Optimizer
     if kind.optimizer == "sgd":
         inner = torch.optim.SGD(model.parameters(), lr=RATES["sgd"], momentum=0.9)

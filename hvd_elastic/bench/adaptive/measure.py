@@ -8,9 +8,6 @@ import math
 import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,40 +15,21 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.bench.adaptive import rule_job
+from hvd_elastic.bench.adaptive.examples import crossing, examples_rows, median_error
+from hvd_elastic.bench.adaptive.jobs import ROOT, AdaptDL, run_job
+from hvd_elastic.bench.adaptive.problems import PROBLEMS, SCALES
+from hvd_elastic.bench.environments import PeerMissingError
 from hvd_elastic.bench.figures import conditions, write_result
 from hvd_elastic.bench.launchers import STATIC, Order
 from hvd_elastic.bench.testbed import Testbed, make_testbed
 from hvd_elastic.errors import RunError
 from hvd_elastic.model.step_time import Observation, fit_step_time
 
-__all__ = ["digits_rows", "main", "prediction_errors", "rule_rows", "target_rows"]
+__all__ = ["digits_rows", "main", "overhead_row", "prediction_errors", "rule_rows", "target_rows"]
 
-ROOT = Path(__file__).resolve().parents[3]
-LIMIT_S = 1800
-PARTS = "noise,digits,rules,overhead,times,target"
+PARTS = "noise,digits,rules,overhead,times,target,examples"
 SPLITS = 20
 """Random halves of the configurations that the step time is fitted to."""
-
-
-def run_job(module: str, ranks: int, *arguments: object) -> Any:
-    """What rank 0 of one job on this machine wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        job = [sys.executable, "-m", f"hvd_elastic.bench.adaptive.{module}", str(out)]
-        job += [str(argument) for argument in arguments]
-        if ranks > 1:
-            launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
-            job = [*launcher, "-np", str(ranks), *job]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        try:
-            done = subprocess.run(
-                job, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            raise RunError(f"{' '.join(job)} took more than {LIMIT_S} s") from None
-        if done.returncode != 0 or not out.exists():
-            raise RunError(f"{' '.join(job)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-        return json.loads(out.read_text(encoding="utf-8"))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -172,20 +150,47 @@ def measure_rules(seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def overhead_rows(rounds: int) -> list[dict[str, Any]]:
-    """Step time with everything adaptive beside that of Horovod's own optimizer, two ranks."""
-    times = run_job("overhead_job", 2, rounds)
-    bare, ours = (statistics.median(times[name]) for name in ("bare", "adaptive"))
-    ratio = statistics.median(
-        mine / theirs for mine, theirs in zip(times["adaptive"], times["bare"], strict=True)
-    )
-    row = {"ranks": 2, "parameters": 2_002_000, "bare_s": bare, "adaptive_s": ours, "ratio": ratio}
-    print(
-        f"2 M parameters, 2 ranks: bare {1000 * bare:.2f} ms, adaptive {1000 * ours:.2f} ms; "
-        f"median of {rounds} ratios {ratio:.3f}",
-        flush=True,
-    )
-    return [{**row, "blocks": times}]
+def overhead_row(bare: str, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Step time with everything adaptive beside that of the optimizer alone.
+
+    Args:
+        bare: what it is compared with.
+        times: what a job of the overhead wrote: seconds of a step in each block, ``"bare"`` and
+            ``"adaptive"`` in turn.
+    """
+    pairs = zip(times["adaptive"], times["bare"], strict=True)
+    return {
+        "bare": bare,
+        "ranks": 2,
+        "parameters": 2_002_000,
+        "bare_s": statistics.median(times["bare"]),
+        "adaptive_s": statistics.median(times["adaptive"]),
+        **spread([mine / theirs for mine, theirs in pairs]),
+        "blocks": times,
+    }
+
+
+def measure_overhead(rounds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
+    """What adapting costs here and, where it is there, in AdaptDL; two ranks."""
+    rows = [overhead_row("Horovod's optimizer", run_job("overhead_job", 2, rounds))]
+    if peer is not None:
+        try:
+            times = peer.run_job("adaptdl_overhead.py", 2, rounds)
+            rows.append(overhead_row("DistributedDataParallel", times))
+        except RunError as error:
+            rows.append({"bare": "DistributedDataParallel", "ranks": 2, "failed": str(error)})
+    for row, library in zip(rows, ("ours", AdaptDL.name), strict=False):
+        row["library"] = library
+        if "failed" in row:
+            print(f"{library}: failed: {row['failed']}", flush=True)
+            continue
+        print(
+            f"{library}: 2 M parameters, 2 ranks: {row['bare']} {1000 * row['bare_s']:.2f} ms, "
+            f"adaptive {1000 * row['adaptive_s']:.2f} ms; median of {rounds} ratios "
+            f"{row['median']:.3f}, from {row['lowest']:.3f} to {row['highest']:.3f}",
+            flush=True,
+        )
+    return rows
 
 
 def prediction_errors(observations: Sequence[Observation], splits: int = SPLITS) -> list[float]:
@@ -255,41 +260,113 @@ def target_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How long each way took to reach the target, against the best fixed batch.
 
     Args:
-        found: what ``target_job`` wrote: ``batch`` (a size, or ``"adaptive"``), ``seconds`` (None
-            where the target was missed), ``steps``, ``last_batch``.
+        found: what ``target_job`` wrote: ``batch`` (a size, ``"adaptive"``, or a peer's name),
+            ``seconds`` (None where the target was missed) and ``last_batch``, or ``failed`` with
+            the reason where the job died.
     """
     rows: list[dict[str, Any]] = []
     for batch in dict.fromkeys(row["batch"] for row in found):
         mine = [row for row in found if row["batch"] == batch]
-        reached = [row["seconds"] for row in mine if row["seconds"] is not None]
-        row: dict[str, Any] = {"batch": batch, "seeds": len(mine), "missed": len(mine)}
-        row["missed"] -= len(reached)
-        row["last_batch"] = statistics.median(each["last_batch"] for each in mine)
+        ended = [row for row in mine if "failed" not in row]
+        reached = [row["seconds"] for row in ended if row["seconds"] is not None]
+        row: dict[str, Any] = {"batch": batch, "seeds": len(mine)}
+        row["missed"], row["failed"] = len(ended) - len(reached), len(mine) - len(ended)
+        row["last_batch"] = (
+            statistics.median(each["last_batch"] for each in ended) if ended else None
+        )
         rows.append({**row, **(spread(reached) if reached else {"median": None})})
-    fixed = [row for row in rows if row["batch"] != "adaptive" and not row["missed"]]
-    best = min((row["median"] for row in fixed), default=None)
+    always = [row for row in rows if row["median"] and not row["missed"] and not row["failed"]]
+    fixed = [row["median"] for row in always if isinstance(row["batch"], int)]
+    ours = [row["median"] for row in always if row["batch"] == "adaptive"]
     for row in rows:
-        known = best is not None and row["median"] is not None
-        row["times_best_fixed"] = row["median"] / best if known else None
+        for name, medians in (("times_best_fixed", fixed), ("times_adaptive", ours)):
+            known = medians and row["median"] is not None
+            row[name] = row["median"] / min(medians) if known else None
     return rows
 
 
-def measure_target(seeds: int) -> list[dict[str, Any]]:
+def measure_target(seeds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
     """Time to a test accuracy on the digits, two ranks."""
-    rows = target_rows(run_job("target_job", 2, seeds))
+    found: list[dict[str, Any]] = []
+    # In turn, so that a busy moment of the machine hits all alike.
+    for seed in range(seeds):
+        found += run_job("target_job", 2, seed)
+        if peer is not None:
+            try:
+                found += peer.run_job("adaptdl_target.py", 2, seed)
+            except RunError as error:
+                found.append({"batch": AdaptDL.name, "seed": seed, "failed": str(error)})
+    rows = target_rows(found)
     for row in rows:
+        row["trainings"] = [each for each in found if each["batch"] == row["batch"]]
+        name = f"batch {row['batch']!s:9}"
+        if row["failed"]:
+            why = next(each["failed"] for each in row["trainings"] if "failed" in each)
+            print(f"{name}{row['failed']} of {row['seeds']} trainings failed: {why}", flush=True)
         if row["median"] is None:
-            print(f"batch {row['batch']}: the target was missed in all {row['seeds']} trainings")
+            print(f"{name}the target was reached in none of {row['seeds']} trainings", flush=True)
             continue
-        beside_best = row["times_best_fixed"] or math.nan
         print(
-            f"batch {row['batch']!s:9}{row['median']:.2f} s to the target, from "
-            f"{row['lowest']:.2f} to {row['highest']:.2f}, missed in {row['missed']} of "
-            f"{row['seeds']}; {beside_best:.2f} times the best fixed batch; "
+            f"{name}{row['median']:.2f} s to the target, from {row['lowest']:.2f} to "
+            f"{row['highest']:.2f}, missed in {row['missed']} of {row['seeds']}; "
+            f"{row['times_best_fixed'] or math.nan:.2f} times the best fixed batch, "
+            f"{row['times_adaptive'] or math.nan:.2f} times the adaptive one; "
             f"last batch {row['last_batch']:.0f}",
             flush=True,
         )
     return rows
+
+
+def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]]:
+    """Examples needed at larger batches, foretold and measured, two ranks."""
+    rows: list[dict[str, Any]] = []
+    for name in problems:
+        problem, found = PROBLEMS[name], list[dict[str, Any]]()
+        rate, most = problem.rate, float(problem.most_examples)
+        for scale in SCALES:
+            batch = problem.initial * scale
+            mine = run_job("examples_job", 2, name, batch, rate, most, seeds)
+            found += mine
+            row = examples_rows(found)[-1]
+            row["trainings"] = [
+                {
+                    "rate": each["rate"],
+                    "seed": each["seed"],
+                    "examples": crossing(each["curve"], each["level"]),
+                }
+                for each in mine
+            ]
+            rows.append(row)
+            rate = row["rate"]
+            said = f"{name:11}batch {batch:4}, learning rate {rate:<8g}"
+            if row["examples"] is None:
+                print(f"{said}the level was not reached", flush=True)
+                continue
+            # A batch of twice the size needs at most twice the examples, if theory holds.
+            most = min(float(problem.most_examples), 4 * row["examples"])
+            print(
+                f"{said}{row['examples']:7.0f} examples: {row['measured'] or math.nan:.2f} times "
+                f"those of the smallest, {row['predicted'] or math.nan:.2f} were foretold with a "
+                f"noise scale of {row['noise_scale'] or math.nan:.0f} (median); "
+                f"{row['fitting_noise_scale'] or math.nan:.0f} would have fitted",
+                flush=True,
+            )
+    error = median_error(rows)
+    print(f"median error of what was foretold: {100 * error:.0f} % (target: 15 %)", flush=True)
+    return [*rows, {"problem": "all", "median_error": error if math.isfinite(error) else None}]
+
+
+def peer_if_there(wanted: bool) -> AdaptDL | None:
+    """AdaptDL, or None where it is not asked for or cannot be had."""
+    peer = AdaptDL()
+    if not wanted:
+        return None
+    try:
+        peer.prepare()
+    except PeerMissingError as error:
+        print(f"{peer.name}: not measured: {error}", flush=True)
+        return None
+    return peer
 
 
 def main() -> None:
@@ -300,24 +377,34 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4", help="for the noise, the digits' included")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of steps for the overhead")
     parser.add_argument("--rates", default="100mbit,1gbit", help="of links, for the step times")
+    known = ",".join(PROBLEMS)
+    parser.add_argument("--problems", default=known, help=f"for the examples: {known}")
+    parser.add_argument("--no-peers", action="store_true", help="without AdaptDL")
     parser.add_argument("--out", type=Path, help="folder for a JSON file of each part")
     args = parser.parse_args()
     wanted = args.parts.split(",")
+    problems = args.problems.split(",")
     ranks = [int(count) for count in args.ranks.split(",")]
     measure: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "noise": lambda: noise_rows(args.seeds, ranks),
         "digits": lambda: measure_digits(args.seeds, ranks),
         "rules": lambda: measure_rules(args.seeds),
-        "overhead": lambda: overhead_rows(args.rounds),
+        "overhead": lambda: measure_overhead(args.rounds, peer),
         "times": lambda: times_rows(args.rates.split(",")),
-        "target": lambda: measure_target(args.seeds),
+        "target": lambda: measure_target(args.seeds, peer),
+        "examples": lambda: measure_examples(args.seeds, problems),
     }
     if unknown := set(wanted) - set(measure):
         parser.error(f"--parts: {', '.join(sorted(unknown))}: valid are {PARTS}")
+    if unknown := set(problems) - set(PROBLEMS):
+        parser.error(f"--problems: {', '.join(sorted(unknown))}: valid are {known}")
+    peer = peer_if_there(not args.no_peers and bool({"overhead", "target"} & set(wanted)))
+    versions = peer.versions() if peer is not None else {}
     for part in wanted:
         load = os.getloadavg()
         rows = measure[part]()
-        taken = conditions("this machine", "Ranks share the processors of one machine.", load)
+        note = "Ranks share the processors of one machine."
+        taken = conditions("this machine", note, load, versions)
         print(taken.sentence(), flush=True)
         if args.out:
             write_result(

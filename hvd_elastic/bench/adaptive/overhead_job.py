@@ -17,16 +17,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.bench.adaptive.workloads import BATCH, STEPS, WARM, WIDTH, wide_network
 from hvd_elastic.torch import context
-
-WIDTH, BATCH, STEPS, WARM = 1000, 64, 20, 260
-
-
-def network() -> torch.nn.Module:
-    """Two million parameters in two layers of a thousand."""
-    torch.manual_seed(0)
-    first, second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-    return torch.nn.Sequential(first, torch.nn.ReLU(), second)
 
 
 def main() -> None:
@@ -36,7 +28,7 @@ def main() -> None:
     import horovod.torch as horovod
 
     inputs = torch.randn(BATCH * (STEPS * rounds + WARM), WIDTH)
-    ours = network()
+    ours = wide_network()
     sgd = torch.optim.SGD(ours.parameters(), lr=1e-3)
     adapting = hvd.DistributedOptimizer(sgd, ours, lr_rule="adascale")
     loader: Any = hvd.DataLoader(TensorDataset(inputs), BATCH, max_batch_size=BATCH)
@@ -54,7 +46,7 @@ def main() -> None:
 
     @hvd.run
     def train(_state: hvd.State) -> None:
-        theirs = network()
+        theirs = wide_network()
         plain = torch.optim.SGD(theirs.parameters(), lr=1e-3)
         bare = horovod.DistributedOptimizer(plain, named_parameters=theirs.named_parameters())
         share = TensorDataset(inputs[: STEPS * BATCH // hvd.size()])

@@ -1,6 +1,6 @@
 """One rank of a job that learns the digits again and again, with other batches.
 
-``python -m hvd_elastic.bench.adaptive.target_job OUT SEEDS`` under a launcher; rank 0 writes how
+``python -m hvd_elastic.bench.adaptive.target_job OUT SEED`` under a launcher; rank 0 writes how
 long it took to reach the target, with a batch that adapts and with each of the fixed ones. The
 learning rate follows the batch in all of them, by AdaScale.
 """
@@ -14,45 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.bench.adaptive.given import begin, loader_with_plan, write_rank_0
+from hvd_elastic.bench.adaptive.workloads import (
+    INITIAL,
+    LARGEST,
+    PASSES,
+    RATE,
+    TARGET,
+    digits,
+    digits_network,
+    warm_up,
+)
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.torch import context
 
-INITIAL, LARGEST, RATE, TARGET = 32, 512, 0.05, 0.98
 FIXED = (32, 64, 128, 256, 512)
-PASSES = 60
-"""Over the data, after which the target counts as missed."""
-
-
-def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
-    """Training examples, and images and labels of every fifth one for testing."""
-    images, labels = load_digits(return_X_y=True)
-    inputs = torch.from_numpy(images / 16.0).float().reshape(-1, 1, 8, 8)
-    targets = torch.from_numpy(labels).long()
-    test = torch.arange(len(targets)) % 5 == 0
-    return TensorDataset(inputs[~test], targets[~test]), (inputs[test], targets[test])
-
-
-def network() -> nn.Module:
-    """That of ``scripts/examples/digits.py``, but wider, so that steps have more to compute."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(64 * 4 * 4, 256), nn.ReLU(), nn.Linear(256, 10)),
-    )
 
 
 def learn(size: int | None, seed: int) -> dict[str, Any]:
     """Train until the target, with a batch of this size or with one that adapts."""
     begin()
     torch.manual_seed(seed)
-    model = network()
+    model = digits_network()
     sgd = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="adascale")
     examples, (images, labels) = digits()
@@ -92,11 +78,9 @@ def learn(size: int | None, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run the job that the command line describes."""
-    out, seeds = Path(sys.argv[1]), int(sys.argv[2])
-    rows: list[Mapping[str, Any]] = []
-    # In turn, so that a busy moment of the machine hits all alike.
-    for seed in range(seeds):
-        rows += [learn(size, seed) for size in (None, *FIXED)]
+    out, seed = Path(sys.argv[1]), int(sys.argv[2])
+    warm_up()
+    rows: list[Mapping[str, Any]] = [learn(size, seed) for size in (None, *FIXED)]
     write_rank_0(out, rows)
 
 

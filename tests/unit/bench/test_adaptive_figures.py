@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +16,16 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from hvd_elastic.bench.adaptive.digits_job import Kind, brute_force, moments, single_gradients
+from hvd_elastic.bench.adaptive.examples import Look, examples_rows, median_error, predicted_ratio
+from hvd_elastic.bench.adaptive.jobs import run_together
 from hvd_elastic.bench.adaptive.measure import (
     digits_rows,
+    overhead_row,
     prediction_errors,
     rule_rows,
     target_rows,
 )
+from hvd_elastic.errors import RunError
 from hvd_elastic.model.step_time import Observation
 
 
@@ -106,11 +114,69 @@ def test_a_batch_that_misses_the_target_is_not_the_best_one() -> None:
         for batch, seconds in (
             *(("adaptive", 3.0), ("adaptive", 4.0), ("adaptive", 5.0)),
             *((32, 8.0), (32, 9.0), (64, 5.0), (64, 5.0)),
-            *((128, 1.0), (128, None), (256, None)),
+            *((128, 1.0), (128, None), (256, None), ("AdaptDL", 12.0)),
         )
     ]
-    adaptive, default, best, sometimes, never = target_rows(found)
+    found.append({"batch": "AdaptDL", "failed": "it died"})
+    adaptive, default, best, sometimes, never, peer = target_rows(found)
     assert adaptive["times_best_fixed"] == 4.0 / 5.0
     assert default["times_best_fixed"] == 8.5 / 5.0
     assert best["times_best_fixed"] == 1.0
+    assert default["times_adaptive"] == 8.5 / 4.0
     assert (sometimes["missed"], never["missed"], never["median"]) == (1, 1, None)
+    assert (peer["failed"], peer["missed"], peer["median"]) == (1, 0, 12.0)
+    assert (peer["times_best_fixed"], peer["times_adaptive"]) == (12.0 / 5.0, 12.0 / 4.0)
+
+
+def test_the_overhead_is_the_median_of_ratios_of_neighbouring_blocks() -> None:
+    times = {"bare": [1.0, 2.0, 4.0], "adaptive": [1.5, 2.2, 4.8]}
+    row = overhead_row("plain", times)
+    assert (row["bare_s"], row["adaptive_s"]) == (2.0, 2.2)
+    assert [row["median"], row["lowest"], row["highest"]] == pytest.approx([1.2, 1.1, 1.5])
+
+
+def test_a_replica_that_dies_ends_the_others_and_says_why(tmp_path: Path) -> None:
+    script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('no such luck')\n"
+    job = [sys.executable, "-c", f"{script}time.sleep(600)"]
+    with pytest.raises(RunError, match="no such luck"):
+        run_together(job, [{**os.environ, "RANK": rank} for rank in "01"], tmp_path)
+
+
+def course(batch: int, noise: float, slower: float = 1.0) -> list[Look]:
+    """As theory has it: a step is worth ``1 / (1 + noise / batch)`` of one without noise."""
+    looks = range(0, 2001, 50)
+    return [(slower * step * (batch + noise), 4.0 * 0.99**step, noise) for step in looks]
+
+
+def training(batch: int, rate: float, curve: list[Look], seed: int = 0) -> dict[str, Any]:
+    row = {"problem": "made up", "batch": batch, "rate": rate, "seed": seed, "level": 0.1}
+    return {**row, "curve": curve}
+
+
+def test_trainings_that_follow_the_theory_need_as_many_examples_as_foretold() -> None:
+    found = [
+        *(training(32, 0.1, course(32, 100)), training(32, 0.2, course(32, 100, slower=1.3))),
+        *(training(64, 0.1, course(64, 100, slower=2.0)), training(64, 0.2, course(64, 100))),
+        *(training(512, rate, course(512, 100, slower=1.5)) for rate in (0.2, 0.4)),
+        training(1024, 0.4, course(1024, 100)[:3]),
+    ]
+    first, second, third, never = examples_rows(found)
+    assert (first["measured"], first["error"], first["rate"]) == (1.0, 0.0, 0.1)
+    assert second["predicted"] == pytest.approx(164 / 132)
+    assert (second["rate"], second["error"]) == (0.2, pytest.approx(0.0))
+    assert second["fitting_noise_scale"] == pytest.approx(100)
+    assert third["measured"] == pytest.approx(1.5 * 612 / 132)
+    assert third["error"] == pytest.approx(1 / 1.5 - 1)
+    assert (never["examples"], never["measured"], never["error"]) == (None, None, None)
+    assert never["predicted"] == pytest.approx(1124 / 132)
+    assert median_error([first, second, third]) == pytest.approx((1 - 1 / 1.5) / 2)
+    assert median_error([first, third, never, never]) == math.inf
+
+
+def test_a_noise_scale_that_changes_counts_for_as_long_as_it_lasts() -> None:
+    curve: list[Look] = [(0, 9.0, None), (100, 8.0, 32.0), (300, 7.0, 96.0), (900, 6.0, None)]
+    # 100 examples at 32, 200 at 96, and then noise without end.
+    parts = [100 * (32 + 96) / (32 + 32), 200 * (96 + 96) / (96 + 32), 100]
+    assert predicted_ratio(curve, 32, 96, until=400) == pytest.approx(sum(parts) / 400)
+    unknown: list[Look] = [(0, 9.0, None), (100, 8.0, None)]
+    assert predicted_ratio(unknown, 32, 96, until=100) == 1.0

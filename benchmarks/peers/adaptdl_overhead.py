@@ -1,0 +1,81 @@
+"""One replica that takes turns between plain DDP and AdaptDL, same network and batch.
+
+``python adaptdl_overhead.py OUT ROUNDS`` in AdaptDL's environment, with its variables; replica 0
+writes the seconds of each block of steps. As ``hvd_elastic/bench/adaptive/overhead_job.py`` in all
+but the libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import adaptdl.env
+import adaptdl.torch
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvd_elastic.bench.adaptive.workloads import BATCH, STEPS, WARM, WIDTH, wide_network
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step in each block."""
+    share = BATCH // adaptdl.env.num_replicas()
+    inputs = torch.randn(BATCH * (STEPS * (rounds + 1) + WARM), WIDTH)
+    network = wide_network()
+    sgd = torch.optim.SGD(network.parameters(), lr=1e-3)
+    adapting = adaptdl.torch.AdaptiveDataParallel(network, sgd)
+    loader = adaptdl.torch.AdaptiveDataLoader(TensorDataset(inputs), batch_size=BATCH)
+    loader.autoscale_batch_size(BATCH)
+    theirs = wide_network()
+    plain = torch.optim.SGD(theirs.parameters(), lr=1e-3)
+    bare = DistributedDataParallel(theirs)
+    batches = DataLoader(TensorDataset(inputs[: STEPS * share]), share)
+    times: dict[str, list[float]] = {"bare": [], "adaptive": []}
+
+    def step(model: torch.nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    def timed(name: str, work: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        work()
+        times[name].append((time.perf_counter() - began) / STEPS)
+
+    def bare_block() -> None:
+        for (batch,) in batches:
+            step(bare, plain, batch)
+
+    for _ in adaptdl.torch.remaining_epochs_until(1):
+        steps = iter(loader)
+
+        def adaptive_block(steps: Any = steps) -> None:
+            for _ in range(STEPS):
+                step(adapting, sgd, next(steps)[0])
+
+        for _ in range(WARM // STEPS):
+            adaptive_block()
+        bare_block()
+        for _ in range(rounds):
+            timed("bare", bare_block)
+            timed("adaptive", adaptive_block)
+    return times
+
+
+def main() -> None:
+    """Run the job that the command line describes."""
+    out, rounds = Path(sys.argv[1]), int(sys.argv[2])
+    adaptdl.torch.init_process_group("gloo")
+    times = measure(rounds)
+    if adaptdl.env.replica_rank() == 0:
+        out.write_text(json.dumps(times), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""One rank of a job that counts the examples one batch size needs, at its best learning rate.
+
+``python -m hvd_elastic.bench.adaptive.examples_job OUT PROBLEM BATCH RATE MOST SEEDS`` under a
+launcher; rank 0 writes the course of each training. Learning rates are tried from RATE on, each
+with all seeds; a training ends at the level of its problem, or after MOST examples.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.bench.adaptive.examples import Look, best_rate, crossing
+from hvd_elastic.bench.adaptive.given import begin, loader_with_plan, write_rank_0
+from hvd_elastic.bench.adaptive.problems import PROBLEMS
+from hvd_elastic.bench.adaptive.workloads import digits, digits_network
+from hvd_elastic.model.goodput import BatchPlan
+from hvd_elastic.torch import context
+
+CHARACTERS, CONTEXT, WIDTH = 1_000_000, 64, 64
+HELD_OUT = 256
+"""Windows of text whose loss is looked at."""
+WORSE = 1.5
+"""A training that needs this many times the examples of a better learning rate is given up."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a problem is made of.
+
+    Attributes:
+        model: with fresh weights.
+        inner: its optimizer.
+        examples: to learn from.
+        loss: of the model's answers.
+        judge: the loss that has to reach the level, or this rank's share of it.
+    """
+
+    model: nn.Module
+    inner: torch.optim.Optimizer
+    examples: TensorDataset
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    judge: Callable[[], torch.Tensor]
+
+
+class Writer(nn.Module):
+    """The transformer of ``scripts/examples/characters_adaptive.py``, at half its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(256, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            *(WIDTH, 4, 4 * WIDTH), dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """Scores of the character after each place."""
+        seen = self.characters(codes) + self.places.weight
+        scores: torch.Tensor = self.head(self.layers(seen, self.mask, is_causal=True))
+        return scores
+
+
+def characters() -> tuple[TensorDataset, TensorDataset]:
+    """Windows of the sources of Python's standard library, and held out ones."""
+    text = b""
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= CHARACTERS:
+            break
+    codes = torch.frombuffer(bytearray(text[:CHARACTERS]), dtype=torch.uint8).long()
+    count = (len(codes) - 1) // CONTEXT
+    inputs = codes[: count * CONTEXT].reshape(count, CONTEXT)
+    targets = codes[1 : count * CONTEXT + 1].reshape(count, CONTEXT)
+    cut = int(0.95 * count)
+    held_out = slice(cut, cut + HELD_OUT)
+    learned = TensorDataset(inputs[:cut], targets[:cut])
+    return learned, TensorDataset(inputs[held_out], targets[held_out])
+
+
+def make(problem: str, rate: float) -> Training:
+    """A training that begins."""
+    if problem == "digits":
+        examples, _ = digits()
+        # The sizes of scripts/examples/digits_adaptive.py.
+        model = digits_network(16, 64)
+        sgd = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+        def judge_all() -> torch.Tensor:
+            # Batch norm over all examples: running statistics are late after few large steps.
+            images, labels = examples.tensors
+            return F.cross_entropy(copy.deepcopy(model)(images), labels)
+
+        return Training(model, sgd, examples, F.cross_entropy, judge_all)
+    examples, held_out = characters()
+    engine = context.current().engine
+    writer = Writer()
+
+    def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    def judge_share() -> torch.Tensor:
+        inputs, targets = (each[engine.rank :: engine.size] for each in held_out.tensors)
+        return loss(writer(inputs), targets)
+
+    adam = torch.optim.Adam(writer.parameters(), lr=rate)
+    return Training(writer, adam, examples, loss, judge_share)
+
+
+def train(name: str, batch: int, rate: float, seed: int, most: float) -> dict[str, Any]:
+    """Train until the level, and look at the loss now and then."""
+    begin()
+    torch.manual_seed(seed)
+    problem, training = PROBLEMS[name], make(name, rate)
+    optimizer = hvd.DistributedOptimizer(training.inner, training.model, lr_rule="none")
+    loader = loader_with_plan(training.examples, BatchPlan(batch), seed=seed)
+    every = max(1, problem.look_examples // batch)
+    curve: list[Look] = []
+    own = 0
+
+    def look() -> bool:
+        """Whether it is over; all ranks say the same."""
+        with torch.no_grad():
+            told = torch.stack([training.judge(), torch.tensor(float(own))])
+        loss, share = hvd.allreduce(told, "look").tolist()
+        used = share * context.current().engine.size
+        curve.append((used, loss, loader.adaptation.metrics().get("noise_scale")))
+        return loss <= problem.level or not math.isfinite(loss) or used >= most
+
+    @hvd.run
+    def go_on(_state: hvd.State) -> None:
+        nonlocal own
+        taken = 0
+        if look():
+            return
+        for _ in hvd.epochs(10**6):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                training.loss(training.model(inputs), targets).backward()
+                optimizer.step()
+                own, taken = own + len(inputs), taken + 1
+                if taken % every == 0 and look():
+                    return
+
+    go_on(hvd.State(model=training.model, optimizer=optimizer))
+    row = {"problem": name, "batch": batch, "rate": rate, "seed": seed, "level": problem.level}
+    return {**row, "curve": curve}
+
+
+def main() -> None:
+    """Run the job that the command line describes."""
+    out, name, batch, rate, most, seeds = (
+        *(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])),
+        *(float(sys.argv[4]), float(sys.argv[5]), int(sys.argv[6])),
+    )
+    rows: list[Mapping[str, Any]] = []
+    least = math.inf
+
+    def cost(rate: float) -> float:
+        nonlocal least
+        mine = [train(name, batch, rate, seed, min(most, WORSE * least)) for seed in range(seeds)]
+        rows.extend(mine)
+        needed = (crossing(row["curve"], row["level"]) for row in mine)
+        found = statistics.median(math.inf if each is None else each for each in needed)
+        least = min(least, found)
+        return found
+
+    best_rate(cost, rate)
+    write_rank_0(out, rows)
+
+
+if __name__ == "__main__":
+    main()

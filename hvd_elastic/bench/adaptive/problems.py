@@ -1,0 +1,36 @@
+"""The problems of which it is counted how many examples they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PROBLEMS", "SCALES", "Problem"]
+
+SCALES = (1, 2, 4, 8, 16)
+"""Batch sizes over the initial one."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What its trainings have to reach.
+
+    Attributes:
+        initial: global batch size, as in the example of ``scripts/examples``, and in the
+            benchmark's other parts.
+        rate: learning rate that is tried first with it.
+        level: loss to reach: of all training examples (digits), of text held out (characters).
+        look_examples: examples between looks at the loss, a step at least.
+        most_examples: after which a training is given up.
+    """
+
+    initial: int
+    rate: float
+    level: float
+    look_examples: int
+    most_examples: int
+
+
+PROBLEMS = {
+    "digits": Problem(32, 0.05, 0.01, 512, 300_000),
+    "characters": Problem(32, 4e-3, 2.2, 1024, 200_000),
+}
