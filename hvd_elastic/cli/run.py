@@ -246,11 +246,14 @@ def run(
             tensorboard=tensorboard,
             scaling=scaling,
         )
+        from hvd_elastic.launch.checkpoint_place import check_new_place
+
         if mpi:
             from hvd_elastic.launch.mpi import run_mpi
 
             raise typer.Exit(run_mpi(spec, os.environ))
-        _check_checkpoint_dir(spec.checkpoint_folder)  # before the run id is taken
+        if spec.checkpoint_folder is not None:
+            check_new_place(spec.checkpoint_folder)  # before the run id is taken
         folder = RunFolder.create(run_id, spec.as_dict())
     if detach:
         _lead_in_background(spec, folder, resumed=resume is not None)
@@ -447,18 +450,6 @@ def _checkpoint_folder(place: str | None) -> str | None:
     if place is None or is_url(place):
         return place
     return str(Path(place).absolute())
-
-
-def _check_checkpoint_dir(place: str | None) -> None:
-    from hvd_elastic.launch.checkpoint_url import CheckpointUrl, is_url
-    from hvd_elastic.launch.checkpoints import check_folder
-
-    if place is None:
-        return
-    if is_url(place):
-        CheckpointUrl(place).check()
-    else:
-        check_folder(place)
 
 
 def _check_command(command: list[str] | None) -> None:

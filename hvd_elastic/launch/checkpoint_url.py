@@ -17,9 +17,11 @@ from typing import Any
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.launch.checkpoints import (
     CheckpointInfo,
+    DamagedShardError,
     HashingWriter,
     OnSkip,
     complete_checkpoint,
+    is_own,
     parse_manifest,
     receive_shard,
 )
@@ -91,8 +93,20 @@ class CheckpointUrl:
                     if match and int(match[1]) < kept[0]:
                         self._files.rm_file(f"{self._root}/{name}")
 
+    def find(self, folder: Path) -> list[CheckpointInfo]:
+        """The checkpoints there, newest first, as if they lay in ``folder``; contents not verified.
+
+        Raises:
+            CheckpointError: the URL cannot be read.
+        """
+        found = []
+        for _, name in self._manifests():
+            with contextlib.suppress(ValueError):
+                found.append(self._read_manifest(name, folder))
+        return found
+
     def download_newest(
-        self, folder: Path, keep: int, newer_than: int, on_skip: OnSkip
+        self, folder: Path, keep: int, newer_than: int, on_skip: OnSkip, run_id: str
     ) -> CheckpointInfo | None:
         """Bring the newest one that is whole and verified to ``folder``; None if there is none.
 
@@ -100,25 +114,45 @@ class CheckpointUrl:
             newer_than: only of later steps than this.
             keep: checkpoints to keep in ``folder``.
             on_skip: told (place, why) of each newer one that is of no use.
+            run_id: whose.
 
         Raises:
-            CheckpointError: the URL cannot be read, or the folder not be written.
+            CheckpointError: the URL cannot be read, or the folder not be written; or there is none
+                but one that cannot be brought now, of which nobody knows whether it is damaged.
         """
-        with self._explained("read"):
-            found = [(int(m[1]), n) for n in self._names() if (m := _MANIFEST.fullmatch(n))]
-        for step, name in sorted(found, reverse=True):
+        trouble: CheckpointError | None = None
+        for step, name in self._manifests():
             if step <= newer_than:
                 break
             try:
-                with self._explained("read"):
-                    manifest = self._files.cat_file(f"{self._root}/{name}")
-                info = parse_manifest(json.loads(manifest), folder)
+                info = self._read_manifest(name, folder)
+                if not is_own(info, run_id):
+                    raise ValueError(f"it is of run {info.run}")
                 shards = [receive_shard(folder, s, self._reading(s.file)) for s in info.shards]
-            except (CheckpointError, ValueError) as error:
+            except (DamagedShardError, ValueError) as error:
                 on_skip(Path(name), str(error))
-                continue
-            return complete_checkpoint(folder, shards, keep)
+            except CheckpointError as error:
+                on_skip(Path(name), str(error))
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    trouble = trouble or error
+            else:
+                return complete_checkpoint(folder, shards, keep)
+        if trouble is not None:
+            raise trouble
         return None
+
+    def _manifests(self) -> list[tuple[int, str]]:
+        """(step, name) of each, newest first."""
+        with self._explained("read"):
+            names = self._names()
+        return sorted(
+            ((int(m[1]), n) for n in names if (m := _MANIFEST.fullmatch(n))), reverse=True
+        )
+
+    def _read_manifest(self, name: str, folder: Path) -> CheckpointInfo:
+        with self._explained("read"):
+            manifest = self._files.cat_file(f"{self._root}/{name}")
+        return parse_manifest(json.loads(manifest), folder)
 
     def _reading(self, name: str) -> Any:
         def copy(writer: HashingWriter) -> None:

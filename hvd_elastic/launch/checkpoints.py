@@ -33,15 +33,18 @@ from hvd_elastic.errors import CheckpointError
 
 __all__ = [
     "CheckpointInfo",
+    "DamagedShardError",
     "HashingWriter",
     "ShardInfo",
     "check_folder",
+    "check_owner",
     "complete_checkpoint",
     "complete_sets",
     "describe_shard",
     "drop_shards",
     "find_checkpoints",
     "find_shards",
+    "is_own",
     "newest_valid",
     "parse_manifest",
     "parse_shard",
@@ -71,6 +74,10 @@ OnSkip = Callable[[Path, str], None]
 Key = tuple[int, int, str, str]
 
 
+class DamagedShardError(CheckpointError):
+    """What arrived of a shard is not what was written."""
+
+
 @dataclass(frozen=True)
 class ShardInfo:
     """One rank's share of a checkpoint.
@@ -93,6 +100,7 @@ class ShardInfo:
         bytes, sha256: of the file.
         created: when it was written [Unix seconds].
         seconds: how long writing took; 0 for one that was found.
+        run: id of the run that wrote it; empty: there was none, or it was not noted yet then.
     """
 
     path: Path
@@ -115,6 +123,7 @@ class ShardInfo:
     sha256: str = ""
     created: float = 0.0
     seconds: float = 0.0
+    run: str = ""
 
     @property
     def file(self) -> str:
@@ -149,6 +158,11 @@ class CheckpointInfo:
     seconds: float = 0.0
 
     @property
+    def run(self) -> str:
+        """Id of the run that wrote it; empty where that is not known."""
+        return self.shards[0].run
+
+    @property
     def step(self) -> int:
         """Optimizer steps in it."""
         return self.shards[0].step
@@ -178,6 +192,7 @@ class CheckpointInfo:
         first = self.shards[0]
         return {
             "format": FORMAT,
+            "run": first.run,
             "step": first.step,
             "epoch": first.epoch,
             "examples": first.examples,
@@ -258,13 +273,14 @@ def receive_shard(
     """Write a shard that comes from elsewhere, and prove that it is what was written there.
 
     Raises:
-        CheckpointError: it was cut or changed on the way, or the folder cannot be written.
+        DamagedShardError: it was cut or changed there or on the way.
+        CheckpointError: it cannot be read, or the folder cannot be written.
     """
     arrived = write_shard(folder, replace(shard, path=Path(folder)), copy)
     wrong = _mismatch(shard, arrived.bytes, arrived.sha256)
     if wrong is not None:
         arrived.path.unlink(missing_ok=True)
-        raise CheckpointError(
+        raise DamagedShardError(
             f"shard {shard.index} of {shard.count} of the checkpoint of step {shard.step}, from "
             f"host {shard.host}: {wrong}; it was cut or changed on the way"
         )
@@ -369,8 +385,8 @@ def complete_checkpoint(
         seconds: how long it took, for the answer.
 
     Raises:
-        CheckpointError: they are not a whole, or the folder cannot be written; the checkpoints
-            that were there are untouched.
+        CheckpointError: they are not a whole, the folder cannot be written, or another run keeps
+            its own there; the checkpoints that were there are untouched.
     """
     _require_keep(keep)
     folder = Path(folder)
@@ -384,6 +400,7 @@ def complete_checkpoint(
     )
     try:
         with _explained(folder, f"the checkpoint of step {info.step}"):
+            check_owner(find_checkpoints(folder), str(folder), info.run)
             # The shards' names must be on the disk before the manifest that counts on them.
             _sync_folder(folder)
             _write_json(info.path, info.manifest())
@@ -409,41 +426,91 @@ def find_checkpoints(folder: Path | str) -> list[CheckpointInfo]:
     return [info for _, info, _ in _candidates(Path(folder)) if info is not None]
 
 
-def newest_valid(folder: Path | str, on_skip: OnSkip | None = None) -> CheckpointInfo | None:
+def newest_valid(
+    folder: Path | str, on_skip: OnSkip | None = None, run_id: str = ""
+) -> CheckpointInfo | None:
     """The newest checkpoint whose data is what was written; None if there is none.
 
     Args:
         folder: where to look.
-        on_skip: told (path, why) of each newer one that is incomplete or damaged, newest first;
-            by default a warning is logged.
+        on_skip: told (path, why) of each newer one that is incomplete, damaged or another run's,
+            newest first; by default a warning is logged.
+        run_id: whose; empty: anybody's.
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        CheckpointError: the folder cannot be read; or there is none but one that cannot be read
+            now, of which nobody knows whether it is damaged.
     """
     tell = _warn_of_skip if on_skip is None else on_skip
+    unreadable = ""
     for path, info, why in _candidates(Path(folder)):
         if info is None:
             tell(path, why)
             continue
-        wrong = why_invalid(info)
+        if not is_own(info, run_id):
+            tell(path, f"it is of run {info.run}")
+            continue
+        try:
+            wrong = why_invalid(info)
+        except OSError as error:
+            wrong = info.path, f"it cannot be read: {error}"
+            unreadable = unreadable or f"checkpoint {info.path} cannot be read: {error}"
         if wrong is None:
             return info
         tell(*wrong)
+    if unreadable:
+        raise CheckpointError(unreadable)
     return None
 
 
 def why_invalid(info: CheckpointInfo) -> tuple[Path, str] | None:
-    """The first file of a checkpoint that is not what it should be, and why; None if all are."""
+    """The first file of a checkpoint that is not what it should be, and why; None if all are.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
     # The cheap half first.
     for check in (_wrong_size, _wrong_content):
         for shard in info.shards:
             try:
                 wrong = check(shard)
-            except OSError as error:
-                wrong = f"it cannot be read: {error.strerror or error}"
+            except FileNotFoundError:
+                wrong = "it is gone"
             if wrong is not None:
                 return shard.path, wrong
     return None
+
+
+def is_own(info: CheckpointInfo, run_id: str) -> bool:
+    """Whether a checkpoint may be that of a run: it says so, or one of the two has no id."""
+    return not run_id or info.run in ("", run_id)
+
+
+def check_owner(found: Iterable[CheckpointInfo], place: str, run_id: str | None) -> None:
+    """Make sure that no two runs keep their checkpoints in one place.
+
+    Args:
+        found: what is there.
+        place: a folder or a URL.
+        run_id: whose place it is to be; None: that of a new run, which can have none there.
+
+    Raises:
+        CheckpointError: there is one of another run; names both.
+    """
+    for info in found:
+        if run_id is None:
+            whose = f"run {info.run}" if info.run else "another run"
+            go_on = f", or go on with: hvd-elastic run --resume {info.run}" if info.run else ""
+            raise CheckpointError(
+                f"{place} holds a checkpoint of {whose}, {info.path.name}, and a new run needs a "
+                f"folder or URL without any. Give it a --checkpoint-dir of its own{go_on}"
+            )
+        if not is_own(info, run_id):
+            raise CheckpointError(
+                f"{place} holds a checkpoint of run {info.run}, {info.path.name}, and run {run_id} "
+                f"neither goes on from another run's nor writes beside it. Move the files of "
+                f"{info.run} elsewhere, or go on with: hvd-elastic run --resume {info.run}"
+            )
 
 
 def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
@@ -669,8 +736,8 @@ def parse_shard(described: Any, folder: Path) -> ShardInfo:
             raise ValueError(f"{name} is {value!r}, it must be a whole number >= 0")
         numbers[name] = value
     texts: dict[str, Any] = {}
-    for name in ("life", "host", "layout", "sha256"):
-        texts[name] = described.get(name)
+    for name in ("life", "host", "layout", "sha256", "run"):
+        texts[name] = described.get(name, "" if name == "run" else None)  # it came later
         if not isinstance(texts[name], str):
             raise ValueError(f"{name} is {texts[name]!r}, it must be a text")
     if not re.fullmatch(r"[0-9a-f]{64}", texts["sha256"]):

@@ -18,25 +18,26 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_elastic.errors import CheckpointError, HvdElasticError
+from hvd_elastic.launch.checkpoint_place import check_place
 from hvd_elastic.launch.checkpoint_url import CheckpointUrl, is_url
 from hvd_elastic.launch.checkpoints import (
     CheckpointInfo,
     HashingWriter,
     Key,
     ShardInfo,
-    check_folder,
     complete_checkpoint,
     complete_sets,
-    find_checkpoints,
     newest_valid,
     parse_shard,
     receive_shard,
 )
 from hvd_elastic.launch.protocol import Message, encode
 
-__all__ = ["CheckpointCollector", "HostFiles"]
+__all__ = ["Brought", "CheckpointCollector", "HostFiles"]
 
 _AT_ONCE = 16
+_TRY_AGAIN_S = (1.0, 2.0, 5.0, 10.0, 15.0)
+"""Waits before a checkpoint that could not be brought to a host is tried again."""
 
 
 class HostFiles(Protocol):
@@ -52,6 +53,25 @@ class HostFiles(Protocol):
 
     def put(self, local: Path, remote: str) -> None:
         """Copy a file to there; SshError if it cannot be written."""
+
+    def discard(self, remote: str) -> None:
+        """Remove a folder there; SshError if that cannot be done."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What the workers can go on from.
+
+    Attributes:
+        checkpoint: the newest; None: there is no complete one, or it could not be brought.
+        host, manifest: where it was brought to.
+        error: why one that exists, or may exist, could not be brought; empty: none failed.
+    """
+
+    checkpoint: CheckpointInfo | None = None
+    host: str = ""
+    manifest: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,7 @@ class CheckpointCollector:
     """The checkpoints of one run; its methods are called from the leader's loop.
 
     Args:
+        run_id: the run's; checkpoints of others are never taken.
         folder: where checkpoints are put together and kept.
         place: ``--checkpoint-dir``; a URL is uploaded to, a folder is used instead of ``folder``.
         keep: checkpoints to keep.
@@ -86,6 +107,7 @@ class CheckpointCollector:
 
     def __init__(
         self,
+        run_id: str,
         folder: Path,
         place: str | None,
         *,
@@ -100,9 +122,10 @@ class CheckpointCollector:
     ) -> None:
         self._url = CheckpointUrl(place) if place is not None and is_url(place) else None
         self.folder = folder if place is None or self._url is not None else Path(place)
+        self._run_id = run_id
         self._keep = keep
         self._copies = copies
-        self._accepting = resumed
+        self._resumed = self._accepting = resumed
         self._agents = agents
         self._post = post
         self._emit = emit
@@ -113,7 +136,8 @@ class CheckpointCollector:
         self._idle = threading.Event()
         self._idle.set()
         self._complaints: set[str] = set()
-        self._lost = False
+        self._missed: dict[Key, list[_Source]] = {}
+        """The newest that could not be collected; the hosts still have it."""
         self.newest_step = -1
         """Of the newest checkpoint in the folder that training went on from, or passed."""
         self.newest_s = 0.0
@@ -130,12 +154,13 @@ class CheckpointCollector:
         """Make sure that checkpoints can be written, before training counts on it.
 
         Raises:
-            CheckpointError: they cannot.
+            CheckpointError: they cannot, or there are those of another run.
         """
-        check_folder(self.folder)
+        owner = self._run_id if self._resumed else None
+        found = check_place(self.folder, owner)
         if self._url is not None:
-            self._url.check()
-        self.newest_step = max((info.step for info in find_checkpoints(self.folder)), default=-1)
+            check_place(self._url, owner)
+        self.newest_step = max((info.step for info in found), default=-1)
 
     # -- what is there to collect ----------------------------------------------------------
 
@@ -277,15 +302,15 @@ class CheckpointCollector:
 
     def _ended(self, key: Key, info: CheckpointInfo | None, problems: Sequence[str]) -> None:
         self._working = False
-        self._known.pop(key, None)
+        sources = self._known.pop(key, [])
         if info is not None:
-            self._lost = False
+            self._missed = {}
             self.newest_step, self.newest_s = info.step, info.seconds
             # What is older and still not complete will never be, or is of no interest.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
             self._release(info.step - 1 if self._copies else info.step)
         else:
-            self._lost = True
+            self._missed = {key: sources}
             self._release(key[0] - 1)  # the newest stays where it is
         if not problems:
             self._complaints.clear()
@@ -306,65 +331,145 @@ class CheckpointCollector:
 
     def end(self, *, succeeded: bool) -> None:
         """The run ends: nothing of the spools is needed, unless it is all there is."""
-        if succeeded or not (self._copies or self._lost or self.busy):
+        if succeeded or not (self._copies or self._missed or self.busy):
             self._release(None)
 
     # -- the way back ----------------------------------------------------------------------
 
-    def bring(self, agent: HostFiles | None, name: str, done: Callable[[str | None], None]) -> None:
+    def bring(
+        self,
+        hosts: Sequence[str],
+        name: str,
+        wanted: Callable[[], bool],
+        done: Callable[[Brought], None],
+    ) -> None:
         """Put the newest complete checkpoint where a worker can load it; beside the loop.
 
         Args:
-            agent: of the worker's host.
+            hosts: of the workers; one of them is enough, the first that can take it.
             name: of the folder to make in its spool.
-            done: told the manifest's path there, in the loop; None: there is no checkpoint.
+            wanted: whether it still is; called from another thread.
+            done: told what came of it, in the loop.
         """
         threading.Thread(
-            target=self._bring, args=(agent, name, done), name="restore", daemon=True
+            target=self._bring, args=(hosts, name, wanted, done), name="restore", daemon=True
         ).start()
 
     def _bring(
-        self, agent: HostFiles | None, name: str, done: Callable[[str | None], None]
+        self,
+        hosts: Sequence[str],
+        name: str,
+        wanted: Callable[[], bool],
+        done: Callable[[Brought], None],
     ) -> None:
-        said: list[str] = []
-        remote: str | None = None
-        newest: CheckpointInfo | None = None
-        self._idle.wait()  # what earlier leaders left is being collected
+        said: set[str] = set()
 
-        def skip(path: Path, why: str) -> None:
-            said.append(f"checkpoint {path} was skipped: {why}")
+        def say(message: str) -> None:
+            if message not in said:
+                said.add(message)
+                self._post(lambda: self._warn(message))
 
-        try:
-            newest = newest_valid(self.folder, skip)
-            newest = self._download(newest, skip) or newest
-            if newest is not None and agent is not None:
-                self.restored_from = str(newest.path)
-                for path in newest.files:
-                    remote = f"{agent.info['spool']}/{name}/{path.name}"
-                    agent.put(path, remote)
-        except (HvdElasticError, OSError) as error:
-            said.append(f"no checkpoint could be brought to the workers: {error}")
-            remote = None
+        brought = self._try_to_bring(hosts, name, say)
+        for wait_s in _TRY_AGAIN_S:
+            if not brought.error or not wanted():
+                break
+            say(f"{brought.error}; trying again")
+            time.sleep(wait_s)
+            brought = self._try_to_bring(hosts, name, say)
 
         def tell() -> None:
-            self._accepting = False
-            self._known.clear()
-            self.newest_step = -1 if newest is None else newest.step
-            # A history that is not gone on with must not be taken up later.
-            self._release(None)
-            for message in said:
-                self._warn(message)
-            done(remote)
+            if not brought.error:
+                self._goes_on_from(brought.checkpoint)
+            done(brought)
 
         self._post(tell)
 
-    def _download(
-        self, newest: CheckpointInfo | None, skip: Callable[[Path, str], None]
-    ) -> CheckpointInfo | None:
-        if self._url is None:
-            return None
-        newer_than = -1 if newest is None else newest.step
-        return self._url.download_newest(self.folder, self._keep, newer_than, skip)
+    def _goes_on_from(self, newest: CheckpointInfo | None) -> None:
+        self._accepting = False
+        self._known.clear()
+        self._missed = {}
+        self.restored_from = "" if newest is None else str(newest.path)
+        self.newest_step = -1 if newest is None else newest.step
+        # A history that is not gone on with must not be taken up later.
+        self._release(None)
+
+    def _try_to_bring(self, hosts: Sequence[str], name: str, say: Callable[[str], None]) -> Brought:
+        try:
+            newest = self._newest(say)
+        except (HvdElasticError, OSError) as error:
+            return Brought(error=f"no checkpoint can be looked for: {error}")
+        if newest is None:
+            if not self._missed:
+                return Brought()
+            step = max(key[0] for key in self._missed)
+            return Brought(error=f"the checkpoint of step {step} cannot be fetched from its hosts")
+        failed: dict[str, str] = {}
+        for host in hosts:
+            agent = self._agents().get(host)
+            if agent is None or not agent.info:
+                failed[host] = f"host {host} is gone"
+                continue
+            folder = f"{agent.info['spool']}/{name}"
+            try:
+                for path in newest.files:
+                    agent.put(path, f"{folder}/{path.name}")
+            except (HvdElasticError, OSError) as error:
+                failed[host] = str(error)
+                with contextlib.suppress(HvdElasticError):
+                    agent.discard(folder)
+                continue
+            for problem in failed.values():
+                say(f"{problem}; the workers take the checkpoint from host {host}")
+            return Brought(newest, host, f"{folder}/{newest.path.name}")
+        problems = "; ".join(dict.fromkeys(failed.values()))
+        return Brought(error=f"checkpoint {newest.path} cannot be brought to any host: {problems}")
+
+    def _newest(self, say: Callable[[str], None]) -> CheckpointInfo | None:
+        """The newest valid one, here or at the URL, brought here.
+
+        Raises:
+            CheckpointError: it cannot be known that there is none.
+        """
+        self._idle.wait()  # what earlier leaders left is being collected
+        if self._missed:
+            self._idle.clear()
+            self._post(self._collect_missed)
+            self._idle.wait()
+
+        def skip(path: Path, why: str) -> None:
+            say(f"checkpoint {path} was skipped: {why}")
+
+        newest, trouble = None, None
+        try:
+            newest = newest_valid(self.folder, skip, self._run_id)
+        except CheckpointError as error:
+            trouble = error
+        if self._url is not None:
+            newer_than = -1 if newest is None else newest.step
+            try:
+                found = self._url.download_newest(
+                    self.folder, self._keep, newer_than, skip, self._run_id
+                )
+                newest = found or newest
+            except CheckpointError as error:
+                trouble = error
+        if trouble is not None:
+            if newest is None:
+                raise trouble
+            say(f"{trouble}; the workers take checkpoint {newest.path}")
+        return newest
+
+    def _collect_missed(self) -> None:
+        """Try again what the hosts that are still up have."""
+        agents = self._agents()
+        for key, sources in self._missed.items():
+            there = [source for source in sources if agents.get(source.host) is source.agent]
+            if complete_sets(source.shard for source in there):
+                self._known[key] = there
+        self._missed = {}
+        self._begin()
+        if not self._working:
+            self._idle.set()
 
 
 def _reading(source: _Source) -> Callable[[HashingWriter], None]:

@@ -30,7 +30,7 @@ from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Activity, ProgressWatch
 from hvd_elastic.errors import HostfileError
 from hvd_elastic.launch.adoption import Adoption
-from hvd_elastic.launch.collector import CheckpointCollector
+from hvd_elastic.launch.collector import Brought, CheckpointCollector
 from hvd_elastic.launch.protocol import Message
 from hvd_elastic.launch.remote_agent import AgentConnection
 from hvd_elastic.launch.spec import RunSpec
@@ -111,6 +111,7 @@ class Leader:
         self._written = dict(self._progress)
         self._resumed = resumed
         self._collector = CheckpointCollector(
+            folder.run_id,
             folder.checkpoints,
             spec.checkpoint_folder,
             keep=spec.keep_checkpoints,
@@ -755,7 +756,6 @@ class Leader:
     def _said_restored(self, _: str, said: Message) -> None:
         path = self._collector.restored_from
         self._emit("restored", {**_without(said, "kind"), "path": path})
-        self._said_used("", said)
 
     def _said_used(self, _: str, said: Message) -> None:
         if self._audit is not None:
@@ -890,25 +890,49 @@ class Leader:
     def _do_Announce(self, command: cmd.Announce) -> None:  # noqa: N802
         self._members = command.members
         if command.root is None and command.restore:
-            agent = self._agents.get(command.members[0].host)
+            hosts = list(dict.fromkeys(member.host for member in command.members))
             folder = f"restore-{command.generation}"
+            wanted = functools.partial(self._is_forming, command.generation)
             done = functools.partial(self._restore, command)
-            self._collector.bring(agent, folder, done)
+            self._collector.bring(hosts, folder, wanted, done)
         else:
-            self._announce(command, None)
+            self._announce(command, command.root)
 
-    def _restore(self, command: cmd.Announce, manifest: str | None) -> None:
-        if manifest is None:
-            step_zero = {"kind": "restored", "step": 0, "epoch": 0, "position": 0}
-            self._said_used("", step_zero)
+    def _is_forming(self, generation: int) -> bool:
+        machine = self._machine
+        return machine.generation == generation and machine.phase is Phase.FORMING
+
+    def _restore(self, command: cmd.Announce, brought: Brought) -> None:
+        if not self._is_forming(command.generation):
+            if self._finish is None:  # called off, which those of its members that wait must hear
+                self._announce(command, None)
+            return
+        if brought.error:
+            nothing_lost = (
+                "Nothing of it is lost: mend that, then go on with: "
+                f"hvd-elastic run --resume {self._folder.run_id}"
+            )
+            self._tell(ev.StopRequested(f"{brought.error}. {nothing_lost}", "failed"))
+            return
+        newest = brought.checkpoint
+        # By the leader, and now: what any worker does from here on comes after it.
+        restored = {"kind": "restored", "step": 0, "epoch": 0, "examples": 0}
+        if newest is None:
             self._warn("there is no complete checkpoint: training begins anew")
-        self._announce(command, manifest)
+        else:
+            restored |= {"step": newest.step, "epoch": newest.epoch, "examples": newest.examples}
+        self._said_used("", restored)
+        by_host = {member.host: member.worker for member in reversed(command.members)}
+        self._announce(command, by_host.get(brought.host), brought.manifest or None)
 
-    def _announce(self, command: cmd.Announce, restore: str | None) -> None:
+    def _announce(
+        self, command: cmd.Announce, root_worker: str | None, restore: str | None = None
+    ) -> None:
+        """Tell the members; ``root_worker``: whose state all take, or the checkpoint it loads."""
         if command.generation != self._machine.generation:
             return  # called off while its checkpoint was on the way
         by_worker = {member.worker: member for member in command.members}
-        root = 0 if command.root is None else by_worker[command.root].rank
+        root = 0 if root_worker is None else by_worker[root_worker].rank
         hosts: dict[str, dict[str, Any]] = {}
         for member in command.members:
             hosts.setdefault(member.host, {})[member.worker] = _rank_variables(

@@ -17,7 +17,7 @@ from hvd_elastic.launch.protocol import Message
 __all__ = ["Ledger", "WorkerFacts"]
 
 _MAX_LOG_BYTES = 32 << 20
-_READINGS = ("dataset", "used", "restored")
+_READINGS = ("dataset", "used")
 _STANDING = ("ready", "joined", "broken", "held")
 
 

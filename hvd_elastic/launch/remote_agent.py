@@ -25,6 +25,7 @@ __all__ = ["AgentConnection"]
 
 _HELLO_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 12.0
+_DISCARD_TIMEOUT_S = 10.0
 
 Post = Callable[[str, Message], None]
 
@@ -87,6 +88,14 @@ class AgentConnection:
             SshError: it could not be copied.
         """
         send_file(self._connected(), local, remote)
+
+    def discard(self, remote: str) -> None:
+        """Remove a folder of the host; blocks.
+
+        Raises:
+            SshError: that could not be asked for.
+        """
+        self._connected().run(["rm", "-rf", "--", remote], timeout_s=_DISCARD_TIMEOUT_S)
 
     def _connected(self) -> Connection:
         if self._connection is None:

@@ -489,6 +489,7 @@ def new_shard(
             (content.names[number], first, last)
             for number, first, last in content.parts(begin, end)
         ),
+        run=os.environ.get("HVD_ELASTIC_RUN_ID", ""),
     )
 
 

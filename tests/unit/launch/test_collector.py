@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import shutil
@@ -13,14 +14,16 @@ from typing import Any
 import pytest
 
 from hvd_elastic.errors import CheckpointError, SshError
+from hvd_elastic.launch import collector
 from hvd_elastic.launch.checkpoint_url import CheckpointUrl
 from hvd_elastic.launch.checkpoints import (
+    complete_checkpoint,
     drop_shards,
     find_checkpoints,
     find_shards,
     newest_valid,
 )
-from hvd_elastic.launch.collector import CheckpointCollector
+from hvd_elastic.launch.collector import Brought, CheckpointCollector
 from hvd_elastic.launch.protocol import Message
 from tests.unit.launch.test_checkpoints import spooled
 
@@ -33,6 +36,7 @@ class Host:
         self.spool.mkdir(parents=True)
         self.info: Message = {"spool": str(folder)}
         self.reachable = True
+        self.full = False
 
     def send(self, message: Message) -> None:
         assert message["op"] == "collected"
@@ -46,8 +50,13 @@ class Host:
     def put(self, local: Path, remote: str) -> None:
         if not self.reachable:
             raise SshError(f"host {self.spool.name}: the connection is lost")
+        if self.full and remote.endswith(".json"):
+            raise SshError(f"host {self.spool.name}: {remote} cannot be written: no space")
         Path(remote).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(local, remote)
+
+    def discard(self, remote: str) -> None:
+        shutil.rmtree(remote)
 
     def steps(self) -> list[tuple[int, int]]:
         return [(shard.step, shard.index) for shard in find_shards(self.spool)]
@@ -64,6 +73,7 @@ class Run:
         self.warnings: list[str] = []
         settings = {"keep": 2, "copies": 0, "resumed": False, **options}
         self.collector = CheckpointCollector(
+            "r1",
             self.folder,
             place,
             agents=lambda: self.hosts,
@@ -80,16 +90,16 @@ class Run:
         while self.collector.busy or not self.calls.empty():
             self.calls.get(timeout=30)()
 
-    def written(self, step: int, *indices: int, count: int = 2) -> None:
+    def written(self, step: int, *indices: int, count: int = 2, run: str = "") -> None:
         for index in indices:
             name = f"node{index}"
-            shard = spooled(self.hosts[name].spool, step, index, count)
+            shard = spooled(self.hosts[name].spool, step, index, count, run=run)
             said = {"shard": shard.manifest(), "seconds": 0.5, "blocked_s": 0.001 * (index + 1)}
             self.collector.written(name, self.hosts[name], said)
 
-    def bring(self) -> str | None:
-        found: list[str | None] = []
-        self.collector.bring(self.hosts["node0"], "restore-1", found.append)
+    def bring(self, *hosts: str, wanted: Callable[[], bool] = lambda: True) -> Brought:
+        found: list[Brought] = []
+        self.collector.bring(hosts or ("node0",), "restore-1", wanted, found.append)
         while not found:
             self.calls.get(timeout=30)()
         return found[0]
@@ -185,10 +195,9 @@ def test_a_resumed_run_takes_up_what_the_dead_leader_left_from_copies_too(tmp_pa
         shutil.copytree(before.hosts[name].spool, run.hosts[name].spool, dirs_exist_ok=True)
         held = [shard.manifest() for shard in find_shards(run.hosts[name].spool)]
         run.collector.offered(name, run.hosts[name], held)
-    brought = run.bring()
-    assert brought is not None
-    assert Path(brought).parent == run.hosts["node0"].spool / "restore-1"
-    newest = newest_valid(Path(brought).parent)
+    brought = Path(run.bring().manifest)
+    assert brought.parent == run.hosts["node0"].spool / "restore-1"
+    newest = newest_valid(brought.parent)
     assert newest is not None
     assert newest.step == 10
     assert run.steps() == [10]
@@ -218,7 +227,7 @@ def test_a_damaged_newest_is_skipped_by_name_and_shards_after_it_are_collected(
         run.settle()
     cut = find_checkpoints(run.folder)[0].shards[1].path
     os.truncate(cut, 3)
-    assert run.bring() is not None
+    assert run.bring().manifest
     assert run.warnings == [f"checkpoint {cut} was skipped: it is truncated: 3 of 10 bytes"]
     run.written(15, 0, 1)
     run.settle()
@@ -227,8 +236,136 @@ def test_a_damaged_newest_is_skipped_by_name_and_shards_after_it_are_collected(
 
 def test_without_a_checkpoint_nothing_is_brought(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    assert run.bring() is None
+    assert run.bring() == Brought()
     assert not run.warnings
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_TRY_AGAIN_S", (0.0, 0.0))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_host_that_cannot_take_the_checkpoint_leaves_it_to_the_next(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0, 1)
+    run.settle()
+    run.hosts["node0"].full = True
+    brought = run.bring("node0", "node1", "node2")
+    assert (brought.host, brought.error) == ("node1", "")
+    assert Path(brought.manifest).parent == run.hosts["node1"].spool / "restore-1"
+    assert not (run.hosts["node0"].spool / "restore-1").exists(), "half of one is of no use"
+    (said,) = run.warnings
+    assert "cannot be written: no space; the workers take the checkpoint from host node1" in said
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_checkpoint_that_no_host_can_take_is_not_as_if_there_were_none(tmp_path: Path) -> None:
+    run = Run(tmp_path, resumed=True)
+    run.written(10, 0, 1)
+    run.settle()
+    for host in run.hosts.values():
+        host.full = True
+    brought = run.bring("node0", "node1")
+    assert not brought.manifest
+    assert brought.error.startswith(f"checkpoint {run.folder}/step-000000000010.json cannot be")
+    assert "host node0: " in brought.error
+    assert "host node1: " in brought.error
+    (said,) = run.warnings
+    assert said.endswith("; trying again")
+    assert run.collector.newest_step == 10
+    run.written(20, 0, 1)
+    run.settle()
+    assert run.steps() == [20, 10]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_host_that_mends_itself_gets_it_and_what_is_called_off_is_not_tried_again(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0, 1)
+    run.settle()
+    run.hosts["node0"].full = True
+    asked: list[bool] = []
+
+    def called_off() -> bool:
+        asked.append(True)
+        return False
+
+    assert run.bring(wanted=called_off).error
+    assert len(asked) == 1
+
+    def mended() -> bool:
+        run.hosts["node0"].full = False
+        return True
+
+    assert run.bring(wanted=mended).host == "node0"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_the_hosts_have_and_cannot_be_fetched_is_kept_there_and_tried_again(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.hosts["node1"].reachable = False
+    run.written(10, 0, 1)
+    run.settle()
+    brought = run.bring()
+    assert brought.error == "the checkpoint of step 10 cannot be fetched from its hosts"
+    assert run.hosts["node1"].steps() == [(10, 1)], "not given up"
+    run.hosts["node1"].reachable = True
+    assert Path(run.bring().manifest).name == "step-000000000010.json"
+    run.hosts["node1"].reachable = False
+    run.written(20, 0, 1)
+    run.settle()
+    del run.hosts["node1"]
+    shutil.rmtree(run.folder)
+    assert run.bring() == Brought(), "its host is gone, so it is none"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_folder_that_cannot_be_read_is_not_as_if_it_were_empty(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    shutil.rmtree(run.folder)
+    run.folder.write_text("a disk that went")
+    assert run.bring().error.startswith("no checkpoint can be looked for: checkpoints cannot be")
+
+
+def test_a_place_belongs_to_one_run(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    run = Run(tmp_path, str(place))
+    run.written(10, 0, 1, run="r1")
+    run.settle()
+    with pytest.raises(CheckpointError, match=r"of run r1, step-0.*a new run needs a folder"):
+        Run(tmp_path / "fresh", str(place))
+    assert Run(tmp_path / "again", str(place), resumed=True).collector.newest_step == 10
+    spooled(place, 20, 0, 1, run="r2")
+    complete_checkpoint(tmp_path / "other", [spooled(tmp_path / "other", 20, 0, 1, run="r2")], 9)
+    for path in (tmp_path / "other").iterdir():
+        shutil.copy(path, place)
+    with pytest.raises(CheckpointError, match=r"of run r2, .* run r1 neither goes on from another"):
+        Run(tmp_path / "mixed", str(place), resumed=True)
+    # Where both were started at once, the second to write is told, and nothing is taken over.
+    run.warnings.clear()
+    run.written(30, 0, 1, run="r1")
+    run.settle()
+    assert "the checkpoint of step 30 was not kept: " in run.warnings[0]
+    assert Path(run.bring().manifest).name == "step-000000000010.json"
+    assert any("step-000000000020.json was skipped: it is of run r2" in w for w in run.warnings)
+
+
+def test_checkpoints_from_before_they_had_the_id_of_their_run_are_resumed(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    shard = spooled(place, 10, 0, 1)
+    info = complete_checkpoint(place, [shard], 9)
+    manifest = info.manifest()
+    del manifest["run"], manifest["shards"][0]["run"]
+    info.path.write_text(json.dumps(manifest))
+    run = Run(tmp_path, str(place), resumed=True)
+    assert Path(run.bring().manifest).name == "step-000000000010.json"
+    with pytest.raises(CheckpointError, match=r"of another run, step-0+10\.json"):
+        Run(tmp_path / "fresh", str(place))
 
 
 # -- URLs
@@ -249,9 +386,7 @@ def test_a_url_has_the_newest_and_a_lost_run_folder_gets_it_back(tmp_path: Path,
         run.settle()
     assert [event["path"] for event in run.events][-1] == f"{url}/step-000000000030.json"
     again = Run(tmp_path / "second", url, resumed=True)
-    brought = again.bring()
-    assert brought is not None
-    assert brought.endswith("restore-1/step-000000000030.json")
+    assert again.bring().manifest.endswith("restore-1/step-000000000030.json")
     assert again.steps() == [30]
     files = CheckpointUrl(url)._files
     assert len(files.ls("/hvd_elastic-test/run")) == 2 * 3, "two are kept"
@@ -280,6 +415,39 @@ def test_a_url_that_cannot_be_written_keeps_the_checkpoint_here(
     (said,) = run.warnings
     assert said.startswith("a checkpoint is in the run folder alone: checkpoints at memory://")
     assert said.endswith("cannot be written: no such key")
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_url_that_cannot_be_read_is_not_as_if_it_were_empty(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "first", url)
+    run.written(10, 0, 1, run="r1")
+    run.settle()
+    with pytest.raises(CheckpointError, match=f"{url} holds a checkpoint of run r1, step-0"):
+        Run(tmp_path / "fresh", url)
+    elsewhere = Run(tmp_path / "elsewhere", url, resumed=True)
+    files = run.collector._url._files  # type: ignore[union-attr]
+    opened = type(files).open
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TimeoutError("the network is gone")
+
+    monkeypatch.setattr(type(files), "open", refuse)
+    error = elsewhere.bring().error
+    assert error.startswith(f"no checkpoint can be looked for: checkpoints at {url} cannot be read")
+    monkeypatch.setattr(type(files), "ls", refuse)
+    assert Path(run.bring().manifest).name == "step-000000000010.json", "it is here, too"
+    assert (
+        f"cannot be read: the network is gone; the workers take checkpoint {run.folder}"
+        in (run.warnings[-1])
+    )
+    monkeypatch.undo()
+    assert type(files).open is opened
+    for path in files.ls("/hvd_elastic-test/run", detail=False):
+        if path.endswith(".shard"):
+            files.rm_file(path)
+    assert elsewhere.bring() == Brought(), "of a checkpoint without shards nothing can be had"
 
 
 def test_a_missing_backend_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,44 @@
+"""Where the checkpoints of a run are kept: one place, and no other run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvd_elastic.launch.checkpoint_url import CheckpointUrl, is_url
+from hvd_elastic.launch.checkpoints import (
+    CheckpointInfo,
+    check_folder,
+    check_owner,
+    find_checkpoints,
+)
+
+__all__ = ["check_new_place", "check_place"]
+
+
+def check_new_place(place: str) -> None:
+    """Make sure that a run that is to be started can keep its checkpoints at ``--checkpoint-dir``.
+
+    Raises:
+        CheckpointError: it cannot be written, or holds those of another run.
+    """
+    check_place(CheckpointUrl(place) if is_url(place) else Path(place), None)
+
+
+def check_place(place: Path | CheckpointUrl, run_id: str | None) -> list[CheckpointInfo]:
+    """Make sure that checkpoints can be written, before training counts on it; what is there.
+
+    Args:
+        place: a folder, or a URL.
+        run_id: whose checkpoints; None: those of a new run, which has none yet.
+
+    Raises:
+        CheckpointError: it cannot be written, or holds those of another run.
+    """
+    if isinstance(place, CheckpointUrl):
+        place.check()
+        found, name = place.find(Path()), place.url
+    else:
+        check_folder(place)
+        found, name = find_checkpoints(place), str(place)
+    check_owner(found, name, run_id)
+    return found
