@@ -155,6 +155,15 @@ class RunMachine:
         """Hosts of the hostfile that are not used until they are given back."""
         return frozenset(self._draining)
 
+    @property
+    def state_holders(self) -> list[Worker]:
+        """Live workers with a whole state, in the order in which to ask for a checkpoint of it."""
+        members = [w for w in self._live() if w.stage is Stage.MEMBER and not w.finished]
+        waiting = sorted(self._fleet.present(Stage.WAITING), key=lambda worker: -worker.step)
+        # Members that train write together; those of a broken generation have not answered yet.
+        both = [*members, *waiting] if self._phase in _TOGETHER else [*waiting, *members]
+        return [worker for worker in both if worker.holds_state]
+
     def agent_states(self) -> dict[str, AgentState]:
         """By host; hosts that nothing was asked of are left out."""
         return {name: agent.state for name, agent in self._fleet.agents.items()}

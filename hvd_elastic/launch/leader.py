@@ -31,6 +31,7 @@ from hvd_elastic.control.progress import Activity, ProgressWatch
 from hvd_elastic.errors import HostfileError
 from hvd_elastic.launch.adoption import Adoption
 from hvd_elastic.launch.collector import Brought, CheckpointCollector
+from hvd_elastic.launch.last_checkpoint import LastCheckpoint
 from hvd_elastic.launch.protocol import Message
 from hvd_elastic.launch.remote_agent import AgentConnection
 from hvd_elastic.launch.spec import RunSpec
@@ -103,9 +104,8 @@ class Leader:
         self._next_tick = time.monotonic()
         self._finish: cmd.Finish | None = None
         self._finish_deadline = 0.0
-        self._stop_deadline: float | None = None
         self._stop: ev.StopRequested | None = None
-        self._stop_step = 0
+        self._last: LastCheckpoint | None = None
         self._failure_shown = False
         self._progress = {"step": 0, "epoch": 0, "examples": 0}
         self._written = dict(self._progress)
@@ -127,6 +127,7 @@ class Leader:
         self._id = secrets.token_hex(8)
         self._adoption: Adoption | None = None
         self._asked: list[str] = []
+        self._took_over = False
         self._next_beat = 0.0
         self._recorded_step: int | None = None
         self._watch = ProgressWatch(spec.failure_timeout_s)
@@ -333,6 +334,7 @@ class Leader:
         self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
         event = adoption.event(slots, self._asked)
         self._workers = dict(adoption.workers)
+        self._took_over = bool(self._workers)
         self._members = event.members
         self._tell(event)
         for agent, host, message in adoption.postponed:
@@ -341,6 +343,8 @@ class Leader:
             # What had been put into its stores for other hosts was lost with the leader.
             cause = "the leader was lost while the world changed"
             self._tell(ev.GenerationStuck(self._machine.generation, cause))
+        if self._stop is not None and self._finish is None:
+            self._begin_to_stop()
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -367,8 +371,8 @@ class Leader:
                 self._next_beat = now + self._spec.heartbeat_s
                 for agent in self._agents.values():
                     agent.beat(self._recorded_step)
-            if self._stop_deadline is not None and now >= self._stop_deadline:
-                self._stop_now()
+            if self._last is not None and self._adoption is None:
+                self._ask_for_last_checkpoint(self._last, now)
             if self._finish is not None and now >= self._finish_deadline:
                 self._loop.stop()
         if self._adoption is None:
@@ -589,15 +593,34 @@ class Leader:
             return
         self._stop = ev.StopRequested(reason)
         self._emit("stop_requested", {"reason": reason})
-        if self._members and self._spec.checkpoint_every_s and self._progress["step"]:
-            self._stop_deadline = time.monotonic() + _STOP_CHECKPOINT_S
-            self._stop_step = self._progress["step"]
-            self._say(self._members[0].worker, {"kind": "checkpoint"})
+        if self._adoption is None:
+            self._begin_to_stop()
+        else:  # there are workers, perhaps, and it is not yet known where and how far
+            self._adoption.deadline = min(self._adoption.deadline, time.monotonic() + _ADOPTION_S)
+
+    def _begin_to_stop(self) -> None:
+        # Of workers that were taken over it is not yet known how far they are.
+        if self._spec.checkpoint_every_s and (self._progress["step"] or self._took_over):
+            now, step = time.monotonic(), self._progress["step"]
+            # A frozen worker keeps the others from a step boundary until it counts as lost.
+            patience_s = _STOP_CHECKPOINT_S + self._spec.failure_timeout_s
+            self._last = LastCheckpoint(now, patience_s, step=step)
+            self._ask_for_last_checkpoint(self._last, now)
         else:
             self._stop_now()
 
+    def _ask_for_last_checkpoint(self, last: LastCheckpoint, now: float) -> None:
+        holders = self._machine.state_holders
+        if not holders or now >= last.deadline:
+            self._stop_now()
+            return
+        if self._machine.phase in (Phase.REGROUPING, Phase.ASSEMBLING):
+            last.survives_at(max(worker.step for worker in holders))
+        for worker in last.whom_to_ask([worker.name for worker in holders], now):
+            self._say(worker, {"kind": "checkpoint"})
+
     def _stop_now(self) -> None:
-        self._stop_deadline = None
+        self._last = None
         if self._stop is not None:
             self._tell(self._stop)
 
@@ -769,6 +792,8 @@ class Leader:
 
     def _said_checkpoint(self, worker: str, said: Message) -> None:
         host, _ = self._workers[worker]
+        if self._last is not None:
+            self._last.written(said["step"])
         self._written = {name: said["shard"][name] for name in self._progress}
         if said["step"] > self._progress["step"]:
             self._progress = self._written  # metrics come less often than steps
@@ -787,7 +812,7 @@ class Leader:
             self._tell(ev.StateSaved(self._collector.newest_step))
         if self._finish is not None:
             self._loop.stop()
-        if self._stop_deadline is not None and self._collector.newest_step >= self._stop_step:
+        if self._last is not None and self._last.is_kept(self._collector.newest_step):
             if self._collector.newest_step == self._written["step"]:
                 self._progress = self._written  # what was trained since then is given up
             self._stop_now()

@@ -276,6 +276,24 @@ def test_waiting_names_hosts_in_brief_and_says_the_cause_once():
     ]
 
 
+def test_a_checkpoint_is_asked_of_members_by_rank_or_of_who_waits_with_the_newest_state():
+    play = start("a", "b", "c", min_np=3)
+
+    def holders() -> list[str]:
+        return [worker.name for worker in play.machine.state_holders]
+
+    assert holders() == ["a:0.1", "b:0.1", "c:0.1"]
+    play.killed("a:0.1")
+    assert holders() == ["b:0.1", "c:0.1"], "they have not said yet how far they are"
+    play.broken("c:0.1", 7)
+    assert holders() == ["c:0.1", "b:0.1"]
+    play.broken("b:0.1", 8)
+    assert play.machine.phase is Phase.ASSEMBLING
+    assert holders() == ["b:0.1", "c:0.1"]
+    play.killed("b:0.1")
+    assert holders() == ["c:0.1"]
+
+
 def test_resumed_run_restores():
     play = Play("a", has_checkpoint=True)
     play.tell(ev.AgentReady("a"))
