@@ -70,6 +70,16 @@ def interface_of(address: str) -> str | None:
     return "lo" if address.startswith("127.") else None
 
 
+def _interfaces() -> dict[str, str]:
+    """Name → address of the network interfaces that the ring can use."""
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                found.setdefault(name, entry.address)
+    return found
+
+
 @dataclass
 class Worker:
     """One worker process of this host."""
@@ -391,6 +401,7 @@ class Agent:
                 "pid": os.getpid(),
                 "hostname": socket.gethostname(),
                 "interface": self._interface,
+                "interfaces": _interfaces(),
                 "cpus": len(os.sched_getaffinity(0)),
                 "swept": swept,
                 "held": held,

@@ -207,6 +207,13 @@ class AgentConnection:
                 f"host {name} has hvd_elastic {hello.get('version')}, the leader has "
                 f"{__version__}. Install the same version on every host."
             )
+        wanted, there = self._hello.get("interface"), hello["interfaces"]
+        if wanted and wanted not in there:
+            known = ", ".join(f"{each} ({address})" for each, address in there.items()) or "none"
+            return (
+                f"host {name} has no network interface {wanted} with an address; it has {known}. "
+                "Name one that every host has with --network-interface, or leave it out."
+            )
         return None
 
     def _why_not_started(self) -> tuple[str, bool]:

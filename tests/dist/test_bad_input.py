@@ -265,6 +265,18 @@ def test_script_that_trains_with_nothing_of_ours(home: Path) -> None:
     assert_nothing_left(mark=job.mark)
 
 
+def test_network_interface_that_no_host_has(home: Path, script: Path) -> None:
+    options = [*ONE_PROCESS, "--network-interface", "nope0"]
+    with Job(*options, "--", sys.executable, script, home=home) as job:
+        assert job.wait() == 1
+    said = "host localhost has no network interface nope0 with an address; it has "
+    assert said in job.text
+    assert "lo (127.0.0.1)" in job.text
+    assert "Traceback" not in job.text
+    assert not job.events("worker_standby"), "before any worker was started"
+    assert_nothing_left(mark=job.mark)
+
+
 # ---- disks and checkpoints
 
 

@@ -152,6 +152,7 @@ def test_hello_says_what_the_leader_has_to_know(start_agent: StartAgent) -> None
     assert hello["protocol"] == PROTOCOL
     assert hello["python"] == ".".join(map(str, sys.version_info[:3]))
     assert hello["interface"] == "lo", "not over ssh: this machine alone"
+    assert hello["interfaces"]["lo"] == "127.0.0.1"
     assert hello["cpus"] >= 1
     assert hello["swept"] == 0
 
