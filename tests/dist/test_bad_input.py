@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.launch.checkpoints import complete_checkpoint
 from tests.dist import jobs
 from tests.dist.jobs import Job, assert_nothing_left, call, hostfile_of, write_script
 from tests.small_disk import mounted
+from tests.unit.launch.test_checkpoints import spooled
 
 pytestmark = pytest.mark.dist
 
@@ -114,6 +116,16 @@ def test_unwritable_checkpoint_folder(home: Path, script: Path, place: str) -> N
     done = call("run", *options, "--", sys.executable, script, home=home)
     refused(done, 1, f"checkpoints cannot be written to {folder}", "give a folder that can be made")
     no_run(home)  # so that the same command with another folder is not told "in use"
+
+
+def test_a_checkpoint_folder_of_another_run(home: Path, script: Path) -> None:
+    folder = home / "checkpoints"
+    complete_checkpoint(folder, [spooled(folder, 20, 0, 1, run="other")], keep=1)
+    held = sorted(folder.iterdir())
+    done = call("run", "--checkpoint-dir", folder, "--", sys.executable, script, home=home)
+    refused(done, 1, f"{folder} holds a checkpoint of run other", "run --resume other")
+    no_run(home)
+    assert sorted(folder.iterdir()) == held
 
 
 # ---- hosts

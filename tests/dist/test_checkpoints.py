@@ -72,6 +72,7 @@ def test_every_rank_writes_a_shard_and_any_number_goes_on_from_them(
     assert 0 <= done[-1]["blocked_s"] < 5
     manifest = json.loads(Path(done[-1]["path"]).read_text())
     assert [shard["host"] for shard in manifest["shards"]] == [a, a, b]
+    assert manifest["run"] == job.run_id
     job.command("stop", job.run_id)
     assert job.wait() == 130
     job.check_nothing_left()
@@ -120,7 +121,7 @@ def test_ranks_killed_while_shards_are_written_cost_that_checkpoint_alone(
     job.finish()
 
 
-def test_a_truncated_shard_is_skipped_by_name_for_the_one_before(
+def test_a_truncated_shard_is_skipped_and_a_host_that_cannot_take_the_one_before_leaves_it(
     stage: Stage, start_sharded: Any
 ) -> None:
     a, b, *_ = stage.hosts
@@ -132,11 +133,15 @@ def test_a_truncated_shard_is_skipped_by_name_for_the_one_before(
     cut = newest.shards[-1].path
     os.truncate(cut, 10)
     since = job.mark()
+    in_the_way = spool_of(job, a) / "restore-1"
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
     job.resume()
     restored = job.wait_event("restored", since)
     assert restored["step"] == before.step
     said = [event["message"] for event in job.kinds("warning", since)]
     assert any(f"{cut} was skipped: it is truncated: 10 of" in message for message in said), said
+    assert any(f"the workers take the checkpoint from host {b}" in message for message in said), said
     job.wait_size(2, since)
     job.finish()
 
