@@ -38,6 +38,8 @@ __all__ = ["Brought", "CheckpointCollector", "HostFiles"]
 _AT_ONCE = 16
 _TRY_AGAIN_S = (1.0, 2.0, 5.0, 10.0, 15.0)
 """Waits before a checkpoint that could not be brought to a host is tried again."""
+_LOOK_S = 0.25
+"""How soon it is seen that it is not wanted any more: its generation waits for the answer."""
 
 
 class HostFiles(Protocol):
@@ -371,10 +373,14 @@ class CheckpointCollector:
 
         brought = self._try_to_bring(hosts, name, say)
         for wait_s in _TRY_AGAIN_S:
-            if not brought.error or not wanted():
+            if not brought.error:
                 break
             say(f"{brought.error}; trying again")
-            time.sleep(wait_s)
+            end = time.monotonic() + wait_s
+            while wanted() and time.monotonic() < end:
+                time.sleep(_LOOK_S)
+            if not wanted():
+                break
             brought = self._try_to_bring(hosts, name, say)
 
         def tell() -> None:

@@ -1,0 +1,117 @@
+"""What a leader makes of a checkpoint that was brought, or was not; nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.control import events as ev
+from hvd_elastic.control.commands import Announce, StartWorker
+from hvd_elastic.launch.checkpoints import complete_checkpoint
+from hvd_elastic.launch.collector import Brought
+from hvd_elastic.launch.leader import Leader
+from hvd_elastic.launch.protocol import Message
+from hvd_elastic.launch.spec import RunSpec
+from hvd_elastic.telemetry.records import Record, read_events
+from hvd_elastic.telemetry.runfolder import RunFolder
+from tests.unit.launch.test_checkpoints import spooled
+
+HOSTS = ("a", "b")
+
+
+class Agent:
+    """The connection to one, which keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+class Resumed:
+    """A leader that has just announced a generation on two hosts, and looks for a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shown: list[Mapping[str, Any]] = []
+        self.folder = RunFolder.create("r1", root=folder)
+        spec = RunSpec(("python", "train.py"), "/", audit=True)
+        self.leader = Leader(
+            spec, self.folder, {}, self.shown.append, lambda *_: None, resumed=True
+        )
+        self.agents = {host: Agent() for host in HOSTS}
+        self.leader._agents.update(self.agents)  # type: ignore[arg-type]
+        self.announced = self.announce()
+
+    def announce(self) -> Announce:
+        machine = self.leader._machine
+        machine.handle(ev.HostsChanged(tuple(ev.HostSlots(host, 1) for host in HOSTS)), 0.0)
+        started = [c for host in HOSTS for c in machine.handle(ev.AgentReady(host), 0.0)]
+        workers = [c.worker for c in started if isinstance(c, StartWorker)]
+        ready = [c for worker in workers for c in machine.handle(ev.WorkerReady(worker, 0.1), 0.0)]
+        (announced,) = [command for command in ready if isinstance(command, Announce)]
+        assert announced.restore
+        return announced
+
+    def audit(self) -> list[Record]:
+        return read_events(self.folder.audit)
+
+    def warnings(self) -> list[str]:
+        return [record["message"] for record in self.shown if record["kind"] == "warning"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Resumed]:
+    resumed = Resumed(tmp_path)
+    yield resumed
+    for log in (resumed.leader._events, resumed.leader._audit, resumed.leader._output):
+        assert log is not None
+        log.close()
+
+
+def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
+    run: Resumed, tmp_path: Path
+) -> None:
+    info = complete_checkpoint(tmp_path / "c", [spooled(tmp_path / "c", 20, 0, 1)], keep=1)
+    run.leader._restore(run.announced, Brought(info, "b", "/spool/restore-1/step.json"))
+    (restored,) = run.audit()
+    assert (restored["kind"], restored["step"], restored["epoch"]) == ("restored", 20, 2)
+    for agent in run.agents.values():
+        (message,) = agent.sent
+        assert (message["root_rank"], message["restore"]) == (1, "/spool/restore-1/step.json")
+    run.leader._said_restored("b:0.1", {"kind": "restored", "step": 20})
+    assert len(run.audit()) == 1, "steps may be on record by now, which stay valid"
+
+
+def test_what_cannot_be_brought_ends_the_run_and_is_not_begun_anew(run: Resumed) -> None:
+    run.leader._restore(run.announced, Brought(error="checkpoint X cannot be brought to any host"))
+    finish = run.leader._finish
+    assert finish is not None
+    assert finish.status == "failed"
+    assert finish.message == (
+        "checkpoint X cannot be brought to any host. Nothing of it is lost: mend that, then go on "
+        "with: hvd-elastic run --resume r1"
+    )
+    assert run.audit() == []
+    assert not any(agent.sent for agent in run.agents.values())
+
+
+def test_only_where_there_is_none_training_begins_anew(run: Resumed) -> None:
+    run.leader._restore(run.announced, Brought())
+    assert [record["step"] for record in run.audit()] == [0]
+    assert run.warnings() == ["there is no complete checkpoint: training begins anew"]
+    assert [agent.sent[0]["restore"] for agent in run.agents.values()] == [None, None]
+
+
+def test_what_was_called_off_meanwhile_leaves_no_record(run: Resumed) -> None:
+    run.leader._machine.handle(ev.GenerationStuck(run.announced.generation, "a test"), 1.0)
+    run.leader._restore(run.announced, Brought())
+    run.leader._restore(run.announced, Brought(error="a full disk"))
+    assert run.leader._finish is None
+    assert run.audit() == []
+    assert run.warnings() == []
+    # Members that wait for the announcement learn from it that it is off.
+    assert all(len(agent.sent) == 2 for agent in run.agents.values())
