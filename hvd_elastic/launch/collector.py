@@ -140,6 +140,7 @@ class CheckpointCollector:
         self._complaints: set[str] = set()
         self._missed: dict[Key, list[_Source]] = {}
         """The newest that could not be collected; the hosts still have it."""
+        self._why_missed = ""
         self.newest_step = -1
         """Of the newest checkpoint in the folder that training went on from, or passed."""
         self.newest_s = 0.0
@@ -313,6 +314,9 @@ class CheckpointCollector:
             self._release(info.step - 1 if self._copies else info.step)
         else:
             self._missed = {key: sources}
+            self._why_missed = (
+                "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
+            )
             self._release(key[0] - 1)  # the newest stays where it is
         if not problems:
             self._complaints.clear()
@@ -350,7 +354,7 @@ class CheckpointCollector:
         Args:
             hosts: of the workers; one of them is enough, the first that can take it.
             name: of the folder to make in its spool.
-            wanted: whether it still is; called from another thread.
+            wanted: whether it still is; called from another thread, too.
             done: told what came of it, in the loop.
         """
         threading.Thread(
@@ -384,7 +388,7 @@ class CheckpointCollector:
             brought = self._try_to_bring(hosts, name, say)
 
         def tell() -> None:
-            if not brought.error:
+            if not brought.error and wanted():  # else a later generation may train already
                 self._goes_on_from(brought.checkpoint)
             done(brought)
 
@@ -405,10 +409,7 @@ class CheckpointCollector:
         except (HvdElasticError, OSError) as error:
             return Brought(error=f"no checkpoint can be looked for: {error}")
         if newest is None:
-            if not self._missed:
-                return Brought()
-            step = max(key[0] for key in self._missed)
-            return Brought(error=f"the checkpoint of step {step} cannot be fetched from its hosts")
+            return Brought(error=self._why_missed) if self._missed else Brought()
         failed: dict[str, str] = {}
         for host in hosts:
             agent = self._agents().get(host)
