@@ -41,6 +41,30 @@ for line in s.makefile("rb"):
     say(kind="checkpoint" if heard["kind"] == "checkpoint" else "heard", message=heard)
 """
 
+# Leaves files in its folder where it is asked to write; ``hold-<worker>`` there keeps it from that,
+# and ``stuck`` until its generation is called off.
+JOINED = """
+import threading, time
+def beat():
+    while True:
+        time.sleep(0.1)
+        say(kind="beat")
+say(kind="joined", generation=1, step=0)
+threading.Thread(target=beat, daemon=True).start()
+"""
+WRITE = """
+    name, there = os.environ["HVD_ELASTIC_WORKER"], os.path.exists
+    if heard["kind"] == ("abort" if there("stuck") else "checkpoint"):
+        open("asked-" + name, "w").close()
+        while there("hold-" + name): time.sleep(0.01)
+        open("written-" + name, "w").close()
+        say(kind="checkpoint_answered")
+"""
+WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
+    "    if heard", f"{WRITE}    if heard", 1
+)
+WRITES = {"checkpoint_every_s": 600}
+
 
 class Agent:
     def __init__(self, folder: Path, command: list[str], **hello: Any) -> None:
@@ -317,6 +341,70 @@ def test_workers_outlive_the_leader_for_the_grace_time_and_no_longer(
         worker.wait(0.5)
     agent.wait_clean()
     assert agent.process.wait(TIMEOUT_S) == 0
+
+
+def until_there(path: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def start_writers(start_agent: StartAgent, *workers: str, **hello: Any) -> Agent:
+    agent = start_agent(WRITER, options=WRITES, **hello)
+    for slot, name in enumerate(workers):
+        agent.start_worker(name, slot)
+    for _ in workers:
+        agent.said_by_worker("joined")
+    return agent
+
+
+def test_after_the_grace_time_every_worker_of_the_host_gets_to_write(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", "w1", leader_grace_s=0.2)
+    (tmp_path / "hold-w1").touch()
+    lose_leader(agent)
+    for name in ("asked-w1", "written-w0"):
+        until_there(tmp_path / name)
+    with pytest.raises(subprocess.TimeoutExpired):
+        agent.process.wait(0.5)
+    (tmp_path / "hold-w1").unlink()
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w1").exists()
+    agent.wait_clean()
+
+
+def test_a_step_that_hangs_without_a_leader_is_called_off_for_the_checkpoint(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=0.2, failure_timeout_s=1.0)
+    (tmp_path / "stuck").touch()
+    lose_leader(agent)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w0").exists()
+
+
+def test_a_sigterm_without_a_leader_ends_the_grace_time_with_a_checkpoint(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=3600)
+    lose_leader(agent)
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w0").exists()
+    agent.wait_clean()
+
+
+def test_a_second_sigterm_waits_for_no_checkpoint(start_agent: StartAgent, tmp_path: Path) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=3600)
+    (tmp_path / "hold-w0").touch()
+    lose_leader(agent)
+    agent.process.send_signal(signal.SIGTERM)
+    until_there(tmp_path / "asked-w0")
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    agent.wait_clean()
 
 
 def test_without_a_grace_time_all_ends_with_the_leader(start_agent: StartAgent) -> None:
