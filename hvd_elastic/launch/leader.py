@@ -28,7 +28,7 @@ from hvd_elastic.control.endings import how_it_ended
 from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Activity, ProgressWatch
-from hvd_elastic.errors import HostfileError
+from hvd_elastic.errors import CheckpointError, HostfileError
 from hvd_elastic.launch.adoption import Adoption
 from hvd_elastic.launch.collector import Brought, CheckpointCollector
 from hvd_elastic.launch.last_checkpoint import LastCheckpoint
@@ -126,6 +126,7 @@ class Leader:
         self._machine = self._new_machine(has_checkpoint=resumed)
         self._id = secrets.token_hex(8)
         self._adoption: Adoption | None = None
+        self._unwritable: CheckpointError | None = None
         self._asked: list[str] = []
         self._took_over = False
         self._next_beat = 0.0
@@ -169,9 +170,14 @@ class Leader:
 
         Raises:
             HostfileError: the hostfile cannot be read at the start.
-            CheckpointError: the checkpoint folder cannot be written.
+            CheckpointError: the checkpoint folder cannot be written, and no process of the run lives.
         """
-        self._collector.check()
+        try:
+            self._collector.check()
+        except CheckpointError as error:
+            if not self._resumed:
+                raise
+            self._unwritable = error  # that costs checkpoints, not what is being trained
         hosts = self._read_hostfile()
         records = self._folder.read_events() if self._resumed else []
         past = summarize(records) if self._resumed else None
@@ -333,6 +339,11 @@ class Leader:
         slots = tuple(ev.HostSlots(host.name, host.slots) for host in self._hosts.values())
         self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
         event = adoption.event(slots, self._asked)
+        if self._unwritable is not None and not event.workers:
+            raise self._unwritable
+        if self._unwritable is not None:
+            self._warn(f"training goes on without checkpoints: {self._unwritable}")
+            self._unwritable = None
         self._workers = dict(adoption.workers)
         self._took_over = bool(self._workers)
         self._members = event.members
