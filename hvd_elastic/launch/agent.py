@@ -61,6 +61,8 @@ _LOG_CHUNK_BYTES = 1 << 16
 _WRITE_PATIENCE_S = 300.0
 """So long nothing may be seen of a checkpoint on its way: a disk may take it all at the end."""
 _LOOK_S = 0.1
+_PROOF_S = 2.0
+"""A leader that lives is heard of within this time; its longest interval is a second."""
 _UNTOLD = "untold.jsonl"
 
 
@@ -134,6 +136,7 @@ class Agent:
         self._commands: asyncio.Task[None] | None = None
         self._vigil: asyncio.Task[None] | None = None
         self._heard = time.monotonic()
+        self._word = asyncio.Event()
         self._hurry = asyncio.Event()
         self._door: socket.socket | None = None
         self._callers: list[Caller] = []
@@ -192,6 +195,7 @@ class Agent:
         try:
             while line := await self._reader.readline():
                 self._heard = time.monotonic()
+                self._word.set()
                 message = decode(line)
                 # What a leader tells all its agents may overtake the hello of a new one.
                 if self._hello or message["op"] in ("hello", "shutdown"):
@@ -297,6 +301,7 @@ class Agent:
         self._vigil = asyncio.create_task(self._hold_out(max(0.0, self._leader_grace_s - silent_s)))
 
     def _hang_up(self) -> None:
+        self._word.set()
         if self._out is not None:
             self._out.close()
             self._out = None
@@ -388,24 +393,34 @@ class Agent:
         """The agent process of another leader, or of the same one once more."""
         assert self._door is not None
         caller = answer_caller(self._door)
-        if caller is None:
-            return
+        if caller is not None:
+            self._begin(self._meet(caller))
+
+    async def _meet(self, caller: Caller) -> None:
         other = caller.hello.get("leader") != self._hello["leader"]
-        is_led = self._out is not None and time.monotonic() - self._heard <= self._leader_timeout_s
-        if is_led and other:
-            caller.refuse(
-                f"run {self._hello['run_id']} is led by another leader, {self._hello['led_by']}"
-            )
-        elif caller.hello.get("take_over") and other:
-            self._begin(self._follow(caller))
+        if other and await self._is_led_for_sure():
+            led = {name: self._hello[name] for name in ("leader", "led_by", "led_since")}
+            heard_s = time.monotonic() - self._heard
+            caller.refuse({**led, "run_id": self._hello["run_id"], "heard_s": round(heard_s, 1)})
+        elif other and caller.hello.get("take_over"):
+            await self._follow(caller)
         else:
             self._callers.append(caller)  # it waits until this process ends
             self._over.set()
+
+    async def _is_led_for_sure(self) -> bool:
+        """Whether somebody leads: one that was just killed is not heard of once more."""
+        if self._is_led:
+            self._word.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._word.wait(), _PROOF_S)
+        return self._is_led
 
     async def _follow(self, caller: Caller) -> None:
         """Take orders from another leader."""
         if self._vigil is not None:
             self._vigil.cancel()
+        self._hurry.clear()
         self._hang_up()
         self._callers.append(caller)
         caller.accept()
@@ -418,6 +433,8 @@ class Agent:
         self._introduce(swept=0, held=self._ledger.snapshot())
         for message in self._ledger.unacknowledged():
             self._send(message)
+        if self._was_terminated:
+            self._tell_of_sigterm()
         self._commands = asyncio.create_task(self._read_commands())
 
     # -- commands of the leader ------------------------------------------------------------
@@ -452,9 +469,9 @@ class Agent:
         """An agent of this run may still be here, without a leader or given up by it."""
         assert self._reader is not None
         rest = bytes(self._reader._buffer)  # type: ignore[attr-defined]
-        answer, why = call_predecessor(hello, rest, self._output.fileno())
+        answer, led = call_predecessor(hello, rest, self._output.fileno())
         if answer == "refused":
-            self._send({"ev": "refused", "message": why})
+            self._send({"ev": "refused", **led})
         if answer in ("refused", "taken"):
             self._replaced = True
             self._over.set()

@@ -80,7 +80,7 @@ class Agent:
         self.skipped: list[Message] = []
         fields: Message = {"run_id": self.run_id, "host": "node1", "cwd": str(folder)}
         fields |= {"command": command}
-        fields |= {"leader": "first", "led_by": "a test"}
+        fields |= {"leader": "first", "led_by": "a test", "led_since": 5.0}
         # An agent that is killed leaves its temporary folder.
         sent = {"SECRET": "s3cret", "TMPDIR": str(folder)}
         fields |= {"env": sent, "options": {}, "heartbeat_s": 0.1}
@@ -456,11 +456,22 @@ def test_a_second_leader_is_refused_while_the_first_leads(start_agent: StartAgen
     agent = start_agent()
     agent.event("hello")
     second = start_agent(run_id=agent.run_id, leader="second", take_over=True)
+    agent.say(op="beat", seq=0)
     refused = second.event("refused")
-    assert "is led by another leader, a test" in refused["message"]
+    assert (refused["leader"], refused["led_by"], refused["led_since"]) == ("first", "a test", 5.0)
+    assert 0 <= refused["heard_s"] < TIMEOUT_S
     assert second.process.wait(TIMEOUT_S) == 0
     agent.start_worker()
     agent.said_by_worker("ready")
+
+
+def test_a_leader_that_dies_while_another_calls_is_none(start_agent: StartAgent) -> None:
+    old = start_agent(leader_grace_s=60)
+    old.start_worker()
+    old.said_by_worker("ready")
+    new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
+    lose_leader(old)  # which may be seen after the call
+    assert new.event("hello")["pid"] == old.process.pid
 
 
 def test_a_leader_that_begins_anew_ends_what_it_left_behind(start_agent: StartAgent) -> None:
