@@ -204,8 +204,9 @@ class AgentConnection:
             )
         if hello.get("version") != __version__ or hello.get("protocol") != PROTOCOL:
             return (
-                f"host {name} has hvd_elastic {hello.get('version')}, the leader has "
-                f"{__version__}. Install the same version on every host."
+                f"host {name} has hvd_elastic {hello.get('version')} (protocol "
+                f"{hello.get('protocol')}), the leader has {__version__} (protocol {PROTOCOL}). "
+                "Install the same version on every host."
             )
         wanted, there = self._hello.get("interface"), hello["interfaces"]
         if wanted and wanted not in there:
