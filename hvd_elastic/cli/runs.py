@@ -67,7 +67,8 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     records = folder.read_events()
     summary = summarize(records)
     summary.run_id = folder.run_id
-    state = _state(summary.status, alive=alive, waiting=bool(summary.waiting))
+    until = None if alive else folder.leaderless_until(summary.ended)
+    state = _state(summary.status, alive=alive, waiting=bool(summary.waiting), until=until)
     if as_json:
         _print_json(
             {
@@ -75,11 +76,12 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
                 "status": state,
                 "leader_alive": alive,
                 "leader": folder.leader(),
+                "leaderless_until": until if state == "leaderless" else None,
                 "folder": str(folder.path),
             }
         )
         return
-    for name, value in _status_rows(folder, summary, state):
+    for name, value in _status_rows(folder, summary, state, until):
         print(f"{name:<12} {value}")
     _print_latest(records)
 
@@ -430,21 +432,35 @@ def report(
 # ----------------------------------------------------------------------------------------------
 
 
-def _state(status: str, *, alive: bool, waiting: bool = False) -> str:
-    """What a run is, from its last words and whether its leader lives."""
+def _state(status: str, *, alive: bool, waiting: bool = False, until: float | None = None) -> str:
+    """What a run is, from its last words and whether its leader lives.
+
+    Args:
+        status: as the events tell it.
+        alive: the leader lives.
+        waiting: the run waits for hosts.
+        until: so long the hosts train on without a leader; None: they do not.
+    """
     if status == "running":
         if not alive:
-            return "died"
+            return "died" if until is None else "leaderless"
         return "waiting" if waiting else "running"
     if status == "unknown":
         return "starting" if alive else "never began"
     return status
 
 
-def _status_rows(folder: RunFolder, summary: RunSummary, state: str) -> list[tuple[str, str]]:
+def _status_rows(
+    folder: RunFolder, summary: RunSummary, state: str, until: float | None
+) -> list[tuple[str, str]]:
     from hvd_elastic.telemetry.wording import duration_words, number_words, progress_words
 
     words = {
+        "leaderless": (
+            "the leader is gone, and the hosts train on without one until about "
+            f"{time.strftime('%H:%M:%S', time.localtime(until))}; take them over with: "
+            f"hvd-elastic run --resume {folder.run_id}"
+        ),
         "died": f"died: no live leader; go on with: hvd-elastic run --resume {folder.run_id}",
         "waiting": summary.waiting,
         "failed": f"failed: {summary.message}" if summary.message else "failed",
@@ -534,10 +550,12 @@ def _list_row(folder: RunFolder) -> dict[str, Any]:
     from hvd_elastic.telemetry.summary import summarize
 
     summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
+    alive = folder.leader_alive()
+    until = None if alive else folder.leaderless_until(summary.ended)
     status = "running" if summary.status == "unknown" and summary.ended else summary.status
     return {
         "run_id": folder.run_id,
-        "status": _state(status, alive=folder.leader_alive(), waiting=bool(summary.waiting)),
+        "status": _state(status, alive=alive, waiting=bool(summary.waiting), until=until),
         "created": folder.created,
         "steps": summary.steps,
         "size": summary.size,

@@ -21,12 +21,20 @@ class Adoption:
     """Waits for the hosts of a run, and knows what they held.
 
     Args:
-        awaited: hosts that may hold workers.
+        awaited: hosts of the last generation, as far as it is known.
+        asked: every host whose agent was asked for, those included.
         deadline: when to go on without those that have not answered [s, monotonic].
         patient: a host that cannot be reached is tried again until then.
     """
 
-    def __init__(self, awaited: Iterable[str], deadline: float, *, patient: bool = False) -> None:
+    def __init__(
+        self,
+        awaited: Iterable[str],
+        asked: Iterable[str],
+        deadline: float,
+        *,
+        patient: bool = False,
+    ) -> None:
         self.deadline = deadline
         self.patient = patient
         self.postponed: list[tuple[Any, str, Message]] = []
@@ -37,7 +45,8 @@ class Adoption:
         """Those that were asked for with it, (host, index)."""
         self.draining: tuple[str, ...] = ()
         """Hosts that were drained and not given back."""
-        self._open = set(awaited)
+        self._awaited, self._asked = frozenset(awaited), tuple(asked)
+        self._open = {*self._awaited, *self._asked}
         self._ready: list[str] = []
         self._held: dict[str, Message] = {}
         self._retry_at: dict[str, float] = {}
@@ -69,27 +78,25 @@ class Adoption:
 
     @property
     def complete(self) -> bool:
-        """Whether every host has answered."""
-        return not self._open
+        """Whether every host has answered, or all of the last generation have the run's workers.
+
+        In the second case nobody else leads the run. Otherwise any host may still know who does.
+        """
+        return not self._open or self._awaited <= self._held.keys()
 
     @property
     def workers(self) -> dict[str, tuple[str, int]]:
         """Host and slot of every worker that was found."""
         return {found.worker: (found.host, found.slot) for found in self._found()}
 
-    def event(self, hosts: tuple[ev.HostSlots, ...], asked: Iterable[str]) -> ev.RunAdopted:
-        """The whole picture.
-
-        Args:
-            hosts: the hostfile as it is now.
-            asked: every host whose agent was asked for.
-        """
+    def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunAdopted:
+        """The whole picture; ``hosts``: the hostfile as it is now."""
         newest = max(self._held.values(), key=lambda held: held["generation"], default=None)
         members = tuple(Member(*values) for values in newest["members"]) if newest else ()
         return ev.RunAdopted(
             hosts=hosts,
             agents=tuple(self._ready),
-            awaited=tuple(host for host in asked if host not in self._ready),
+            awaited=tuple(host for host in self._asked if host not in self._ready),
             generation=newest["generation"] if newest else 0,
             members=members,
             requested_np=self.requested_np,

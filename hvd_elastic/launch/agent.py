@@ -7,7 +7,8 @@ it started and itself. A first SIGTERM is a notice that the host will go: the le
 has the workers leave. When the leader is lost (killed, or its link is gone) training goes on for a
 grace time: state and data live in the workers, and nothing but a change of the world needs a
 leader. Another leader can take the agent over meanwhile; see
-:mod:`hvd_elastic.launch.succession`. After that time the workers write a checkpoint and all ends.
+:mod:`hvd_elastic.launch.succession`. After that time, or at a SIGTERM before, the workers write a
+checkpoint and all ends.
 
 Run by the launcher as ``python -m hvd_elastic.launch.agent``.
 """
@@ -57,7 +58,11 @@ __all__ = ["Agent", "interface_of", "main"]
 _LINE_LIMIT = 64 << 20
 _STRAY_GRACE_S = 2.0
 _LOG_CHUNK_BYTES = 1 << 16
-_LAST_CHECKPOINT_S = 15.0
+_WRITE_PATIENCE_S = 300.0
+"""So long nothing may be seen of a checkpoint on its way: a disk may take it all at the end."""
+_LOOK_S = 0.1
+_PROOF_S = 2.0
+"""A leader that lives is heard of within this time; its longest interval is a second."""
 _UNTOLD = "untold.jsonl"
 
 
@@ -90,6 +95,10 @@ class Worker:
     log: int
     pulse: Pulse
     activity: Message = field(default_factory=dict)
+    is_member: bool = False
+    """It has joined a generation and is not through with its training."""
+    has_answered: bool = True
+    """It has written what it was asked for last, or could not."""
     writer: asyncio.StreamWriter | None = None
     unsent: list[Message] = field(default_factory=list)
 
@@ -127,7 +136,8 @@ class Agent:
         self._commands: asyncio.Task[None] | None = None
         self._vigil: asyncio.Task[None] | None = None
         self._heard = time.monotonic()
-        self._last_checkpoint = asyncio.Event()
+        self._word = asyncio.Event()
+        self._hurry = asyncio.Event()
         self._door: socket.socket | None = None
         self._callers: list[Caller] = []
         self._recorded: int | None = None
@@ -185,6 +195,7 @@ class Agent:
         try:
             while line := await self._reader.readline():
                 self._heard = time.monotonic()
+                self._word.set()
                 message = decode(line)
                 # What a leader tells all its agents may overtake the hello of a new one.
                 if self._hello or message["op"] in ("hello", "shutdown"):
@@ -232,12 +243,26 @@ class Agent:
 
     def _on_sigterm(self) -> None:
         """The first is a notice: the machine is shut down, or a spot instance is taken back."""
-        if self._was_terminated or self._out is None or not self._hello:
+        if self._was_terminated or not self._hello:
             self._over.set()
             return
         self._was_terminated = True
+        if self._is_led:
+            self._tell_of_sigterm()
+        else:
+            self._leave()
+
+    def _tell_of_sigterm(self) -> None:
         self._give_notice("its agent got SIGTERM", NOTICE_S)
-        asyncio.get_running_loop().call_later(NOTICE_S, self._over.set)
+        asyncio.get_running_loop().call_later(NOTICE_S, self._leave)
+
+    def _leave(self) -> None:
+        """The host goes now: where no leader has seen to the state, it is written first."""
+        if self._is_led:
+            self._over.set()
+        else:
+            self._hurry.set()
+            self._lose_leader()
 
     def _give_notice(self, cause: str, leave_in_s: float) -> None:
         self._tell({"ev": "notice", "cause": cause, "leave_in_s": round(leave_in_s, 1)})
@@ -260,6 +285,11 @@ class Agent:
     def _leader_grace_s(self) -> float:
         return float(self._hello.get("leader_grace_s", 0.0))
 
+    @property
+    def _is_led(self) -> bool:
+        silent_s = time.monotonic() - self._heard
+        return self._out is not None and silent_s <= self._leader_timeout_s
+
     def _lose_leader(self, silent_s: float = 0.0) -> None:
         """Nobody leads any more: end, or hold out for another leader."""
         if self._over.is_set() or self._out is None:
@@ -271,6 +301,7 @@ class Agent:
         self._vigil = asyncio.create_task(self._hold_out(max(0.0, self._leader_grace_s - silent_s)))
 
     def _hang_up(self) -> None:
+        self._word.set()
         if self._out is not None:
             self._out.close()
             self._out = None
@@ -288,14 +319,60 @@ class Agent:
             os.dup2(null, descriptor)
         if null > 2:
             os.close(null)
-        await asyncio.sleep(grace_s)
-        self._last_checkpoint.clear()
-        # The worker of rank 0 writes it, on whatever host that is; all hosts wait for it.
-        for worker in self._workers.values():
-            worker.send({"kind": "checkpoint"})
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._last_checkpoint.wait(), _LAST_CHECKPOINT_S)
+            await asyncio.wait_for(self._hurry.wait(), grace_s)
+        if self._hello["options"].get("checkpoint_every_s"):
+            await self._have_state_written()
         self._over.set()
+
+    async def _have_state_written(self) -> None:
+        """Ask for a checkpoint, and wait for the share of every worker here.
+
+        All ranks of all hosts take it at the same step, whoever asked first, and write on when the
+        others are gone; so it is whole when each host has waited for its own.
+        """
+        for worker in self._workers.values():
+            if worker.is_member:
+                worker.has_answered = False
+                worker.send({"kind": "checkpoint"})
+        seen: list[Any] = []
+        since, was_called_off = time.monotonic(), False
+        while self._is_awaited():
+            signs = self._signs_of_writing()
+            if signs != seen:
+                seen, since = signs, time.monotonic()
+            nothing_s = time.monotonic() - since
+            if nothing_s >= _WRITE_PATIENCE_S:
+                return
+            if nothing_s >= self._step_patience_s() and not was_called_off:
+                # They wait for another host, which is gone, say: out of its step each of them
+                # writes the whole state.
+                was_called_off = True
+                await self._on_abort({"generation": max(self._stores, default=0)})
+            await asyncio.sleep(_LOOK_S)
+
+    def _is_awaited(self) -> bool:
+        now = time.monotonic()
+        return any(
+            worker.is_member
+            and not worker.has_answered
+            and worker.silent_s(now) <= self._leader_timeout_s
+            for worker in self._workers.values()
+        )
+
+    def _signs_of_writing(self) -> list[Any]:
+        """What changes while steps are finished, or files become longer."""
+        said = [(w.name, w.has_answered, w.activity.get("step")) for w in self._workers.values()]
+        size = 0
+        with contextlib.suppress(OSError), os.scandir(self._spool()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):  # renamed meanwhile
+                    size += entry.stat().st_size
+        return [size, *said]
+
+    def _step_patience_s(self) -> float:
+        longest_s = [w.activity.get("longest_step_s", 0.0) for w in self._workers.values()]
+        return max(3 * self._leader_timeout_s, 2 * max(longest_s, default=0.0))
 
     def _leave_untold(self) -> None:
         """Keep what was read, and no leader knows, where the next agent of the run finds it."""
@@ -316,24 +393,34 @@ class Agent:
         """The agent process of another leader, or of the same one once more."""
         assert self._door is not None
         caller = answer_caller(self._door)
-        if caller is None:
-            return
+        if caller is not None:
+            self._begin(self._meet(caller))
+
+    async def _meet(self, caller: Caller) -> None:
         other = caller.hello.get("leader") != self._hello["leader"]
-        is_led = self._out is not None and time.monotonic() - self._heard <= self._leader_timeout_s
-        if is_led and other:
-            caller.refuse(
-                f"run {self._hello['run_id']} is led by another leader, {self._hello['led_by']}"
-            )
-        elif caller.hello.get("take_over") and other:
-            self._begin(self._follow(caller))
+        if other and await self._is_led_for_sure():
+            led = {name: self._hello[name] for name in ("leader", "led_by", "led_since")}
+            heard_s = time.monotonic() - self._heard
+            caller.refuse({**led, "run_id": self._hello["run_id"], "heard_s": round(heard_s, 1)})
+        elif other and caller.hello.get("take_over"):
+            await self._follow(caller)
         else:
             self._callers.append(caller)  # it waits until this process ends
             self._over.set()
+
+    async def _is_led_for_sure(self) -> bool:
+        """Whether somebody leads: one that was just killed is not heard of once more."""
+        if self._is_led:
+            self._word.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._word.wait(), _PROOF_S)
+        return self._is_led
 
     async def _follow(self, caller: Caller) -> None:
         """Take orders from another leader."""
         if self._vigil is not None:
             self._vigil.cancel()
+        self._hurry.clear()
         self._hang_up()
         self._callers.append(caller)
         caller.accept()
@@ -346,6 +433,8 @@ class Agent:
         self._introduce(swept=0, held=self._ledger.snapshot())
         for message in self._ledger.unacknowledged():
             self._send(message)
+        if self._was_terminated:
+            self._tell_of_sigterm()
         self._commands = asyncio.create_task(self._read_commands())
 
     # -- commands of the leader ------------------------------------------------------------
@@ -380,9 +469,9 @@ class Agent:
         """An agent of this run may still be here, without a leader or given up by it."""
         assert self._reader is not None
         rest = bytes(self._reader._buffer)  # type: ignore[attr-defined]
-        answer, why = call_predecessor(hello, rest, self._output.fileno())
+        answer, led = call_predecessor(hello, rest, self._output.fileno())
         if answer == "refused":
-            self._send({"ev": "refused", "message": why})
+            self._send({"ev": "refused", **led})
         if answer in ("refused", "taken"):
             self._replaced = True
             self._over.set()
@@ -564,12 +653,15 @@ class Agent:
             while line := await reader.readline():
                 worker.pulse.beat()
                 message = decode(line)
-                if message["kind"] == "beat":
+                kind = message["kind"]
+                if kind == "beat":
                     worker.activity = {name: message[name] for name in message if name != "kind"}
+                elif kind == "checkpoint_answered":
+                    worker.has_answered = True
                 else:
+                    if kind in ("joined", "finished"):
+                        worker.is_member = kind == "joined"
                     self._tell({"ev": "worker", "worker": worker.name, "message": message})
-                    if message["kind"] == "checkpoint":
-                        self._last_checkpoint.set()
         except (ValueError, KeyError, OSError):
             pass  # a worker that dies in the middle of a line; its exit is reported by _reap
         finally:

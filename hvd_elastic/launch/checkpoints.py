@@ -637,7 +637,7 @@ def _explained(folder: Path, what: str) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                f"{what} was not written: {folder} is full ({reason}); free some space there, "
+                f"{what} cannot be written: {folder} is full ({reason}); free some space there, "
                 "keep fewer checkpoints, or choose another folder. The checkpoints that were "
                 "there are untouched"
             ) from error

@@ -27,6 +27,7 @@ from hvd_elastic.launch.checkpoints import (
     ShardInfo,
     complete_checkpoint,
     complete_sets,
+    find_checkpoints,
     newest_valid,
     parse_shard,
     receive_shard,
@@ -141,6 +142,7 @@ class CheckpointCollector:
         self._missed: dict[Key, list[_Source]] = {}
         """The newest that could not be collected; the hosts still have it."""
         self._why_missed = ""
+        self._writable = True
         self.newest_step = -1
         """Of the newest checkpoint in the folder that training went on from, or passed."""
         self.newest_s = 0.0
@@ -160,10 +162,17 @@ class CheckpointCollector:
             CheckpointError: they cannot, or there are those of another run.
         """
         owner = self._run_id if self._resumed else None
-        found = check_place(self.folder, owner)
-        if self._url is not None:
-            check_place(self._url, owner)
-        self.newest_step = max((info.step for info in found), default=-1)
+        self._writable = False
+        try:
+            found = check_place(self.folder, owner)
+            if self._url is not None:
+                check_place(self._url, owner)
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):
+                self.newest_step = _newest_step(find_checkpoints(self.folder))
+            raise
+        self.newest_step = _newest_step(found)
+        self._writable = True
 
     # -- what is there to collect ----------------------------------------------------------
 
@@ -307,7 +316,7 @@ class CheckpointCollector:
         self._working = False
         sources = self._known.pop(key, [])
         if info is not None:
-            self._missed = {}
+            self._missed, self._writable = {}, True
             self.newest_step, self.newest_s = info.step, info.seconds
             # What is older and still not complete will never be, or is of no interest.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
@@ -337,7 +346,7 @@ class CheckpointCollector:
 
     def end(self, *, succeeded: bool) -> None:
         """The run ends: nothing of the spools is needed, unless it is all there is."""
-        if succeeded or not (self._copies or self._missed or self.busy):
+        if succeeded or not (self._copies or self._missed or self.busy or not self._writable):
             self._release(None)
 
     # -- the way back ----------------------------------------------------------------------
@@ -477,6 +486,10 @@ class CheckpointCollector:
         self._begin()
         if not self._working:
             self._idle.set()
+
+
+def _newest_step(found: Sequence[CheckpointInfo]) -> int:
+    return max((info.step for info in found), default=-1)
 
 
 def _reading(source: _Source) -> Callable[[HashingWriter], None]:

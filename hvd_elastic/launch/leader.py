@@ -28,17 +28,18 @@ from hvd_elastic.control.endings import how_it_ended
 from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Activity, ProgressWatch
-from hvd_elastic.errors import HostfileError
+from hvd_elastic.errors import CheckpointError, HostfileError
 from hvd_elastic.launch.adoption import Adoption
 from hvd_elastic.launch.collector import Brought, CheckpointCollector
 from hvd_elastic.launch.last_checkpoint import LastCheckpoint
 from hvd_elastic.launch.protocol import Message
 from hvd_elastic.launch.remote_agent import AgentConnection
+from hvd_elastic.launch.rivals import Rival
 from hvd_elastic.launch.spec import RunSpec
 from hvd_elastic.telemetry.records import EventLog, RecordNotWrittenError
 from hvd_elastic.telemetry.runfolder import RunFolder
 from hvd_elastic.telemetry.summary import RunSummary, summarize
-from hvd_elastic.words import count, worker_name
+from hvd_elastic.words import count, hosts_named, worker_name
 
 if TYPE_CHECKING:
     from hvd_elastic.launch.scaler import Scaler
@@ -125,8 +126,11 @@ class Leader:
         )
         self._machine = self._new_machine(has_checkpoint=resumed)
         self._id = secrets.token_hex(8)
+        self._own_ids = {self._id}
+        self._led_since = time.time()
+        self._gave_way = False
         self._adoption: Adoption | None = None
-        self._asked: list[str] = []
+        self._unwritable: CheckpointError | None = None
         self._took_over = False
         self._next_beat = 0.0
         self._recorded_step: int | None = None
@@ -169,9 +173,14 @@ class Leader:
 
         Raises:
             HostfileError: the hostfile cannot be read at the start.
-            CheckpointError: the checkpoint folder cannot be written.
+            CheckpointError: the checkpoint folder cannot be written, and nothing of the run lives.
         """
-        self._collector.check()
+        try:
+            self._collector.check()
+        except CheckpointError as error:
+            if not self._resumed:
+                raise
+            self._unwritable = error  # that costs checkpoints, not what is being trained
         hosts = self._read_hostfile()
         records = self._folder.read_events() if self._resumed else []
         past = summarize(records) if self._resumed else None
@@ -246,6 +255,10 @@ class Leader:
     def _end_agents(self) -> None:
         """Every agent ends its workers and itself; wait until they have."""
         agents = [*self._agents.values(), *self._ending]
+        if self._gave_way:
+            for agent in agents:
+                agent.drop()  # what lives there goes on as if this leader had never come
+            return
         succeeded = self._finish is not None and self._finish.status == "succeeded"
         self._collector.end(succeeded=succeeded)
         for agent in agents:
@@ -274,15 +287,15 @@ class Leader:
     ) -> None:
         """Before anything else: what do the hosts still hold of this run?"""
         awaited = past.generation_hosts or [host.name for host in hosts]
-        adoption = Adoption(awaited, time.monotonic() + wait_s, patient=patient)
+        # Those that the hostfile does not name any more hold workers that have to go.
+        asked = list(dict.fromkeys([*awaited, *(host.name for host in hosts)]))
+        adoption = Adoption(awaited, asked, time.monotonic() + wait_s, patient=patient)
         self._adoption = adoption
         if past.np == self._spec.np:  # otherwise the user has asked for another size just now
             adoption.requested_np, adoption.slots = past.scaled_to, tuple(past.scaled_slots)
         adoption.draining = tuple(past.draining)
         self._hosts = {host.name: host for host in hosts}
-        # Those that the hostfile does not name any more hold workers that have to go.
-        self._asked = [*dict.fromkeys([*awaited, *self._hosts])]
-        for name in self._asked:
+        for name in asked:
             if patient:
                 adoption.postpone(name, time.monotonic())
             else:
@@ -301,6 +314,8 @@ class Leader:
         self._watch = ProgressWatch(self._spec.failure_timeout_s)
         # The agents tell leaders apart by it, and this one comes as another.
         self._id = secrets.token_hex(8)
+        self._own_ids.add(self._id)
+        self._led_since = time.time()
         self._machine = self._new_machine(has_checkpoint=True)
         past = summarize(self._folder.read_events())
         wait_s = max(_ADOPTION_S, grace_s - silent_s)
@@ -325,6 +340,20 @@ class Leader:
         adoption.postponed.append((agent, host, message))
         self._adopt_when_complete()
 
+    def _on_refused(self, host: str, message: Message) -> None:
+        """Another leader leads the agent of ``host``: one of the two has to end."""
+        rival = Rival.of(host, message)
+        if rival.leader in self._own_ids or self._finish is not None:
+            return  # an agent that has not noticed yet that this leader was cut off
+        began = self._adoption is None
+        if began and not rival.goes_before(self._id, self._led_since):
+            return  # it gives way as soon as it meets this one; the host is tried again
+        timeout_s = self._spec.failure_timeout_s
+        text = rival.explain(self._folder.run_id, timeout_s, began=began)
+        self._gave_way = not began
+        self._finish = cmd.Finish("failed", text)
+        self._loop.stop()
+
     def _adopt_when_complete(self) -> None:
         adoption = self._adoption
         if adoption is None or not (adoption.complete or time.monotonic() >= adoption.deadline):
@@ -332,7 +361,18 @@ class Leader:
         self._adoption = None
         slots = tuple(ev.HostSlots(host.name, host.slots) for host in self._hosts.values())
         self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
-        event = adoption.event(slots, self._asked)
+        event = adoption.event(slots)
+        if self._unwritable is not None and not event.workers:
+            raise self._unwritable
+        if self._unwritable is not None:
+            self._warn(f"training goes on without checkpoints: {self._unwritable}")
+            self._unwritable = None
+        if event.awaited and not event.workers:
+            names = hosts_named(event.awaited)
+            self._warn(
+                f"{names} could not be asked whether another leader leads this run; if one does, "
+                "the one that began later ends when they meet"
+            )
         self._workers = dict(adoption.workers)
         self._took_over = bool(self._workers)
         self._members = event.members
@@ -633,6 +673,9 @@ class Leader:
         kind = message["ev"]
         if agent is None or self._agents.get(host) is not agent:
             return  # an agent that was given up, or asked to go
+        if kind == "refused":
+            self._on_refused(host, message)
+            return
         if self._adoption is not None:
             self._heard_of_the_past(agent, host, message, self._adoption)
             return
@@ -835,6 +878,7 @@ class Leader:
             "host": host.name,
             "leader": self._id,
             "led_by": f"process {os.getpid()} on {socket.gethostname()}",
+            "led_since": self._led_since,
             "take_over": take_over,
             "failure_timeout_s": self._spec.failure_timeout_s,
             "leader_grace_s": self._spec.leader_grace_s,

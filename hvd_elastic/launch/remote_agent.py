@@ -33,9 +33,9 @@ Post = Callable[[str, Message], None]
 class AgentConnection:
     """One try at having an agent on one host.
 
-    What is posted, always with the host's name first: every message of the agent; ``up`` once it
-    has said hello and fits; ``down {cause, brief, fatal, unknown}`` once, when it could not be
-    started, or when it is gone.
+    What is posted, always with the host's name first: every message of the agent, among them
+    ``refused`` with who leads this run there already; ``up`` once it has said hello and fits;
+    ``down {cause, brief, fatal, unknown}`` once, when it could not be started, or when it is gone.
 
     Args:
         host: where.
@@ -179,9 +179,9 @@ class AgentConnection:
             except ValueError:
                 continue  # a shell start-up file that prints; not from the agent
             if message.get("ev") == "refused":
-                raise _UnfitHostError(
-                    f"host {self.host.name}: {message['message']}. Two leaders for one run would "
-                    "undo each other's work: stop that one, or give this run another --run-id."
+                self._post(self.host.name, message)
+                raise _LedHostError(
+                    f"host {self.host.name} is led by another leader, {message['led_by']}"
                 )
             if message.get("ev") == "hello":
                 unfit = self._unfit(message)
@@ -204,8 +204,9 @@ class AgentConnection:
             )
         if hello.get("version") != __version__ or hello.get("protocol") != PROTOCOL:
             return (
-                f"host {name} has hvd_elastic {hello.get('version')}, the leader has "
-                f"{__version__}. Install the same version on every host."
+                f"host {name} has hvd_elastic {hello.get('version')} (protocol "
+                f"{hello.get('protocol')}), the leader has {__version__} (protocol {PROTOCOL}). "
+                "Install the same version on every host."
             )
         wanted, there = self._hello.get("interface"), hello["interfaces"]
         if wanted and wanted not in there:
@@ -248,6 +249,12 @@ class AgentConnection:
             self._process.close()
         if self._connection is not None:
             self._connection.close()
+
+
+class _LedHostError(SshError):
+    """Another leader of this run was there first, and will give way."""
+
+    brief = "is led by another leader"
 
 
 class _UnfitHostError(SshError):

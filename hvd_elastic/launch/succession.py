@@ -45,9 +45,9 @@ class Caller:
     input: int
     output: int
 
-    def refuse(self, why: str) -> None:
-        """Send it away."""
-        self._answer({"answer": "refused", "why": why})
+    def refuse(self, led: Message) -> None:
+        """Send it away; ``led``: who leads this run already."""
+        self._answer({"answer": "refused", "led": led})
         self.close()
 
     def accept(self) -> None:
@@ -110,7 +110,7 @@ def answer_caller(listener: socket.socket) -> Caller | None:
     return Caller(connection, hello, rest, read, write)
 
 
-def call_predecessor(hello: Message, rest: bytes, output: int) -> tuple[Answer, str]:
+def call_predecessor(hello: Message, rest: bytes, output: int) -> tuple[Answer, Message]:
     """Look for a running agent of the same run, host and user, and settle who goes on.
 
     Blocks; nothing else has begun in this process.
@@ -121,15 +121,15 @@ def call_predecessor(hello: Message, rest: bytes, output: int) -> tuple[Answer, 
         output: descriptor of this process's way to the leader.
 
     Returns:
-        What became of it, with the reason of a refusal. After ``taken`` this call has lasted
-        until the old agent ended.
+        What became of it, and after a refusal who leads this run already. After ``taken`` this
+        call has lasted until the old agent ended.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_S)
         try:
             connection.connect(_address(hello["run_id"], hello["host"]))
         except OSError:
-            return "nobody", ""
+            return "nobody", {}
         try:
             text = encode({"hello": hello, "rest": base64.b64encode(rest).decode()})
             socket.send_fds(connection, [text[:1]], [0, output])
@@ -139,17 +139,17 @@ def call_predecessor(hello: Message, rest: bytes, output: int) -> tuple[Answer, 
             answer = b""
             _kill_peer(connection)
         if not answer:
-            return "ended", ""
+            return "ended", {}
         message = decode(answer)
         if message["answer"] == "refused":
-            return "refused", str(message["why"])
+            return "refused", message["led"]
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         # While this process lives, so does the ssh channel with the pipes it handed over.
         connection.settimeout(None)
         with contextlib.suppress(OSError):
             connection.recv(1)
-        return "taken", ""
+        return "taken", {}
 
 
 def _read_line(connection: socket.socket) -> bytes:

@@ -128,6 +128,10 @@ class AgentLink:
         wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
         return wanted
 
+    def give_back_checkpoint_request(self) -> None:
+        """It was taken, and nothing came of it."""
+        self._checkpoint_wanted = True
+
     def _beat(self) -> None:
         stop = threading.Event()
         while not stop.wait(self._beat_s):

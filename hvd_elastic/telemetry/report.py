@@ -66,7 +66,8 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
         )
     summary.run_id = folder.run_id
     if summary.status == "running" and not folder.leader_alive():
-        summary.status = "died"
+        trains = folder.leaderless_until(summary.ended) is not None
+        summary.status = "leaderless" if trains else "died"
     finished = summary.status == "succeeded"
     steps_made = summary.steps if finished else 0
     audit = check_audit(iter_events(folder.audit), finished=finished, steps_made=steps_made)

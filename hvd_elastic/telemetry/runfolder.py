@@ -309,6 +309,21 @@ class RunFolder:
             os.close(fd)  # frees the shared lock as well
         return False
 
+    def leaderless_until(self, last_event: float | None) -> float | None:
+        """When the hosts of a run whose leader is gone give up waiting for another [Unix seconds].
+
+        They count from the moment they missed it, which is hardly later than its last event. None:
+        they have, or did not wait.
+
+        Args:
+            last_event: when that was [Unix seconds]; None: there is none.
+        """
+        grace_s = self.read_run().get("leader_grace_s")
+        if last_event is None or not isinstance(grace_s, (int, float)):
+            return None
+        until = last_event + grace_s
+        return until if time.time() < until else None
+
     def leader(self) -> dict[str, Any]:
         """``{"pid", "host"}`` of the leader that holds the lead now or held it last."""
         try:

@@ -91,6 +91,7 @@ class Checkpointing:
         self._agreed = (False, False, False)
         if asked:
             self.take(wait=True)
+            self.answer()
         elif due and not busy:
             if self._room_agreed:
                 self.take()
@@ -133,6 +134,16 @@ class Checkpointing:
             if shard is not None:
                 pinned = any(tensor.is_cuda for tensor in content.tensors)
                 self._writer.prepare(shard.end - shard.begin, pinned=pinned)
+
+    def broken(self) -> None:
+        """The ranks go on without a common step: what was asked for in it is still wanted."""
+        if self._asked and self._context.link is not None:
+            self._asked = False
+            self._context.link.give_back_checkpoint_request()
+
+    def answer(self) -> None:
+        """Say that what was asked for is done: this rank has nothing more to write of it."""
+        self._context.sink.send({"kind": "checkpoint_answered"})
 
     def take_alone(self) -> None:
         """Write the whole state; this rank waits, and the others wait too or are gone."""

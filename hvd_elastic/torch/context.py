@@ -428,6 +428,7 @@ class Context:
                 self.link.take_checkpoint_request()
                 if self._whole:
                     self._checkpoints.take_alone()
+                self._checkpoints.answer()
                 continue
             if instruction.action == "leave":
                 self.close()
@@ -518,6 +519,7 @@ class Context:
             self._state.restore_plain()
         for record in self._used:
             self.sink.send(record)
+        self._checkpoints.broken()
         self._say("broken", error=str(error))
 
     def _say(self, kind: str, **fields: Any) -> None:

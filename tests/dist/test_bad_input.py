@@ -335,6 +335,43 @@ def test_disk_that_fills_up_during_the_run(small_disk: Path, script: Path, tmp_p
     assert_nothing_left(run_id="job")
 
 
+@pytest.mark.root
+def test_disk_that_is_full_when_a_lost_run_is_resumed(
+    small_disk: Path, script: Path, tmp_path: Path
+) -> None:
+    """What trains is taken over; where nothing does, nothing begins that could not be kept."""
+    options = ["--np", 1, "--checkpoint-every", 600, "--leader-grace", 600]
+    arguments = [script, "--until", tmp_path / "enough", "--step-time", 0.02]
+    with Job(*options, "--", sys.executable, *arguments, home=small_disk) as job:
+        job.until_trains()
+        job.process.kill()
+        job.process.wait()
+        filler = small_disk / "filler"
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x")
+        output = tmp_path / "resumed"
+        with output.open("wb") as out:
+            job.process = subprocess.Popen(
+                jobs.command("run", "--resume", job.run_id, "--json"),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=jobs.environment(small_disk),
+            )
+        job.until(lambda: '"taken_over"' in output.read_text(), "the run is taken over")
+        (warning,) = [line for line in output.read_text().splitlines() if "goes on without" in line]
+        assert f"checkpoints cannot be written: {job.folder / 'checkpoints'} is full" in warning
+        job.process.kill()
+        job.process.wait()
+        for process in jobs.marked(job.mark):
+            process.kill()
+        refused(
+            call("run", "--resume", job.run_id, home=small_disk),
+            *(1, f"checkpoints cannot be written: {job.folder / 'checkpoints'} is full"),
+        )
+    assert_nothing_left(run_id=job.run_id)
+
+
 def test_truncated_checkpoint_is_skipped_for_an_older_one(home: Path, script: Path) -> None:
     options = ["--np", 1, "--audit", "--checkpoint-every", 0.1]
     arguments = [script, "--step-time", 0.05, "--epochs", 8]

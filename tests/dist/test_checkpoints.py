@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -20,17 +21,20 @@ from tests.small_disk import mounted
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 # The probe, as if its parameters were many; ``gate-write-<host>`` in its folder holds the writing of
-# shards on that host, which says so by making ``at-write-<host>``.
+# shards on that host, which says so by making ``at-write-<host>``; ``gate-write-<host>.<slot>`` that
+# of one worker.
 SHARDED = f"""
 import os, pathlib, runpy, sys, time
 import hvd_elastic.torch.checkpoint as checkpoint
 
 folder, host = pathlib.Path(sys.argv[1]), os.environ["HVD_ELASTIC_HOST"]
+slot = os.environ["HVD_ELASTIC_LOCAL_RANK"]
 
 def gated(*arguments, write=checkpoint.write_shard):
-    while (folder / f"gate-write-{{host}}").exists():
-        (folder / f"at-write-{{host}}").touch()
-        time.sleep(0.02)
+    for place in (host, f"{{host}}.{{slot}}"):
+        while (folder / f"gate-write-{{place}}").exists():
+            (folder / f"at-write-{{place}}").touch()
+            time.sleep(0.02)
     return write(*arguments)
 
 checkpoint.write_shard = gated
@@ -200,6 +204,35 @@ def test_what_a_dead_leader_did_not_collect_is_put_together_by_the_next(
     restored = job.wait_event("restored", since)
     assert restored["step"] in held
     job.wait_size(2, since)
+    job.finish()
+
+
+def test_what_is_written_after_the_grace_time_is_whole_however_long_a_shard_takes(
+    stage: Stage, start_sharded: Any
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_sharded({a: 2, b: 1}, "--leader-grace", "1", "--checkpoint-every", "600")
+    job.wait_size(3)
+    job.wait_steps(5)
+    slow = [f"{a}.1", b]
+    for place in slow:
+        (job.folder / f"gate-write-{place}").touch()
+    job.process.kill()
+    job.wait()
+    there = lambda name: (job.folder / name).exists()  # noqa: E731
+    for place in slow:
+        job.wait_for(functools.partial(there, f"at-write-{place}"), "a shard is written", ended_too=True)
+    job.wait_for(lambda: find_shards(spool_of(job, a)), "another one is there", ended_too=True)
+    (job.folder / f"gate-write-{slow[0]}").unlink()
+    job.wait_for(lambda: not job.workers(a), "a host goes before the other", ended_too=True)
+    assert job.workers(b)
+    (job.folder / f"gate-write-{b}").unlink()
+    job.wait_for(lambda: not job.workers(), "the grace time is over", ended_too=True)
+    made = max(record["step"] for record in job.digests())
+    since = job.mark()
+    job.resume()
+    assert job.wait_event("restored", since)["step"] >= made
+    job.wait_size(3, since)
     job.finish()
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
 from hvd_elastic.cluster.virtual.plan import interface_name
 from tests.dist.conftest import StartJob
-from tests.dist.running import ROOT, RunningJob, Stage
+from tests.dist.running import DEADLINE_S, ROOT, RunningJob, Stage
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -252,6 +253,41 @@ def test_a_run_that_is_led_is_not_led_twice(stage: Stage, start_job: StartJob) -
     job.wait_size(1)
     with pytest.raises(AssertionError, match="has a live leader"):
         job.command("run", "--resume", job.run_id)
+    job.wait_steps(5)
+    job.finish()
+
+
+@pytest.mark.root
+def test_another_machine_does_not_lead_a_run_that_is_led(
+    stage: Stage, start_job: StartJob
+) -> None:
+    """Nor on a host that the run does not use, and that could be had."""
+    a, b, c, _ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--max-np", "2")
+    job.wait_size(2)
+    job.wait_steps(5)
+    workers = job.workers()
+    other = job.folder / "other-hosts"
+    other.write_text(f"{c}\n{a}\n")
+    run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
+    run += ["--hostfile", str(other), "--ssh-config", str(stage.cluster.ssh_config)]
+    # Of this machine's runs, the other one sees none.
+    hidden = f'mount -t tmpfs none {job.home}/runs && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
+        env=job.environment(),
+        cwd=job.folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert f"host {a} is led by process {job.process.pid} on " in said
+    assert "ends, and has started nothing" in said
+    assert not job.workers(c)
+    assert job.workers() == workers
     job.wait_steps(5)
     job.finish()
 

@@ -121,6 +121,24 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
     assert "worker n1:0: ValueError: no" in done.out
 
 
+def test_status_of_a_run_that_trains_on_without_a_leader(call: Call) -> None:
+    folder = RunFolder.create("a", {"leader_grace_s": 3600.0})
+    with EventLog(folder.events) as log:
+        said = log.append("run_started", {"run_id": "a", "hosts": [["n1", 1]]})
+    until = said["t"] + 3600
+    found = call("status", "a", "--json").json
+    assert (found["status"], found["leaderless_until"]) == ("leaderless", until)
+    words = time.strftime("%H:%M:%S", time.localtime(until))
+    line = f"the leader is gone, and the hosts train on without one until about {words}; take them"
+    assert f"status       {line} over with: hvd-elastic run --resume a" in call("status", "a").out
+    assert call("list", "--json").json[0]["status"] == "leaderless"
+    assert "leaderless after" in call("report", "a").out
+    with folder.take_lead():
+        assert call("status", "a", "--json").json["leaderless_until"] is None
+    folder.write_run({"leader_grace_s": 0.0})
+    assert call("status", "a", "--json").json["status"] == "died"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

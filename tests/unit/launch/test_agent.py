@@ -41,6 +41,30 @@ for line in s.makefile("rb"):
     say(kind="checkpoint" if heard["kind"] == "checkpoint" else "heard", message=heard)
 """
 
+# Leaves files in its folder where it is asked to write; ``hold-<worker>`` there keeps it from that,
+# and ``stuck`` until its generation is called off.
+JOINED = """
+import threading, time
+def beat():
+    while True:
+        time.sleep(0.1)
+        say(kind="beat")
+say(kind="joined", generation=1, step=0)
+threading.Thread(target=beat, daemon=True).start()
+"""
+WRITE = """
+    name, there = os.environ["HVD_ELASTIC_WORKER"], os.path.exists
+    if heard["kind"] == ("abort" if there("stuck") else "checkpoint"):
+        open("asked-" + name, "w").close()
+        while there("hold-" + name): time.sleep(0.01)
+        open("written-" + name, "w").close()
+        say(kind="checkpoint_answered")
+"""
+WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
+    "    if heard", f"{WRITE}    if heard", 1
+)
+WRITES = {"checkpoint_every_s": 600}
+
 
 class Agent:
     def __init__(self, folder: Path, command: list[str], **hello: Any) -> None:
@@ -56,7 +80,7 @@ class Agent:
         self.skipped: list[Message] = []
         fields: Message = {"run_id": self.run_id, "host": "node1", "cwd": str(folder)}
         fields |= {"command": command}
-        fields |= {"leader": "first", "led_by": "a test"}
+        fields |= {"leader": "first", "led_by": "a test", "led_since": 5.0}
         # An agent that is killed leaves its temporary folder.
         sent = {"SECRET": "s3cret", "TMPDIR": str(folder)}
         fields |= {"env": sent, "options": {}, "heartbeat_s": 0.1}
@@ -319,6 +343,70 @@ def test_workers_outlive_the_leader_for_the_grace_time_and_no_longer(
     assert agent.process.wait(TIMEOUT_S) == 0
 
 
+def until_there(path: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def start_writers(start_agent: StartAgent, *workers: str, **hello: Any) -> Agent:
+    agent = start_agent(WRITER, options=WRITES, **hello)
+    for slot, name in enumerate(workers):
+        agent.start_worker(name, slot)
+    for _ in workers:
+        agent.said_by_worker("joined")
+    return agent
+
+
+def test_after_the_grace_time_every_worker_of_the_host_gets_to_write(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", "w1", leader_grace_s=0.2)
+    (tmp_path / "hold-w1").touch()
+    lose_leader(agent)
+    for name in ("asked-w1", "written-w0"):
+        until_there(tmp_path / name)
+    with pytest.raises(subprocess.TimeoutExpired):
+        agent.process.wait(0.5)
+    (tmp_path / "hold-w1").unlink()
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w1").exists()
+    agent.wait_clean()
+
+
+def test_a_step_that_hangs_without_a_leader_is_called_off_for_the_checkpoint(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=0.2, failure_timeout_s=1.0)
+    (tmp_path / "stuck").touch()
+    lose_leader(agent)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w0").exists()
+
+
+def test_a_sigterm_without_a_leader_ends_the_grace_time_with_a_checkpoint(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=3600)
+    lose_leader(agent)
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w0").exists()
+    agent.wait_clean()
+
+
+def test_a_second_sigterm_waits_for_no_checkpoint(start_agent: StartAgent, tmp_path: Path) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=3600)
+    (tmp_path / "hold-w0").touch()
+    lose_leader(agent)
+    agent.process.send_signal(signal.SIGTERM)
+    until_there(tmp_path / "asked-w0")
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    agent.wait_clean()
+
+
 def test_without_a_grace_time_all_ends_with_the_leader(start_agent: StartAgent) -> None:
     agent = start_agent(leader_grace_s=0)
     agent.start_worker()
@@ -368,11 +456,22 @@ def test_a_second_leader_is_refused_while_the_first_leads(start_agent: StartAgen
     agent = start_agent()
     agent.event("hello")
     second = start_agent(run_id=agent.run_id, leader="second", take_over=True)
+    agent.say(op="beat", seq=0)
     refused = second.event("refused")
-    assert "is led by another leader, a test" in refused["message"]
+    assert (refused["leader"], refused["led_by"], refused["led_since"]) == ("first", "a test", 5.0)
+    assert 0 <= refused["heard_s"] < TIMEOUT_S
     assert second.process.wait(TIMEOUT_S) == 0
     agent.start_worker()
     agent.said_by_worker("ready")
+
+
+def test_a_leader_that_dies_while_another_calls_is_none(start_agent: StartAgent) -> None:
+    old = start_agent(leader_grace_s=60)
+    old.start_worker()
+    old.said_by_worker("ready")
+    new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
+    lose_leader(old)  # which may be seen after the call
+    assert new.event("hello")["pid"] == old.process.pid
 
 
 def test_a_leader_that_begins_anew_ends_what_it_left_behind(start_agent: StartAgent) -> None:

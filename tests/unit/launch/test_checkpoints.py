@@ -335,7 +335,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_leaves_the_older_checkpoint_and_no_rubbish(small_disk: Path) -> None:
     older = put(small_disk, 1, b"x" * 300_000)
     before = names(small_disk)
-    with pytest.raises(CheckpointError, match=r"step 2 was not written: .*/disk is full \(No sp"):
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written: .*/disk is full \(No sp"):
         put(small_disk, 2, b"y" * 600_000, count=1)
     assert names(small_disk) == before
     assert newest_valid(small_disk) == find_checkpoints(small_disk)[0]

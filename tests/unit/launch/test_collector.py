@@ -142,6 +142,21 @@ def test_what_misses_a_shard_is_not_offered_and_goes_with_the_next(tmp_path: Pat
     assert run.hosts["node0"].steps() == []
 
 
+def test_where_checkpoints_cannot_be_written_the_spools_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    shutil.rmtree(run.folder)
+    run.folder.write_text("in the way")
+    with pytest.raises(CheckpointError, match="checkpoints cannot be written to"):
+        run.collector.check()
+    spooled(run.hosts["node0"].spool, 10, 0, 2)
+    run.collector.end(succeeded=False)
+    assert run.hosts["node0"].steps() == [(10, 0)]
+    run.folder.unlink()
+    run.collector.check()
+    run.collector.end(succeeded=False)
+    assert run.hosts["node0"].steps() == []
+
+
 def test_a_failure_costs_the_checkpoint_and_is_said_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.written(10, 0, 1)

@@ -377,7 +377,7 @@ def test_a_full_disk_is_named_and_the_older_checkpoint_stays(
     small_disk: Path, elements: int
 ) -> None:
     write_checkpoint(small_disk, {"w": torch.ones(100_000)}, 1)
-    with pytest.raises(CheckpointError, match=r"step 2 was not written: .* is full"):
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written: .* is full"):
         write_checkpoint(small_disk, {"w": torch.ones(elements)}, 2)
     found = newest_valid(small_disk)
     assert found is not None

@@ -140,3 +140,42 @@ def test_a_rank_alone_hears_that_its_generation_was_called_off() -> None:
         else:
             with pytest.raises(GenerationBrokenError, match="called this generation off"):
                 made.exchange()
+
+
+def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = train(monkeypatch, 1)
+    said: list[dict[str, Any]] = []
+
+    class Link:
+        wanted = True
+
+        def pending(self, generation: int) -> bool:
+            return False
+
+        aborted = pending
+
+        def take_checkpoint_request(self) -> bool:
+            wanted, self.wanted = self.wanted, False
+            return wanted
+
+        def give_back_checkpoint_request(self) -> None:
+            self.wanted = True
+
+    class Sink:
+        audit, checkpoint_every_s = False, 1000.0
+        checkpoint_folder: str | None = None
+
+        def send(self, message: dict[str, Any]) -> None:
+            said.append(message)
+
+    link = made.link = Link()  # type: ignore[assignment]
+    made.sink = Sink()
+    made.start_alone()
+    made.step_failed()  # the last one is over: another begins
+    made.exchange()
+    assert not link.wanted, "it was taken"
+    made.broken(GenerationBrokenError("the ring broke"))
+    assert link.wanted
+    assert said[-1]["kind"] == "broken"

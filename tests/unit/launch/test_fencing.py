@@ -1,0 +1,78 @@
+"""A leader that meets another one of its run, told by the agent of a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.control.commands import Finish
+from hvd_elastic.launch.adoption import Adoption
+from hvd_elastic.launch.leader import Leader
+from hvd_elastic.launch.spec import RunSpec
+from hvd_elastic.telemetry.runfolder import RunFolder
+
+HELD = {"generation": 1, "members": [], "workers": []}
+
+
+def met(folder: Path, *, since: float, began: bool, **refusal: Any) -> Finish | None:
+    """How a leader that began to lead at 100 ends, if it does."""
+    run = RunFolder.create("met", root=folder)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    leader._led_since = 100.0
+    if not began:
+        leader._adoption = Adoption(["n1", "n2"], ["n1", "n2"], deadline=0.0)
+    agent: Any = object()
+    leader._agents["n2"] = agent
+    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": since}
+    message = {"ev": "refused", "run_id": "met", **said, "heard_s": 0.5, **refusal}
+    if refusal.get("leader") == "own":
+        message["leader"] = leader._id
+    leader._heard(agent, "n2", message)
+    return leader._finish
+
+
+@pytest.mark.parametrize("since", [50.0, 200.0])
+def test_one_that_has_begun_nothing_ends_at_the_first_refusal(tmp_path: Path, since: float) -> None:
+    finish = met(tmp_path, since=since, began=False)
+    assert finish is not None
+    assert finish.status == "failed"
+    for words in (
+        "run met has a leader: host n2 is led by process 7 on alpha since ",
+        "heard of it 0.5 s ago",
+        "ends, and has started nothing",
+        "hvd-elastic stop met",
+        "after 5 s: try again",
+    ):
+        assert words in finish.message
+
+
+def test_of_two_that_train_the_later_one_ends(tmp_path: Path) -> None:
+    finish = met(tmp_path / "later", since=50.0, began=True)
+    assert finish is not None
+    assert "which began later, ends" in finish.message
+    assert met(tmp_path / "earlier", since=200.0, began=True) is None
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_leader_is_not_its_own_rival(tmp_path: Path, began: bool) -> None:
+    """After it was cut off it comes as another, to agents that may not have noticed."""
+    assert met(tmp_path, since=50.0, began=began, leader="own") is None
+
+
+def test_nothing_begins_before_every_host_was_asked_who_leads() -> None:
+    adoption = Adoption(["n1"], ["n1", "n2"], deadline=0.0)
+    adoption.answered("n1", None)
+    assert not adoption.complete, "n2 may be led by another"
+    adoption.answered("n2", None)
+    assert adoption.complete
+
+
+def test_where_the_last_generation_lives_nobody_else_leads() -> None:
+    adoption = Adoption(["n1", "n2"], ["n1", "n2", "n3"], deadline=0.0)
+    for host in ("n1", "n2"):
+        assert not adoption.complete
+        adoption.answered(host, HELD)
+    assert adoption.complete, "n3 is not waited for"
+    assert adoption.event(()).awaited == ("n3",)
