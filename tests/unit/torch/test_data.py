@@ -58,6 +58,7 @@ class FakeContext:
     size: int = 1
     generation: int = 1
     audit: bool = True
+    waited_s: float = 0.0
     progress: Progress = field(default_factory=Progress)
     handed: list[InFlight] = field(default_factory=list)
     marked: int = 0
