@@ -150,6 +150,27 @@ class World:
             loader.close()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_shares_may_change_between_any_two_steps(num_workers: int) -> None:
+    """Those that readers have fetched ahead are dropped."""
+    options = {"num_workers": num_workers, "prefetch_factor": 2} if num_workers else {}
+    world = World(100, 12, shuffle=True, unequal_shares=True, **options)
+    try:
+        for parts in [(), (9, 3), (9, 3), (2, 10), (), (3, 3, 6), (6, 6)]:
+            if len(parts or (0, 0)) != len(world.ranks):
+                world.resize(len(parts or (0, 0)))
+            for _, loader, _ in world.ranks:
+                loader.rebalancing._balance.parts = parts
+            assert world.step()
+            read = [len(context.handed[-1].indices or []) for context, _, _ in world.ranks]
+            assert read == list(parts or (6, 6))
+        while world.step():
+            pass
+        assert sorted(world.read) == list(range(100))
+    finally:
+        world.close()
+
+
 @given(
     n=st.integers(1, 120),
     batch_size=st.integers(1, 40),
