@@ -34,7 +34,7 @@ class DeviceEvent(Protocol):
 
 
 def _cuda_event() -> DeviceEvent | None:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():
         return None
     event: DeviceEvent = torch.cuda.Event(enable_timing=True)
     return event
