@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
+
+import numpy as np
 
 __all__ = ["ShareBalance", "balanced_shares", "balanced_slowness", "effective_slowness"]
 
 _WORTH_IT = 1.1
 """Steps have to become this many times as fast before shares change."""
-_PATIENCE = 2
-"""Reviews in a row that want a change before it is made."""
+_PATIENCE = 3
+"""Reviews running in which a rank has to be slow."""
 _NEARLY_EQUAL = 1.05
 """Equal shares are preferred where the slowest rank needs at most this much longer with them."""
 _BISECTIONS = 60
@@ -49,24 +51,20 @@ def balanced_shares(
         size, larger = divmod(examples, ranks)
         return tuple(size + (rank < larger) for rank in range(ranks))
 
-    def shares(time: float) -> list[float]:
-        return [min(max(speed * time, low), most) for speed in speeds]
-
     # What all have done after some time grows with it: look for the time at which it is enough.
-    short, long = 0.0, most / min(speeds)
+    pace = np.asarray(speeds, np.float64)
+    short, long = 0.0, most / float(pace.min())
     for _ in range(_BISECTIONS):
         middle = (short + long) / 2
-        short, long = (middle, long) if sum(shares(middle)) < examples else (short, middle)
-    exact = shares(long)
-    found = [min(max(math.floor(share), low), most) for share in exact]
+        done = np.clip(pace * middle, low, most).sum()
+        short, long = (middle, long) if done < examples else (short, middle)
+    exact = np.clip(pace * long, low, most)
+    found = np.floor(exact).astype(np.int64)
     # The rest goes to those that lost most by rounding, the first of equals.
-    order = sorted(range(ranks), key=lambda rank: (found[rank] - exact[rank], rank))
-    rest = examples - sum(found)
-    while rest:
-        for rank in order:
-            if rest and found[rank] < most:
-                found[rank], rest = found[rank] + 1, rest - 1
-    return tuple(found)
+    order = np.argsort(found - exact, kind="stable")
+    while rest := examples - int(found.sum()):
+        found[order[found[order] < most][:rest]] += 1
+    return tuple(found.tolist())
 
 
 def balanced_slowness(slowness: Sequence[float], ranks: Sequence[int]) -> float:
@@ -118,18 +116,20 @@ class ShareBalance:
     ``m_i' ~ m_i / t_i``, as if nothing were constant: that lies between where they are and where
     all ranks end together, so reviews approach it and never swing around it.
 
-    Shares change where two reviews running found that steps could be 1.1 times as fast, and become
-    equal again where nobody would need 5 % longer for it.
+    Times are chance in part, and of many ranks one is always the slowest. So a rank counts as slow
+    by the least time that it took in three reviews running, while shares are cut by the means of
+    the three. They change where steps would become 1.1 times as fast, and become equal again where
+    nobody would need 5 % longer for it.
 
     Attributes:
         parts: examples of each rank in a full step; empty: equal shares.
         speeds: by which they were cut, of each rank [examples/s]; empty: equal shares.
-        wanted: reviews running that wanted a change.
+        seen: own time of each rank for an example in the last reviews with these shares [s].
 
     >>> balance = ShareBalance()
-    >>> balance.review([0.3, 0.1], 0.3, 32), balance.parts
-    ('', ())
-    >>> print(balance.review([0.3, 0.1], 0.3, 32))
+    >>> for _ in range(3):
+    ...     reason = balance.review([0.3, 0.1], 0.3, 32)
+    >>> print(reason)
     rank 0 takes 0.3 s for 16 examples and rank 1 0.1 s for 16; steps of 0.15 s are expected ...
     >>> balance.cut(32, ranks=2)
     >>> balance.parts
@@ -138,7 +138,7 @@ class ShareBalance:
 
     parts: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
-    wanted: int = 0
+    seen: tuple[tuple[float, ...], ...] = ()
 
     def review(
         self,
@@ -161,35 +161,35 @@ class ShareBalance:
             Why shares change, in words; empty: they do not.
         """
         ranks = len(own_s)
-        if ranks < 2 or not all(math.isfinite(own) and own > 0 for own in own_s):
-            return ""
         shares = self.parts_of(examples, ranks)
-        if min(shares) < 1:
+        known = all(math.isfinite(own) and own > 0 for own in own_s)
+        if ranks < 2 or not known or min(shares) < 1:
             return ""
-        speeds = tuple(share / own for share, own in zip(shares, own_s, strict=True))
-        best = balanced_shares(examples, speeds, low, high)
-
-        def slowest_s(tried: Sequence[float]) -> float:
-            return max(share / speed for share, speed in zip(tried, speeds, strict=True))
-
-        even = slowest_s([examples / ranks] * ranks) <= _NEARLY_EQUAL * slowest_s(best)
-        now_s, best_s = max(own_s), slowest_s(best)
+        times = tuple(own / share for own, share in zip(own_s, shares, strict=True))
+        self.seen = (*self.seen, times)[-_PATIENCE:]
+        if len(self.seen) < _PATIENCE:
+            return ""
+        least = [min(of_rank) for of_rank in zip(*self.seen, strict=True)]
+        mean = [geometric_mean(of_rank) for of_rank in zip(*self.seen, strict=True)]
+        speeds = tuple(1 / example_s for example_s in mean)
+        best_s = _slowest_s(balanced_shares(examples, speeds, low, high), mean)
+        now_s = _slowest_s(shares, least)
+        even = _slowest_s([examples / ranks] * ranks, least) <= _NEARLY_EQUAL * best_s
         before_s = max(step_s, now_s)
         after_s = before_s - (now_s - best_s)
-        if not (even and self.speeds) and (even or before_s < _WORTH_IT * after_s):
-            self.wanted = 0
-            return ""
-        self.wanted += 1
-        if self.wanted < _PATIENCE:
-            return ""
-        self.wanted = 0
-        self.speeds = () if even else speeds
         if even:
+            if not self.speeds:
+                return ""
+            self.speeds, self.seen = (), ()
             return "the ranks are equally fast, to 5 %"
-        slow, fast = own_s.index(max(own_s)), own_s.index(min(own_s))
+        if before_s < _WORTH_IT * after_s:
+            return ""
+        self.speeds, self.seen = speeds, ()
+        took = [share * example_s for share, example_s in zip(shares, mean, strict=True)]
+        slow, fast = took.index(max(took)), took.index(min(took))
         return (
-            f"rank {slow} takes {own_s[slow]:.3g} s for {shares[slow]} examples and rank {fast} "
-            f"{own_s[fast]:.3g} s for {shares[fast]}; steps of {after_s:.3g} s are expected "
+            f"rank {slow} takes {took[slow]:.3g} s for {shares[slow]} examples and rank {fast} "
+            f"{took[fast]:.3g} s for {shares[fast]}; steps of {after_s:.3g} s are expected "
             f"instead of {before_s:.3g} s"
         )
 
@@ -213,13 +213,18 @@ class ShareBalance:
 
     def forget(self) -> None:
         """Equal shares, until the ranks of another world were timed."""
-        self.parts, self.speeds, self.wanted = (), (), 0
+        self.parts, self.speeds, self.seen = (), (), ()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a broadcast or a checkpoint."""
-        return {"parts": list(self.parts), "speeds": list(self.speeds), "wanted": self.wanted}
+        seen = [list(times) for times in self.seen]
+        return {"parts": list(self.parts), "speeds": list(self.speeds), "seen": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
         self.parts, self.speeds = tuple(state["parts"]), tuple(state["speeds"])
-        self.wanted = state["wanted"]
+        self.seen = tuple(tuple(times) for times in state["seen"])
+
+
+def _slowest_s(shares: Sequence[float], example_s: Sequence[float]) -> float:
+    return max(share * each_s for share, each_s in zip(shares, example_s, strict=True))

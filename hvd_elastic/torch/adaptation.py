@@ -110,6 +110,7 @@ class Adaptation:
         self._noise_scale = math.nan
         self._announced = False
         self._rank_s: list[float | None] = []
+        self._ranks = 1
 
     # -- during a step ---------------------------------------------------------------------
 
@@ -246,6 +247,7 @@ class Adaptation:
             self._begin_anew()
             self._generation = context.generation
         engine = context.engine
+        self._ranks = engine.size
         report = self._report(rows)
         if engine.size > 1:
             report = engine.gather(report, "hvd_elastic.review")
@@ -471,9 +473,9 @@ class Adaptation:
             found["skipped_steps"] = self.skipped_steps
         if self._rank_s:
             found["rank_s"] = self._rank_s
-        ranks = len(self.parts or self._rank_s)
-        if self.unequal_shares and ranks:
-            found["shares"] = list(self._balance.parts_of(self.plan.global_batch_size, ranks))
+        if self.unequal_shares and self._ranks > 1:
+            size = self.plan.global_batch_size
+            found["shares"] = list(self._balance.parts_of(size, self._ranks))
         noise = self._noise_scale
         if math.isfinite(noise):
             found["noise_scale"] = noise

@@ -203,8 +203,8 @@ class Context:
             self.keep("_adaptation", loader.adaptation)
             self._adapt()
         if loader.rebalancing is not None:
+            # No part of the state: every world begins with a review, which tells all of it.
             self.rebalancing = loader.rebalancing
-            self.keep("_rebalancing", loader.rebalancing)
 
     @property
     def own_times(self) -> OwnTimes | None:

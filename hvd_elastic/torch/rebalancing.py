@@ -47,6 +47,7 @@ class Rebalancing:
         self._generation = -1
         self._next_review = 0
         self._rank_s: list[float | None] = []
+        self._ranks = 1
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -73,6 +74,7 @@ class Rebalancing:
                 "no optimizer was given to hvd_elastic.torch.DistributedOptimizer; wrap yours in it"
             )
         engine = context.engine
+        self._ranks = engine.size
         if moved:
             self._generation = context.generation
             self._begin_anew()
@@ -117,13 +119,12 @@ class Rebalancing:
         found: dict[str, Any] = {"global_batch_size": self._batch_size}
         if self._rank_s:
             found["rank_s"] = self._rank_s
-        ranks = len(self.parts or self._rank_s)
-        if ranks:
-            found["shares"] = list(self._balance.parts_of(self._batch_size, ranks))
+        if self._ranks > 1:
+            found["shares"] = list(self._balance.parts_of(self._batch_size, self._ranks))
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a broadcast or a checkpoint."""
+        """Plain numbers, for a broadcast."""
         return {
             "balance": self._balance.state_dict(),
             "rank_s": self._rank_s,
@@ -131,7 +132,7 @@ class Rebalancing:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave, here or in the process that goes on with the run."""
+        """What :meth:`state_dict` gave on rank 0."""
         self._balance.load_state_dict(state["balance"])
         self._rank_s = list(state["rank_s"])
         self._next_review = state["next_review"]

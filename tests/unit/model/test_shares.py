@@ -6,8 +6,9 @@ import json
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.model.shares import (
@@ -98,13 +99,13 @@ class Ranks:
 
 def test_a_rank_that_is_slow_gets_less_until_it_recovers() -> None:
     ranks = Ranks([1.0, 3.0])
-    assert ranks.reviewed() == "", "one review may be chance"
+    assert [ranks.reviewed() for _ in range(2)] == [""] * 2, "that may be chance"
     assert "rank 1 takes 0.96 s for 32 examples and rank 0 0.32 s for 32" in ranks.reviewed()
     assert ranks.balance.parts == (48, 16)
     assert [ranks.reviewed() for _ in range(5)] == [""] * 5
     ranks.slowness[1] = 1.0
-    assert ranks.reviewed() == ""
-    assert "equally fast" in ranks.reviewed()
+    reasons = [ranks.reviewed() for _ in range(4)]
+    assert any("equally fast" in reason for reason in reasons)
     assert not ranks.balance.parts
     assert [ranks.reviewed() for _ in range(5)] == [""] * 5
 
@@ -112,10 +113,9 @@ def test_a_rank_that_is_slow_gets_less_until_it_recovers() -> None:
 def test_a_change_that_does_not_last_changes_nothing() -> None:
     ranks = Ranks([1.0, 1.0])
     for _ in range(5):
-        ranks.slowness[1] = 3.0
-        assert ranks.reviewed() == ""
-        ranks.slowness[1] = 1.0
-        assert ranks.reviewed() == ""
+        for slowness in (3.0, 3.0, 1.0):
+            ranks.slowness[1] = slowness
+            assert ranks.reviewed() == ""
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_steps_must_become_a_tenth_faster(slowness: float, sync_s: float, moves:
     """With what they take besides the ranks' own work."""
     ranks = Ranks([1.0, slowness], sync_s=sync_s)
     before = ranks.step_s()
-    reasons = [ranks.reviewed() for _ in range(4)]
+    reasons = [ranks.reviewed() for _ in range(8)]
     assert any(reasons) is moves
     assert (before > 1.1 * ranks.step_s()) is moves
 
@@ -135,22 +135,44 @@ def test_steps_must_become_a_tenth_faster(slowness: float, sync_s: float, moves:
     slowness=st.lists(st.floats(1.0, 5.0), min_size=2, max_size=6),
     constant_s=st.floats(0.0, 1.0),
 )
+@settings(max_examples=20)
 def test_reviews_settle_and_never_make_steps_slower(
     slowness: list[float], constant_s: float
 ) -> None:
     ranks = Ranks(slowness, constant_s)
     before = ranks.step_s()
-    for _ in range(60):
+    for _ in range(100):
         ranks.reviewed()
         assert ranks.step_s() <= 1.06 * before, "but for rounding, and where equal is as good"
         before = min(before, ranks.step_s())
     assert [ranks.reviewed() for _ in range(4)] == [""] * 4
 
 
+@pytest.mark.parametrize("number", [2, 8, 64])
+def test_chance_leaves_shares_equal_and_a_straggler_is_found_in_it(number: int) -> None:
+    """The median of some ten steps that vary by a tenth varies by four in a hundred."""
+    rng = np.random.default_rng(number)
+    ranks = Ranks([1.0] * number)
+    ranks.batch = 16 * number
+
+    def reviewed() -> str:
+        own_s = [own * math.exp(0.04 * rng.normal()) for own in ranks.own_s()]
+        reason = ranks.balance.review(own_s, max(own_s), ranks.batch, low=2)
+        ranks.balance.cut(ranks.batch, number, low=2)
+        return reason
+
+    assert [reviewed() for _ in range(300)] == [""] * 300
+    ranks.slowness[number - 1] = 2.0
+    assert sum(bool(reviewed()) for _ in range(8)) == 1
+    parts = ranks.balance.parts
+    assert parts[-1] < 0.6 * max(parts)
+    assert sum(bool(reviewed()) for _ in range(200)) <= 1, "and then they stay"
+
+
 def test_where_most_of_a_pass_is_constant_reviews_go_on_until_all_end_together() -> None:
     ranks = Ranks([1.0, 1.5], constant_s=0.1)
     ranks.batch = 256
-    changes = [reason for _ in range(20) if (reason := ranks.reviewed())]
+    changes = [reason for _ in range(40) if (reason := ranks.reviewed())]
     assert changes
     fast, slow = ranks.own_s()
     assert fast == pytest.approx(slow, rel=0.15)

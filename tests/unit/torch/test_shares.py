@@ -128,6 +128,39 @@ def test_the_average_is_the_gradient_of_the_global_batch(
         torch.testing.assert_close(average, parameter.grad, rtol=1e-12, atol=1e-14)
 
 
+def test_squared_norms_of_passes_are_weighted_by_their_examples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the noise scale is estimated from: 10 passes of 2 to 6 examples on three ranks."""
+    made = 0.0
+    for rank in range(3):
+        process(monkeypatch, OneOf(rank, 3))
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = hvd.DistributedOptimizer(sgd, model)
+        loader: Loader = hvd.DataLoader(data(BATCH), BATCH, max_batch_size=BATCH)
+        adaptation = loader.adaptation
+        assert adaptation is not None
+        hold(adaptation, (22, 5, 13))
+        adaptation.plan = BatchPlan(BATCH, 3)
+        monkeypatch.setattr(adaptation, "_decide", lambda *_: "")
+        weighted = passes = 0.0
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            own = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            weighted += len(inputs) / BATCH * sum(float(g.square().sum()) for g in own)
+            passes += 1
+            loss.backward()
+            optimizer.step()
+        assert adaptation._statistics is not None
+        (row,) = adaptation._statistics.drain()
+        assert row[1:3].tolist() == [BATCH, passes]
+        assert row[3].item() == pytest.approx(weighted, rel=1e-9)
+        made += passes
+    assert made == 10
+
+
 class SlowOther(OneOf):
     """Two ranks; an example takes the other ``slowness`` times as long as this one."""
 
