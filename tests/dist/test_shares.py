@@ -29,24 +29,30 @@ def throughput(job: RunningJob, shares: list[int]) -> list[float]:
     return [event["throughput"] for event in made if "throughput" in event]
 
 
-@pytest.mark.parametrize("mode", ["--unequal-shares", "--max-batch-size=24"])
-def test_shares_follow_a_host_that_is_slow_and_recovers(
-    stage: Stage, start_job: StartJob, mode: str
-) -> None:
+def slow_one_gets_less(job: RunningJob, ranks: int, slow: int, since: int) -> list[int]:
+    """Wait until it has about a third of what the others have."""
+
+    def balanced() -> list[int] | None:
+        told = [shares for shares in shares_told(job, since) if len(shares) == ranks]
+        if not told or not 0.15 * max(told[-1]) < told[-1][slow] < 0.55 * max(told[-1]):
+            return None
+        return told[-1]
+
+    shares: list[int] = job.wait_for(balanced, f"smaller shares for rank {slow}", DEADLINE_S)
+    assert sum(shares) == BATCH
+    return shares
+
+
+def test_shares_follow_a_host_that_is_slow_and_recovers(stage: Stage, start_job: StartJob) -> None:
     fast, slow = stage.hosts[:2]
-    job = start_job({fast: 1, slow: 1}, script_options=(*DATA, *DEVICE, mode))
+    options = (*DATA, *DEVICE, "--max-batch-size", str(BATCH))
+    job = start_job({fast: 1, slow: 1}, script_options=options)
     job.wait_size(2)
     job.wait_for(lambda: throughput(job, [12, 12]), "training with equal shares", DEADLINE_S)
     assert shares_told(job) == [], "alike until one is slow"
     at = job.mark()
     (job.folder / f"slow-{slow}").touch()
-
-    def balanced() -> list[int] | None:
-        told = shares_told(job, at)
-        return told[-1] if told and told[-1] and 4 <= told[-1][1] <= 9 else None
-
-    shares = job.wait_for(balanced, "shares of about 3 to 1", DEADLINE_S)
-    assert sum(shares) == BATCH
+    shares = slow_one_gets_less(job, 2, 1, at)
     reason = job.kinds("shares", at)[0]["reason"]
     assert "rank 1 takes" in reason and "steps of" in reason
     assert f"of {BATCH} examples: rank 1 takes" in job.command("status", job.run_id)
@@ -61,4 +67,22 @@ def test_shares_follow_a_host_that_is_slow_and_recovers(
     (job.folder / f"slow-{slow}").unlink()
     job.wait_for(lambda: shares_told(job, at)[-1:] == [[]], "equal shares", DEADLINE_S)
     assert job.kinds("shares", at)[-1]["reason"]
+    job.finish()
+
+
+def test_unequal_shares_through_a_join_and_a_death(stage: Stage, start_job: StartJob) -> None:
+    one, slow, three = stage.hosts[:3]
+    job = start_job({one: 1, slow: 1}, script_options=(*DATA, *DEVICE, "--unequal-shares"))
+    (job.folder / f"slow-{slow}").touch()
+    job.wait_size(2)
+    slow_one_gets_less(job, 2, 1, 0)
+    at = job.mark()
+    job.use({one: 1, slow: 1, three: 1})
+    job.wait_size(3, at)
+    job.wait_for(lambda: [] in shares_told(job, at), "equal shares: ranks have moved")
+    slow_one_gets_less(job, 3, 1, at)
+    at = job.mark()
+    job.worker(one).kill()  # the one that decides
+    job.wait_event("rescale_finished", at)
+    job.wait_steps(5)
     job.finish()
