@@ -198,9 +198,11 @@ def test_a_slow_host_is_kept_where_it_gets_smaller_shares():
     assert found.action == "stay"
 
 
-def test_a_straggler_is_replaced_where_another_slot_is_free():
+@pytest.mark.parametrize("unequal_shares", [False, True])
+def test_a_straggler_is_replaced_where_another_slot_is_free(unequal_shares):
     hosts = (HostOffer("n0", 2), HostOffer("n1", 2, slowness=3.0), HostOffer("n2", 2))
-    now = snapshot(PAYS, {"n0": 2, "n1": 2}, hosts=hosts, max_np=4)
+    current = {"n0": 2, "n1": 2}
+    now = snapshot(PAYS, current, hosts=hosts, max_np=4, unequal_shares=unequal_shares)
     found = decide(now, 100.0, None, AT_ONCE)
     assert found.action == "move"
     assert dict(found.target.counts) == {"n0": 2, "n2": 2}
