@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import geometric_mean, median
 from typing import Any
 
 import numpy as np
 
 __all__ = ["ShareBalance", "balanced_shares", "balanced_slowness", "effective_slowness"]
+__all__ += ["shares_in_passes"]
 
 _WORTH_IT = 1.1
 """Steps have to become this many times as fast before shares change."""
@@ -23,6 +24,10 @@ _PATIENCE = 3
 """Reviews running in which a rank has to be slow."""
 _NEARLY_EQUAL = 1.05
 """Equal shares are preferred where the slowest rank needs at most this much longer with them."""
+_HELPED = 1.03
+"""The slowest rank has to become this many times as fast, or a change was in vain."""
+_SAME_TIMES = 1.2
+"""Ranks are as fast as they were where no time differs by more than this factor."""
 _BISECTIONS = 60
 
 
@@ -67,6 +72,32 @@ def balanced_shares(
     return tuple(found.tolist())
 
 
+def shares_in_passes(low: int, high: int, passes: int, share: int) -> tuple[int, int]:
+    """The shares around one that all can be made in passes within bounds.
+
+    Args:
+        low, high: fewest and most examples of a pass, low <= high.
+        passes: at the most.
+        share: an equal one.
+
+    Returns:
+        The fewest and the most examples; not around ``share`` where that cannot be made itself.
+
+    >>> shares_in_passes(10, 13, passes=8, share=12)  # 14 to 19 are too many for one, too few for 2
+    (10, 13)
+    >>> shares_in_passes(4, 13, passes=8, share=12)
+    (4, 104)
+    """
+    least, most = low, high
+    for number in range(2, passes + 1):
+        if number * low > most + 1:
+            if share <= most:
+                break
+            least = number * low
+        most = number * high
+    return least, most
+
+
 def balanced_slowness(slowness: Sequence[float], ranks: Sequence[int]) -> float:
     """The slowness at which equal shares would take as long as balanced ones do.
 
@@ -106,6 +137,23 @@ def effective_slowness(own_s: Sequence[float], shares: Sequence[int]) -> float:
     return max(own_s) / (typical * sum(shares) / len(shares))
 
 
+@dataclass(frozen=True)
+class _Change:
+    """A change of shares, until it is known what it brought.
+
+    Attributes:
+        speeds: by which shares were cut before.
+        example_s: what an example took each rank before [s].
+        examples: of a step.
+        limit_s: the slowest rank must not take longer than this now [s].
+    """
+
+    speeds: tuple[float, ...]
+    example_s: tuple[float, ...]
+    examples: int
+    limit_s: float
+
+
 @dataclass
 class ShareBalance:
     """Decides who gets how much, from how long each rank's own work took.
@@ -121,10 +169,16 @@ class ShareBalance:
     the three. They change where steps would become 1.1 times as fast, and become equal again where
     nobody would need 5 % longer for it.
 
+    Not all work grows with its examples: a processor that works in blocks takes as long for 17 as
+    for 32. So a change has to show that it helped. Where it did not, the shares are again what they
+    were, and stay that until the ranks' times are others.
+
     Attributes:
         parts: examples of each rank in a full step; empty: equal shares.
         speeds: by which they were cut, of each rank [examples/s]; empty: equal shares.
         seen: own time of each rank for an example in the last reviews with these shares [s].
+        change: the last one, while it has not shown what it brought.
+        in_vain: time for an example with which a change did not help [s]; empty: there was none.
 
     >>> balance = ShareBalance()
     >>> for _ in range(3):
@@ -139,6 +193,8 @@ class ShareBalance:
     parts: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
     seen: tuple[tuple[float, ...], ...] = ()
+    change: _Change | None = None
+    in_vain: tuple[float, ...] = ()
 
     def review(
         self,
@@ -170,7 +226,15 @@ class ShareBalance:
         if len(self.seen) < _PATIENCE:
             return ""
         least = [min(of_rank) for of_rank in zip(*self.seen, strict=True)]
-        mean = [geometric_mean(of_rank) for of_rank in zip(*self.seen, strict=True)]
+        mean = tuple(geometric_mean(of_rank) for of_rank in zip(*self.seen, strict=True))
+        took_s = _slowest_s(shares, mean)
+        change, self.change = self.change, None
+        if change is not None and change.examples == examples and took_s > change.limit_s:
+            self.speeds, self.seen, self.in_vain = change.speeds, (), change.example_s
+            return f"the slowest rank takes {took_s:.3g} s: the last change did not help"
+        if self.in_vain and _alike(self.in_vain, mean):
+            return ""
+        self.in_vain = ()
         speeds = tuple(1 / example_s for example_s in mean)
         best_s = _slowest_s(balanced_shares(examples, speeds, low, high), mean)
         now_s = _slowest_s(shares, least)
@@ -180,10 +244,12 @@ class ShareBalance:
         if even:
             if not self.speeds:
                 return ""
+            self.change = _Change(self.speeds, mean, examples, took_s * _NEARLY_EQUAL)
             self.speeds, self.seen = (), ()
             return "the ranks are equally fast, to 5 %"
         if before_s < _WORTH_IT * after_s:
             return ""
+        self.change = _Change(self.speeds, mean, examples, took_s / _HELPED)
         self.speeds, self.seen = speeds, ()
         took = [share * example_s for share, example_s in zip(shares, mean, strict=True)]
         slow, fast = took.index(max(took)), took.index(min(took))
@@ -214,16 +280,35 @@ class ShareBalance:
     def forget(self) -> None:
         """Equal shares, until the ranks of another world were timed."""
         self.parts, self.speeds, self.seen = (), (), ()
+        self.change, self.in_vain = None, ()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a broadcast or a checkpoint."""
-        seen = [list(times) for times in self.seen]
-        return {"parts": list(self.parts), "speeds": list(self.speeds), "seen": seen}
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave."""
+        """What :meth:`state_dict` gave, tuples perhaps as lists."""
         self.parts, self.speeds = tuple(state["parts"]), tuple(state["speeds"])
         self.seen = tuple(tuple(times) for times in state["seen"])
+        self.in_vain, change = tuple(state["in_vain"]), state["change"]
+        self.change = (
+            None
+            if change is None
+            else _Change(
+                tuple(change["speeds"]),
+                tuple(change["example_s"]),
+                change["examples"],
+                change["limit_s"],
+            )
+        )
+
+
+def _alike(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether no time is another one."""
+    return all(
+        one < other * _SAME_TIMES and other < one * _SAME_TIMES
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _slowest_s(shares: Sequence[float], example_s: Sequence[float]) -> float:

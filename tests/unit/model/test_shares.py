@@ -178,6 +178,31 @@ def test_where_most_of_a_pass_is_constant_reviews_go_on_until_all_end_together()
     assert fast == pytest.approx(slow, rel=0.15)
 
 
+@pytest.mark.parametrize(("slowness", "block"), [([1.0, 1.5], 32), ([1.0, 2.0], 16)])
+def test_shares_that_do_not_help_are_given_up(slowness: list[float], block: int) -> None:
+    """A device that works in blocks of examples takes as long for one more as for a whole block."""
+
+    class Blocks(Ranks):
+        def own_s(self) -> list[float]:
+            shares = self.balance.parts_of(self.batch, len(self.slowness))
+            return [
+                slow * math.ceil(share / block)
+                for slow, share in zip(self.slowness, shares, strict=True)
+            ]
+
+    ranks = Blocks(slowness)
+    at_first = ranks.step_s()
+    reasons = [reason for _ in range(100) if (reason := ranks.reviewed())]
+    assert len(reasons) == 2, "one that seems worth it, and back"
+    assert "did not help" in reasons[1]
+    assert ranks.step_s() == at_first
+    other = ShareBalance()
+    other.load_state_dict(json.loads(json.dumps(ranks.balance.state_dict())))
+    assert other == ranks.balance
+    ranks.slowness[1] *= 2.0
+    assert any(ranks.reviewed() for _ in range(8)), "the ranks are not what they were"
+
+
 @pytest.mark.parametrize("own_s", [[1.0], [1.0, math.nan], [0.0, 1.0], [1.0, math.inf]])
 def test_what_is_not_known_changes_nothing(own_s: list[float]) -> None:
     balance = ShareBalance()
