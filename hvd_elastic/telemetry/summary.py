@@ -273,6 +273,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
         _hosts_changed(run, record, at_s)
     if run.attempts > 1:
         _set_size(run, at_s, 0)
+    run.shares = ""
 
 
 def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
@@ -302,7 +303,7 @@ def _host_returned(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> 
 
 
 def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.waiting = ""
+    run.waiting = run.shares = ""  # in another world they are equal at first
     run.generation_hosts = [str(host) for host in record.get("hosts") or []]
     run.rescales.append(
         Rescale(

@@ -34,7 +34,7 @@ from hvd_elastic.model.goodput import (
 )
 from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, adascale
 from hvd_elastic.model.noise_scale import NoiseTracker
-from hvd_elastic.model.shares import ShareBalance, effective_slowness
+from hvd_elastic.model.shares import ShareBalance, effective_slowness, shares_in_passes
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.own_times import OwnTimes
@@ -259,7 +259,7 @@ class Adaptation:
             why_shares = self._share_out(reports, moved=moved)
             reason = self._decide(reports, engine.size)
             size = self.plan.global_batch_size
-            self._balance.cut(size, engine.size, *self._share_bounds())
+            self._balance.cut(size, engine.size, *self._share_bounds(engine.size))
             self._schedule(step)
         if engine.size > 1:
             decided = json.dumps(self.state_dict()).encode()
@@ -272,8 +272,9 @@ class Adaptation:
         if engine.rank == 0:
             if self.plan != before[0] or not self._announced:
                 self._announce(context, reason or "the initial batch size")
-            if why_shares:
-                announce_shares(context, self.plan.global_batch_size, self.parts, why_shares)
+            if self.parts != before[1]:
+                why = why_shares or reason
+                announce_shares(context, self.plan.global_batch_size, self.parts, why)
         self._announced = True
         if self._bad_running >= self._most_bad_steps:
             self.skip(step)
@@ -342,18 +343,22 @@ class Adaptation:
         step_s = float(np.median(whole)) if whole else 0.0
         own_s = [float(report[2]) for report in reports]
         reason = self._balance.review(
-            own_s, step_s, self.plan.global_batch_size, *self._share_bounds()
+            own_s, step_s, self.plan.global_batch_size, *self._share_bounds(len(own_s))
         )
         if reason:
             self._rank_s = []  # they belong to the shares before
         return reason
 
-    def _share_bounds(self) -> tuple[int, int | None]:
+    def _share_bounds(self, ranks: int) -> tuple[int, int | None]:
         """Fewest and most examples of a rank in a step."""
         least = max(2, self.limits.min_atomic_batch_size)
         bound = self._atomic_bound
-        most = None if bound is None else bound * (self.limits.max_accumulation_steps + 1)
-        return least, most
+        if bound is None:
+            return least, None
+        passes = self.limits.max_accumulation_steps + 1
+        equal = -(-self.plan.global_batch_size // ranks)
+        fewest, most = shares_in_passes(min(least, bound), bound, passes, equal)
+        return max(least, fewest), most
 
     def _slowness(self, reports: Sequence[np.ndarray]) -> float:
         """Of steps with the shares decided on, in steps of a quarter: the rest is chance."""
@@ -364,7 +369,7 @@ class Adaptation:
         timed = self._balance.parts_of(examples, len(own))
         if min(timed) < 1:
             return 1.0
-        coming = self._balance.decided(examples, len(own), *self._share_bounds())
+        coming = self._balance.decided(examples, len(own), *self._share_bounds(len(own)))
         scaled = [t * new / old for t, new, old in zip(own, coming, timed, strict=True)]
         return max(0.25, round(4 * effective_slowness(scaled, coming)) / 4)
 

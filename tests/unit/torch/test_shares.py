@@ -220,11 +220,63 @@ def test_reviews_follow_the_ranks_and_say_so(
     assert {*sizes[:10]} == {20}
     assert 30 in sizes
     assert sizes[-1] == 20
-    lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    told = [event for event in map(json.loads, lines) if event["kind"] == "shares"]
+    told = told_shares(tmp_path)
     assert [event["shares"] for event in told] == [[30, 10], []]
     assert told[0]["reason"].startswith("rank 1 takes 60 s for 20 examples and rank 0 20 s for 20")
     assert "equally fast" in told[1]["reason"]
+
+
+def told_shares(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == "shares"]
+
+
+def test_passes_of_unequal_shares_keep_to_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A share of 26 would be too much for one pass, and too little for two."""
+    engine = SlowOther(3.0)
+    process(monkeypatch, engine)
+    model, clock = network(), Clock()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    loader: Loader = hvd.DataLoader(
+        data(3000), BATCH, max_batch_size=BATCH, atomic_batch_size_bounds=(14, 22)
+    )
+    planner = engine.planner = loader.adaptation
+    assert planner is not None
+    planner.own_times = OwnTimes(clock, lambda: None)
+    sizes = set()
+    for inputs, targets in loader:
+        clock.now += len(inputs)
+        sizes.add(len(inputs))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    assert sizes == {20, 22}
+
+
+def test_shares_of_another_batch_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = SlowOther(3.0)
+    made = process(monkeypatch, engine)
+    made.sink = FileSink(tmp_path)
+    model = network()
+    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    loader: Loader = hvd.DataLoader(data(), BATCH, max_batch_size=2 * BATCH)
+    planner = engine.planner = loader.adaptation
+    assert planner is not None
+    planner.review_if_due(made)
+    hold(planner, (30, 10))
+    sizes = iter([BATCH, 2 * BATCH])
+
+    def decide(*_: Any) -> str:
+        planner.plan = BatchPlan(next(sizes))
+        return "more is better"
+
+    monkeypatch.setattr(planner, "_decide", decide)
+    for _ in range(2):
+        planner.want_review()
+        planner.review_if_due(made)
+    (told,) = told_shares(tmp_path)
+    assert (told["shares"], told["global_batch_size"]) == ([60, 20], 80)
+    assert told["reason"] == "more is better"
 
 
 def test_another_world_begins_with_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
