@@ -28,6 +28,8 @@ _HELPED = 1.03
 """The slowest rank has to become this many times as fast, or a change was in vain."""
 _SAME_TIMES = 1.2
 """Ranks are as fast as they were where no time differs by more than this factor."""
+_PAUSE = 50
+"""Reviews without a change after one in vain; doubled with each further one."""
 _BISECTIONS = 60
 
 
@@ -171,7 +173,8 @@ class ShareBalance:
 
     Not all work grows with its examples: a processor that works in blocks takes as long for 17 as
     for 32. So a change has to show that it helped. Where it did not, the shares are again what they
-    were, and stay that until the ranks' times are others.
+    were, and stay that until the ranks' times are others, or for some time: longer each time, since
+    it may have been something else that disturbed it.
 
     Attributes:
         parts: examples of each rank in a full step; empty: equal shares.
@@ -179,6 +182,8 @@ class ShareBalance:
         seen: own time of each rank for an example in the last reviews with these shares [s].
         change: the last one, while it has not shown what it brought.
         in_vain: time for an example with which a change did not help [s]; empty: there was none.
+        failures: changes in vain, since one helped.
+        pause: reviews in which the times of ``in_vain`` still change nothing.
 
     >>> balance = ShareBalance()
     >>> for _ in range(3):
@@ -195,6 +200,8 @@ class ShareBalance:
     seen: tuple[tuple[float, ...], ...] = ()
     change: _Change | None = None
     in_vain: tuple[float, ...] = ()
+    failures: int = 0
+    pause: int = 0
 
     def review(
         self,
@@ -227,29 +234,33 @@ class ShareBalance:
             return ""
         least = [min(of_rank) for of_rank in zip(*self.seen, strict=True)]
         mean = tuple(geometric_mean(of_rank) for of_rank in zip(*self.seen, strict=True))
-        took_s = _slowest_s(shares, mean)
+        now_s = _slowest_s(shares, least)
         change, self.change = self.change, None
-        if change is not None and change.examples == examples and took_s > change.limit_s:
-            self.speeds, self.seen, self.in_vain = change.speeds, (), change.example_s
-            return f"the slowest rank takes {took_s:.3g} s: the last change did not help"
-        if self.in_vain and _alike(self.in_vain, mean):
+        if change is not None and change.examples == examples:
+            if now_s > change.limit_s:
+                self.speeds, self.seen, self.in_vain = change.speeds, (), change.example_s
+                self.pause = _PAUSE << min(self.failures, 10)
+                self.failures += 1
+                return f"the slowest rank takes {now_s:.3g} s: the last change did not help"
+            self.failures = 0
+        if self.pause and _alike(self.in_vain, mean):
+            self.pause -= 1
             return ""
-        self.in_vain = ()
+        self.in_vain, self.pause = (), 0
         speeds = tuple(1 / example_s for example_s in mean)
         best_s = _slowest_s(balanced_shares(examples, speeds, low, high), mean)
-        now_s = _slowest_s(shares, least)
         even = _slowest_s([examples / ranks] * ranks, least) <= _NEARLY_EQUAL * best_s
         before_s = max(step_s, now_s)
         after_s = before_s - (now_s - best_s)
         if even:
             if not self.speeds:
                 return ""
-            self.change = _Change(self.speeds, mean, examples, took_s * _NEARLY_EQUAL)
+            self.change = _Change(self.speeds, mean, examples, now_s * _NEARLY_EQUAL)
             self.speeds, self.seen = (), ()
             return "the ranks are equally fast, to 5 %"
         if before_s < _WORTH_IT * after_s:
             return ""
-        self.change = _Change(self.speeds, mean, examples, took_s / _HELPED)
+        self.change = _Change(self.speeds, mean, examples, now_s / _HELPED)
         self.speeds, self.seen = speeds, ()
         took = [share * example_s for share, example_s in zip(shares, mean, strict=True)]
         slow, fast = took.index(max(took)), took.index(min(took))
@@ -280,7 +291,7 @@ class ShareBalance:
     def forget(self) -> None:
         """Equal shares, until the ranks of another world were timed."""
         self.parts, self.speeds, self.seen = (), (), ()
-        self.change, self.in_vain = None, ()
+        self.change, self.in_vain, self.failures, self.pause = None, (), 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a broadcast or a checkpoint."""
@@ -291,6 +302,7 @@ class ShareBalance:
         self.parts, self.speeds = tuple(state["parts"]), tuple(state["speeds"])
         self.seen = tuple(tuple(times) for times in state["seen"])
         self.in_vain, change = tuple(state["in_vain"]), state["change"]
+        self.failures, self.pause = state["failures"], state["pause"]
         self.change = (
             None
             if change is None

@@ -192,8 +192,11 @@ def test_shares_that_do_not_help_are_given_up(slowness: list[float], block: int)
 
     ranks = Blocks(slowness)
     at_first = ranks.step_s()
-    reasons = [reason for _ in range(100) if (reason := ranks.reviewed())]
+    reasons = [reason for _ in range(40) if (reason := ranks.reviewed())]
     assert len(reasons) == 2, "one that seems worth it, and back"
+    assert sum(bool(ranks.reviewed()) for _ in range(400)) <= 6, "ever more seldom"
+    while ranks.reviewed() or not ranks.balance.pause:
+        pass
     assert "did not help" in reasons[1]
     assert ranks.step_s() == at_first
     other = ShareBalance()
@@ -201,6 +204,20 @@ def test_shares_that_do_not_help_are_given_up(slowness: list[float], block: int)
     assert other == ranks.balance
     ranks.slowness[1] *= 2.0
     assert any(ranks.reviewed() for _ in range(8)), "the ranks are not what they were"
+
+
+def test_a_change_that_was_disturbed_is_tried_again() -> None:
+    ranks = Ranks([1.0, 3.0])
+    while not ranks.reviewed():
+        pass
+    ranks.slowness = [20.0, 60.0]
+    while not (reason := ranks.reviewed()):
+        pass
+    assert "did not help" in reason
+    ranks.slowness = [1.0, 3.0]
+    assert any(ranks.reviewed() for _ in range(80))
+    assert ranks.balance.parts == (48, 16)
+    assert [ranks.reviewed() for _ in range(5)] == [""] * 5
 
 
 @pytest.mark.parametrize("own_s", [[1.0], [1.0, math.nan], [0.0, 1.0], [1.0, math.inf]])
