@@ -481,6 +481,8 @@ def _status_rows(
         rows.append(("metrics", ", ".join(f"{k} {number_words(v)}" for k, v in own.items())))
     if summary.hosts:
         rows.append(("hosts", " ".join(f"{name}:{slots}" for name, slots in summary.hosts)))
+    if summary.shares:
+        rows.append(("shares", summary.shares))
     if summary.pinned:
         rows.append(("pinned", " ".join(summary.pinned)))
     for name, found in summary.draining.items():

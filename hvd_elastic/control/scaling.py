@@ -148,6 +148,7 @@ class ScalingController:
             math.isfinite(snapshot.noise_scale),
             snapshot.silent_s > self._config.parameters.silence_s,
             snapshot.measured >= self._config.parameters.evidence,
+            snapshot.unequal_shares,
         )
         last = self._last
         calm = last is not None and last.action == "stay" and last.wish is None
@@ -186,6 +187,7 @@ class ScalingController:
             done=evidence.done,
             started_at=self._started_at,
             memory=self._memory,
+            unequal_shares=evidence.unequal_shares,
         )
 
     def _in_order(self, allocation: Allocation) -> Allocation:

@@ -813,6 +813,9 @@ class Leader:
     def _said_batch_plan(self, _: str, said: Message) -> None:
         self._emit("batch_plan", _without(said, "kind"))
 
+    def _said_shares(self, _: str, said: Message) -> None:
+        self._emit("shares", _without(said, "kind"))
+
     def _said_rescaled(self, _: str, said: Message) -> None:
         self._emit("rescale_finished", _without(said, "kind"))
 

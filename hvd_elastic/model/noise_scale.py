@@ -39,10 +39,14 @@ def squared_norm_and_variance(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The squared norm of the true gradient, and the variance of one example's, from one step.
 
-    With w_i the share of the step's examples that pass i had and g_i its mean gradient,
-    ``E[sum w_i |g_i|^2] = |G|^2 + C tr/M`` and ``E[|g|^2] = |G|^2 + tr/M``, for shares of any
-    sizes. Both results are unbiased and noisy: each can be negative. Smooth them separately,
-    then divide.
+    Passes may have different numbers of examples, as those of ranks with unequal shares do. Let
+    pass i have m_i of the step's M, ``w_i = m_i / M``, and g_i be its mean gradient. The mean of
+    m_i examples varies by ``tr / m_i``, so ``E[|g_i|^2] = |G|^2 + tr / m_i``, and since
+    ``w_i / m_i = 1 / M`` for a pass of any size, ``E[sum w_i |g_i|^2] = |G|^2 + C tr / M``. The
+    gradient of the step is ``g = sum w_i g_i``, the mean of all M, so
+    ``E[|g|^2] = |G|^2 + tr / M``. These two equations are solved. Equal passes are the case
+    ``w_i = 1 / C``. Both results are unbiased and noisy: each can be negative. Smooth them
+    separately, then divide.
 
     Args:
         local: sum over passes of w_i |g_i|^2; any shape S.

@@ -7,6 +7,7 @@ every share without a message, at any world size and after any change of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,12 +81,15 @@ def step_slice(
     rank: int,
     world_size: int,
     min_share: int = 1,
+    *,
+    parts: Sequence[int] = (),
 ) -> Slice:
     """This rank's share of the global step that starts at ``position``.
 
     The step takes the next ``global_batch_size`` positions. It takes the rest of the epoch too if
     that would be fewer than ``min_share`` for each rank, so a last step is never too small to go
-    round. Shares are contiguous in rank order and differ by at most one, the larger ones first.
+    round. Shares are contiguous in rank order and differ by at most one, the larger ones first,
+    unless ``parts`` says otherwise.
     If the step is smaller than ``min_share`` for each rank (a dataset smaller than the world, or a
     restart at a larger world close to the end of an epoch), fewer ranks get examples and the
     others padding.
@@ -99,6 +103,9 @@ def step_slice(
         min_share: examples a rank should get at the least, >= 1. 2 suits layers that cannot train
             on one example (batch normalisation). Where the global batch itself has fewer for each
             rank, that number is used.
+        parts: examples of each rank in a step of ``sum(parts)``; each at least ``min_share``. In
+            other steps what is left when each has ``min_share`` is shared out in proportion.
+            Empty, or for another number of ranks: equal shares.
 
     Raises:
         ValueError: an argument is out of range; names it and the limit.
@@ -107,6 +114,9 @@ def step_slice(
     [0, 11, 22]
     >>> step_slice(64, 100, 32, rank=0, world_size=8).step_examples  # 4 left over would not do
     36
+    >>> unequal = [step_slice(0, 100, 32, rank, 2, parts=(24, 8)) for rank in range(2)]
+    >>> [(share.stop - share.start, share.weight) for share in unequal]
+    [(24, 1.5), (8, 0.5)]
     >>> step_slice(98, 100, 32, rank=3, world_size=4)
     Slice(start=99, stop=100, step_start=98, step_examples=2, weight=0.0, padding=True)
     """
@@ -126,11 +136,30 @@ def step_slice(
         again = min(share_floor, step_examples)
         stop = position + step_examples
         return Slice(stop - again, stop, position, step_examples, 0.0, True)
-    size, larger = divmod(step_examples, readers)
-    start = position + rank * size + min(rank, larger)
-    examples = size + (rank < larger)
-    weight = examples * world_size / step_examples
-    return Slice(start, start + examples, position, step_examples, weight, False)
+    if len(parts) == readers == world_size:
+        first, last = _cuts(step_examples, share_floor, parts, rank)
+    else:
+        size, larger = divmod(step_examples, readers)
+        first = rank * size + min(rank, larger)
+        last = first + size + (rank < larger)
+    weight = (last - first) * world_size / step_examples
+    return Slice(position + first, position + last, position, step_examples, weight, False)
+
+
+def _cuts(step_examples: int, share_floor: int, parts: Sequence[int], rank: int) -> tuple[int, int]:
+    """Where the share of a rank begins and ends in a step that has the floor for all.
+
+    Whole numbers alone, so that every host comes to the same.
+    """
+    beyond = [max(0, part - share_floor) for part in parts]
+    spare, whole = step_examples - share_floor * len(parts), sum(beyond)
+    if whole == 0:
+        beyond, whole = [1] * len(parts), len(parts)
+
+    def cut(before: int) -> int:
+        return share_floor * before + spare * sum(beyond[:before]) // whole
+
+    return cut(rank), cut(rank + 1)
 
 
 def steps_left(

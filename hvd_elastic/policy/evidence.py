@@ -57,6 +57,7 @@ class Evidence:
         done: useful examples so far.
         noise_scale: as last told [examples]; NaN: not known.
         limits: of the batch plan; None: nothing was told yet.
+        unequal_shares: whether slow ranks get fewer examples of a step.
     """
 
     def __init__(self) -> None:
@@ -65,6 +66,8 @@ class Evidence:
         self.noise_scale = math.nan
         self.limits: BatchLimits | None = None
         self.plan: BatchPlan | None = None
+        self.unequal_shares = False
+        self._shares: tuple[int, ...] = ()
         self._adaptive = False
         self._allocation = Allocation()
         self._ranks: tuple[str, ...] = ()
@@ -95,6 +98,7 @@ class Evidence:
             counts[host] = counts.get(host, 0) + 1
         self._allocation = Allocation.of(counts)
         self._ranks = tuple(hosts_of_ranks)
+        self._shares = ()
         self._last = None
         self._settling = _SETTLING
         self._measured = 0
@@ -140,6 +144,7 @@ class Evidence:
         noise = _number(fields.get("noise_scale"))
         if noise is not None:
             self.noise_scale = noise
+        self._note_shares(fields.get("shares"))
         self._note_speeds(fields.get("rank_s"), now)
         last = self._last
         if last is None or step < last[1] or examples < last[2] or now < last[0]:
@@ -190,6 +195,19 @@ class Evidence:
         if len(self._timed_at) > 2 * _CONFIGURATIONS:
             self._timed_at = {known: self._timed_at[known] for known in self._times}
 
+    def _note_shares(self, told: Any) -> None:
+        """Examples of each rank in a full step; nothing is told where they are always equal."""
+        if not isinstance(told, Sequence) or len(told) != len(self._ranks):
+            return
+        shares = tuple(whole for share in told if (whole := _whole(share, 1)) is not None)
+        if len(shares) != len(told):
+            return
+        self.unequal_shares = True
+        if shares != self._shares and (self._shares or max(shares) - min(shares) > 1):
+            self._last = None
+            self._settling = _SETTLING
+        self._shares = shares
+
     def _note_speeds(self, rank_s: Any, now: float) -> None:
         if not isinstance(rank_s, Sequence) or len(rank_s) != len(self._ranks):
             return
@@ -197,10 +215,10 @@ class Evidence:
             return  # metrics come more often than the ranks report
         self._rank_s = rank_s
         by_host: dict[str, list[float]] = {}
-        for host, seconds in zip(self._ranks, rank_s, strict=True):
+        for host, seconds, load in zip(self._ranks, rank_s, self._loads(), strict=True):
             value = _number(seconds)
             if value:
-                by_host.setdefault(host, []).append(value)
+                by_host.setdefault(host, []).append(value / load)
         # A host is as slow as its slowest slot: all wait for that.
         self._speeds.note({host: max(values) for host, values in by_host.items()}, now)
         before, self._slowness = self._slowness, self._speeds.slowness()
@@ -317,9 +335,16 @@ class Evidence:
             self._fitted = middle
         return self._model
 
+    def _loads(self) -> list[float]:
+        """The share of each rank, relative to an equal one."""
+        if not self._shares:
+            return [1.0] * len(self._ranks)
+        return [share * len(self._shares) / sum(self._shares) for share in self._shares]
+
     def _slowest(self) -> float:
-        values = [self.slowness(host) for host, _ in self._allocation.counts]
-        return round(max(values, default=1.0), 1)
+        """The slowness at which equal shares would take as long."""
+        ranks = zip(self._ranks, self._loads(), strict=True)
+        return round(max((self.slowness(host) * load for host, load in ranks), default=1.0), 1)
 
     def _efficiency(self) -> float:
         if self.plan is None or self.limits is None or not math.isfinite(self.noise):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hvd_elastic.model.goodput import best_batch_plan
 from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import HostOffer
 
 __all__ = ["Forecast", "forecast"]
@@ -92,8 +93,8 @@ def forecast(
     for number in range(1, most_hosts + 1):
         used = offers[:number]
         ranks = sum(host.slots for host in used)
-        slowest = max(host.slowness for host in used)
-        best = best_batch_plan(model, noise, limits, number, ranks, slowest)
+        slowness = pace([(host.slowness, host.slots) for host in used], evidence.unequal_shares)
+        best = best_batch_plan(model, noise, limits, number, ranks, slowness)
         if best is None:
             continue
         alone = best.goodput if math.isnan(alone) else alone

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 
+from hvd_elastic.model.shares import balanced_slowness
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 
-__all__ = ["HostSpeeds", "placements", "sizes_to_try"]
+__all__ = ["HostSpeeds", "pace", "placements", "sizes_to_try"]
 
 _CLASSES = 6
 _CLASS_STEP = 0.1
@@ -128,6 +129,25 @@ def _fill(hosts: Sequence[HostOffer], order: Sequence[int], size: int) -> dict[i
         counts[index] = slots
         left -= slots
     return None if left > 0 else counts
+
+
+def pace(ranks: Sequence[tuple[float, int]], unequal_shares: bool) -> float:
+    """The slowness that steps have where ranks on hosts train together; 1 without any.
+
+    Args:
+        ranks: (slowness, ranks) of each host.
+        unequal_shares: whether slow ranks get fewer examples; else all wait for the slowest.
+
+    >>> pace([(1.0, 3), (2.0, 1)], unequal_shares=False)
+    2.0
+    >>> round(pace([(1.0, 3), (2.0, 1)], unequal_shares=True), 2)
+    1.14
+    """
+    if not ranks:
+        return 1.0
+    if unequal_shares:
+        return balanced_slowness([slow for slow, _ in ranks], [number for _, number in ranks])
+    return max(slow for slow, _ in ranks)
 
 
 class HostSpeeds:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_elastic.model.goodput import ACCUMULATION_STEPS, statistical_efficiency
+from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import Allocation, Snapshot
 
 __all__ = ["Scores", "expected_gain_and_loss", "score_allocations"]
@@ -49,12 +50,8 @@ def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> 
     offers = {host.name: host for host in snapshot.hosts}
     slots = np.asarray([a.slots for a in allocations], np.float64)
     hosts = np.asarray([a.hosts for a in allocations], np.float64)
-    slowness = np.asarray(
-        [
-            max((offers[h].slowness for h, _ in a.counts if h in offers), default=1.0)
-            for a in allocations
-        ]
-    )
+    there = [[(offers[h].slowness, n) for h, n in a.counts if h in offers] for a in allocations]
+    slowness = np.asarray([pace(ranks, snapshot.unequal_shares) for ranks in there])
     rate = np.asarray(
         [sum(offers[h].price or 0.0 for h, _ in a.counts if h in offers) for a in allocations]
     )

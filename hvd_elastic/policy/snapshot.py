@@ -109,6 +109,7 @@ class Snapshot:
         done: useful examples so far (throughput x statistical efficiency, integrated).
         started_at: when training began [s, the clock of ``now``].
         memory: of earlier decisions.
+        unequal_shares: whether slow ranks get fewer examples of a step, so that all end together.
     """
 
     hosts: tuple[HostOffer, ...]
@@ -125,6 +126,7 @@ class Snapshot:
     done: float = 0.0
     started_at: float = 0.0
     memory: Memory = field(default_factory=Memory)
+    unequal_shares: bool = False
 
     def as_fields(self) -> dict[str, Any]:
         """Plain data for the ``decision`` event; what is not finite is None."""
@@ -132,6 +134,7 @@ class Snapshot:
         return {
             "hosts": [[h.name, h.slots, h.price, round(h.slowness, 3)] for h in self.hosts],
             "pinned": [h.name for h in self.hosts if h.pinned],
+            "unequal_shares": self.unequal_shares,
             "current": [list(pair) for pair in self.current.counts],
             "global_batch_size": self.plan.global_batch_size,
             "accumulation_steps": self.plan.accumulation_steps,

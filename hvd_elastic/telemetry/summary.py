@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from hvd_elastic.telemetry.wording import shares_words
 from hvd_elastic.words import worker_name
 
 __all__ = [
@@ -173,6 +174,7 @@ class RunSummary:
     left: list[Departure] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     decisions: list[TimedEvent] = field(default_factory=list)
+    shares: str = ""
     warnings: list[TimedEvent] = field(default_factory=list)
     failure: str = ""
     failed_worker: str = ""
@@ -271,6 +273,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
         _hosts_changed(run, record, at_s)
     if run.attempts > 1:
         _set_size(run, at_s, 0)
+    run.shares = ""
 
 
 def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
@@ -300,7 +303,7 @@ def _host_returned(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> 
 
 
 def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.waiting = ""
+    run.waiting = run.shares = ""  # in another world they are equal at first
     run.generation_hosts = [str(host) for host in record.get("hosts") or []]
     run.rescales.append(
         Rescale(
@@ -416,6 +419,12 @@ def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.decisions.append(TimedEvent(at_s, "decision", text))
 
 
+def _shares(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = shares_words(record)
+    run.decisions.append(TimedEvent(at_s, "shares", text))
+    run.shares = text if record.get("shares") else ""
+
+
 def _warning(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     text = str(record.get("message") or record.get("reason") or "")
     run.warnings.append(TimedEvent(at_s, str(record.get("kind")), text))
@@ -478,6 +487,7 @@ _HANDLERS = {
     "checkpoint": _checkpoint,
     "restored": _restored,
     "decision": _decision,
+    "shares": _shares,
     "warning": _warning,
     "waiting": _waiting,
     "script_failed": _script_failed,

@@ -18,7 +18,10 @@ __all__ = [
     "outcome_words",
     "progress_words",
     "resume_words",
+    "shares_words",
 ]
+
+_SHARES_TOLD = 8
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
         return Line(f"hosts are now: {hosts}", "note")
     if kind == "restored":
         return Line(f"went back to step {get('step')}, from {get('path') or 'the start'}", "note")
+    if kind == "shares":
+        return Line(shares_words(event), "change")
     if kind == "decision":
         return Line(f"decision: {get('action')}: {get('reason')}", "note")
     if kind == "stop_requested":
@@ -231,6 +236,22 @@ def number_words(value: Any) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:.3g}"
+
+
+def shares_words(event: Mapping[str, Any]) -> str:
+    """How a batch is shared out among the ranks, and why; the first of many.
+
+    >>> shares_words({"shares": [24, 8], "global_batch_size": 32, "reason": "rank 1 is slow"})
+    'the ranks have 24, 8 of 32 examples: rank 1 is slow'
+    >>> shares_words({"shares": [], "reason": "the ranks are equally fast, to 5 %"})
+    'equal shares of the batch: the ranks are equally fast, to 5 %'
+    """
+    shares, reason = event.get("shares") or [], event.get("reason")
+    if not shares:
+        return f"equal shares of the batch: {reason}"
+    told = ", ".join(map(str, shares[:_SHARES_TOLD]))
+    more = f" and {len(shares) - _SHARES_TOLD} more" if len(shares) > _SHARES_TOLD else ""
+    return f"the ranks have {told}{more} of {event.get('global_batch_size')} examples: {reason}"
 
 
 def duration_words(seconds: float | None) -> str:

@@ -34,8 +34,11 @@ from hvd_elastic.model.goodput import (
 )
 from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, adascale
 from hvd_elastic.model.noise_scale import NoiseTracker
+from hvd_elastic.model.shares import ShareBalance, effective_slowness, shares_in_passes
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.own_times import OwnTimes
+from hvd_elastic.torch.rebalancing import SETTLING_STEPS, announce_shares, steps_to_review
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
@@ -53,15 +56,11 @@ _PROBES_COST = 0.1
 _EVIDENCE = 20
 """Sampled steps before the plan follows the noise."""
 _HALF_LIFE_STEPS = 4
-_REVIEW_S = 1.0
-_REVIEW_STEPS = (10, 50)
 _REFIT_S = 2.0
 _GROWTH = 2
 """The batch grows at most by this factor at once: memory and step times beyond are guesses."""
 _WORTH_IT = 1.05
 _OPTIMISM = 0.5
-_SETTLING_STEPS = 2
-"""After a change these are not timed: readers start, memory is allocated."""
 _KEPT_TIMES = 8
 _BAD_STEPS = 10
 """So many steps without a finite gradient, one after the other, end the job."""
@@ -76,11 +75,15 @@ class Adaptation:
     Args:
         limits: what the user allows.
         examples: in the data set.
+        unequal_shares: whether slow ranks get fewer examples of a step.
     """
 
-    def __init__(self, limits: BatchLimits, examples: int) -> None:
+    def __init__(self, limits: BatchLimits, examples: int, unequal_shares: bool = True) -> None:
         self.limits = limits
         self.examples = examples
+        self.unequal_shares = unequal_shares
+        self.own_times = OwnTimes()
+        self._balance = ShareBalance()
         self.plan = BatchPlan(limits.initial_batch_size)
         self.rule: Rule = adascale
         self.progress = 0.0
@@ -102,13 +105,12 @@ class Adaptation:
         self._generation = -1
         self._wanted = False
         self._sample_every = self._probe_every = 1
-        self._settling = _SETTLING_STEPS
-        self._began = 0.0
-        self._waited_s = 0.0
-        self._times: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        self._settling = SETTLING_STEPS
+        self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._noise_scale = math.nan
         self._announced = False
         self._rank_s: list[float | None] = []
+        self._ranks = 1
 
     # -- during a step ---------------------------------------------------------------------
 
@@ -119,6 +121,11 @@ class Adaptation:
             statistics.groups, _HALF_LIFE_STEPS * self.limits.initial_batch_size, self.examples
         )
         self._norms = ([0.0] * (statistics.groups + 1), [0.0] * (statistics.groups + 1))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Examples of each rank in a full step; empty: equal shares."""
+        return self._balance.parts
 
     @property
     def cut(self) -> tuple[BatchPlan, int, int | None]:
@@ -149,22 +156,13 @@ class Adaptation:
             return False
         return step % self._sample_every == 0 or step % self._probe_every == 0
 
-    def step_begins(self) -> None:
-        """The loader begins to read the share of a step."""
-        self._began, self._waited_s = time.perf_counter(), 0.0
-
-    def waited(self, seconds: float) -> None:
-        """The rank waited for the others in this step."""
-        self._waited_s += seconds
-
-    def step_ends(self, examples: int, passes: int) -> None:
-        """The script came back for the next batch."""
-        now = time.perf_counter()
-        if self._settling > 0:
-            self._settling -= 1
-        elif examples == self.plan.global_batch_size:
-            own = now - self._began - self._waited_s
-            self._times[passes].append((now - self._began, own))
+    def step_ends(self, examples: int, passes: int, waited_s: float) -> None:
+        """The script came back for the next batch; see :meth:`OwnTimes.step_ends`."""
+        counts = self._settling <= 0 and examples == self.plan.global_batch_size
+        step_s = self.own_times.step_ends(waited_s, counts=counts)
+        if counts:
+            self._times[passes].append(step_s)
+        self._settling = max(0, self._settling - 1)
 
     def adjustments(self) -> list[Adjustment]:
         """For each parameter group, and last for all together."""
@@ -246,19 +244,22 @@ class Adaptation:
         if moved:
             # What was collected in another world cannot be added up in this one.
             rows = rows[:0]
-            self._times.clear()
-            self._settling = _SETTLING_STEPS
+            self._begin_anew()
             self._generation = context.generation
         engine = context.engine
+        self._ranks = engine.size
         report = self._report(rows)
         if engine.size > 1:
             report = engine.gather(report, "hvd_elastic.review")
         reports = _split(report.numpy())
-        before = self.plan
-        reason = ""
+        before = self.plan, self.parts
+        reason = why_shares = ""
         if engine.rank == 0:
             self._learn(reports, engine.size)
+            why_shares = self._share_out(reports, moved=moved)
             reason = self._decide(reports, engine.size)
+            size = self.plan.global_batch_size
+            self._balance.cut(size, engine.size, *self._share_bounds(engine.size))
             self._schedule(step)
         if engine.size > 1:
             decided = json.dumps(self.state_dict()).encode()
@@ -266,21 +267,29 @@ class Adaptation:
             if engine.rank != 0:
                 self.load_state_dict(json.loads(decided))
         self._times.clear()
-        if self.plan != before:
-            self._settling = _SETTLING_STEPS
-        if engine.rank == 0 and (self.plan != before or not self._announced):
-            self._announce(context, reason or "the initial batch size")
+        if (self.plan, self.parts) != before:
+            self._begin_anew()
+        if engine.rank == 0:
+            if self.plan != before[0] or not self._announced:
+                self._announce(context, reason or "the initial batch size")
+            if self.parts != before[1]:
+                why = why_shares or reason
+                announce_shares(context, self.plan.global_batch_size, self.parts, why)
         self._announced = True
         if self._bad_running >= self._most_bad_steps:
             self.skip(step)
 
+    def _begin_anew(self) -> None:
+        """Steps take another time from now on."""
+        self._times.clear()
+        self.own_times.forget()
+        self._settling = SETTLING_STEPS
+
     def _report(self, rows: torch.Tensor) -> torch.Tensor:
-        own = [seconds for times in self._times.values() for _, seconds in times]
-        cuda = torch.cuda.is_available()  # there a rank waits for its own device too
         header = [
             float(_host_number()),
             self._own_memory_bound,
-            math.nan if cuda or not own else float(np.median(own)),
+            self.own_times.typical_s(),
             rows.shape[0],
             rows.shape[1],
         ]
@@ -294,11 +303,13 @@ class Adaptation:
         self._learn_noise(reports)
         self._rank_s = [float(r[2]) if math.isfinite(r[2]) else None for r in reports]
         for passes, times in self._times.items():
-            atomic = self.plan.global_batch_size / ranks / passes
+            # With unequal shares this rank's passes need not be those of the others.
+            extra = self.plan.accumulation_steps if self.parts else passes - 1
+            atomic = self.plan.global_batch_size / ranks / (extra + 1)
             hosts = len({report[0] for report in reports})
-            key = (hosts, ranks, atomic, passes - 1, _slowness(reports))
+            key = (hosts, ranks, atomic, extra, self._slowness(reports))
             kept = self._seen.setdefault(key, deque(maxlen=_KEPT_TIMES))
-            kept.append(float(np.median([whole for whole, _ in times])))
+            kept.append(float(np.median(times)))
 
     def _learn_noise(self, reports: Sequence[np.ndarray]) -> None:
         tracker = self._tracker
@@ -320,6 +331,48 @@ class Adaptation:
             self._norms = (tracker.squared_norm().tolist(), tracker.variance().tolist())
             self._noise_scale = tracker.noise_scale()
 
+    def _share_out(self, reports: Sequence[np.ndarray], *, moved: bool) -> str:
+        """Look at who is slow; why shares change, in words, where they do."""
+        if moved:
+            told = "the ranks have not been timed yet" if self.parts else ""
+            self._balance.forget()
+            return told
+        if not self.unequal_shares:
+            return ""
+        whole = [seconds for times in self._times.values() for seconds in times]
+        step_s = float(np.median(whole)) if whole else 0.0
+        own_s = [float(report[2]) for report in reports]
+        reason = self._balance.review(
+            own_s, step_s, self.plan.global_batch_size, *self._share_bounds(len(own_s))
+        )
+        if reason:
+            self._rank_s = []  # they belong to the shares before
+        return reason
+
+    def _share_bounds(self, ranks: int) -> tuple[int, int | None]:
+        """Fewest and most examples of a rank in a step."""
+        least = max(2, self.limits.min_atomic_batch_size)
+        bound = self._atomic_bound
+        if bound is None:
+            return least, None
+        passes = self.limits.max_accumulation_steps + 1
+        equal = -(-self.plan.global_batch_size // ranks)
+        fewest, most = shares_in_passes(min(least, bound), bound, passes, equal)
+        return max(least, fewest), most
+
+    def _slowness(self, reports: Sequence[np.ndarray]) -> float:
+        """Of steps with the shares decided on, in steps of a quarter: the rest is chance."""
+        own = [float(report[2]) for report in reports]
+        if len(own) < 2 or not all(math.isfinite(seconds) and seconds > 0 for seconds in own):
+            return 1.0
+        examples = self.plan.global_batch_size
+        timed = self._balance.parts_of(examples, len(own))
+        if min(timed) < 1:
+            return 1.0
+        coming = self._balance.decided(examples, len(own), *self._share_bounds(len(own)))
+        scaled = [t * new / old for t, new, old in zip(own, coming, timed, strict=True)]
+        return max(0.25, round(4 * effective_slowness(scaled, coming)) / 4)
+
     def _decide(self, reports: Sequence[np.ndarray], ranks: int) -> str:
         """Choose the plan; why, in words, where it changes."""
         limits = self._limits_now()
@@ -339,7 +392,7 @@ class Adaptation:
             return reason
         noise = tracker.cautious_noise_scale()
         hosts = len({report[0] for report in reports})
-        slowness = _slowness(reports)
+        slowness = self._slowness(reports)
         bounded = dataclasses.replace(
             limits, max_batch_size=min(limits.max_batch_size, _GROWTH * self._largest)
         )
@@ -387,10 +440,8 @@ class Adaptation:
         early = sampled < _FIRST_STEPS
         self._sample_every = 1 if early else _SAMPLE_EVERY
         self._probe_every = 1 if early else self._affordable_probes()
-        whole = [seconds for times in self._times.values() for seconds, _ in times]
-        few, many = _REVIEW_STEPS
-        wished = _REVIEW_S / float(np.median(whole)) if whole else few
-        self._next_review = step + int(min(max(wished, few), many))
+        whole = [seconds for times in self._times.values() for seconds in times]
+        self._next_review = step + steps_to_review(whole)
 
     def _affordable_probes(self) -> int:
         """A step in two passes costs the constant part of one more."""
@@ -402,13 +453,17 @@ class Adaptation:
         return min(max(math.ceil(cost / _PROBES_COST), often), seldom)
 
     def _announce(self, context: Context, reason: str) -> None:
-        plan = self.plan
+        plan, ranks = self.plan, context.engine.size
+        atomic = plan.atomic_batch_size(ranks)
+        if self.parts:
+            step = context.progress.step
+            atomic = max(-(-part // self.passes(step, part, ranks)) for part in self.parts)
         context.sink.send(
             {
                 "kind": "batch_plan",
                 "step": context.progress.step,
                 "global_batch_size": plan.global_batch_size,
-                "atomic_batch_size": plan.atomic_batch_size(context.engine.size),
+                "atomic_batch_size": atomic,
                 "accumulation_steps": plan.accumulation_steps,
                 "lr_scale": self.adjustments()[-1].factor,
                 "limits": dataclasses.asdict(self._limits_now()),
@@ -423,6 +478,9 @@ class Adaptation:
             found["skipped_steps"] = self.skipped_steps
         if self._rank_s:
             found["rank_s"] = self._rank_s
+        if self.unequal_shares and self._ranks > 1:
+            size = self.plan.global_batch_size
+            found["shares"] = list(self._balance.parts_of(size, self._ranks))
         noise = self._noise_scale
         if math.isfinite(noise):
             found["noise_scale"] = noise
@@ -445,6 +503,7 @@ class Adaptation:
             "norms": [list(values) for values in self._norms],
             "noise_scale": self._noise_scale,
             "rank_s": self._rank_s,
+            "balance": self._balance.state_dict(),
             "seen": [[list(key), list(times)] for key, times in self._seen.items()],
             "largest": self._largest,
             "next_review": self._next_review,
@@ -465,6 +524,8 @@ class Adaptation:
             self._norms = (list(state["norms"][0]), list(state["norms"][1]))
         self._noise_scale = state["noise_scale"]
         self._rank_s = list(state.get("rank_s", []))
+        if "balance" in state:  # not in checkpoints of before
+            self._balance.load_state_dict(state["balance"])
         self._seen = {
             (key[0], key[1], key[2], key[3], key[4]): deque(times, maxlen=_KEPT_TIMES)
             for key, times in state["seen"]
@@ -483,14 +544,6 @@ def _split(gathered: np.ndarray) -> list[np.ndarray]:
         reports.append(gathered[at : at + length])
         at += length
     return reports
-
-
-def _slowness(reports: Sequence[np.ndarray]) -> float:
-    """Of the slowest rank against the median one, in steps of a quarter: the rest is chance."""
-    own = [report[2] for report in reports]
-    if len(own) < 2 or not all(math.isfinite(seconds) and seconds > 0 for seconds in own):
-        return 1.0
-    return max(1.0, round(4 * max(own) / float(np.median(own))) / 4)
 
 
 def _host_number() -> int:

@@ -34,6 +34,8 @@ from hvd_elastic.torch.sink import Sink, open_sink
 if TYPE_CHECKING:
     from hvd_elastic.torch.adaptation import Adaptation
     from hvd_elastic.torch.optimizer import GradientAverager
+    from hvd_elastic.torch.own_times import OwnTimes
+    from hvd_elastic.torch.rebalancing import Rebalancing
     from hvd_elastic.torch.state import State
 
 __all__ = ["Context", "Left", "Mode", "current", "initialize"]
@@ -98,6 +100,8 @@ class Context:
         """Set for Horovod's own elastic driver: raises when the ranks are about to change."""
         self.adaptation: Adaptation | None = None
         """Chooses the batch; None where the script leaves it as it is."""
+        self.rebalancing: Rebalancing | None = None
+        """Chooses the shares of a batch that stays as it is; None: they are equal."""
         self.voided = False
         """Whether the step in flight counts for nothing, since it did not fit into some memory."""
         self._void = False
@@ -137,6 +141,11 @@ class Context:
         """World size; known inside the training function."""
         self._need_ranks("size()")
         return self.engine.size
+
+    @property
+    def waited_s(self) -> float:
+        """For other ranks, since this process began [s]."""
+        return self.engine.waited_s
 
     @property
     def local_rank(self) -> int:
@@ -193,6 +202,15 @@ class Context:
             self.adaptation = loader.adaptation
             self.keep("_adaptation", loader.adaptation)
             self._adapt()
+        if loader.rebalancing is not None:
+            # No part of the state: every world begins with a review, which tells all of it.
+            self.rebalancing = loader.rebalancing
+
+    @property
+    def own_times(self) -> OwnTimes | None:
+        """Times this rank's own work; None where nobody asks for it."""
+        planner = self.adaptation or self.rebalancing
+        return None if planner is None else planner.own_times
 
     def _adapt(self) -> None:
         if self.adaptation is not None and self._averager is not None:
@@ -386,6 +404,8 @@ class Context:
             record |= self.adaptation.metrics()
             if "throughput" in record and "efficiency" in record:
                 record["goodput"] = record["throughput"] * record["efficiency"]
+        if self.rebalancing is not None:
+            record |= self.rebalancing.metrics()
         for name, value in self._metrics.items():
             record[name] = value.item() if isinstance(value, torch.Tensor) else value
         self._window = (now, self.progress.examples)
@@ -402,6 +422,8 @@ class Context:
         self._checkpoints.step_boundary()
         if self.adaptation is not None:
             self.adaptation.review_if_due(self)
+        if self.rebalancing is not None:
+            self.rebalancing.review_if_due(self)
 
     def rescale(self) -> None:
         """Stop the current generation and go over to the next, in place.

@@ -32,6 +32,7 @@ from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.sharding import Slice, permutation, step_slice, steps_left
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.progress import InFlight, Progress
+from hvd_elastic.torch.rebalancing import Rebalancing
 
 __all__ = ["DataLoader", "TrainingContext"]
 
@@ -51,6 +52,7 @@ class TrainingContext(Protocol):
         progress: where training stands, equal on all ranks between two steps.
         rank, size, generation: this process's place in the world as it is now.
         audit: whether the indices that were really read shall be reported.
+        waited_s: for other ranks, since this process began [s].
     """
 
     progress: Progress
@@ -62,6 +64,8 @@ class TrainingContext(Protocol):
     def size(self) -> int: ...
     @property
     def generation(self) -> int: ...
+    @property
+    def waited_s(self) -> float: ...
 
     def step_boundary(self) -> None:
         """A batch is about to be handed out: the world may change here, and this may raise."""
@@ -88,9 +92,9 @@ class DataLoader(Generic[_Batch]):
     from a sampler. Iterate inside ``hvd.epochs()``, once an epoch, over one loader; an evaluation
     set goes through a plain PyTorch loader.
 
-    Shares of one step differ by at most one example. The last step of an epoch is the rest of it,
-    or is lengthened by a rest too small to go round; gradients are averaged by examples, so every
-    step's gradient is that of its global batch.
+    Shares of one step differ by at most one example, unless they follow the ranks' speed. The last
+    step of an epoch is the rest of it, or is lengthened by a rest too small to go round; gradients
+    are averaged by examples, so every step's gradient is that of its global batch.
 
     ``len()`` is the number of steps of a whole epoch at the present world size;
     :meth:`steps_left` is what remains of the current one.
@@ -99,6 +103,9 @@ class DataLoader(Generic[_Batch]):
     a rank makes its share of it, are chosen for the most progress per second, between steps and
     alike on all ranks. The loader then gives one pass at a time; ``optimizer.step()`` of
     :func:`DistributedOptimizer` does nothing until the last of a step.
+
+    Where the ranks are not equally fast, shares can follow their speed (``unequal_shares``): all
+    are ready at the same time, and the gradient stays that of the global batch.
 
     Args:
         dataset: map-style: has ``__getitem__`` and ``__len__`` (``__getitems__`` is used if there).
@@ -111,6 +118,8 @@ class DataLoader(Generic[_Batch]):
         atomic_batch_size_bounds: fewest and most examples in one pass on one rank; the upper one
             may be None: as many as fit into memory.
         accumulation: whether a share may be made in several passes.
+        unequal_shares: whether slow ranks get fewer examples of a step; None: where the batch
+            adapts.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, prefetch_factor,
         persistent_workers, multiprocessing_context: as in PyTorch.
         context: the training context; the process's own by default.
@@ -138,6 +147,7 @@ class DataLoader(Generic[_Batch]):
         max_batch_size: int | None = None,
         atomic_batch_size_bounds: tuple[int, int | None] | None = None,
         accumulation: bool = True,
+        unequal_shares: bool | None = None,
         multiprocessing_context: Any = None,
         context: TrainingContext | None = None,
     ) -> None:
@@ -150,7 +160,13 @@ class DataLoader(Generic[_Batch]):
                 f"examples and batch_size is {batch_size}; make batch_size at most "
                 f"{self.examples}, or drop_last=False"
             )
+        if unequal_shares not in (None, True, False):
+            raise ScriptError(
+                f"DataLoader(unequal_shares={unequal_shares!r}): it must be True, False, or None "
+                "(only where the batch adapts)"
+            )
         self.adaptation: Adaptation | None = None
+        self.rebalancing: Rebalancing | None = None
         if max_batch_size is not None:
             limits = _limits(
                 batch_size, max_batch_size, atomic_batch_size_bounds, accumulation, self.examples
@@ -161,12 +177,14 @@ class DataLoader(Generic[_Batch]):
                     "out depends on the batch; leave drop_last out: gradients are averaged by "
                     "examples, so a short last step is no worse"
                 )
-            self.adaptation = Adaptation(limits, self.examples)
+            self.adaptation = Adaptation(limits, self.examples, unequal_shares is not False)
         elif atomic_batch_size_bounds is not None:
             raise ScriptError(
                 "DataLoader(atomic_batch_size_bounds=...) is for a batch that adapts; give "
                 "max_batch_size too"
             )
+        elif unequal_shares:
+            self.rebalancing = Rebalancing(batch_size, _MIN_SHARE)
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -185,7 +203,7 @@ class DataLoader(Generic[_Batch]):
             "generator": torch.Generator(),
         }
         self._worker_start = _WorkerStart(worker_init_fn)
-        self._shares = _Shares(batch_size, self.adaptation)
+        self._shares = _Shares(batch_size, self.adaptation, self.rebalancing)
         # Made at once, so that PyTorch refuses bad options here and not in the first epoch.
         self._inner = self._make_inner(audit=False)
         self._audited = False
@@ -256,11 +274,12 @@ class DataLoader(Generic[_Batch]):
                     self._ended = (epoch, context.generation)
                     return
                 self._warn_of_idle_ranks(context.size)
-                share = step_slice(
-                    position, end, self._batch_now(), context.rank, context.size, _MIN_SHARE
-                )
-                if self.adaptation is not None:
-                    self.adaptation.step_begins()
+                wanted, rank, size = self._batch_now(), context.rank, context.size
+                parts = self._shares.parts
+                share = step_slice(position, end, wanted, rank, size, _MIN_SHARE, parts=parts)
+                planner = self.adaptation or self.rebalancing
+                if planner is not None:
+                    planner.own_times.step_begins(context.waited_s)
                 passes = self._shares.passes(share, context.progress.step, context.size)
                 for number, (start, stop) in enumerate(passes, 1):
                     batch, indices = self._read(share, context, end, first=number == 1)
@@ -282,7 +301,9 @@ class DataLoader(Generic[_Batch]):
                     if more:
                         context.pass_ends()
                 if self.adaptation is not None:
-                    self.adaptation.step_ends(share.step_examples, len(passes))
+                    self.adaptation.step_ends(share.step_examples, len(passes), context.waited_s)
+                elif self.rebalancing is not None:
+                    self.rebalancing.step_ends(share.step_examples, context.waited_s)
                 progress = context.progress
                 if (progress.epoch, progress.position) == (epoch, position):
                     context.mark_consumed()
@@ -302,7 +323,7 @@ class DataLoader(Generic[_Batch]):
         self, share: Slice, context: TrainingContext, end: int, *, first: bool
     ) -> tuple[_Batch, list[int] | None]:
         plan = None if self.adaptation is None else self.adaptation.cut
-        place = (context.progress.epoch, context.rank, context.size, plan)
+        place = (context.progress.epoch, context.rank, context.size, plan, self._shares.parts)
         if context.audit != self._audited:
             self.close()
             self._audited = context.audit
@@ -431,9 +452,12 @@ _last_reader: tuple[TrainingContext, tuple[int, int], object] | None = None
 class _Shares:
     """The batch sampler: this rank's passes, step after step, as lists of dataset indices."""
 
-    def __init__(self, batch_size: int, adaptation: Adaptation | None) -> None:
+    def __init__(
+        self, batch_size: int, adaptation: Adaptation | None, rebalancing: Rebalancing | None
+    ) -> None:
         self._batch_size = batch_size
         self._adaptation = adaptation
+        self._rebalancing = rebalancing
         self.step = 0
         self.rank = 0
         self.size = 1
@@ -445,11 +469,18 @@ class _Shares:
         position, step = self.position, self.step
         adaptation = self._adaptation
         batch = self._batch_size if adaptation is None else adaptation.plan.global_batch_size
+        parts, rank, size = self.parts, self.rank, self.size
         while position < self.end:
-            share = step_slice(position, self.end, batch, self.rank, self.size, _MIN_SHARE)
+            share = step_slice(position, self.end, batch, rank, size, _MIN_SHARE, parts=parts)
             for start, stop in self.passes(share, step, self.size):
                 yield self.order[start:stop].tolist()
             position, step = share.step_stop, step + 1
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Examples of each rank in a full step; empty: equal shares."""
+        planner = self._adaptation or self._rebalancing
+        return () if planner is None else planner.parts
 
     def passes(self, share: Slice, step: int, ranks: int) -> list[tuple[int, int]]:
         """The positions of each pass over a share, in the step after ``step``."""

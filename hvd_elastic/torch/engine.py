@@ -43,6 +43,8 @@ class Engine(Protocol):
     """When the wait for the other ranks began that is going on now [s, monotonic]; None: none."""
     longest_wait_s: float
     """Of the waits that came to a good end."""
+    waited_s: float
+    """All waits for other ranks together."""
 
     def start(self, env: Mapping[str, str]) -> None:
         """Meet the other members; ``env`` holds the rank variables of the generation.
@@ -101,6 +103,7 @@ class LocalEngine:
     size = 1
     waiting_since: float | None = None
     longest_wait_s = 0.0
+    waited_s = 0.0
 
     def start(self, env: Mapping[str, str]) -> None:
         """Nothing to meet."""
@@ -168,6 +171,7 @@ class HorovodEngine:
         self.size = 1
         self.waiting_since: float | None = None
         self.longest_wait_s = 0.0
+        self.waited_s = 0.0
 
     @property
     def horovod(self) -> Any:
@@ -348,6 +352,7 @@ class HorovodEngine:
             yield
             self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - begin)
         finally:
+            self.waited_s += time.monotonic() - begin
             self.waiting_since = None
 
     @contextlib.contextmanager

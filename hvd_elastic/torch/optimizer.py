@@ -7,7 +7,6 @@ was taken. Schedulers, clipping and ``isinstance`` checks see nothing new.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -143,7 +142,10 @@ class GradientAverager:
             if self._giving_up:
                 self._sampling = False
             self._end_last_pass(self._adaptation)
+        own_times = self._context.own_times
         if self._context.size == 1:
+            if own_times is not None:
+                own_times.work_ends()
             self._averaged = True
             self._context.exchange()
             return
@@ -154,7 +156,8 @@ class GradientAverager:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self._begin(parameter)
-        waits_since = time.perf_counter()
+        if own_times is not None:
+            own_times.work_ends()
         for parameter, (handle, reduced) in self._handles.items():
             self._context.engine.wait(handle)
             gradient = parameter.grad
@@ -164,7 +167,6 @@ class GradientAverager:
         self._averaged = True
         self._context.exchange()
         if self._adaptation is not None:
-            self._adaptation.waited(time.perf_counter() - waits_since)
             self._end_statistics()
 
     def absorb(self) -> None:

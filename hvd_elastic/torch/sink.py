@@ -17,7 +17,7 @@ __all__ = ["FileSink", "Sink", "open_sink"]
 log = logging.getLogger(__name__)
 
 _FILES = {"used": "audit.jsonl", "restored": "audit.jsonl", "dataset": "audit.jsonl"}
-_EVENTS = {"metrics", "checkpoint", "restored", "warning", "rescaled", "batch_plan"}
+_EVENTS = {"metrics", "checkpoint", "restored", "warning", "rescaled", "batch_plan", "shares"}
 
 
 class Sink(Protocol):

@@ -7,6 +7,7 @@ compare them. Files in ``<folder>`` steer it:
 ``enough``        training ends with the epoch
 ``stuck``         steps take for ever, as long as it is there
 ``stuck-<host>``  the same on that host alone
+``slow-<host>``   examples take three times as long on that host
 ``gate-<host>``   workers of that host stand still before they meet the others of a new generation;
                   each says so by making ``at-gate-<worker>``
 """
@@ -34,6 +35,8 @@ parser.add_argument("--max-batch-size", type=int, help="adapt the batch up to th
 parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--step-time", type=float, default=0.03)
+parser.add_argument("--example-time", type=float, default=0.0, help="for each in a pass")
+parser.add_argument("--unequal-shares", action="store_true", help="though the batch is fixed")
 parser.add_argument("--epochs", type=int, default=10**9)
 parser.add_argument("--seed", type=int, help="of the first parameters; by default each rank's own")
 parser.add_argument("--grad-scaler", action="store_true", help="with a scale that grows")
@@ -128,6 +131,7 @@ loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     shuffle=True,
     num_workers=args.num_workers,
     max_batch_size=args.max_batch_size,
+    unequal_shares=args.unequal_shares or None,
 )
 told = 0
 
@@ -165,7 +169,8 @@ def train(state):
             scaler.update()
             schedule.step()
             state.batches = context.current().progress.step
-            time.sleep(args.step_time)
+            slow = 3 if (args.folder / f"slow-{HOST}").exists() else 1
+            time.sleep(args.step_time + slow * args.example_time * len(inputs))
             while any((args.folder / f"stuck{who}").exists() for who in ("", f"-{HOST}")):
                 time.sleep(POLL_S)
             state.commit(loss=loss)

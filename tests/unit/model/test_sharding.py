@@ -132,6 +132,37 @@ def test_one_example_for_eight_ranks_is_read_by_one_and_padded_on_seven() -> Non
     assert [s.weight for s in shares] == [8.0] + [0.0] * 7
 
 
+@given(
+    n=st.integers(1, 400),
+    parts=st.lists(st.integers(2, 40), min_size=1, max_size=6),
+    batch=st.integers(1, 160),
+    as_planned=st.booleans(),
+)
+def test_unequal_shares_cover_each_position_once(
+    n: int, parts: list[int], batch: int, as_planned: bool
+) -> None:
+    ranks, batch = len(parts), sum(parts) if as_planned else batch
+    position = 0
+    while position < n:
+        shares = [step_slice(position, n, batch, r, ranks, 2, parts=parts) for r in range(ranks)]
+        readers = [share for share in shares if not share.padding]
+        ends = [position, *(share.stop for share in readers)]
+        assert [share.start for share in readers] == ends[:-1]
+        assert ends[-1] == shares[0].step_stop
+        assert sum(share.weight for share in shares) == pytest.approx(ranks)
+        found = [share.stop - share.start for share in shares]
+        if len(readers) == ranks:
+            assert min(found) >= min(2, max(1, batch // ranks))
+        if as_planned and shares[0].step_examples == batch:
+            assert found == parts
+        position = shares[0].step_stop
+
+
+def test_parts_of_another_world_are_not_used() -> None:
+    shares = [step_slice(0, 100, 30, rank, 3, parts=(20, 10)) for rank in range(3)]
+    assert [share.stop - share.start for share in shares] == [10, 10, 10]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -191,9 +191,18 @@ def test_a_slow_host_is_dropped_where_the_job_is_faster_without():
     assert dict(found.target.counts) == {"n0": 2, "n1": 2, "n2": 2}
 
 
-def test_a_straggler_is_replaced_where_another_slot_is_free():
+def test_a_slow_host_is_kept_where_it_gets_smaller_shares():
+    hosts = (*HOSTS[:3], HostOffer("n3", 2, slowness=3.0))
+    now = snapshot(PAYS, {host.name: 2 for host in hosts}, hosts=hosts, unequal_shares=True)
+    found = decide(now, 100.0, None, AT_ONCE)
+    assert found.action == "stay"
+
+
+@pytest.mark.parametrize("unequal_shares", [False, True])
+def test_a_straggler_is_replaced_where_another_slot_is_free(unequal_shares):
     hosts = (HostOffer("n0", 2), HostOffer("n1", 2, slowness=3.0), HostOffer("n2", 2))
-    now = snapshot(PAYS, {"n0": 2, "n1": 2}, hosts=hosts, max_np=4)
+    current = {"n0": 2, "n1": 2}
+    now = snapshot(PAYS, current, hosts=hosts, max_np=4, unequal_shares=unequal_shares)
     found = decide(now, 100.0, None, AT_ONCE)
     assert found.action == "move"
     assert dict(found.target.counts) == {"n0": 2, "n2": 2}

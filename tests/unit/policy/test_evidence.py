@@ -124,3 +124,40 @@ def test_pauses_are_those_that_were_seen():
     for pause_s in (None, 0.2, float("nan"), 9.0, 0.3):
         evidence.note("rescale_finished", {"pause_s": pause_s}, 0.0)
     assert evidence.pause_s == 0.3
+
+
+def test_own_times_with_unequal_shares_tell_the_same_speeds():
+    for shares, own_s in [(None, [0.1, 0.3]), ([16, 16], [0.1, 0.3]), ([24, 8], [0.15, 0.15])]:
+        evidence = Evidence()
+        evidence.formed(["a", "b"])
+        for number in range(6):
+            told_s = [own_s[0], own_s[1] + 1e-6 * number]
+            fields = {"step": 1, "examples": 1, "rank_s": told_s}
+            evidence.note(
+                "metrics", fields if shares is None else {**fields, "shares": shares}, 1.0
+            )
+        assert evidence.unequal_shares is (shares is not None)
+        assert evidence.slowness("b") == pytest.approx(3.0, rel=0.01)
+
+
+def test_a_change_of_shares_begins_another_measurement():
+    evidence = Evidence()
+    evidence.formed(["a", "b"])
+
+    def note(now: float, step: int, shares: object) -> None:
+        fields = {"step": step, "examples": 32 * step, "shares": shares}
+        evidence.note("metrics", fields, now)
+
+    for number in range(8):
+        note(2.0 * number, 20 * number, [16, 16])
+    before = evidence.measured
+    assert before > 3
+    note(16.0, 160, [24, 8])
+    note(18.0, 200, [24, 8])
+    assert evidence.measured == before, "steps of before and of settling"
+    note(20.0, 240, [24, 8])
+    assert evidence.measured == before + 1
+    for nonsense in ([0, 32], [16], "ab", [math.nan, 1], None):
+        note(20.0, 240, nonsense)
+    note(22.0, 280, [24, 8])
+    assert evidence.measured == before + 2

@@ -74,6 +74,18 @@ def test_a_rescale_that_broke_is_kept_as_unfinished() -> None:
     ]
 
 
+def test_shares_are_those_of_the_present_world() -> None:
+    events = [
+        {"t": 1.0, "kind": "run_started", "run_id": "a"},
+        {"t": 2.0, "kind": "rescale_started", "generation": 1, "from_size": 0, "to_size": 2},
+        {"t": 3.0, "kind": "shares", "shares": [24, 8], "global_batch_size": 32, "reason": "slow"},
+    ]
+    assert summarize(events).shares == "the ranks have 24, 8 of 32 examples: slow"
+    another = {"t": 4.0, "kind": "rescale_started", "generation": 2, "from_size": 2, "to_size": 3}
+    assert summarize([*events, another]).shares == ""
+    assert summarize([*events, {"t": 4.0, "kind": "run_started"}]).shares == ""
+
+
 def test_a_failed_script_keeps_its_first_traceback() -> None:
     events = [
         {"t": 0.0, "kind": "run_started", "run_id": "a"},

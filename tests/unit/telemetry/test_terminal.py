@@ -152,7 +152,7 @@ def test_every_kind_of_event_can_be_told_bare() -> None:
         "run_started agent_started agent_lost agent_failed host_lost worker_standby worker_joined "
         "worker_left waiting hosts_changed restored decision stop_requested command_done warning "
         "log_note script_failed metrics checkpoint rescale_started rescale_finished batch_plan "
-        "run_finished"
+        "shares run_finished"
     )
     for kind in kinds.split():
         for line in narrator.tell({"kind": kind}):

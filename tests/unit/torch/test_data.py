@@ -58,6 +58,7 @@ class FakeContext:
     size: int = 1
     generation: int = 1
     audit: bool = True
+    waited_s: float = 0.0
     progress: Progress = field(default_factory=Progress)
     handed: list[InFlight] = field(default_factory=list)
     marked: int = 0
@@ -147,6 +148,27 @@ class World:
     def close(self) -> None:
         for _, loader, _ in self.ranks:
             loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_shares_may_change_between_any_two_steps(num_workers: int) -> None:
+    """Those that readers have fetched ahead are dropped."""
+    options = {"num_workers": num_workers, "prefetch_factor": 2} if num_workers else {}
+    world = World(100, 12, shuffle=True, unequal_shares=True, **options)
+    try:
+        for parts in [(), (9, 3), (9, 3), (2, 10), (), (3, 3, 6), (6, 6)]:
+            if len(parts or (0, 0)) != len(world.ranks):
+                world.resize(len(parts or (0, 0)))
+            for _, loader, _ in world.ranks:
+                loader.rebalancing._balance.parts = parts
+            assert world.step()
+            read = [len(context.handed[-1].indices or []) for context, _, _ in world.ranks]
+            assert read == list(parts or (6, 6))
+        while world.step():
+            pass
+        assert sorted(world.read) == list(range(100))
+    finally:
+        world.close()
 
 
 @given(

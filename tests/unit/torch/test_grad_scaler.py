@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.torch import adaptation, context
+from hvd_elastic.torch import context, rebalancing
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import LocalEngine
@@ -98,7 +98,7 @@ def test_a_changing_scale_changes_no_step_and_no_estimate(
     monkeypatch: pytest.MonkeyPatch, accumulation: int, clip: float | None
 ) -> None:
     # Else a slow machine looks at the noise at other steps.
-    monkeypatch.setattr(adaptation, "_REVIEW_STEPS", (10, 10))
+    monkeypatch.setattr(rebalancing, "_REVIEW_STEPS", (10, 10))
     found = []
     for scaled in (False, True):
         monkeypatch.setattr(context, "_context", Context(Mode.ALONE))

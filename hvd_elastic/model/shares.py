@@ -1,0 +1,327 @@
+"""Unequal shares of a global batch: how many examples each rank gets, by how fast it is.
+
+A synchronous step waits for its slowest rank. Where ranks differ, a slow one gets fewer examples
+and a fast one more, so that all are ready at the same time. Gradients are averaged by examples, so
+the step stays the one of the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import geometric_mean, median
+from typing import Any
+
+import numpy as np
+
+__all__ = ["ShareBalance", "balanced_shares", "balanced_slowness", "effective_slowness"]
+__all__ += ["shares_in_passes"]
+
+_WORTH_IT = 1.1
+"""Steps have to become this many times as fast before shares change."""
+_PATIENCE = 3
+"""Reviews running in which a rank has to be slow."""
+_NEARLY_EQUAL = 1.05
+"""Equal shares are preferred where the slowest rank needs at most this much longer with them."""
+_HELPED = 1.03
+"""The slowest rank has to become this many times as fast, or a change was in vain."""
+_SAME_TIMES = 1.2
+"""Ranks are as fast as they were where no time differs by more than this factor."""
+_PAUSE = 50
+"""Reviews without a change after one in vain; doubled with each further one."""
+_BISECTIONS = 60
+
+
+def balanced_shares(
+    examples: int, speeds: Sequence[float], low: int = 1, high: int | None = None
+) -> tuple[int, ...]:
+    """Shares in proportion to the ranks' speeds, within bounds.
+
+    Args:
+        examples: of all ranks together.
+        speeds: of each rank [examples/s], above 0.
+        low, high: fewest and most examples of a rank; high None: no bound.
+
+    Returns:
+        Whole numbers whose sum is ``examples``. Where the bounds exclude each other, shares are
+        equal but for one example.
+
+    >>> balanced_shares(32, [3.0, 1.0])
+    (24, 8)
+    >>> balanced_shares(32, [3.0, 1.0], high=20)
+    (20, 12)
+    """
+    ranks = len(speeds)
+    most = examples if high is None else high
+    if not ranks * low <= examples <= ranks * most:
+        size, larger = divmod(examples, ranks)
+        return tuple(size + (rank < larger) for rank in range(ranks))
+
+    # What all have done after some time grows with it: look for the time at which it is enough.
+    pace = np.asarray(speeds, np.float64)
+    short, long = 0.0, most / float(pace.min())
+    for _ in range(_BISECTIONS):
+        middle = (short + long) / 2
+        done = np.clip(pace * middle, low, most).sum()
+        short, long = (middle, long) if done < examples else (short, middle)
+    exact = np.clip(pace * long, low, most)
+    found = np.floor(exact).astype(np.int64)
+    # The rest goes to those that lost most by rounding, the first of equals.
+    order = np.argsort(found - exact, kind="stable")
+    while rest := examples - int(found.sum()):
+        found[order[found[order] < most][:rest]] += 1
+    return tuple(found.tolist())
+
+
+def shares_in_passes(low: int, high: int, passes: int, share: int) -> tuple[int, int]:
+    """The shares around one that all can be made in passes within bounds.
+
+    Args:
+        low, high: fewest and most examples of a pass, low <= high.
+        passes: at the most.
+        share: an equal one.
+
+    Returns:
+        The fewest and the most examples; not around ``share`` where that cannot be made itself.
+
+    >>> shares_in_passes(10, 13, passes=8, share=12)  # 14 to 19 are too many for one, too few for 2
+    (10, 13)
+    >>> shares_in_passes(4, 13, passes=8, share=12)
+    (4, 104)
+    """
+    least, most = low, high
+    for number in range(2, passes + 1):
+        if number * low > most + 1:
+            if share <= most:
+                break
+            least = number * low
+        most = number * high
+    return least, most
+
+
+def balanced_slowness(slowness: Sequence[float], ranks: Sequence[int]) -> float:
+    """The slowness at which equal shares would take as long as balanced ones do.
+
+    A rank of slowness ``s_i`` makes ``m_i`` of M examples in ``s_i (alpha + beta m_i)``. Where all
+    end at the same time T, ``m_i = (T / s_i - alpha) / beta`` and so, summed over K ranks,
+    ``T = K / sum(1 / s_i) (alpha + beta M / K)``: the harmonic mean of the ranks' slowness takes
+    the place of the largest one, which counts where shares are equal.
+
+    Args:
+        slowness: of each host.
+        ranks: on each host.
+
+    >>> balanced_slowness([1.0, 3.0], [1, 1])
+    1.5
+    """
+    rate = sum(number / slow for slow, number in zip(slowness, ranks, strict=True))
+    return sum(ranks) / rate
+
+
+def effective_slowness(own_s: Sequence[float], shares: Sequence[int]) -> float:
+    """The slowness at which equal shares would take as long as these do.
+
+    The slowest rank's time, relative to that of a typical rank (the median of the times for an
+    example) with an equal share: the largest slowness where shares are equal, and
+    :func:`balanced_slowness` where all end at the same time.
+
+    Args:
+        own_s: own time of each rank for a step, without waiting [s].
+        shares: examples of each rank in it.
+
+    >>> effective_slowness([1.0, 1.0, 3.0], [16, 16, 16])
+    3.0
+    >>> round(effective_slowness([1.3, 1.3, 1.3], [20, 20, 8]), 2)
+    1.25
+    """
+    typical = median(seconds / share for seconds, share in zip(own_s, shares, strict=True))
+    return max(own_s) / (typical * sum(shares) / len(shares))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of shares, until it is known what it brought.
+
+    Attributes:
+        speeds: by which shares were cut before.
+        example_s: what an example took each rank before [s].
+        examples: of a step.
+        limit_s: the slowest rank must not take longer than this now [s].
+    """
+
+    speeds: tuple[float, ...]
+    example_s: tuple[float, ...]
+    examples: int
+    limit_s: float
+
+
+@dataclass
+class ShareBalance:
+    """Decides who gets how much, from how long each rank's own work took.
+
+    Where a rank took ``t_i`` for ``m_i`` of M examples, a step with balanced shares takes
+    ``M / sum(m_i / t_i)``, whatever part of ``t_i`` does not depend on ``m_i`` (see
+    :func:`balanced_slowness`). The shares themselves do depend on it. They are taken to be
+    ``m_i' ~ m_i / t_i``, as if nothing were constant: that lies between where they are and where
+    all ranks end together, so reviews approach it and never swing around it.
+
+    Times are chance in part, and of many ranks one is always the slowest. So a rank counts as slow
+    by the least time that it took in three reviews running, while shares are cut by the means of
+    the three. They change where steps would become 1.1 times as fast, and become equal again where
+    nobody would need 5 % longer for it.
+
+    Not all work grows with its examples: a processor that works in blocks takes as long for 17 as
+    for 32. So a change has to show that it helped. Where it did not, the shares are again what they
+    were, and stay that until the ranks' times are others, or for some time: longer each time, since
+    it may have been something else that disturbed it.
+
+    Attributes:
+        parts: examples of each rank in a full step; empty: equal shares.
+        speeds: by which they were cut, of each rank [examples/s]; empty: equal shares.
+        seen: own time of each rank for an example in the last reviews with these shares [s].
+        change: the last one, while it has not shown what it brought.
+        in_vain: time for an example with which a change did not help [s]; empty: there was none.
+        failures: changes in vain, since one helped.
+        pause: reviews in which the times of ``in_vain`` still change nothing.
+
+    >>> balance = ShareBalance()
+    >>> for _ in range(3):
+    ...     reason = balance.review([0.3, 0.1], 0.3, 32)
+    >>> print(reason)
+    rank 0 takes 0.3 s for 16 examples and rank 1 0.1 s for 16; steps of 0.15 s are expected ...
+    >>> balance.cut(32, ranks=2)
+    >>> balance.parts
+    (8, 24)
+    """
+
+    parts: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = ()
+    seen: tuple[tuple[float, ...], ...] = ()
+    change: _Change | None = None
+    in_vain: tuple[float, ...] = ()
+    failures: int = 0
+    pause: int = 0
+
+    def review(
+        self,
+        own_s: Sequence[float],
+        step_s: float,
+        examples: int,
+        low: int = 1,
+        high: int | None = None,
+    ) -> str:
+        """Look at what the ranks took; :meth:`cut` then makes the shares.
+
+        Args:
+            own_s: own time of each rank for a step with the shares as they are, without waiting
+                [s]; NaN: not known.
+            step_s: time of such a step [s].
+            examples: of it.
+            low, high: see :func:`balanced_shares`.
+
+        Returns:
+            Why shares change, in words; empty: they do not.
+        """
+        ranks = len(own_s)
+        shares = self.parts_of(examples, ranks)
+        known = all(math.isfinite(own) and own > 0 for own in own_s)
+        if ranks < 2 or not known or min(shares) < 1:
+            return ""
+        times = tuple(own / share for own, share in zip(own_s, shares, strict=True))
+        self.seen = (*self.seen, times)[-_PATIENCE:]
+        if len(self.seen) < _PATIENCE:
+            return ""
+        least = [min(of_rank) for of_rank in zip(*self.seen, strict=True)]
+        mean = tuple(geometric_mean(of_rank) for of_rank in zip(*self.seen, strict=True))
+        now_s = _slowest_s(shares, least)
+        change, self.change = self.change, None
+        if change is not None and change.examples == examples:
+            if now_s > change.limit_s:
+                self.speeds, self.seen, self.in_vain = change.speeds, (), change.example_s
+                self.pause = _PAUSE << min(self.failures, 10)
+                self.failures += 1
+                return f"the slowest rank takes {now_s:.3g} s: the last change did not help"
+            self.failures = 0
+        if self.pause and _alike(self.in_vain, mean):
+            self.pause -= 1
+            return ""
+        self.in_vain, self.pause = (), 0
+        speeds = tuple(1 / example_s for example_s in mean)
+        best_s = _slowest_s(balanced_shares(examples, speeds, low, high), mean)
+        even = _slowest_s([examples / ranks] * ranks, least) <= _NEARLY_EQUAL * best_s
+        before_s = max(step_s, now_s)
+        after_s = before_s - (now_s - best_s)
+        if even:
+            if not self.speeds:
+                return ""
+            self.change = _Change(self.speeds, mean, examples, now_s * _NEARLY_EQUAL)
+            self.speeds, self.seen = (), ()
+            return "the ranks are equally fast, to 5 %"
+        if before_s < _WORTH_IT * after_s:
+            return ""
+        self.change = _Change(self.speeds, mean, examples, now_s / _HELPED)
+        self.speeds, self.seen = speeds, ()
+        took = [share * example_s for share, example_s in zip(shares, mean, strict=True)]
+        slow, fast = took.index(max(took)), took.index(min(took))
+        return (
+            f"rank {slow} takes {took[slow]:.3g} s for {shares[slow]} examples and rank {fast} "
+            f"{took[fast]:.3g} s for {shares[fast]}; steps of {after_s:.3g} s are expected "
+            f"instead of {before_s:.3g} s"
+        )
+
+    def parts_of(self, examples: int, ranks: int) -> tuple[int, ...]:
+        """Examples of each rank in a full step, equal shares included."""
+        if len(self.parts) == ranks:
+            return self.parts
+        return balanced_shares(examples, [1.0] * ranks, low=0)
+
+    def cut(self, examples: int, ranks: int, low: int = 1, high: int | None = None) -> None:
+        """Make the shares of steps of ``examples``, as the last review had it."""
+        self.parts = self.decided(examples, ranks, low, high) if self.speeds else ()
+
+    def decided(
+        self, examples: int, ranks: int, low: int = 1, high: int | None = None
+    ) -> tuple[int, ...]:
+        """Examples of each rank once shares are made as the last review had it."""
+        if len(self.speeds) != ranks:
+            return balanced_shares(examples, [1.0] * ranks, low=0)
+        return balanced_shares(examples, self.speeds, low, high)
+
+    def forget(self) -> None:
+        """Equal shares, until the ranks of another world were timed."""
+        self.parts, self.speeds, self.seen = (), (), ()
+        self.change, self.in_vain, self.failures, self.pause = None, (), 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, for a broadcast or a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What :meth:`state_dict` gave, tuples perhaps as lists."""
+        self.parts, self.speeds = tuple(state["parts"]), tuple(state["speeds"])
+        self.seen = tuple(tuple(times) for times in state["seen"])
+        self.in_vain, change = tuple(state["in_vain"]), state["change"]
+        self.failures, self.pause = state["failures"], state["pause"]
+        self.change = (
+            None
+            if change is None
+            else _Change(
+                tuple(change["speeds"]),
+                tuple(change["example_s"]),
+                change["examples"],
+                change["limit_s"],
+            )
+        )
+
+
+def _alike(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether no time is another one."""
+    return all(
+        one < other * _SAME_TIMES and other < one * _SAME_TIMES
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _slowest_s(shares: Sequence[float], example_s: Sequence[float]) -> float:
+    return max(share * each_s for share, each_s in zip(shares, example_s, strict=True))
