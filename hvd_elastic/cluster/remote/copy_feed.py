@@ -36,14 +36,16 @@ MOST_SKIPPED_FOR_LINK = 64
 class Packer:
     """Compresses frames where that makes the link faster, and finds out by itself where it does.
 
-    What is gained is the link's time for the bytes saved, what is lost is the processor's time.
-    Both are guessed from a sample of the frame.
+    What is gained is the link's time for the bytes saved, what is lost is the processor's time for
+    it. How far a frame shrinks is guessed from a sample until one has shrunk enough.
     """
 
     def __init__(self) -> None:
         self._skip = LINK_UNKNOWN
         self._next_skip = 1
+        self._pays = False
         self._link_s_per_byte = 0.0
+        self._cost_s_per_byte = 0.0
 
     def sent(self, size: int, seconds: float) -> None:
         """Takes note of how long the link held a send up."""
@@ -54,19 +56,33 @@ class Packer:
         if self._skip > 0:
             self._skip -= 1
             return None
-        begun = time.perf_counter()
-        middle = len(payload) // 2
-        sample = payload[middle : middle + SAMPLE_BYTES]
-        share = len(zlib.compress(sample, 1)) / len(sample)
-        cost_s = (time.perf_counter() - begun) * len(payload) / len(sample)
-        if share < WORTH and (1 - share) * len(payload) * self._link_s_per_byte > cost_s:
-            self._next_skip = 1
-            return zlib.compress(payload, 1)
-        # Asked ever more seldom where it never pays: what it costs goes towards nothing.
+        if not self._pays:
+            middle = len(payload) // 2
+            sample = payload[middle : middle + SAMPLE_BYTES]
+            share = len(zlib.compress(sample, 1)) / len(sample)
+            if not self._would_pay(share):
+                self._wait_longer(share)
+                return None
+        # Not what other threads and processes have meanwhile; nor by the sample, whose compression
+        # mostly is setting up.
+        begun = time.thread_time()
+        packed = zlib.compress(payload, 1)
+        cost = (time.thread_time() - begun) / len(payload)
+        self._cost_s_per_byte += 0.2 * (cost - self._cost_s_per_byte)
+        share = len(packed) / len(payload)
+        self._pays = self._would_pay(share)
+        self._next_skip = 1
+        return packed if share < WORTH else None
+
+    def _would_pay(self, share: float) -> bool:
+        return share < WORTH and (1 - share) * self._link_s_per_byte > self._cost_s_per_byte
+
+    def _wait_longer(self, share: float) -> None:
+        """Asked ever more seldom where it never pays: what it costs goes towards nothing."""
         self._skip = self._next_skip
         most = MOST_SKIPPED_FOR_LINK if share < WORTH else MOST_SKIPPED
         self._next_skip = min(2 * self._next_skip, most)
-        return None
+        self._cost_s_per_byte *= 0.9  # it may have been a busy moment
 
 
 class Pace:

@@ -7,12 +7,15 @@ import hashlib
 import os
 import socket
 import threading
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hvd_elastic.cluster.copy_keys import make_certificate
+from hvd_elastic.cluster.remote import copy_feed
 from hvd_elastic.cluster.remote import copy_wire as wire
 from hvd_elastic.cluster.remote.copy_feed import LINK_UNKNOWN, Packer
 from hvd_elastic.cluster.remote.copy_store import SharedError, StoreError, Target
@@ -135,6 +138,26 @@ def test_text_is_compressed_on_a_slow_link_and_noise_never() -> None:
     assert wire.unpack_payload(first) == TEXT
     assert None not in packed[LINK_UNKNOWN:]
     assert frames(Packer(), os.urandom(60_000), 100, link_s=60.0) == [None] * 100
+
+
+def test_what_setting_up_costs_is_no_measure_of_a_whole_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spent_s = 0.0
+
+    def compress(data: bytes, level: int) -> bytes:
+        nonlocal spent_s
+        spent_s += 200e-6 + 10e-9 * len(data)
+        return zlib.compress(data, level)
+
+    fake = SimpleNamespace(compress=compress)
+    monkeypatch.setattr(copy_feed, "zlib", fake)
+    monkeypatch.setattr(copy_feed, "time", SimpleNamespace(thread_time=lambda: spent_s))
+    text = (TEXT * (wire.FRAME_BYTES // len(TEXT) + 1))[: wire.FRAME_BYTES]
+    packed = frames(Packer(), text, 200, link_s=8e-8 * len(text))  # 100 Mbit/s
+    assert None not in packed[2 * LINK_UNKNOWN :]
+    seldom = frames(Packer(), text, 2000, link_s=8e-10 * len(text))  # 10 Gbit/s
+    assert sum(frame is not None for frame in seldom) < 40
 
 
 def test_nothing_is_compressed_for_a_link_that_holds_nobody_up() -> None:
