@@ -45,6 +45,8 @@ class Adoption:
         """Those that were asked for with it, (host, index)."""
         self.draining: tuple[str, ...] = ()
         """Hosts that were drained and not given back."""
+        self.gave_notice: frozenset[str] = frozenset()
+        """Those of them that said they would be taken away; nobody asked for it."""
         self._awaited, self._asked = frozenset(awaited), tuple(asked)
         self._open = {*self._awaited, *self._asked}
         self._ready: list[str] = []
@@ -89,6 +91,13 @@ class Adoption:
         """Host and slot of every worker that was found."""
         return {found.worker: (found.host, found.slot) for found in self._found()}
 
+    @property
+    def came_back(self) -> tuple[str, ...]:
+        """Drained hosts that gave notice and hold nothing of the run: they have been away since."""
+        return tuple(
+            host for host in self.draining if host in self.gave_notice and host not in self._held
+        )
+
     def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunAdopted:
         """The whole picture; ``hosts``: the hostfile as it is now."""
         newest = max(self._held.values(), key=lambda held: held["generation"], default=None)
@@ -101,7 +110,7 @@ class Adoption:
             members=members,
             requested_np=self.requested_np,
             slots=self.slots,
-            draining=self.draining,
+            draining=tuple(host for host in self.draining if host not in self.came_back),
             workers=tuple(self._found()),
         )
 

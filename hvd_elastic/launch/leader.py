@@ -8,12 +8,14 @@ file transfers only post to it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import math
 import os
 import secrets
 import signal
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
@@ -55,6 +57,8 @@ _LOG_TAIL_LINES = 30
 _HOSTFILE_GONE_S = 2.0
 _LEAST_RESERVE_S = 10.0
 """Of the time that a host has left, for the last checkpoint and for leaving."""
+
+_ASKED_TO_DRAIN = "asked to by hvd-elastic drain"
 
 Show = Callable[[Mapping[str, Any]], None]
 ShowOutput = Callable[[str, int, str], None]
@@ -294,6 +298,9 @@ class Leader:
         if past.np == self._spec.np:  # otherwise the user has asked for another size just now
             adoption.requested_np, adoption.slots = past.scaled_to, tuple(past.scaled_slots)
         adoption.draining = tuple(past.draining)
+        adoption.gave_notice = frozenset(
+            name for name, found in past.draining.items() if found.cause != _ASKED_TO_DRAIN
+        )
         self._hosts = {host.name: host for host in hosts}
         for name in asked:
             if patient:
@@ -361,6 +368,8 @@ class Leader:
         self._adoption = None
         slots = tuple(ev.HostSlots(host.name, host.slots) for host in self._hosts.values())
         self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
+        for host in adoption.came_back:
+            self._emit("host_returned", {"host": host})
         event = adoption.event(slots)
         if self._unwritable is not None and not event.workers:
             raise self._unwritable
@@ -618,7 +627,7 @@ class Leader:
             return True, f"host {host} may be used again"
         if leave_in_s is not None and not (_is_number(leave_in_s) and leave_in_s >= 0):
             return False, f"a host can leave in 0 seconds or more, not in {leave_in_s!r}"
-        self._drain(host, "asked to by hvd-elastic drain", leave_in_s)
+        self._drain(host, _ASKED_TO_DRAIN, leave_in_s)
         return True, f"the run leaves host {host}, and does not use it until it is given back"
 
     def _drain(self, host: str, cause: str, leave_in_s: float | None) -> None:
@@ -1078,4 +1087,6 @@ def _without(message: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 def _stamp(path: Path) -> tuple[int, int, int]:
     found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for who writes it
+        raise OSError(errno.EINVAL, "not a regular file")
     return found.st_mtime_ns, found.st_size, found.st_ino

@@ -169,7 +169,7 @@ def resume_words(event: Mapping[str, Any]) -> str:
     >>> resume_words({"status": "failed", "run_id": "r1", "steps": 9, "checkpoint_step": 7})
     'its checkpoint is of step 7, so 2 steps will be done again; go on with: hvd-elastic run --resume r1'
     >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": None})
-    'no checkpoint was written: its 9 steps cannot be gone on from, and --resume begins anew'
+    'it has no checkpoint here: --resume goes on from one that is still on a host, or begins anew'
     """  # noqa: E501
     steps = event.get("steps")
     if event.get("status") == "succeeded" or not steps or "checkpoint_step" not in event:
@@ -177,8 +177,8 @@ def resume_words(event: Mapping[str, Any]) -> str:
     step = event["checkpoint_step"]
     if step is None:
         return (
-            f"no checkpoint was written: its {count(steps, 'step')} cannot be gone on from, "
-            "and --resume begins anew"
+            "it has no checkpoint here: --resume goes on from one that is still on a host, "
+            "or begins anew"
         )
     undone = f", so {count(steps - step, 'step')} will be done again" if step < steps else ""
     return (

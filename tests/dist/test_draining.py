@@ -68,3 +68,26 @@ def test_the_last_host_goes_and_nothing_is_lost(stage: Stage, start_job: StartJo
     job.wait_steps(5)
     assert job.kinds("rescale_started", since)[-1]["hosts"] == [b]
     job.finish()
+
+
+def test_a_machine_that_was_shut_down_is_used_again_by_resume(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--min-np", "2")
+    job.wait_size(2)
+    job.wait_steps(5)
+    job.command("drain", job.run_id, b, "--no-wait")
+    since = job.mark()
+    os.kill(job.agent_pid(a), signal.SIGTERM)
+    job.wait_event("host_draining", since, host=a)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 130
+    since = job.mark()
+    job.resume()
+    job.wait_event("host_returned", since, host=a)
+    reason = job.wait_event("waiting", since)["reason"]
+    assert f"host {b} drained" in reason, "that was asked for, and is not taken back"
+    job.command("drain", job.run_id, b, "--undo")
+    job.wait_size(2, since)
+    job.finish()

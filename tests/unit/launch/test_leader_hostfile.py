@@ -1,0 +1,51 @@
+"""What a leader does about a hostfile that cannot be looked at; nothing is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.launch import leader as leader_module
+from hvd_elastic.launch.leader import Leader
+from hvd_elastic.launch.spec import RunSpec
+from hvd_elastic.telemetry.runfolder import RunFolder
+
+
+def become_a_pipe(hostfile: Path) -> None:
+    hostfile.unlink()
+    os.mkfifo(hostfile)
+
+
+def lose_its_folder(hostfile: Path) -> None:
+    hostfile.parent.rename(hostfile.parent.with_name("moved"))
+    hostfile.parent.touch()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(become_a_pipe, "cannot be looked at (not a regular file)"), (lose_its_folder, "is gone")],
+)
+@pytest.mark.timeout(20)
+def test_the_hosts_stay_and_it_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], told: str
+) -> None:
+    monkeypatch.setattr(leader_module, "_HOSTFILE_GONE_S", 0.0)
+    hostfile = tmp_path / "folder" / "hosts"
+    hostfile.parent.mkdir()
+    hostfile.write_text("a\nb\n")
+    shown: list[Mapping[str, Any]] = []
+    folder = RunFolder.create("r1", root=tmp_path)
+    spec = RunSpec(("true",), "/", hostfile=str(hostfile))
+    leader = Leader(spec, folder, {}, shown.append, lambda *_: None)
+    leader._read_hostfile()
+    change(hostfile)
+    for _ in range(3):
+        leader._look_at_hostfile()
+    assert [event["message"] for event in shown if event["kind"] == "warning"] == [
+        f"the hostfile {hostfile} {told}, the hosts stay; put it back to change them"
+    ]
+    assert list(leader._hosts) == ["a", "b"]
