@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvd_elastic.bench.adaptive.workloads import BATCH, STEPS, WARM, WIDTH, wide_network
+from hvd_elastic.bench.adaptive.workloads import (
+    BATCH,
+    STEPS,
+    WARM,
+    WIDTH,
+    square_step,
+    take_turns,
+    wide_network,
+)
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
@@ -36,35 +42,23 @@ def measure(rounds: int) -> dict[str, list[float]]:
     plain = torch.optim.SGD(theirs.parameters(), lr=1e-3)
     bare = DistributedDataParallel(theirs)
     batches = DataLoader(TensorDataset(inputs[: STEPS * share]), share)
-    times: dict[str, list[float]] = {"bare": [], "adaptive": []}
-
-    def step(model: torch.nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    def timed(name: str, work: Callable[[], None]) -> None:
-        began = time.perf_counter()
-        work()
-        times[name].append((time.perf_counter() - began) / STEPS)
+    times: dict[str, list[float]] = {}
 
     def bare_block() -> None:
         for (batch,) in batches:
-            step(bare, plain, batch)
+            square_step(bare, plain, batch)
 
     for _ in adaptdl.torch.remaining_epochs_until(1):
         steps = iter(loader)
 
         def adaptive_block(steps: Any = steps) -> None:
             for _ in range(STEPS):
-                step(adapting, sgd, next(steps)[0])
+                square_step(adapting, sgd, next(steps)[0])
 
         for _ in range(WARM // STEPS):
             adaptive_block()
         bare_block()
-        for _ in range(rounds):
-            timed("bare", bare_block)
-            timed("adaptive", adaptive_block)
+        times.update(take_turns(rounds, bare_block, adaptive_block))
     return times
 
 

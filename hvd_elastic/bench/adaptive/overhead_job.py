@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,15 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.bench.adaptive.workloads import BATCH, STEPS, WARM, WIDTH, wide_network
+from hvd_elastic.bench.adaptive.workloads import (
+    BATCH,
+    STEPS,
+    WARM,
+    WIDTH,
+    square_step,
+    take_turns,
+    wide_network,
+)
 from hvd_elastic.torch import context
 
 
@@ -32,17 +38,7 @@ def main() -> None:
     sgd = torch.optim.SGD(ours.parameters(), lr=1e-3)
     adapting = hvd.DistributedOptimizer(sgd, ours, lr_rule="adascale")
     loader: Any = hvd.DataLoader(TensorDataset(inputs), BATCH, max_batch_size=BATCH)
-    times: dict[str, list[float]] = {"bare": [], "adaptive": []}
-
-    def step(model: torch.nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-
-    def timed(name: str, work: Callable[[], None]) -> None:
-        began = time.perf_counter()
-        work()
-        times[name].append((time.perf_counter() - began) / STEPS)
+    times: dict[str, list[float]] = {}
 
     @hvd.run
     def train(_state: hvd.State) -> None:
@@ -54,21 +50,19 @@ def main() -> None:
 
         def bare_block() -> None:
             for (batch,) in batches:
-                step(theirs, bare, batch)
+                square_step(theirs, bare, batch)
 
         steps = iter(loader)
 
         def adaptive_block() -> None:
             for _ in range(STEPS):
-                step(ours, adapting, next(steps)[0])
+                square_step(ours, adapting, next(steps)[0])
 
         # Until the noise is known, every step is looked at; that is over after these.
         while context.current().progress.step < WARM - STEPS:
             adaptive_block()
         bare_block()
-        for _ in range(rounds):
-            timed("bare", bare_block)
-            timed("adaptive", adaptive_block)
+        times.update(take_turns(rounds, bare_block, adaptive_block))
 
     train(hvd.State(model=ours, optimizer=adapting))
     if hvd.rank() == 0:

@@ -5,13 +5,17 @@ Peers import this in environments of their own, so it needs nothing of ours.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-__all__ = ["digits", "digits_network", "warm_up", "wide_network"]
+__all__ = ["digits", "digits_network", "square_step", "take_turns", "warm_up", "wide_network"]
 
 INITIAL, LARGEST, RATE, TARGET = 32, 512, 0.05, 0.98
 """Of the digits: global batch sizes, learning rate for the initial one, test accuracy wanted."""
@@ -45,6 +49,26 @@ def wide_network() -> nn.Module:
     torch.manual_seed(0)
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(first, nn.ReLU(), second)
+
+
+def square_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    """One step towards outputs of zero; the optimizer may be any that has the methods of one."""
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
+def take_turns(
+    rounds: int, bare: Callable[[], None], adaptive: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Blocks of ``STEPS`` steps of each, in turn; the time of a step in each block [s]."""
+    times: dict[str, list[float]] = {"bare": [], "adaptive": []}
+    for _ in range(rounds):
+        for name, block in (("bare", bare), ("adaptive", adaptive)):
+            began = time.perf_counter()
+            block()
+            times[name].append((time.perf_counter() - began) / STEPS)
+    return times
 
 
 def warm_up() -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.bench.cluster.calling import LIMIT_S, timed_call
 from hvd_elastic.bench.figures import Figure, conditions, figure, ratio, write_result
 from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import UsageError
 
 __all__ = ["measure_calls", "show_calls", "write_calls"]
 
-LIMIT_S = 300.0
 OURS, PEER = "runclust, kept", "ssh, ControlPersist"
 COLD, COLD_PEER = "runclust, cold", "pdsh"
 COLD_KINDS = (COLD, COLD_PEER, "clush")
@@ -84,7 +82,7 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
         environment.pop("HVD_ELASTIC_KEEP", None)
 
         def take(kind: str) -> None:
-            samples[kind].append(_time(commands[kind], environment))
+            samples[kind].append(timed_call(commands[kind], environment)[0])
             say(f"{kind}: {samples[kind][-1]:.3f} s")
 
         try:
@@ -92,36 +90,20 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
             for _ in range(min(rounds, 2)):
                 for kind in cold:
                     take(kind)
-            _time([*ours, "--keep", f"{LIMIT_S:.0f}s", *call], environment)
-            _time(peer, environment)
+            timed_call([*ours, "--keep", f"{LIMIT_S:.0f}s", *call], environment)
+            timed_call(peer, environment)
             for _ in range(rounds):
                 for kind in [kind for kind in KINDS if kind not in COLD_KINDS]:
                     take(kind)
         finally:
-            _time([*ours, "--no-keep", *call], environment)
-            _time(leave, environment)
+            timed_call([*ours, "--no-keep", *call], environment)
+            timed_call(leave, environment)
     note = f"{hosts} hosts, each an sshd of this machine: the hosts' work shares its cores."
     note += f" Not installed: {', '.join(missing)}." if missing else ""
     return {
         "conditions": conditions("virtual hosts (loopback)", note, load_before),
         "figures": {kind: figure(taken) for kind, taken in samples.items()},
     }
-
-
-def _time(command: Sequence[str], environment: dict[str, str]) -> float:
-    begun = time.monotonic()
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    if done.returncode != 0:
-        raise RunError(f"'{shlex.join(command)[:80]}…' failed: {done.stderr[-300:]}")
-    return time.monotonic() - begun
 
 
 def show_calls(result: dict[str, Any]) -> str:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from hvd_elastic.bench.cluster.calling import timed_call
 from hvd_elastic.bench.figures import conditions, write_result
 from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import UsageError
 
 __all__ = ["Grown", "Memory", "Model", "fit_growth", "measure_many", "show_many", "write_many"]
 
@@ -129,14 +128,14 @@ class _Bed:
     def measure(self, tool: str, *arguments: str) -> tuple[float, float, int]:
         """Seconds, processor seconds, and the most memory of a call that no keeper takes."""
         program = _PROGRAM.replace("PROGRAM", tool)
-        seconds, errors = self._run([sys.executable, "-c", program, *self._set(arguments)])
+        seconds, errors = self._run(program, arguments)
         peak, cpu = errors.rpartition("MEASURED ")[2].split()
         return seconds, float(cpu), int(peak)
 
     def call(self, *arguments: str) -> float:
         """Seconds of a call of runclust as users make it."""
         program = "from hvd_elastic.cli.start import runclust; runclust()"
-        return self._run([sys.executable, "-c", program, *self._set(arguments)])[0]
+        return self._run(program, arguments)[0]
 
     def keeper_bytes(self) -> int:
         """The most memory that each process of the keeper had, added up."""
@@ -153,23 +152,9 @@ class _Bed:
                     found += 0 if peak is None else int(peak[1]) * 1024
         return found
 
-    def _set(self, arguments: Sequence[str]) -> list[str]:
-        return ["-F", str(self._config), *arguments]
-
-    def _run(self, command: Sequence[str]) -> tuple[float, str]:
-        begun = time.monotonic()
-        done = subprocess.run(
-            command,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        if done.returncode != 0:
-            raise RunError(f"{' '.join(command[3:])[:80]} failed: {done.stderr[-500:]}")
-        return time.monotonic() - begun, done.stderr
+    def _run(self, program: str, arguments: Sequence[str]) -> tuple[float, str]:
+        command = [sys.executable, "-c", program, "-F", str(self._config), *arguments]
+        return timed_call(command, self._environment)
 
 
 def measure_many(
