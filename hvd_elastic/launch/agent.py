@@ -551,6 +551,8 @@ class Agent:
                 }
                 if self._interface:
                     values["HOROVOD_GLOO_IFACE"] = self._interface
+                    if not self._names_nccl_interface:
+                        values["NCCL_SOCKET_IFNAME"] = f"={self._interface}"
                 self._workers[name].send(
                     {
                         "kind": "join",
@@ -612,6 +614,11 @@ class Agent:
         for folder in (spool.parent, spool.parent.parent):
             with contextlib.suppress(OSError):  # other hosts and runs may share the disk
                 folder.rmdir()
+
+    @property
+    def _names_nccl_interface(self) -> bool:
+        """Whether the user has said which interfaces NCCL takes: there may be several."""
+        return any("NCCL_SOCKET_IFNAME" in env for env in (os.environ, self._hello["env"]))
 
     def _worker_environment(self, name: str, local_rank: int, slots: int) -> dict[str, str]:
         environment = dict(os.environ)

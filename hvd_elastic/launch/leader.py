@@ -1073,6 +1073,8 @@ def _rank_variables(member: cmd.Member, size: int, *, hierarchical: bool) -> dic
         "CPU_OPERATIONS": "gloo",
         # A ring for the ranks of a host and one across hosts serve hierarchical operations alone.
         "GLOO_SINGLE_CONTEXT": 0 if hierarchical else 1,
+        # What NCCL has begun is aborted when a rank fails, instead of waited for.
+        "NCCL_ELASTIC": 1,
     }
     return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
 
