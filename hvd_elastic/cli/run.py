@@ -505,7 +505,7 @@ def _folder_to_resume(run_id: str, hostfile: Path | None, ssh_config: Path | Non
     _check_folder_is_here(spec, run_id)
     # The others are paths of that machine's own.
     spec = replace(spec, hostfile=str(hostfile.absolute()), ssh_config=config)
-    return RunFolder.create(run_id, spec.as_dict())
+    return RunFolder.create(run_id, {**spec.as_dict(), "began_elsewhere": True})
 
 
 def _check_not_complete(folder: RunFolder) -> None:

@@ -142,6 +142,13 @@ class Leader:
         self._looked_at = time.monotonic()
         self._scaler: Scaler | None = None
 
+    def _expect_checkpoint(self, past: RunSummary) -> None:
+        """Have nothing begun anew where a checkpoint was written, or may have been."""
+        if past.checkpoints:
+            self._collector.expect(f"that of step {past.checkpoints[-1].step} was written")
+        elif self._folder.began_elsewhere:
+            self._collector.expect("it was led by another machine, which may have written one")
+
     def _new_scaler(self, past: Sequence[Mapping[str, Any]]) -> Scaler | None:
         if self._spec.policy == "fixed":
             return None
@@ -188,6 +195,8 @@ class Leader:
         hosts = self._read_hostfile()
         records = self._folder.read_events() if self._resumed else []
         past = summarize(records) if self._resumed else None
+        if past is not None:
+            self._expect_checkpoint(past)
         self._scaler = self._new_scaler(records)
         self._emit(
             "run_started",
@@ -989,11 +998,11 @@ class Leader:
                 self._announce(command, None)
             return
         if brought.error:
-            nothing_lost = (
-                "Nothing of it is lost: mend that, then go on with: "
-                f"hvd-elastic run --resume {self._folder.run_id}"
+            go_on = (
+                "Nothing was removed or begun anew: mend that and go on with: hvd-elastic run "
+                f"--resume {self._folder.run_id}, or start a new run"
             )
-            self._tell(ev.StopRequested(f"{brought.error}. {nothing_lost}", "failed"))
+            self._tell(ev.StopRequested(f"{brought.error}. {go_on}", "failed"))
             return
         newest = brought.checkpoint
         # By the leader, and now: what any worker does from here on comes after it.

@@ -257,6 +257,11 @@ class RunFolder:
         except FileNotFoundError:
             return 0.0
 
+    @property
+    def began_elsewhere(self) -> bool:
+        """Whether another machine led the run before, and has the records of that."""
+        return bool(self.read_run().get("began_elsewhere"))
+
     def read_events(self) -> list[Record]:
         """Everything that happened so far, oldest first."""
         return read_events(self.events)
