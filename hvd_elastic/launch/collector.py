@@ -153,6 +153,11 @@ class CheckpointCollector:
         """Manifest of the checkpoint that was last brought to the workers."""
 
     @property
+    def place(self) -> Path | CheckpointUrl:
+        """Where checkpoints are kept."""
+        return self._url or self.folder
+
+    @property
     def busy(self) -> bool:
         """Whether a checkpoint is on its way."""
         return self._working
@@ -455,7 +460,7 @@ class CheckpointCollector:
             return ""
         place = str(self.folder)
         if self._url is not None:
-            place = f"{self._url.url} and in {place}"
+            place = f"{self._url} and in {place}"
         return (
             f"no whole checkpoint of run {self._run_id} is found in {place}, though "
             f"{self._expected}: that place is not mounted, or its files are gone or damaged"

@@ -32,6 +32,7 @@ from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Activity, ProgressWatch
 from hvd_elastic.errors import CheckpointError, HostfileError
 from hvd_elastic.launch.adoption import Adoption
+from hvd_elastic.launch.claim import Claim, ClaimKeeper
 from hvd_elastic.launch.collector import Brought, CheckpointCollector
 from hvd_elastic.launch.last_checkpoint import LastCheckpoint
 from hvd_elastic.launch.protocol import Message
@@ -133,6 +134,9 @@ class Leader:
         self._own_ids = {self._id}
         self._led_since = time.time()
         self._gave_way = False
+        self._claim: ClaimKeeper | None = None
+        self._claimed_by: Claim | None = None
+        """Another leader, of which more is known when the hosts have been asked."""
         self._adoption: Adoption | None = None
         self._unwritable: CheckpointError | None = None
         self._took_over = False
@@ -211,7 +215,7 @@ class Leader:
                 "resumed": self._resumed,
             },
         )
-        with self._signals():
+        with self._signals(), self._claimed():
             try:
                 if past is not None:
                     self._ask_around(hosts, past, _ADOPTION_S)
@@ -265,6 +269,23 @@ class Leader:
             for number in before:
                 signal.signal(number, signal.SIG_IGN)
 
+    @contextlib.contextmanager
+    def _claimed(self) -> Any:
+        """Keep other leaders from a place of checkpoints that they may share."""
+        if self._spec.checkpoint_folder is None:  # the lock of the run folder is enough
+            yield
+            return
+        self._claim = ClaimKeeper(
+            self._collector.place,
+            Claim.of_this_process(self._folder.run_id, self._led_since),
+            lambda: self._loop.post(self._claim_is_settled),
+            lambda claim, seen: self._loop.post(lambda: self._on_claim(claim, seen)),
+        )
+        try:
+            yield
+        finally:
+            self._claim.end()
+
     def _end_agents(self) -> None:
         """Every agent ends its workers and itself; wait until they have."""
         agents = [*self._agents.values(), *self._ending]
@@ -303,6 +324,7 @@ class Leader:
         # Those that the hostfile does not name any more hold workers that have to go.
         asked = list(dict.fromkeys([*awaited, *(host.name for host in hosts)]))
         adoption = Adoption(awaited, asked, time.monotonic() + wait_s, patient=patient)
+        adoption.claim_open = self._claim is not None and not patient
         self._adoption = adoption
         if past.np == self._spec.np:  # otherwise the user has asked for another size just now
             adoption.requested_np, adoption.slots = past.scaled_to, tuple(past.scaled_slots)
@@ -358,23 +380,52 @@ class Leader:
 
     def _on_refused(self, host: str, message: Message) -> None:
         """Another leader leads the agent of ``host``: one of the two has to end."""
-        rival = Rival.of(host, message)
+        rival = Rival.of_agent(host, message, self._spec.failure_timeout_s)
         if rival.leader in self._own_ids or self._finish is not None:
             return  # an agent that has not noticed yet that this leader was cut off
         began = self._adoption is None
         if began and not rival.goes_before(self._id, self._led_since):
             return  # it gives way as soon as it meets this one; the host is tried again
-        timeout_s = self._spec.failure_timeout_s
-        text = rival.explain(self._folder.run_id, timeout_s, began=began)
+        self._give_way(rival, began=began)
+
+    def _give_way(self, rival: Rival, *, began: bool) -> None:
+        text = rival.explain(began=began)
         self._gave_way = not began
         self._finish = cmd.Finish("failed", text)
         self._loop.stop()
+
+    def _claim_is_settled(self) -> None:
+        if self._adoption is not None:
+            self._adoption.claim_open = False
+            self._adopt_when_complete()
+
+    def _on_claim(self, claim: Claim, seen: float) -> None:
+        """Another leader lives, whose claim was first seen then: one of the two has to end."""
+        if self._finish is not None or self._claim is None:
+            return
+        if self._adoption is not None:  # whom the hosts follow counts for more
+            self._claimed_by = claim
+            self._claim_is_settled()
+            return
+        own = self._claim.claim
+        rival = Rival.of_claim(claim, str(self._collector.place))
+        if not self._workers or rival.goes_before(own.leader, own.led_since):
+            self._give_way(rival, began=True)
+        elif any(agent.last_heard > seen for agent in self._agents.values()):
+            self._claim.insist()  # it gives way as soon as it sees that
 
     def _adopt_when_complete(self) -> None:
         adoption = self._adoption
         if adoption is None or not (adoption.complete or time.monotonic() >= adoption.deadline):
             return
         self._adoption = None
+        claimed_by, self._claimed_by = self._claimed_by, None
+        if claimed_by is not None and self._claim is not None:
+            if not adoption.workers:
+                place = str(self._collector.place)
+                self._give_way(Rival.of_claim(claimed_by, place), began=False)
+                return
+            self._claim.insist()  # its hosts have lost that leader
         slots = tuple(ev.HostSlots(host.name, host.slots) for host in self._hosts.values())
         self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
         for host in adoption.came_back:
