@@ -386,12 +386,12 @@ class Leader:
         began = self._adoption is None
         if began and not rival.goes_before(self._id, self._led_since):
             return  # it gives way as soon as it meets this one; the host is tried again
-        self._give_way(rival, began=began)
+        self._give_way(rival, "began later" if began else "")
 
-    def _give_way(self, rival: Rival, *, began: bool) -> None:
-        text = rival.explain(began=began)
-        self._gave_way = not began
-        self._finish = cmd.Finish("failed", text)
+    def _give_way(self, rival: Rival, why: str = "") -> None:
+        """End; ``why`` this one, empty where it has begun nothing."""
+        self._gave_way = not why
+        self._finish = cmd.Finish("failed", rival.explain(why))
         self._loop.stop()
 
     def _claim_is_settled(self) -> None:
@@ -409,8 +409,10 @@ class Leader:
             return
         own = self._claim.claim
         rival = Rival.of_claim(claim, str(self._collector.place))
-        if not self._workers or rival.goes_before(own.leader, own.led_since):
-            self._give_way(rival, began=True)
+        if not self._workers:
+            self._give_way(rival, "has no process that trains")
+        elif rival.goes_before(own.leader, own.led_since):
+            self._give_way(rival, "began later")
         elif any(agent.last_heard > seen for agent in self._agents.values()):
             self._claim.insist()  # it gives way as soon as it sees that
 
@@ -423,7 +425,7 @@ class Leader:
         if claimed_by is not None and self._claim is not None:
             if not adoption.workers:
                 place = str(self._collector.place)
-                self._give_way(Rival.of_claim(claimed_by, place), began=False)
+                self._give_way(Rival.of_claim(claimed_by, place))
                 return
             self._claim.insist()  # its hosts have lost that leader
         slots = tuple(ev.HostSlots(host.name, host.slots) for host in self._hosts.values())

@@ -64,14 +64,14 @@ class Rival:
         """
         return (self.led_since, self.leader) < (led_since, leader)
 
-    def explain(self, *, began: bool) -> str:
-        """Why this leader ends, and what its user can do.
+    def explain(self, why: str) -> str:
+        """What a leader that gives way says, and what its user can do.
 
         Args:
-            began: this leader has started workers.
+            why: it is that one; empty: it has begun nothing.
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.led_since))
-        end = "which began later, ends" if began else "ends, and has started nothing"
+        end = f"which {why}, ends" if why else "ends, and has started nothing"
         run, said = self.run_id, f"{self.what} {self.led_by} since {since}"
         return (
             f"run {run} has a leader: {said}, which was heard of {self.heard_s:.1f} s ago. Two "

@@ -137,7 +137,8 @@ def test_of_two_that_train_apart_the_later_one_ends(tmp_path: Path) -> None:
     asleep = claimed(tmp_path / "asleep", since=200.0, trains=True, heard=4.0)
     assert asleep == (None, False), "it has to hear of its hosts first"
     finish, _ = claimed(tmp_path / "alone", since=200.0, trains=False)
-    assert finish is not None, "it leads nobody any more"
+    assert finish is not None
+    assert "which has no process that trains, ends" in finish.message
 
 
 def test_nothing_begins_before_every_host_was_asked_who_leads() -> None:
