@@ -59,6 +59,9 @@ _HOSTFILE_GONE_S = 2.0
 _LEAST_RESERVE_S = 10.0
 """Of the time that a host has left, for the last checkpoint and for leaving."""
 
+_SHUTDOWN = {"SIGTERM", "SIGHUP"}
+"""A machine that is shut down may send both, one right after the other: they are one request."""
+
 _ASKED_TO_DRAIN = "asked to by hvd-elastic drain"
 
 Show = Callable[[Mapping[str, Any]], None]
@@ -700,7 +703,8 @@ class Leader:
     def _ask_to_stop(self, reason: str) -> None:
         """First: write a checkpoint and end. Again: end at once."""
         if self._stop is not None:
-            self._stop_now()
+            if {self._stop.reason, reason} != _SHUTDOWN:
+                self._stop_now()
             return
         self._stop = ev.StopRequested(reason)
         self._emit("stop_requested", {"reason": reason})
