@@ -478,6 +478,7 @@ class Leader:
                 self._look_for_silence(now)
                 self._scale_by_policy(now)
             else:
+                self._look_for_requests(only="stop")  # the others need to know what there is
                 for host in self._adoption.due(now):
                     self._start_agent(host, take_over=True)
                 self._adopt_when_complete()
@@ -630,8 +631,8 @@ class Leader:
 
     # -- requests of the user --------------------------------------------------------------
 
-    def _look_for_requests(self) -> None:
-        for request in self._folder.take_requests():
+    def _look_for_requests(self, only: str | None = None) -> None:
+        for request in self._folder.take_requests(only):
             ok, message = True, ""
             if request.op == "stop":
                 message = "the run is being stopped"
