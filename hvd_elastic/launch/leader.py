@@ -186,6 +186,11 @@ class Leader:
 
     # -- life ------------------------------------------------------------------------------
 
+    @property
+    def gave_way(self) -> bool:
+        """Whether it ended because another one leads, and had begun nothing."""
+        return self._gave_way
+
     def run(self) -> cmd.Finish:
         """Lead until the end.
 

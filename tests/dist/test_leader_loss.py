@@ -272,7 +272,7 @@ def test_another_machine_does_not_lead_a_run_that_is_led(
     run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
     run += ["--hostfile", str(other), "--ssh-config", str(stage.cluster.ssh_config)]
     # Of this machine's runs, the other one sees none.
-    hidden = f'mount -t tmpfs none {job.home}/runs && exec "$@"'
+    hidden = f'mount -t tmpfs none {job.home}/runs && "$@"; code=$?; ls {job.home}/runs; exit $code'
     leads = {f"{c}\n{a}\n": f"host {a} is led", f"{c}\n": f"checkpoints in {place} are kept"}
     for hosts, how in leads.items():
         other.write_text(hosts)
@@ -289,6 +289,7 @@ def test_another_machine_does_not_lead_a_run_that_is_led(
         said = " ".join((done.stdout + done.stderr).split())
         assert f"{how} by process {job.process.pid} on " in said
         assert "ends, and has started nothing" in said
+        assert job.run_id not in done.stdout.splitlines(), "its run folder is gone"
         assert not job.workers(c)
         assert job.workers() == workers
     job.wait_steps(5)
