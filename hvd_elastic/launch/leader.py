@@ -62,8 +62,6 @@ _LEAST_RESERVE_S = 10.0
 _SHUTDOWN = {"SIGTERM", "SIGHUP"}
 """A machine that is shut down may send both, one right after the other: they are one request."""
 
-_ASKED_TO_DRAIN = "asked to by hvd-elastic drain"
-
 Show = Callable[[Mapping[str, Any]], None]
 ShowOutput = Callable[[str, int, str], None]
 
@@ -338,7 +336,7 @@ class Leader:
             adoption.requested_np, adoption.slots = past.scaled_to, tuple(past.scaled_slots)
         adoption.draining = tuple(past.draining)
         adoption.gave_notice = frozenset(
-            name for name, found in past.draining.items() if found.cause != _ASKED_TO_DRAIN
+            name for name, found in past.draining.items() if not found.asked
         )
         self._hosts = {host.name: host for host in hosts}
         for name in asked:
@@ -698,13 +696,15 @@ class Leader:
             return True, f"host {host} may be used again"
         if leave_in_s is not None and not (_is_number(leave_in_s) and leave_in_s >= 0):
             return False, f"a host can leave in 0 seconds or more, not in {leave_in_s!r}"
-        self._drain(host, _ASKED_TO_DRAIN, leave_in_s)
+        self._drain(host, "asked to by hvd-elastic drain", leave_in_s, asked=True)
         return True, f"the run leaves host {host}, and does not use it until it is given back"
 
-    def _drain(self, host: str, cause: str, leave_in_s: float | None) -> None:
+    def _drain(
+        self, host: str, cause: str, leave_in_s: float | None, *, asked: bool = False
+    ) -> None:
         reserve_s = max(_LEAST_RESERVE_S, 2 * self._collector.newest_s)
         train_for_s = None if leave_in_s is None else max(0.0, leave_in_s - reserve_s)
-        self._tell(ev.HostDraining(host, cause, train_for_s, leave_in_s))
+        self._tell(ev.HostDraining(host, cause, train_for_s, leave_in_s, asked))
 
     def _ask_to_stop(self, reason: str) -> None:
         """First: write a checkpoint and end. Again: end at once."""
