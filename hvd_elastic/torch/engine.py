@@ -205,8 +205,8 @@ class HorovodEngine:
         raise ScriptError(
             f"slot {local_rank} has no GPU of its own: the host has {devices} {gpus} that PyTorch "
             f"can use, and NCCL does not let two ranks share one. Write slots={devices} in the "
-            "hostfile (or look at CUDA_VISIBLE_DEVICES). To share a GPU all the same, for a trial, "
-            "give each worker a NCCL_HOSTID of its own"
+            "hostfile, or look at CUDA_VISIBLE_DEVICES (empty: train on the CPUs). To share a GPU "
+            "all the same, for a trial, give each worker a NCCL_HOSTID of its own"
         )
 
     def warm(self) -> None:
