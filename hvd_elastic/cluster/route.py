@@ -182,7 +182,8 @@ class Route:
         self.attempt = attempt
         self.depth = depth
         # lazy: no ~/.fabric.yaml, no FABRIC_ variables; what runs here does not depend on them.
-        config = Config(ssh_config=ssh_config.load_ssh_config(options.config_path), lazy=True)
+        settings = ssh_config.load_ssh_config(options.config_path, host.name)
+        config = Config(ssh_config=settings, lazy=True)
         self.fabric: fabric.Connection = fabric.Connection(
             host.name,
             user=host.user,

@@ -40,7 +40,8 @@ from hvd_elastic.cluster.remote.copy_tree import (
     walk,
 )
 from hvd_elastic.cluster.remote.copy_wire import LinkError, pack, unpack
-from hvd_elastic.cluster.remote.hold_command import PRCTL, SUBREAPER, end_all
+from hvd_elastic.cluster.remote.end_processes import end_all
+from hvd_elastic.cluster.remote.hold_command import PRCTL, SUBREAPER
 from hvd_elastic.cluster.remote.pull_command import fill, placeholders
 
 # After so many failures one after the other the command is at fault, and not the file.
