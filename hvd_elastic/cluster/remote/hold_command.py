@@ -79,9 +79,8 @@ def start(command: str, env: dict[str, str], cwd: str, feeds: bool) -> tuple[int
 def later(module: str) -> dict[str, Callable[..., None]]:
     """What a module that is rarely needed has."""
     if module not in LATER:
-        import importlib
-
-        return vars(importlib.import_module(f"hvd_elastic.cluster.remote.{module}"))
+        # importlib would be loaded by each holder anew.
+        return vars(__import__(f"hvd_elastic.cluster.remote.{module}", fromlist=["main"]))
     found: dict[str, Callable[..., None]] = {}
     exec(compile(LATER[module], f"{module}.py", "exec"), found)  # noqa: S102  # our own
     return found
