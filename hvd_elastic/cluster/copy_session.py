@@ -31,7 +31,7 @@ from hvd_elastic.errors import HostUnreachableError, HvdElasticError, SshError, 
 
 __all__ = ["MODULES", "SILENCE_S", "Copied", "CopyProgress", "CopySession", "CopySettings", "Node"]
 
-MODULES = ("copy_wire", "copy_tree", "copy_store", "copy_feed", "copy_node")
+MODULES = ("copy_wire", "copy_tree", "copy_names", "copy_store", "copy_feed", "copy_node")
 SOURCE = "the source"
 TICK_S = 0.1
 PING_S = 5.0

@@ -336,7 +336,7 @@ class PullNode(Destination):
             for number in numbers:
                 if self._target.lacks(number):
                     self._target.give_up(number, message["why"])
-            if self._target.complete:
+            if self._target.arrived:
                 self._complete(self._target)
         elif do == "tree":
             tree = read_tree(unpack(message["tree"]))
@@ -416,7 +416,7 @@ class PullNode(Destination):
             came=pack([index for index in order if index not in failed]),
             why=done.why,
         )
-        if target is not None and target.complete:
+        if target is not None and target.arrived:
             self._complete(target)
 
     def _adopt(self, target: Target, pull: Pull, indices: list[int]) -> None:
