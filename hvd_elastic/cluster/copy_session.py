@@ -246,7 +246,8 @@ class CopySession(Closing):
                 self._excuse(now - last_tick)
             if said is not None:
                 results = self._take(*said, now)
-            if now - last_tick >= TICK_S:
+            may_begin = said is not None and not self._begun and self._may_begin(now)
+            if may_begin or now - last_tick >= TICK_S:
                 last_tick = now
                 results += self._tick(now)
                 self._tell_progress()
