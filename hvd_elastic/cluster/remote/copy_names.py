@@ -14,7 +14,9 @@ from collections.abc import Callable
 
 __all__ = ["SYNC_BYTES", "Names", "sync_disk"]
 
-SYNC_BYTES = 64 << 20
+# What is left for the end of a copy is waited for.
+SYNC_BYTES = 16 << 20
+PAUSE_S = 0.5
 
 
 def sync_disk(descriptor: int) -> None:
@@ -114,3 +116,5 @@ class Names:
                 with self._changed:
                     self._error = error
                 return
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended, PAUSE_S)
