@@ -64,7 +64,10 @@ def train(args: argparse.Namespace) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(sgd, model)
     data = TensorDataset(torch.randn(EXAMPLES, WIDTH), torch.randint(10, (EXAMPLES,)))
-    loader: hvd.DataLoader[Any] = hvd.DataLoader(data, BATCH, shuffle=True)
+    # The batch may adapt, so gradients are looked at too.
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(
+        data, BATCH, shuffle=True, max_batch_size=2 * BATCH
+    )
 
     def warm_up() -> None:
         loss_of(network(), *data[:BATCH]).backward()
@@ -98,7 +101,7 @@ def overhead(args: argparse.Namespace) -> None:
     """The job that takes turns between a bare optimizer and one that adapts, on one GPU."""
     import torch
     import torchvision
-    from torch.utils.data import TensorDataset
+    from torch.utils.data import DataLoader, TensorDataset
 
     import hvd_elastic.torch as hvd
 
@@ -127,7 +130,7 @@ def overhead(args: argparse.Namespace) -> None:
     sgd = torch.optim.SGD(ours.parameters(), lr=1e-3, momentum=0.9)
     adapting = hvd.DistributedOptimizer(sgd, ours, lr_rule="adascale")
     bare = torch.optim.SGD(theirs.parameters(), lr=1e-3, momentum=0.9)
-    # The pictures stay on the GPU: what is compared is the step, and a loader feeds both.
+    # The pictures stay on the GPU: the loaders bring numbers of rows.
     rows = TensorDataset(torch.arange(IMAGES * (WARM_STEPS + BLOCK_STEPS * args.rounds)))
     loader: Any = hvd.DataLoader(rows, IMAGES, max_batch_size=IMAGES)
     times: dict[str, list[float]] = {"bare": [], "adaptive": []}
@@ -141,7 +144,9 @@ def overhead(args: argparse.Namespace) -> None:
                 step(ours, adapting)
 
         def bare_block(count: int) -> None:
+            plain = iter(DataLoader(rows, IMAGES))
             for _ in range(count):
+                next(plain)
                 step(theirs, bare)
 
         def timed(block: Callable[[int], None], count: int) -> float:

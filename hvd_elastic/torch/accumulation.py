@@ -21,31 +21,47 @@ class GradientSum:
 
     def take(self, parameters: Iterable[torch.Tensor], weight: float) -> None:
         """Add ``weight`` times the gradients, and leave the parameters without."""
+        taken: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
             parameter.grad = None
             gradient = gradient.to_dense() if gradient.is_sparse else gradient.detach()
-            if weight != 1.0:
-                gradient.mul_(weight) if weight else gradient.zero_()
-            before = self._sums.get(parameter)
-            self._sums[parameter] = gradient if before is None else before.add_(gradient)
+            taken.append(gradient)
+            before = self._sums.setdefault(parameter, gradient)
+            if before is not gradient:
+                sums.append(before)
+                added.append(gradient)
+        _weigh(taken, weight)
+        _add(sums, added)
 
-    def give(self, parameter: torch.Tensor, weight: float) -> None:
-        """Make the parameter's gradient, times ``weight``, the whole sum; once a step."""
-        gradient = parameter.grad
-        before = self._sums.pop(parameter, None)
-        if gradient is not None and weight != 1.0:
-            gradient.mul_(weight) if weight else gradient.zero_()
-        if before is None:
-            return
-        if gradient is None:
-            parameter.grad = before
-        elif gradient.is_sparse:
-            parameter.grad = before.add_(gradient)
-        else:
-            gradient.add_(before)
+    def give(self, parameters: Iterable[torch.Tensor], weight: float) -> None:
+        """Make the gradients, times ``weight``, the whole sums; once a step."""
+        given: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            before = self._sums.pop(parameter, None)
+            if gradient is not None:
+                given.append(gradient)
+            if before is None:
+                continue
+            if gradient is None:
+                parameter.grad = before
+            elif gradient.is_sparse:
+                # The sum is dense, and takes the sparse one in.
+                parameter.grad = before
+                gradients.append(before)
+                sums.append(gradient)
+            else:
+                gradients.append(gradient)
+                sums.append(before)
+        _weigh(given, weight)
+        _add(gradients, sums)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether an earlier pass of the step had a gradient for it."""
@@ -54,3 +70,26 @@ class GradientSum:
     def clear(self) -> None:
         """Forget the passes so far."""
         self._sums.clear()
+
+
+def _weigh(gradients: list[torch.Tensor], weight: float) -> None:
+    if weight == 0:
+        for gradient in gradients:
+            gradient.zero_()  # what was not finite is gone too
+        return
+    if weight == 1 or not gradients:
+        return
+    if any(gradient.is_sparse for gradient in gradients):
+        for gradient in gradients:
+            gradient.mul_(weight)
+        return
+    torch._foreach_mul_(gradients, weight)
+
+
+def _add(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    """Add each gradient to its sum in place: on a GPU few kernels instead of one for each."""
+    if any(gradient.is_sparse for gradient in gradients):
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.add_(gradient)
+    elif sums:
+        torch._foreach_add_(sums, gradients)

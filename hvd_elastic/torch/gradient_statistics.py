@@ -7,12 +7,15 @@ of the mean over all ranks. They stay on the device until they are drained, all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 __all__ = ["GradientStatistics"]
+
+_CHUNK_ELEMENTS = 4 << 20
+"""Adam's gradients are divided in copies, of so many numbers at a time."""
 
 
 class GradientStatistics:
@@ -51,11 +54,11 @@ class GradientStatistics:
             return True
         return any("exp_avg_sq" in self._optimizer.state.get(p, {}) for p in self._group_of)
 
-    def see(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The gradient of one parameter in this pass, before it is weighted or averaged."""
+    def see(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients of some parameters in this pass, before they are weighted or averaged."""
         if not self._passes:
             self._passes = [[] for _ in range(self.groups)]
-        self._passes[self._group_of[parameter]].append(self._squared_norm(parameter, gradient))
+        self._look(parameters, self._passes)
 
     def end_pass(self, share: float) -> None:
         """All gradients of a pass were seen; ``share``: of the step's examples, 0 for padding."""
@@ -80,10 +83,7 @@ class GradientStatistics:
             loss_scale: what all gradients of the step were multiplied by, if they were.
         """
         found: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
-        for parameter in parameters:
-            if parameter.grad is not None:
-                norm = self._squared_norm(parameter, parameter.grad)
-                found[self._group_of[parameter]].append(norm)
+        self._look(parameters, found)
         total = self._sums(found)
         own = torch.stack(self._own).sum(0) if self._own else torch.zeros_like(total)
         if loss_scale is not None:
@@ -115,6 +115,52 @@ class GradientStatistics:
         counts = torch.tensor([row[:3] for row in rows], dtype=torch.float64)
         return torch.cat([counts, norms], dim=1)
 
+    def _look(
+        self, parameters: Iterable[torch.Tensor], norms: Sequence[list[torch.Tensor]]
+    ) -> None:
+        """Append squared norms of the gradients, by group."""
+        on_gpu: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            group = self._group_of[parameter]
+            if gradient.is_cuda and not gradient.is_sparse:
+                on_gpu[group].append(parameter)
+            else:
+                norms[group].append(self._squared_norm(parameter, gradient))
+        for group, several in enumerate(on_gpu):
+            for some in _chunks(several):
+                norms[group].append(self._sum_of_squares(group, some))
+
+    def _sum_of_squares(self, group: int, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """As :meth:`_squared_norm`, of all of them: few kernels instead of some for each."""
+        gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        if self._preconditioned:
+            divisors = self._divisors(group, parameters)
+            if divisors is None:
+                return torch.stack(
+                    [self._squared_norm(p, g) for p, g in zip(parameters, gradients, strict=True)]
+                ).sum()
+            gradients = list(torch._foreach_div(gradients, divisors))
+        elif any(gradient.dtype.itemsize < 4 for gradient in gradients):
+            gradients = [gradient.float() for gradient in gradients]
+        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+
+    def _divisors(self, group: int, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Those of :meth:`_divisor`; None where they have to be made one by one."""
+        states: list[dict[str, Any]] = [self._optimizer.state.get(p, {}) for p in parameters]
+        if not all("exp_avg_sq" in state for state in states):
+            return None
+        if any(isinstance(s["step"], torch.Tensor) and s["step"].is_cuda for s in states):
+            return None  # reading them would wait for the device
+        settings = self._optimizer.param_groups[group]
+        corrections = [1 - settings["betas"][1] ** float(state["step"]) for state in states]
+        divisors = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(divisors, [correction**0.5 for correction in corrections])
+        torch._foreach_add_(divisors, settings["eps"])
+        return list(divisors)
+
     def _sums(self, norms: list[list[torch.Tensor]]) -> torch.Tensor:
         device = next((n.device for group in norms for n in group), None)
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -134,7 +180,8 @@ class GradientStatistics:
         if gradient.is_contiguous() and gradient.dtype in (torch.float32, torch.float64):
             flat = gradient.view(-1)
             return torch.dot(flat, flat).double()
-        return torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return torch.linalg.vector_norm(gradient, dtype=wide).double().square()
 
     def _divisor(self, parameter: torch.Tensor) -> torch.Tensor | None:
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
@@ -143,3 +190,18 @@ class GradientStatistics:
         group = self._optimizer.param_groups[self._group_of[parameter]]
         correction = 1 - group["betas"][1] ** state["step"]
         return (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])
+
+
+def _chunks(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one type together, as long as they are not too large."""
+    chunk: list[torch.Tensor] = []
+    elements = 0
+    for parameter in parameters:
+        full = elements + parameter.numel() > _CHUNK_ELEMENTS
+        if chunk and (full or parameter.dtype != chunk[0].dtype):
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append(parameter)
+        elements += parameter.numel()
+    if chunk:
+        yield chunk

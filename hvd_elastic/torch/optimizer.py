@@ -7,7 +7,7 @@ was taken. Schedulers, clipping and ``isinstance`` checks see nothing new.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hvd_elastic.torch.grad_scaler import GradScaler
 
 __all__ = ["DistributedOptimizer", "GradientAverager"]
+
+_SEEN_TOGETHER = 32
+"""Gradients on a GPU that wait for each other before they are reduced, in a sampled step."""
 
 
 class GradientAverager:
@@ -54,6 +57,7 @@ class GradientAverager:
                     name = names.get(id(parameter), f"parameter.{len(self._names)}")
                     self._names[parameter] = f"gradient.{name}"
         self._handles: dict[torch.Tensor, tuple[Any, torch.Tensor]] = {}
+        self._unseen: dict[torch.Tensor, None] = {}
         self._averaged = False
         self._absorbed = -1
         self._giving_up = False
@@ -178,9 +182,7 @@ class GradientAverager:
             self._begin_statistics(self._adaptation)
         weight = self._context.batch_weight()
         if self._sampling:
-            for parameter in self._names:
-                if parameter.grad is not None:
-                    self._statistics.see(parameter, parameter.grad)
+            self._statistics.see(self._names)
             self._statistics.end_pass(weight / self._context.size)
         self._sum.take(self._names, weight)
 
@@ -202,29 +204,35 @@ class GradientAverager:
     def _end_last_pass(self, adaptation: Adaptation) -> None:
         """All of the last pass's gradients are there, or never will be."""
         if self._context.size > 1:
-            if not self._handles and self._context.passes == 1:
+            if not self._handles and not self._unseen and self._context.passes == 1:
                 self._begin_statistics(adaptation)
-            for parameter in self._names:
-                if parameter not in self._handles and (
-                    self._sum.holds(parameter) or parameter.grad is not None
-                ):
-                    self._see_and_sum(parameter)
-                    self._begin(parameter)
+            self._see_and_begin(
+                parameter
+                for parameter in self._names
+                if parameter not in self._handles
+                and (self._sum.holds(parameter) or parameter.grad is not None)
+            )
             if self._sampling:
                 self._statistics.end_pass(self._context.batch_weight() / self._context.size)
             return
         if self._context.passes == 1:
             self._sampling = False
-        for parameter in self._names:
-            self._see_and_sum(parameter)
+        self._see_and_sum(self._names)
         if self._sampling:
             self._statistics.end_pass(self._context.batch_weight())
             self._end_statistics()
 
-    def _see_and_sum(self, parameter: torch.Tensor) -> None:
-        if self._sampling and parameter.grad is not None:
-            self._statistics.see(parameter, parameter.grad)
-        self._sum.give(parameter, self._context.batch_weight())
+    def _see_and_sum(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self._sampling:
+            self._statistics.see(parameters)
+        self._sum.give(parameters, self._context.batch_weight())
+
+    def _see_and_begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        several = list(parameters)
+        self._see_and_sum(several)
+        for parameter in several:
+            self._begin(parameter)
+        self._unseen.clear()
 
     def _end_statistics(self) -> None:
         if self._sampling:
@@ -254,6 +262,7 @@ class GradientAverager:
     def reset(self) -> None:
         """Forget a step that failed half way, its gradients included."""
         self._handles.clear()
+        self._unseen.clear()
         self._sum.clear()
         self._averaged = False
         self._absorbed = -1
@@ -272,7 +281,7 @@ class GradientAverager:
     def _ready(self, parameter: torch.Tensor) -> None:
         if self._context.size == 1 or self._context.accumulating:
             return
-        if parameter in self._handles or self._averaged:
+        if parameter in self._handles or parameter in self._unseen or self._averaged:
             raise ScriptError(
                 f"the gradient of {self._names[parameter]!r} was computed twice before "
                 "optimizer.step(): one backward pass per step is supported. Call step() after "
@@ -282,9 +291,15 @@ class GradientAverager:
             self._context.begin_exchange()
         else:
             # What the ranks tell each other is known at the end of the step only.
-            if not self._handles and self._context.passes == 1:
+            if not self._handles and not self._unseen and self._context.passes == 1:
                 self._begin_statistics(self._adaptation)
-            self._see_and_sum(parameter)
+            if self._sampling and parameter.is_cuda:
+                # A GPU looks at many gradients with one kernel.
+                self._unseen[parameter] = None
+                if len(self._unseen) == _SEEN_TOGETHER:
+                    self._see_and_begin(self._unseen)
+                return
+            self._see_and_sum([parameter])
         self._begin(parameter)
 
     def _begin(self, parameter: torch.Tensor) -> None:

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from tests.dist.jobs import ROOT, environment, hostfile_of, write_script
 
-torch = pytest.importorskip("torch")
 horovod = pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
 
 pytestmark = pytest.mark.skipif(
@@ -37,6 +39,28 @@ def test_workers_that_die_and_come_leave_training_whole(tmp_path: Path):
         1,
         1,
     ]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_statistics_of_gradients_are_those_of_the_cpu(kind: Any) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(40))).double()
+        model = model.to(device)
+        optimizer = kind(model.parameters(), lr=1e-3)
+        statistics = GradientStatistics(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 30, generator=torch.Generator().manual_seed(step)).double()
+            model(inputs.to(device)).square().sum().backward()
+            if statistics.ready:
+                statistics.see(model.parameters())
+                statistics.end_pass(1.0)
+                statistics.end_step(step, 8, model.parameters())
+            optimizer.step()
+        found.append(statistics.drain())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
 def test_more_slots_than_gpus_is_an_error_that_says_what_to_do(tmp_path: Path):

@@ -1,0 +1,48 @@
+"""Norms taken of many gradients at once are those taken one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_elastic.torch import gradient_statistics
+from hvd_elastic.torch.gradient_statistics import GradientStatistics
+
+
+def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    torch.manual_seed(3)
+    made = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for size in (5, 70, 1, 300)]
+    made.append(torch.nn.Parameter(torch.randn(6, 4, dtype=dtype)))
+    for each in made:
+        each.grad = torch.randn_like(each)
+    made[-1].grad = torch.randn(4, 6, dtype=dtype).t()  # not contiguous
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_norms_of_many_are_those_of_each(
+    kind: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does, on the CPU: the operations are the same."""
+    tolerance = 1e-2 if dtype.itemsize < 4 else 1e-5
+    ours = parameters(dtype)
+    optimizer = kind([{"params": ours[:2]}, {"params": ours[2:]}], lr=1e-3)
+    statistics = GradientStatistics(optimizer)
+    for _ in range(3):
+        optimizer.step()
+    monkeypatch.setattr(gradient_statistics, "_CHUNK_ELEMENTS", 80)
+    for number, group in enumerate(optimizer.param_groups):
+        for some in gradient_statistics._chunks(group["params"]):
+            together = statistics._sum_of_squares(number, some)
+            each = [float(statistics._squared_norm(p, p.grad)) for p in some if p.grad is not None]
+            assert together.item() == pytest.approx(sum(each), rel=tolerance)
+
+
+def test_chunks_hold_neighbours_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_statistics, "_CHUNK_ELEMENTS", 10)
+    made = [torch.zeros(size) for size in (4, 4, 4, 30, 1)] + [torch.zeros(1).double()]
+    sizes = [[len(each) for each in chunk] for chunk in gradient_statistics._chunks(made)]
+    assert sizes == [[4, 4], [4], [30], [1], [1]]
