@@ -54,6 +54,10 @@ class GradientStatistics:
             return True
         return any("exp_avg_sq" in self._optimizer.state.get(p, {}) for p in self._group_of)
 
+    def together(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradient is best seen with those of others: one kernel looks at many."""
+        return parameter.is_cuda
+
     def see(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of some parameters in this pass, before they are weighted or averaged."""
         if not self._passes:
@@ -119,17 +123,17 @@ class GradientStatistics:
         self, parameters: Iterable[torch.Tensor], norms: Sequence[list[torch.Tensor]]
     ) -> None:
         """Append squared norms of the gradients, by group."""
-        on_gpu: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
+        together: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
                 continue
             group = self._group_of[parameter]
-            if gradient.is_cuda and not gradient.is_sparse:
-                on_gpu[group].append(parameter)
+            if self.together(parameter) and not gradient.is_sparse:
+                together[group].append(parameter)
             else:
                 norms[group].append(self._squared_norm(parameter, gradient))
-        for group, several in enumerate(on_gpu):
+        for group, several in enumerate(together):
             for some in _chunks(several):
                 norms[group].append(self._sum_of_squares(group, some))
 

@@ -293,8 +293,7 @@ class GradientAverager:
             # What the ranks tell each other is known at the end of the step only.
             if not self._handles and not self._unseen and self._context.passes == 1:
                 self._begin_statistics(self._adaptation)
-            if self._sampling and parameter.is_cuda:
-                # A GPU looks at many gradients with one kernel.
+            if self._sampling and self._statistics.together(parameter):
                 self._unseen[parameter] = None
                 if len(self._unseen) == _SEEN_TOGETHER:
                     self._see_and_begin(self._unseen)

@@ -14,9 +14,11 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.torch import context
+from hvd_elastic.torch import optimizer as optimizer_module
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import LocalEngine
+from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import Rebalancing
 from hvd_elastic.torch.sink import FileSink
@@ -128,10 +130,16 @@ def test_the_average_is_the_gradient_of_the_global_batch(
         torch.testing.assert_close(average, parameter.grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("together", [0, 1, 3, 32])
 def test_squared_norms_of_passes_are_weighted_by_their_examples(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    """What the noise scale is estimated from: 10 passes of 2 to 6 examples on three ranks."""
+    """What the noise scale is estimated from: 10 passes of 2 to 6 examples on three ranks.
+
+    As on a GPU: so many gradients are seen together; 0: one by one.
+    """
+    monkeypatch.setattr(GradientStatistics, "together", lambda *_: together > 0)
+    monkeypatch.setattr(optimizer_module, "_SEEN_TOGETHER", together)
     made = 0.0
     for rank in range(3):
         process(monkeypatch, OneOf(rank, 3))
