@@ -118,8 +118,8 @@ class Play:
             _write(self._control / "batch", batch)
         asked = time.monotonic()
         moves = slots != self.since(0.0, "metrics")[-1]["size"]
-        if moves:
-            self._folder.ask_leader("scale", {"np": slots})
+        # In any case: the policy may have asked for others just before it was paused.
+        self._folder.ask_leader("scale", {"np": slots})
 
         def in_force() -> bool:
             told = [r for r in self.since(asked, "metrics") if r["size"] == slots]
