@@ -29,12 +29,13 @@ def main() -> int:
     for option, valid, what in (
         ("--workloads", WORKLOADS, "steady state"),
         ("--changes", CHANGES, "changes in mid-run"),
-        ("--forecasts", FORECASTS, "what 2 hosts foretell of 4"),
+        ("--forecasts", FORECASTS, "what 2 hosts foretell of 4 and 8"),
     ):
         names = ",".join(valid)
         told = f"{what}, with --virtual: of {names} (default: all; an empty text: none)"
         parser.add_argument(option, default=names, metavar="NAMES", help=told)
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    told = "write the figures to this JSON file; with --virtual, what it holds of other cases stays"
+    parser.add_argument("--out", type=Path, help=told)
     arguments = parser.parse_args()
     if not arguments.virtual:
         load_before = os.getloadavg()

@@ -174,6 +174,7 @@ def _whole_runs(progress: Callable[[str], None]) -> list[dict[str, Any]]:
     oracle = _integral([(s.at_s, s.best) for s in ours.samples], trace.duration_s)
     slots = _integral([(s.at_s, s.slots) for s in ours.samples], trace.duration_s)
     average = dataclasses.replace(trace, np=max(1, round(slots / trace.duration_s)))
+    equal = dataclasses.replace(average, unequal_shares=False)
     restarted = dataclasses.replace(trace, pause_s=_ADAPTDL_PAUSE_S)
     results = {
         "goodput": ours,
@@ -182,6 +183,7 @@ def _whole_runs(progress: Callable[[str], None]) -> list[dict[str, Any]]:
             restarted, _config(restarted), 0, rule=AdaptDLRule
         ),
         f"fixed: {trace.np} slot": simulate(trace, None, 0),
+        f"fixed: {average.np} slots, with equal shares": simulate(equal, None, 0),
         f"fixed: {average.np} slots, goodput's average": simulate(average, None, 0),
     }
     return [
@@ -275,7 +277,8 @@ def _cheapest(hosts: tuple[HostOffer, ...], examples: float, deadline_s: float) 
 
 
 def _decision_ms(hosts: int) -> dict[str, Any]:
-    offers = tuple(HostOffer(f"n{number}", 8, 2.0) for number in range(hosts))
+    """With hosts of two speeds, and shares that follow them."""
+    offers = tuple(HostOffer(f"n{i}", 8, 2.0, 2.0 if i % 4 == 3 else 1.0) for i in range(hosts))
     seen = [Observation(1, 1, 64, 0, 0.1), Observation(2, 12, 32, 0, 0.06)]
     snapshot = Snapshot(
         hosts=offers,
@@ -289,6 +292,8 @@ def _decision_ms(hosts: int) -> dict[str, Any]:
         pause_s=1.0,
         min_np=1,
         max_np=None,
+        unequal_shares=True,
+        constant_examples=4.0,
     )
     times = []
     for _ in range(20):

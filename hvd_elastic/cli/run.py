@@ -218,7 +218,7 @@ def run(
             lambda: _check_sizes(np, min_np, max_np, mpi),
             lambda: _check_mpi(mpi, pin_hosts, preemption_command),
             lambda: _check_policy(policy),
-            lambda: scaling.check(hostfile, mpi),
+            lambda: _check_scaling(scaling, hostfile, min_np, pin_hosts, mpi),
             lambda: _check_patience(failure_timeout),
             lambda: _check_ssh_config(ssh_config),
             lambda: _check_tensorboard(tensorboard, mpi=mpi),
@@ -389,6 +389,16 @@ def _check_pinned(
                 f"{flag} {limit} is below the {count(slots, 'slot')} of the hosts that --pin-hosts "
                 f"{names} keeps as a whole. Raise it to {slots}, or pin fewer hosts."
             )
+
+
+def _check_scaling(
+    scaling: ScalingOptions, hostfile: Path | None, min_np: int, pin_hosts: str | None, mpi: bool
+) -> None:
+    try:
+        pinned = _pinned(pin_hosts, hostfile)
+    except HvdElasticError:
+        pinned = []  # what is wrong with them is said already
+    scaling.check(hostfile, mpi, min_np=min_np, pinned=pinned)
 
 
 def _check_sizes(np: int | None, min_np: int, max_np: int | None, mpi: bool) -> None:

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvd_elastic.cli.numbers import parse_duration
 from hvd_elastic.errors import UsageError
+from hvd_elastic.words import count, hosts_named
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.objective import Objective
 
-__all__ = ["ScalingOptions", "parse_budget"]
+__all__ = ["ScalingOptions", "cheapest", "parse_budget"]
+
+
+class PricedHost(Protocol):
+    """A host of a hostfile, or of a trace."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def price(self) -> float | None: ...
+
 
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
 
@@ -43,14 +59,21 @@ class ScalingOptions:
     target_examples: float | None
 
     def check(
-        self, hostfile: Path | None, mpi: bool, prices: Sequence[float | None] | None = None
+        self,
+        hostfile: Path | None,
+        mpi: bool,
+        hosts: Sequence[PricedHost] | None = None,
+        min_np: int = 1,
+        pinned: Sequence[PricedHost] = (),
     ) -> None:
         """Refuse what cannot work, before anything is begun.
 
         Args:
             hostfile: of the run.
             mpi: whether it is a job under mpirun.
-            prices: of the hosts, where they do not stand in a hostfile.
+            hosts: where they do not stand in a hostfile.
+            min_np: fewest slots.
+            pinned: hosts that are used as a whole.
 
         Raises:
             UsageError: says what and what is valid.
@@ -64,9 +87,9 @@ class ScalingOptions:
             raise UsageError("a job under --mpi has a fixed size: leave --policy goodput out")
         self.as_objective()
         if self.objective == "cost":
-            if prices is None:
-                prices = self._prices_of(hostfile)
-            self._check_prices(prices)
+            if hosts is None:
+                hosts = self._hosts_of(hostfile)
+            self._check_prices(hosts, min_np, pinned)
 
     def as_objective(self) -> Objective:
         """What the policy is after.
@@ -110,7 +133,7 @@ class ScalingOptions:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} is of use with --policy goodput only; add it")
 
-    def _prices_of(self, hostfile: Path | None) -> list[float | None]:
+    def _hosts_of(self, hostfile: Path | None) -> Sequence[PricedHost]:
         from hvd_elastic.cluster.hostfile import parse_hostfile
 
         if hostfile is None:
@@ -118,20 +141,41 @@ class ScalingOptions:
         hosts = parse_hostfile(hostfile).hosts
         missing = [host.name for host in hosts if host.price is None]
         if missing:
-            from hvd_elastic.words import hosts_named
-
             raise UsageError(
                 f"--objective cost: {hostfile} has no price= for {hosts_named(missing)}; add it, "
                 "such as 'gpu1 slots=8 price=2.5'"
             )
-        return [host.price for host in hosts]
+        return hosts
 
-    def _check_prices(self, prices: Sequence[float | None]) -> None:
-        known = [price for price in prices if price is not None]
-        if len(known) < len(prices):
+    def _check_prices(
+        self, hosts: Sequence[PricedHost], min_np: int, pinned: Sequence[PricedHost]
+    ) -> None:
+        if any(host.price is None for host in hosts):
             raise UsageError("--objective cost needs a price for each host")
-        if self.budget is not None and min(known) > parse_budget(self.budget):
+        if self.budget is None:
+            return
+        kept = {host.name for host in pinned}
+        price = sum(host.price or 0.0 for host in pinned)
+        missing = max(0, min_np - sum(host.slots for host in pinned))
+        price += cheapest([host for host in hosts if host.name not in kept], missing)
+        if price > parse_budget(self.budget):
+            what = [f"{count(min_np, 'slot')} (--min-np)"] if min_np > 1 else []
+            what += [f"{hosts_named(sorted(kept))} (--pin-hosts)"] if kept else []
             raise UsageError(
-                f"--budget {self.budget} cannot be met: the cheapest host costs {min(known):g} "
-                "per hour"
+                f"--budget {self.budget} cannot be met: "
+                f"{' with '.join(what) or 'the cheapest host'} cost"
+                f"{'' if what else 's'} {price:g} per hour at the least. Give at least {price:g}/h"
             )
+
+
+def cheapest(hosts: Sequence[PricedHost], slots: int) -> float:
+    """The least that hosts with so many slots cost together [currency per hour].
+
+    Infinite where all together have fewer; each price must be known.
+    """
+    least = [0.0] + [math.inf] * slots
+    for host in hosts:
+        for wanted in range(slots, 0, -1):
+            rest = least[max(0, wanted - host.slots)]
+            least[wanted] = min(least[wanted], rest + (host.price or 0.0))
+    return least[slots]

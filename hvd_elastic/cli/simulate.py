@@ -61,7 +61,7 @@ def simulate(
     found = read_trace(trace)
     target = found.workload.examples if deadline is not None else None
     options = ScalingOptions(policy, objective, min_speedup_per_slot, budget, deadline, target)
-    options.check(None, mpi=False, prices=[host.price for host in found.hosts])
+    options.check(None, mpi=False, hosts=found.hosts, min_np=found.min_np)
     config = None
     if policy == "goodput":
         config = ScalingConfig(found.min_np, found.max_np, options.as_objective())

@@ -188,6 +188,8 @@ class ScalingController:
             started_at=self._started_at,
             memory=self._memory,
             unequal_shares=evidence.unequal_shares,
+            constant_examples=evidence.constant_examples,
+            rejected=evidence.rejected,
         )
 
     def _in_order(self, allocation: Allocation) -> Allocation:

@@ -106,8 +106,11 @@ class Scaler:
         self._emit("decision", {"action": "resume", "reason": why})
 
     def _say_once(self, decision: Decision, snapshot: Snapshot) -> None:
-        """That it stays as it is: once for each generation, and no waiting for measurements."""
-        said = (self._generation, decision.known)
+        """That it stays as it is: once for each generation, and no waiting for measurements.
+
+        Once more where nothing keeps to the objective any longer, or something does again.
+        """
+        said = (self._generation, decision.known, decision.kept)
         if decision.wish is None and decision.known and said != self._said:
             self._said = said
             self._emit("decision", _fields(decision, snapshot))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ __all__ += ["nearest_plan", "score_plan", "statistical_efficiency"]
 ACCUMULATION_STEPS = (0, 1, 2, 3, 5, 7, 11, 15)
 """Extra passes that a plan may have; who predicts what a plan brings tries the same ones."""
 _CANDIDATES = 64
+
+SlownessOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def statistical_efficiency(
@@ -145,11 +148,13 @@ def score_plan(
     initial_batch_size: int,
     hosts: int,
     ranks: int,
-    slowness: float = 1.0,
+    slowness: float | SlownessOf = 1.0,
 ) -> ScoredPlan:
-    """Throughput, efficiency and goodput of one plan."""
-    atomic = plan.global_batch_size / ranks / (plan.accumulation_steps + 1)
-    times = model.predict(hosts, ranks, atomic, plan.accumulation_steps, slowness)
+    """Throughput, efficiency and goodput of one plan; see :func:`best_batch_plan`."""
+    atomic = np.asarray(plan.global_batch_size / ranks / (plan.accumulation_steps + 1))
+    extra = np.asarray(plan.accumulation_steps)
+    slow = slowness(atomic, extra) if callable(slowness) else slowness
+    times = model.predict(hosts, ranks, atomic, plan.accumulation_steps, slow)
     throughput = plan.global_batch_size / float(times.step_s)
     efficiency = float(
         statistical_efficiency(
@@ -167,7 +172,7 @@ def best_batch_plan(
     limits: BatchLimits,
     hosts: int,
     ranks: int,
-    slowness: float = 1.0,
+    slowness: float | SlownessOf = 1.0,
     optimism: float = 0.0,
 ) -> ScoredPlan | None:
     """The plan with the most goodput on given hosts and ranks.
@@ -180,7 +185,8 @@ def best_batch_plan(
         noise_scale: gradient noise scale now [examples].
         limits: what the plan must keep to.
         hosts, ranks: that train together.
-        slowness: of the slowest rank.
+        slowness: of the slowest rank; where shares are unequal a function that gives it for mean
+            sizes of a pass and numbers of extra passes.
         optimism: goodput is judged as if a step were this many standard deviations faster:
             above 0, what was never tried is tried.
 
@@ -208,7 +214,9 @@ def best_batch_plan(
     if not allowed.any():
         return None
     size, extra = size[allowed], extra[allowed]
-    times = model.predict(hosts, ranks, size / ranks / (extra + 1), extra, slowness)
+    mean = size / ranks / (extra + 1)
+    slow = slowness(mean, extra) if callable(slowness) else slowness
+    times = model.predict(hosts, ranks, mean, extra, slow)
     useful = size * statistical_efficiency(noise_scale, limits.initial_batch_size, size)
     best = int(np.argmax(useful / times.step_s * np.exp(optimism * times.uncertainty)))
     plan = BatchPlan(int(size[best]), int(extra[best]))

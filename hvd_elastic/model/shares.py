@@ -11,13 +11,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import geometric_mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-__all__ = ["ShareBalance", "balanced_shares", "balanced_slowness", "effective_slowness"]
-__all__ += ["shares_in_passes"]
+from hvd_elastic.model.goodput import BatchPlan
 
+__all__ = ["LEAST_SHARE", "ShareBalance", "TimedTwice", "balanced_shares", "balanced_slowness"]
+__all__ += ["constant_examples", "effective_slowness", "shares_in_passes"]
+
+LEAST_SHARE = 2
+"""Examples of a rank at the least, for layers that cannot train on one."""
 _WORTH_IT = 1.1
 """Steps have to become this many times as fast before shares change."""
 _PATIENCE = 3
@@ -30,18 +35,25 @@ _SAME_TIMES = 1.2
 """Ranks are as fast as they were where no time differs by more than this factor."""
 _PAUSE = 50
 """Reviews without a change after one in vain; doubled with each further one."""
+_TELLS_NOTHING = 1.2
+_PARTS = np.linspace(0.0, 0.98, 50)
 _BISECTIONS = 60
 
 
 def balanced_shares(
-    examples: int, speeds: Sequence[float], low: int = 1, high: int | None = None
+    examples: int,
+    speeds: Sequence[float],
+    low: int = 1,
+    high: int | None = None,
+    constant: float = 0.0,
 ) -> tuple[int, ...]:
-    """Shares in proportion to the ranks' speeds, within bounds.
+    """Shares with which all ranks end at the same time, within bounds.
 
     Args:
         examples: of all ranks together.
-        speeds: of each rank [examples/s], above 0.
+        speeds: of each rank [examples/s], above 0, those of ``constant`` included.
         low, high: fewest and most examples of a rank; high None: no bound.
+        constant: so many examples take as long as what a rank does for any share.
 
     Returns:
         Whole numbers whose sum is ``examples``. Where the bounds exclude each other, shares are
@@ -51,6 +63,8 @@ def balanced_shares(
     (24, 8)
     >>> balanced_shares(32, [3.0, 1.0], high=20)
     (20, 12)
+    >>> balanced_shares(32, [3.0, 1.0], constant=4)
+    (26, 6)
     """
     ranks = len(speeds)
     most = examples if high is None else high
@@ -60,12 +74,12 @@ def balanced_shares(
 
     # What all have done after some time grows with it: look for the time at which it is enough.
     pace = np.asarray(speeds, np.float64)
-    short, long = 0.0, most / float(pace.min())
+    short, long = 0.0, (most + constant) / float(pace.min())
     for _ in range(_BISECTIONS):
         middle = (short + long) / 2
-        done = np.clip(pace * middle, low, most).sum()
+        done = np.clip(pace * middle - constant, low, most).sum()
         short, long = (middle, long) if done < examples else (short, middle)
-    exact = np.clip(pace * long, low, most)
+    exact = np.clip(pace * long - constant, low, most)
     found = np.floor(exact).astype(np.int64)
     # The rest goes to those that lost most by rounding, the first of equals.
     order = np.argsort(found - exact, kind="stable")
@@ -100,23 +114,91 @@ def shares_in_passes(low: int, high: int, passes: int, share: int) -> tuple[int,
     return least, most
 
 
-def balanced_slowness(slowness: Sequence[float], ranks: Sequence[int]) -> float:
+def balanced_slowness(
+    slowness: Sequence[float],
+    ranks: Sequence[int],
+    constant: ArrayLike = 0.0,
+    least: ArrayLike = 0.0,
+) -> np.ndarray:
     """The slowness at which equal shares would take as long as balanced ones do.
 
     A rank of slowness ``s_i`` makes ``m_i`` of M examples in ``s_i (alpha + beta m_i)``. Where all
     end at the same time T, ``m_i = (T / s_i - alpha) / beta`` and so, summed over K ranks,
     ``T = K / sum(1 / s_i) (alpha + beta M / K)``: the harmonic mean of the ranks' slowness takes
-    the place of the largest one, which counts where shares are equal.
+    the place of the largest one, which counts where shares are equal. A rank so slow that even
+    the least share takes it longer gets that one; the others make the rest, and wait.
 
     Args:
         slowness: of each host.
         ranks: on each host.
+        constant: ``alpha / (alpha + beta M / K)``, the part of a pass with an equal share that
+            does not depend on its examples; any shape.
+        least: the smallest share of a rank, relative to an equal one; the same shape.
 
-    >>> balanced_slowness([1.0, 3.0], [1, 1])
+    Returns:
+        Shape of ``constant``.
+
+    >>> float(balanced_slowness([1.0, 3.0], [1, 1]))
     1.5
+    >>> balanced_slowness([1.0, 3.0], [3, 1], constant=[0.2, 0.5]).tolist()
+    [1.2, 1.5]
     """
-    rate = sum(number / slow for slow, number in zip(slowness, ranks, strict=True))
-    return sum(ranks) / rate
+    part, small = np.asarray(constant, np.float64), np.asarray(least, np.float64)
+    order = np.argsort(slowness, kind="stable")
+    slow, number = np.asarray(slowness, np.float64)[order], np.asarray(ranks)[order]
+    total = number.sum()
+    # With so many of the fastest hosts, and the least shares for all others: the least of these is
+    # the time at which everything is done.
+    rate, working = np.cumsum(number / slow), np.cumsum(number)
+    made = total - small[..., None] * (total - working)
+    alone = ((1 - part)[..., None] * made + part[..., None] * working) / rate
+    return np.maximum(alone.min(axis=-1), slow[-1] * (part + (1 - part) * small))
+
+
+class TimedTwice(NamedTuple):
+    """A rank that made another number of examples, or in other passes, than before.
+
+    Attributes:
+        passes, examples, own_s: then: own time of a step [s].
+        new_passes, new_examples, new_own_s: now.
+    """
+
+    passes: int
+    examples: float
+    own_s: float
+    new_passes: int
+    new_examples: float
+    new_own_s: float
+
+
+def constant_examples(seen: Sequence[TimedTwice]) -> float | None:
+    """How many examples take as long as what is constant in a pass.
+
+    A rank of slowness s takes ``t = s (alpha n + beta m)`` for m examples in n passes. Two such
+    times of one rank give ``alpha / beta`` whatever s is, since ``(alpha / beta n + m) / t`` stays:
+    ``x alpha / beta = y`` with ``x = n / t - n' / t'`` and ``y = m' / t' - m / t``. Both sides are
+    measured, so the line is fitted with errors in both (total least squares), to at most 49 times
+    the examples of a pass.
+
+    Returns:
+        None where no number of examples changed by a fifth: times scatter.
+
+    >>> round(constant_examples([TimedTwice(1, 16, 0.26, 1, 24, 0.34)]))
+    10
+    """
+    found = [
+        pair
+        for pair in seen
+        if not 1 / _TELLS_NOTHING < pair.new_examples / pair.examples < _TELLS_NOTHING
+    ]
+    if not found:
+        return None
+    n, m, t, new_n, new_m, new_t = np.asarray(found, np.float64).T[:, :, None]
+    scale, passes, examples = np.sqrt(t * new_t), np.sqrt(n * new_n), np.sqrt(m * new_m)
+    x, y = scale * (n / t - new_n / new_t), scale * (new_m / new_t - m / t)
+    tried = _PARTS / (1 - _PARTS) * np.median(examples / passes)
+    off = ((tried * x - y) ** 2 / ((tried * passes) ** 2 + examples**2)).sum(axis=0)
+    return float(tried[int(np.argmin(off))])
 
 
 def effective_slowness(own_s: Sequence[float], shares: Sequence[int]) -> float:
@@ -144,14 +226,17 @@ class _Change:
     """A change of shares, until it is known what it brought.
 
     Attributes:
-        speeds: by which shares were cut before.
+        speeds, constant: by which shares were cut before.
         example_s: what an example took each rank before [s].
+        shares: of each rank before.
         examples: of a step.
         limit_s: the slowest rank must not take longer than this now [s].
     """
 
     speeds: tuple[float, ...]
+    constant: float
     example_s: tuple[float, ...]
+    shares: tuple[int, ...]
     examples: int
     limit_s: float
 
@@ -160,11 +245,10 @@ class _Change:
 class ShareBalance:
     """Decides who gets how much, from how long each rank's own work took.
 
-    Where a rank took ``t_i`` for ``m_i`` of M examples, a step with balanced shares takes
-    ``M / sum(m_i / t_i)``, whatever part of ``t_i`` does not depend on ``m_i`` (see
-    :func:`balanced_slowness`). The shares themselves do depend on it. They are taken to be
-    ``m_i' ~ m_i / t_i``, as if nothing were constant: that lies between where they are and where
-    all ranks end together, so reviews approach it and never swing around it.
+    At first shares are cut in proportion to the ranks' speeds ``m_i / t_i``, as if no part of the
+    time ``t_i`` for ``m_i`` examples were constant: that lies between where they are and where all
+    ranks end together. What comes of it shows how large that part is
+    (:func:`constant_examples`), and the next cut is the right one.
 
     Times are chance in part, and of many ranks one is always the slowest. So a rank counts as slow
     by the least time that it took in three reviews running, while shares are cut by the means of
@@ -179,6 +263,8 @@ class ShareBalance:
     Attributes:
         parts: examples of each rank in a full step; empty: equal shares.
         speeds: by which they were cut, of each rank [examples/s]; empty: equal shares.
+        constant: so many examples were taken to take as long as what a rank does for any share.
+        learnt: as many do, by what the last change brought.
         seen: own time of each rank for an example in the last reviews with these shares [s].
         change: the last one, while it has not shown what it brought.
         in_vain: time for an example with which a change did not help [s]; empty: there was none.
@@ -197,6 +283,8 @@ class ShareBalance:
 
     parts: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
+    constant: float = 0.0
+    learnt: float = 0.0
     seen: tuple[tuple[float, ...], ...] = ()
     change: _Change | None = None
     in_vain: tuple[float, ...] = ()
@@ -234,11 +322,12 @@ class ShareBalance:
             return ""
         least = [min(of_rank) for of_rank in zip(*self.seen, strict=True)]
         mean = tuple(geometric_mean(of_rank) for of_rank in zip(*self.seen, strict=True))
-        now_s = _slowest_s(shares, least)
+        now_s = max(share * each_s for share, each_s in zip(shares, least, strict=True))
         change, self.change = self.change, None
         if change is not None and change.examples == examples:
             if now_s > change.limit_s:
-                self.speeds, self.seen, self.in_vain = change.speeds, (), change.example_s
+                self.speeds, self.constant = change.speeds, change.constant
+                self.learnt, self.seen, self.in_vain = 0.0, (), change.example_s
                 self.pause = _PAUSE << min(self.failures, 10)
                 self.failures += 1
                 return f"the slowest rank takes {now_s:.3g} s: the last change did not help"
@@ -247,22 +336,34 @@ class ShareBalance:
             self.pause -= 1
             return ""
         self.in_vain, self.pause = (), 0
-        speeds = tuple(1 / example_s for example_s in mean)
-        best_s = _slowest_s(balanced_shares(examples, speeds, low, high), mean)
-        even = _slowest_s([examples / ranks] * ranks, least) <= _NEARLY_EQUAL * best_s
+        took = [share * example_s for share, example_s in zip(shares, mean, strict=True)]
+        if change is not None and change.examples == examples:
+            before = zip(change.shares, change.example_s, strict=True)
+            pairs = [
+                TimedTwice(1, share, share * each_s, 1, new, new_s)
+                for (share, each_s), new, new_s in zip(before, shares, took, strict=True)
+            ]
+            found = constant_examples(pairs)
+            self.learnt = self.learnt if found is None else found
+        speeds = self._speeds(shares, mean)
+        best = balanced_shares(examples, speeds, low, high, self.learnt)
+        best_s = self._slowest_s(best, speeds)
+        equal = [examples / ranks] * ranks
+        even = self._slowest_s(equal, self._speeds(shares, least)) <= _NEARLY_EQUAL * best_s
         before_s = max(step_s, now_s)
         after_s = before_s - (now_s - best_s)
         if even:
             if not self.speeds:
                 return ""
-            self.change = _Change(self.speeds, mean, examples, now_s * _NEARLY_EQUAL)
+            limit_s = now_s * _NEARLY_EQUAL
+            self.change = _Change(self.speeds, self.constant, mean, shares, examples, limit_s)
             self.speeds, self.seen = (), ()
             return "the ranks are equally fast, to 5 %"
         if before_s < _WORTH_IT * after_s:
             return ""
-        self.change = _Change(self.speeds, mean, examples, now_s / _HELPED)
-        self.speeds, self.seen = speeds, ()
-        took = [share * example_s for share, example_s in zip(shares, mean, strict=True)]
+        limit_s = now_s / _HELPED
+        self.change = _Change(self.speeds, self.constant, mean, shares, examples, limit_s)
+        self.speeds, self.constant, self.seen = speeds, self.learnt, ()
         slow, fast = took.index(max(took)), took.index(min(took))
         return (
             f"rank {slow} takes {took[slow]:.3g} s for {shares[slow]} examples and rank {fast} "
@@ -286,11 +387,56 @@ class ShareBalance:
         """Examples of each rank once shares are made as the last review had it."""
         if len(self.speeds) != ranks:
             return balanced_shares(examples, [1.0] * ranks, low=0)
-        return balanced_shares(examples, self.speeds, low, high)
+        return balanced_shares(examples, self.speeds, low, high, self.constant)
+
+    def slowness_of(
+        self,
+        atomic: np.ndarray,
+        extra: np.ndarray,
+        timed: BatchPlan,
+        low: int = 1,
+    ) -> np.ndarray:
+        """How slow steps are with other passes, relative to those that were timed.
+
+        A rank that is slow takes the longer for what is constant in a pass, the more of a pass
+        that is. With equal shares all wait for the slowest, and nothing changes.
+
+        Args:
+            atomic: mean sizes of a pass over the ranks [examples].
+            extra: passes beyond the first.
+            timed: of the steps that were timed.
+            low: fewest examples of a rank.
+        """
+        if not self.speeds:
+            return np.ones(np.shape(atomic))
+        ranks = len(self.speeds)
+        slowness = [max(self.speeds) / speed for speed in self.speeds]
+        constant = self.constant / (timed.accumulation_steps + 1)
+
+        def balanced(mean: np.ndarray, share: np.ndarray) -> np.ndarray:
+            part, least = constant / (constant + mean), np.minimum(low / share, 1.0)
+            return balanced_slowness(slowness, [1] * ranks, part, least)
+
+        share = np.asarray(timed.global_batch_size / ranks)
+        return balanced(atomic, atomic * (extra + 1)) / balanced(
+            share / (timed.accumulation_steps + 1), share
+        )
+
+    def _speeds(self, shares: Sequence[int], example_s: Sequence[float]) -> tuple[float, ...]:
+        """Of each rank, what is constant counted in examples [examples/s]."""
+        times = zip(shares, example_s, strict=True)
+        return tuple((share + self.learnt) / (share * each_s) for share, each_s in times)
+
+    def _slowest_s(self, shares: Sequence[float], speeds: Sequence[float]) -> float:
+        """Time of a step with other shares [s]."""
+        return max(
+            (share + self.learnt) / speed for share, speed in zip(shares, speeds, strict=True)
+        )
 
     def forget(self) -> None:
         """Equal shares, until the ranks of another world were timed."""
         self.parts, self.speeds, self.seen = (), (), ()
+        self.constant = self.learnt = 0.0
         self.change, self.in_vain, self.failures, self.pause = None, (), 0, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -303,12 +449,15 @@ class ShareBalance:
         self.seen = tuple(tuple(times) for times in state["seen"])
         self.in_vain, change = tuple(state["in_vain"]), state["change"]
         self.failures, self.pause = state["failures"], state["pause"]
+        self.constant, self.learnt = state["constant"], state["learnt"]
         self.change = (
             None
             if change is None
             else _Change(
                 tuple(change["speeds"]),
+                change["constant"],
                 tuple(change["example_s"]),
+                tuple(change["shares"]),
                 change["examples"],
                 change["limit_s"],
             )
@@ -321,7 +470,3 @@ def _alike(some: Sequence[float], others: Sequence[float]) -> bool:
         one < other * _SAME_TIMES and other < one * _SAME_TIMES
         for one, other in zip(some, others, strict=True)
     )
-
-
-def _slowest_s(shares: Sequence[float], example_s: Sequence[float]) -> float:
-    return max(share * each_s for share, each_s in zip(shares, example_s, strict=True))

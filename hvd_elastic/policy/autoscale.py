@@ -62,13 +62,14 @@ def decide(
         )
     ranking = _rank(snapshot, goal, how, options, scores, now)
     best, why = ranking.best, ranking.why
+    kept = ranking.kept
     if options[best] == snapshot.current:
-        return Decision("stay", why, snapshot.current)
+        return Decision("stay", why, snapshot.current, kept=kept)
     target = options[best]
     held = _held_back(snapshot, how, target, ranking, now)
     if held:
-        return Decision("stay", f"{why}; {held}", snapshot.current, wish=target)
-    return Decision(_action(snapshot.current, target), why, target)
+        return Decision("stay", f"{why}; {held}", snapshot.current, wish=target, kept=kept)
+    return Decision(_action(snapshot.current, target), why, target, kept=kept)
 
 
 def remember(memory: Memory, decision: Decision, current: Allocation, now: float) -> Memory:
@@ -124,11 +125,15 @@ def _options(snapshot: Snapshot, goal: Objective) -> list[Allocation]:
 
 @dataclass(frozen=True)
 class _Ranking:
-    """The best option, why, and whether it must be taken at once (a limit is broken)."""
+    """The best option, why, and whether it must be taken at once (a limit is broken).
+
+    ``kept``: whether it keeps to what the objective asks for.
+    """
 
     best: int
     why: str
     must: bool
+    kept: bool = True
 
 
 def _rank(
@@ -276,7 +281,7 @@ def _least_evil(
         what = "this wastes least"
     best = 0 if scores.goodput[best] <= 0 else best
     why = f"nothing keeps to it ({limit}); {what}: {_describe(options[best], scores, best)}"
-    return _Ranking(best, why, must=False)
+    return _Ranking(best, why, must=False, kept=False)
 
 
 def _describe(option: Allocation, scores: Scores, index: int) -> str:

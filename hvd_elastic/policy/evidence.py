@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
+from hvd_elastic.policy.constant_part import ConstantPart
 from hvd_elastic.policy.place import HostSpeeds
 from hvd_elastic.policy.snapshot import Allocation
 
@@ -26,6 +27,9 @@ _WINDOW_S = 1.0
 _KEPT = 12
 _SETTLING = 1
 """Windows after a change that are not timed: readers start, memory is allocated."""
+_UNEVEN = 1.2
+_BALANCED_AFTER = 5
+"""Reports, after which ranks that take so unlike times will not share out the batch any more."""
 _SHIFT = 1.25
 _SHIFT_WINDOWS = 4
 _MOVED = 0.05
@@ -72,6 +76,7 @@ class Evidence:
         self._allocation = Allocation()
         self._ranks: tuple[str, ...] = ()
         self._speeds = HostSpeeds()
+        self._constant = ConstantPart()
         self._slowness: dict[str, float] = {}
         self._rank_s: Sequence[Any] = ()
         self._times: dict[_Configuration, deque[float]] = {}
@@ -79,6 +84,7 @@ class Evidence:
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self._last: tuple[float, float, float] | None = None  # when, step, examples
         self._settling = _SETTLING
+        self._uneven = 0
         self._measured = 0
         self._measured_at = -math.inf
         self._windows = 0
@@ -101,6 +107,7 @@ class Evidence:
         self._shares = ()
         self._last = None
         self._settling = _SETTLING
+        self._uneven = 0
         self._measured = 0
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
@@ -174,6 +181,8 @@ class Evidence:
         if self._settling > 0:
             self._settling -= 1
             return
+        if self.unequal_shares and 0 < self._uneven <= _BALANCED_AFTER:
+            return  # the ranks are about to share out the batch: other times are coming
         if plan is None or batch < 0.97 * plan.global_batch_size:
             return  # an epoch ended in it
         key = _Configuration(
@@ -181,7 +190,7 @@ class Evidence:
             self._allocation.slots,
             plan.global_batch_size,
             plan.accumulation_steps,
-            self._slowest(),
+            self.steps_slowness,
         )
         times = self._times.setdefault(key, deque(maxlen=_KEPT))
         times.append(step_s)
@@ -206,17 +215,22 @@ class Evidence:
         if shares != self._shares and (self._shares or max(shares) - min(shares) > 1):
             self._last = None
             self._settling = _SETTLING
+            self._uneven = 0
         self._shares = shares
 
     def _note_speeds(self, rank_s: Any, now: float) -> None:
-        if not isinstance(rank_s, Sequence) or len(rank_s) != len(self._ranks):
+        if not isinstance(rank_s, Sequence) or not rank_s or len(rank_s) != len(self._ranks):
             return
         if rank_s == self._rank_s:
             return  # metrics come more often than the ranks report
         self._rank_s = rank_s
+        told = [_number(seconds) or 0.0 for seconds in rank_s]
+        self._uneven = self._uneven + 1 if max(told) > _UNEVEN * median(told) else 0
+        if self.plan is not None and all(told):
+            passes, examples = self.plan.accumulation_steps + 1, self._examples(self.plan)
+            self._constant.note(self._ranks, passes, examples, told)
         by_host: dict[str, list[float]] = {}
-        for host, seconds, load in zip(self._ranks, rank_s, self._loads(), strict=True):
-            value = _number(seconds)
+        for host, value, load in zip(self._ranks, told, self._loads(), strict=True):
             if value:
                 by_host.setdefault(host, []).append(value / load)
         # A host is as slow as its slowest slot: all wait for that.
@@ -316,35 +330,69 @@ class Evidence:
         if moved or any(
             abs(math.log(middle[key] / self._fitted[key])) > _MOVED / 2 for key in middle
         ):
-            self._model = fit_step_time(
-                [
-                    Observation(
-                        key.hosts,
-                        key.ranks,
-                        key.batch / key.ranks / (key.extra + 1),
-                        key.extra,
-                        middle[key],
-                        key.slowness,
-                        steps=len(times),
-                        drift=self._drift.get(key, 0.0),
-                    )
-                    for key, times in self._times.items()
-                    for _ in range(min(len(times), 4))
-                ]
-            )
-            self._fitted = middle
+            self._drop_what_is_contradicted(middle)
+            self._model = self._fit(middle)
+            self._fitted = {key: middle[key] for key in self._times}
         return self._model
 
-    def _loads(self) -> list[float]:
-        """The share of each rank, relative to an equal one."""
-        if not self._shares:
-            return [1.0] * len(self._ranks)
-        return [share * len(self._shares) / sum(self._shares) for share in self._shares]
+    def _fit(
+        self, middle: Mapping[_Configuration, float], but: Container[Any] = ()
+    ) -> StepTimeModel:
+        return fit_step_time(
+            [
+                Observation(
+                    key.hosts,
+                    key.ranks,
+                    key.batch / key.ranks / (key.extra + 1),
+                    key.extra,
+                    middle[key],
+                    key.slowness,
+                    steps=len(times),
+                    drift=self._drift.get(key, 0.0),
+                )
+                for key, times in self._times.items()
+                for _ in range(min(len(times), 4))
+                if key not in but
+            ]
+        )
 
-    def _slowest(self) -> float:
-        """The slowness at which equal shares would take as long."""
+    def _drop_what_is_contradicted(self, middle: Mapping[_Configuration, float]) -> None:
+        """Old times across hosts that do not go with new ones: the link is not what it was."""
+        old = [key for key in self._drift if key in self._times]
+        new = [len(t) for key, t in self._times.items() if key.hosts > 1 and key not in old]
+        if not old or sum(new) < _SHIFT_WINDOWS:
+            return
+        model = self._fit(middle, but=old)
+        for key in old:
+            atomic = key.batch / key.ranks / (key.extra + 1)
+            told = model.predict(key.hosts, key.ranks, atomic, key.extra, key.slowness)
+            off = abs(math.log(middle[key] / float(told.step_s)))
+            if off > math.log(_SHIFT) + 2 * float(told.uncertainty):
+                del self._times[key], self._drift[key]
+
+    @property
+    def constant_examples(self) -> float:
+        """So many take a rank as long as what is constant in a pass; 0 where it is not known."""
+        return self._constant.examples
+
+    @property
+    def steps_slowness(self) -> float:
+        """The slowness at which equal shares would take as long as those that there are."""
         ranks = zip(self._ranks, self._loads(), strict=True)
         return round(max((self.slowness(host) * load for host, load in ranks), default=1.0), 1)
+
+    def _examples(self, plan: BatchPlan) -> Sequence[float]:
+        """Of each rank in a full step."""
+        return self._shares or [plan.global_batch_size / len(self._ranks)] * len(self._ranks)
+
+    def _loads(self) -> list[float]:
+        """The time that a rank's share takes, relative to an equal one."""
+        if not self._shares:
+            return [1.0] * len(self._ranks)
+        extra = self.plan.accumulation_steps if self.plan else 0
+        constant = (extra + 1) * self.constant_examples
+        equal = constant + sum(self._shares) / len(self._shares)
+        return [(constant + share) / equal for share in self._shares]
 
     def _efficiency(self) -> float:
         if self.plan is None or self.limits is None or not math.isfinite(self.noise):

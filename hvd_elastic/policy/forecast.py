@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from hvd_elastic.model.goodput import best_batch_plan
+from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import HostOffer
@@ -93,8 +97,8 @@ def forecast(
     for number in range(1, most_hosts + 1):
         used = offers[:number]
         ranks = sum(host.slots for host in used)
-        slowness = pace([(host.slowness, host.slots) for host in used], evidence.unequal_shares)
-        best = best_batch_plan(model, noise, limits, number, ranks, slowness)
+        slow = partial(_pace, evidence, [(host.slowness, host.slots) for host in used])
+        best = best_batch_plan(model, noise, limits, number, ranks, slow)
         if best is None:
             continue
         alone = best.goodput if math.isnan(alone) else alone
@@ -125,6 +129,17 @@ def forecast(
             "no batch plan keeps to the limits of the batch size on any number of hosts"
         )
     return found
+
+
+def _pace(
+    evidence: Evidence,
+    speeds: Sequence[tuple[float, int]],
+    atomic: np.ndarray,
+    extra: np.ndarray,
+) -> np.ndarray:
+    constant = evidence.constant_examples / (evidence.constant_examples + atomic)
+    least = np.minimum(LEAST_SHARE / (atomic * (extra + 1)), 1.0)
+    return pace(speeds, evidence.unequal_shares, constant, least)
 
 
 def _offers(

@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from hvd_elastic.model.shares import balanced_slowness
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 
@@ -131,23 +134,32 @@ def _fill(hosts: Sequence[HostOffer], order: Sequence[int], size: int) -> dict[i
     return None if left > 0 else counts
 
 
-def pace(ranks: Sequence[tuple[float, int]], unequal_shares: bool) -> float:
+def pace(
+    ranks: Sequence[tuple[float, int]],
+    unequal_shares: bool,
+    constant: ArrayLike = 0.0,
+    least: ArrayLike = 0.0,
+) -> np.ndarray:
     """The slowness that steps have where ranks on hosts train together; 1 without any.
 
     Args:
         ranks: (slowness, ranks) of each host.
         unequal_shares: whether slow ranks get fewer examples; else all wait for the slowest.
+        constant: part of a pass that does not depend on its examples; any shape.
+        least: smallest share of a rank, relative to an equal one; the same shape.
 
-    >>> pace([(1.0, 3), (2.0, 1)], unequal_shares=False)
+    Returns:
+        Shape of ``constant``.
+
+    >>> float(pace([(1.0, 3), (2.0, 1)], unequal_shares=False))
     2.0
-    >>> round(pace([(1.0, 3), (2.0, 1)], unequal_shares=True), 2)
-    1.14
+    >>> pace([(1.0, 3), (2.0, 1)], unequal_shares=True, constant=[0.0, 0.8]).round(2).tolist()
+    [1.14, 1.6]
     """
-    if not ranks:
-        return 1.0
-    if unequal_shares:
-        return balanced_slowness([slow for slow, _ in ranks], [number for _, number in ranks])
-    return max(slow for slow, _ in ranks)
+    if unequal_shares and ranks:
+        slowness, numbers = zip(*ranks, strict=True)
+        return balanced_slowness(slowness, numbers, constant, least)
+    return np.full(np.shape(constant), max((slow for slow, _ in ranks), default=1.0))
 
 
 class HostSpeeds:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hvd_elastic.model.goodput import ACCUMULATION_STEPS, statistical_efficiency
+from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.place import pace
-from hvd_elastic.policy.snapshot import Allocation, Snapshot
+from hvd_elastic.policy.snapshot import Allocation, HostOffer, Snapshot
 
 __all__ = ["Scores", "expected_gain_and_loss", "score_allocations"]
 
@@ -49,9 +50,10 @@ def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> 
         raise ValueError("there is no step time model to score with")
     offers = {host.name: host for host in snapshot.hosts}
     slots = np.asarray([a.slots for a in allocations], np.float64)
-    hosts = np.asarray([a.hosts for a in allocations], np.float64)
-    there = [[(offers[h].slowness, n) for h, n in a.counts if h in offers] for a in allocations]
-    slowness = np.asarray([pace(ranks, snapshot.unequal_shares) for ranks in there])
+    # Distinct shapes are few: predictions do not tell hosts of the same speed apart.
+    there = [(a.hosts, a.slots, _speeds(a, offers)) for a in allocations]
+    places = {shape: place for place, shape in enumerate(dict.fromkeys(there))}
+    which = np.asarray([places[shape] for shape in there])
     rate = np.asarray(
         [sum(offers[h].price or 0.0 for h, _ in a.counts if h in offers) for a in allocations]
     )
@@ -60,21 +62,38 @@ def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> 
     sizes = np.unique(np.rint(np.geomspace(first, last, _SIZES)).astype(np.int64))
     extras = np.asarray([s for s in ACCUMULATION_STEPS if s <= limits.max_accumulation_steps])
     size, extra = (grid.ravel().astype(np.float64) for grid in np.meshgrid(sizes, extras))
-    # Distinct shapes are few: predictions do not tell hosts of the same speed apart.
-    shapes, which = np.unique(np.stack([hosts, slots, slowness]), axis=1, return_inverse=True)
-    on, ranks, slow = (row[:, None] for row in shapes)
+    on = np.asarray([[number] for number, _, _ in places], np.float64)
+    ranks = np.asarray([[number] for _, number, _ in places], np.float64)
     atomic = size / ranks / (extra + 1)
+    constant = snapshot.constant_examples / (snapshot.constant_examples + atomic)
+    least = np.minimum(max(LEAST_SHARE, limits.min_atomic_batch_size) * ranks / size, 1.0)
+    slow = np.stack(
+        [
+            pace(speeds, snapshot.unequal_shares, *parts)
+            for (_, _, speeds), *parts in zip(places, constant, least, strict=True)
+        ]
+    )
     useful = size * statistical_efficiency(snapshot.noise_scale, first, size)
     goodput = np.where(
         limits.allow_passes(atomic), useful / model.step_s(on, ranks, atomic, extra, slow), 0.0
     )
     best = np.argmax(goodput, axis=1)
     rows = np.arange(len(best))
-    flat = [column[:, 0] for column in (on, ranks, slow)]
-    which = which.ravel()
-    at = (flat[0], flat[1], atomic[rows, best], extra[best], flat[2])
+    at = (on[:, 0], ranks[:, 0], atomic[rows, best], extra[best], slow[rows, best])
     unsure = model.predict(*at, relative_to=int(which[0])).uncertainty
     return Scores(goodput[rows, best][which], unsure[which], size[best][which], slots, rate)
+
+
+def _speeds(
+    allocation: Allocation, offers: Mapping[str, HostOffer]
+) -> tuple[tuple[float, int], ...]:
+    """(slowness, ranks) of the speeds in use, the fastest first."""
+    found: dict[float, int] = {}
+    for host, number in allocation.counts:
+        if host in offers:
+            slowness = offers[host].slowness
+            found[slowness] = found.get(slowness, 0) + number
+    return tuple(sorted(found.items()))
 
 
 def expected_gain_and_loss(

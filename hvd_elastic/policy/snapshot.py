@@ -110,6 +110,9 @@ class Snapshot:
         started_at: when training began [s, the clock of ``now``].
         memory: of earlier decisions.
         unequal_shares: whether slow ranks get fewer examples of a step, so that all end together.
+        constant_examples: so many take a rank as long as what is constant in a pass; 0 where that
+            is not known.
+        rejected: reports of the workers that made no sense.
     """
 
     hosts: tuple[HostOffer, ...]
@@ -127,6 +130,8 @@ class Snapshot:
     started_at: float = 0.0
     memory: Memory = field(default_factory=Memory)
     unequal_shares: bool = False
+    constant_examples: float = 0.0
+    rejected: int = 0
 
     def as_fields(self) -> dict[str, Any]:
         """Plain data for the ``decision`` event; what is not finite is None."""
@@ -135,6 +140,7 @@ class Snapshot:
             "hosts": [[h.name, h.slots, h.price, round(h.slowness, 3)] for h in self.hosts],
             "pinned": [h.name for h in self.hosts if h.pinned],
             "unequal_shares": self.unequal_shares,
+            "constant_examples": round(self.constant_examples, 2),
             "current": [list(pair) for pair in self.current.counts],
             "global_batch_size": self.plan.global_batch_size,
             "accumulation_steps": self.plan.accumulation_steps,
@@ -142,6 +148,7 @@ class Snapshot:
             "max_batch_size": self.limits.max_batch_size,
             "noise_scale": _finite(self.noise_scale),
             "measured": self.measured,
+            "rejected": self.rejected,
             "pause_s": round(self.pause_s, 3),
             "min_np": self.min_np,
             "max_np": self.max_np,
@@ -166,6 +173,7 @@ class Decision:
         wish: what it would be if it had been wished for often enough, or not too soon; None: the
             target is the wish.
         known: False where too little was measured to decide anything.
+        kept: False where nothing keeps to the budget, the deadline or the efficiency asked for.
     """
 
     action: str
@@ -173,6 +181,7 @@ class Decision:
     target: Allocation
     wish: Allocation | None = None
     known: bool = True
+    kept: bool = True
 
 
 def _finite(value: float) -> float | None:

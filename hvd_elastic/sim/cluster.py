@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from hvd_elastic.policy.snapshot import Allocation
 from hvd_elastic.sim.trace import Change, Trace
@@ -36,10 +35,10 @@ class Cluster:
             self._apply(self._to_come.pop(0))
         return len(self._to_come) < before
 
-    def slowness_of(self, allocation: Allocation) -> float:
-        """Of the slowest host in use."""
-        slowness = self._slowness()
-        return max(slowness[host] for host, _ in allocation.counts)
+    def slowness_of_ranks(self, allocation: Allocation) -> list[float]:
+        """The true slowness of each rank's host."""
+        slowness = {host.name: host.slowness for host in self.hosts}
+        return [slowness[host] for host, number in allocation.counts for _ in range(number)]
 
     def filled(self, wanted: Allocation, least: int) -> Allocation:
         """What there is of the wanted slots; other free ones take the place of those missing."""
@@ -51,9 +50,6 @@ class Cluster:
             counts[host.name] += more
             left -= more
         return Allocation.of(counts)
-
-    def _slowness(self) -> Mapping[str, float]:
-        return {host.name: host.slowness for host in self.hosts}
 
     def _apply(self, change: Change) -> None:
         self.link = self.link if change.link is None else change.link

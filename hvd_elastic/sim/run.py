@@ -2,14 +2,16 @@
 
 Step times, noise scale and pauses are those of the trace, with jitter; what the controller is told
 of them are metrics events like those of a real worker. The batch plan follows the rule of
-:class:`hvd_elastic.torch.adaptation.Adaptation`. The machine that forms generations is not part of
-it: a rescale takes its pause and succeeds.
+:class:`hvd_elastic.torch.adaptation.Adaptation`, and who gets which share of it is decided by the
+ranks' own :class:`hvd_elastic.model.shares.ShareBalance`. The machine that forms generations is not
+part of it: a rescale takes its pause and succeeds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,7 @@ from hvd_elastic.model.goodput import (
     score_plan,
     statistical_efficiency,
 )
+from hvd_elastic.model.shares import LEAST_SHARE, ShareBalance
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 from hvd_elastic.sim.adaptdl import AdaptDLRule
 from hvd_elastic.sim.cluster import Cluster
@@ -100,7 +103,11 @@ class SimResult:
 class _Job:
     """What trains: slots, batch plan, progress."""
 
-    def __init__(self, trace: Trace, cluster: Cluster, rng: np.random.Generator) -> None:
+    def __init__(
+        self, trace: Trace, cluster: Cluster, rng: np.random.Generator, unequal_shares: bool
+    ) -> None:
+        self.unequal_shares = unequal_shares
+        self.balance = ShareBalance()
         self.trace, self.cluster, self.rng = trace, cluster, rng
         self.limits = trace.workload.limits
         self.allocation = cluster.filled(Allocation(), min(trace.np, _offered(cluster)))
@@ -119,25 +126,45 @@ class _Job:
         return self.trace.workload.noise_at(self.done)
 
     def step_s(self) -> float:
-        key = (self.plan, self.allocation, self.cluster.link, self.cluster.hosts)
+        shares = self.balance.parts
+        key = (self.plan, shares, self.allocation, self.cluster.link, self.cluster.hosts)
         if key not in self._step_s:
             plan, slots, extra = self.plan, self.allocation.slots, self.plan.accumulation_steps
             atomic = plan.global_batch_size / slots / (extra + 1)
             model = self.trace.workload.model(self.cluster.link)
-            slowness = self.cluster.slowness_of(self.allocation)
+            equal_s = self._pass_s(np.asarray(atomic * (extra + 1)))
+            slowness = float(self._true_own_s().max() / equal_s)
             times = model.step_s(self.allocation.hosts, slots, atomic, extra, slowness)
             self._step_s[key] = float(times)
         return self._step_s[key]
 
     def own_s(self) -> list[float]:
         """A step's own work on each rank, as measured."""
-        work, plan = self.trace.workload, self.plan
-        share = plan.global_batch_size / self.allocation.slots
-        base = (plan.accumulation_steps + 1) * work.alpha_c + work.beta_c * share
-        slowness = {host.name: host.slowness for host in self.cluster.hosts}
-        true = base * np.asarray([slowness[host] for host in hosts_of_ranks(self.allocation)])
+        true = self._true_own_s()
         jitter = np.exp(self.trace.jitter * self.rng.standard_normal(len(true)))
         return list((true * jitter).tolist())
+
+    def _true_own_s(self) -> np.ndarray:
+        ranks = self.allocation.slots
+        shares = self.balance.parts or (self.plan.global_batch_size / ranks,) * ranks
+        slowness = np.asarray(self.cluster.slowness_of_ranks(self.allocation))
+        return np.asarray(slowness * self._pass_s(np.asarray(shares)))
+
+    def _pass_s(self, examples: np.ndarray) -> np.ndarray:
+        """All passes over a rank's examples of a step, on a host of slowness 1 [s]."""
+        work = self.trace.workload
+        return (self.plan.accumulation_steps + 1) * work.alpha_c + work.beta_c * examples
+
+    def review_shares(self, own_s: Sequence[float]) -> None:
+        """The ranks look at what each of them took, and may cut the batch otherwise."""
+        if self.unequal_shares:
+            self.balance.review(own_s, self.step_s(), self.plan.global_batch_size, LEAST_SHARE)
+            self.cut_shares()
+
+    def cut_shares(self) -> None:
+        """Make the shares of the plan as they were last decided on."""
+        size, ranks = self.plan.global_batch_size, self.allocation.slots
+        self.balance.cut(size, ranks, LEAST_SHARE)
 
     def efficiency(self) -> float:
         initial = self.limits.initial_batch_size
@@ -169,7 +196,7 @@ def simulate(
         config: of the controller; None: the policy ``fixed``, which keeps to ``trace.np`` slots.
         seed: of the jitter.
         with_best: find the best possible goodput at each sample too; for budgets within it.
-        rule: who decides.
+        rule: who decides. AdaptDL cuts its batches into equal shares, whatever the trace says.
 
     Raises:
         ValueError: the trace's limits leave no batch plan at all.
@@ -177,7 +204,7 @@ def simulate(
     rng = np.random.default_rng(seed)
     cluster = Cluster(trace)
     cluster.advance(0.0)
-    job = _Job(trace, cluster, rng)
+    job = _Job(trace, cluster, rng, trace.unequal_shares and rule is not AdaptDLRule)
     controller = rule(config or ScalingConfig())
     return _Simulation(trace, config, controller, cluster, job, with_best).run()
 
@@ -274,12 +301,14 @@ class _Simulation:
         job = self._job
         self._changed_at = self._now
         self._review_at = self._now + _EVIDENCE_S
+        job.balance.forget()
         self._controller.formed(hosts_of_ranks(job.allocation), self._now)
         self._plan(nearest_plan(job.limits, job.plan.global_batch_size, job.allocation.slots))
 
     def _plan(self, plan: BatchPlan) -> None:
         job = self._job
         job.plan = plan
+        job.cut_shares()
         job.largest = max(job.largest, plan.global_batch_size)
         job.examples = job.step * plan.global_batch_size
         fields = {
@@ -305,7 +334,11 @@ class _Simulation:
         )
         noise, on, ranks = job.jittered(job.noise), job.allocation.hosts, job.allocation.slots
         evidence = self._controller.evidence
-        slow = max(evidence.slowness(host) for host, _ in job.allocation.counts)
+        now_slow = evidence.steps_slowness
+
+        def slow(atomic: np.ndarray, extra: np.ndarray) -> np.ndarray:
+            return now_slow * job.balance.slowness_of(atomic, extra, job.plan, LEAST_SHARE)
+
         best = best_batch_plan(model, noise, bounded, on, ranks, slow, _OPTIMISM)
         if best is None:
             return
@@ -316,14 +349,20 @@ class _Simulation:
 
     def _report(self) -> None:
         job = self._job
-        fields = {
+        own_s, shares = job.own_s(), job.balance.parts
+        job.review_shares(own_s)
+        fields: dict[str, Any] = {
             "step": job.step,
             "examples": job.examples,
             "size": job.allocation.slots,
             "noise_scale": job.jittered(job.noise),
             "global_batch_size": job.plan.global_batch_size,
-            "rank_s": job.own_s(),
         }
+        if job.balance.parts == shares:
+            fields["rank_s"] = own_s  # else they belong to the shares before
+        if job.unequal_shares and job.allocation.slots > 1:
+            size, ranks = job.plan.global_batch_size, job.allocation.slots
+            fields["shares"] = list(job.balance.parts_of(size, ranks))
         self._controller.note("metrics", fields, self._now)
 
     def _sample(self, goodput: float) -> None:
@@ -348,7 +387,8 @@ class _Simulation:
             budget = self._config.objective.budget if self._config else None
             workload, most = self._trace.workload, self._trace.max_np
             args = (workload, self._cluster.hosts, self._cluster.link, self._job.noise)
-            self._best[key] = best_at(*args, most, budget).goodput
+            unequal = self._job.unequal_shares
+            self._best[key] = best_at(*args, most, budget, unequal_shares=unequal).goodput
         return self._best[key]
 
     def _rate(self) -> float:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from hvd_elastic.model.goodput import BatchLimits, statistical_efficiency
+from hvd_elastic.model.shares import LEAST_SHARE
+from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.trace import Trace, Workload
@@ -44,22 +49,26 @@ def best_at(
     noise: float,
     most: int | None = None,
     budget: float | None = None,
+    *,
+    unequal_shares: bool = True,
 ) -> StaticChoice:
     """The most goodput that these hosts can give at one noise scale.
 
     Tried are all numbers of slots, on the fewest hosts of each speed, with all batch plans of a
-    fine grid. For the true step time only hosts, slots and the slowest host count, so no other
-    choice of hosts does better.
+    fine grid. For the true step time only hosts, slots and the pace count: that of the slowest host
+    where shares are equal, so that no other choice of hosts does better; else that of ranks which
+    all end together, on the fastest hosts, the largest or the cheapest first.
 
     Raises:
         ValueError: nothing keeps to the limits.
     """
     size, extra = _plans(workload.limits)
     found = None
-    for slots, on, slow, rate in _shapes(hosts, most):
+    for slots, on, speeds, rate in _shapes(hosts, most):
         if budget is not None and rate > budget:
             continue
-        goodput = _goodput(workload, size, extra, slots, on, slow, link, np.asarray(noise))
+        made = _throughput(workload, size, extra, slots, on, speeds, link, unequal_shares)
+        goodput = made * statistical_efficiency(noise, workload.limits.initial_batch_size, size)
         best = int(np.argmax(goodput))
         if found is None or goodput[best] > found.goodput:
             found = StaticChoice(
@@ -91,7 +100,7 @@ def best_static(trace: Trace) -> StaticChoice:
         cluster.advance(now)
         if (cluster.link, cluster.hosts) != key:
             key = (cluster.link, cluster.hosts)
-            made = _throughputs(workload, key[1], key[0], choices, size, extra)
+            made = _throughputs(trace, key[1], key[0], choices, size, extra)
         noise = first * (last / first) ** np.minimum(done / workload.examples, 1.0)
         goodput = made * statistical_efficiency(noise, initial, size)
         end = min(now + workload.examples / _MOMENTS / goodput.max(), trace.duration_s)
@@ -128,25 +137,40 @@ def _plans(limits: BatchLimits) -> tuple[np.ndarray, np.ndarray]:
     return size.astype(np.float64), extra.astype(np.float64)
 
 
-def _shapes(hosts: Sequence[HostOffer], most: int | None) -> list[tuple[int, int, float, float]]:
-    """(slots, hosts, slowness, price per hour): all slots, on the fewest hosts of each speed."""
-    found = []
-    for slowness in sorted({host.slowness for host in hosts}):
-        fast = [host for host in hosts if host.slowness <= slowness]
-        fast.sort(key=lambda host: (-host.slots, host.price or 0.0))
-        slots = on = 0
-        rate = 0.0
-        for host in fast:
-            on, rate = on + 1, rate + (host.price or 0.0)
-            for _ in range(host.slots):
-                slots += 1
-                if most is None or slots <= most:
-                    found.append((slots, on, slowness, rate))
-    return found
+_Speeds = tuple[tuple[float, int], ...]
+"""(slowness, ranks) of each host in use."""
+
+
+def _shapes(
+    hosts: Sequence[HostOffer], most: int | None
+) -> Iterator[tuple[int, int, _Speeds, float]]:
+    """(slots, hosts, speeds, price per hour): all slots, on the fewest hosts of each speed."""
+    orders: tuple[Callable[[HostOffer], Any], ...] = (
+        lambda host: (host.slowness, -host.slots, host.price or 0.0),
+        lambda host: (-host.slots, host.slowness, host.price or 0.0),
+        lambda host: ((host.price or 0.0) / host.slots, host.slowness),
+    )
+    seen = set()
+    for slowest, order in itertools.product(sorted({host.slowness for host in hosts}), orders):
+        used: list[HostOffer] = []
+        for host in sorted((h for h in hosts if h.slowness <= slowest), key=order):
+            before = sum(other.slots for other in used)
+            used.append(host)
+            rate = sum(other.price or 0.0 for other in used)
+            for more in range(1, host.slots + 1):
+                if most is not None and before + more > most:
+                    break
+                speeds = Counter({host.slowness: more})
+                for other in used[:-1]:
+                    speeds[other.slowness] += other.slots
+                shape = (before + more, len(used), tuple(sorted(speeds.items())), rate)
+                if shape not in seen:
+                    seen.add(shape)
+                    yield shape
 
 
 def _throughputs(
-    workload: Workload,
+    trace: Trace,
     hosts: Sequence[HostOffer],
     link: float,
     choices: np.ndarray,
@@ -155,8 +179,9 @@ def _throughputs(
 ) -> np.ndarray:
     offered = sum(host.slots for host in hosts)
     best = np.zeros((len(choices), len(size)))
-    for slots, on, slow, _ in _shapes(hosts, None):
-        made = _throughput(workload, size, extra, slots, on, slow, link)
+    for slots, on, speeds, _ in _shapes(hosts, None):
+        unequal = trace.unequal_shares
+        made = _throughput(trace.workload, size, extra, slots, on, speeds, link, unequal)
         for row in np.flatnonzero(np.minimum(choices, offered) == slots):
             best[row] = np.maximum(best[row], made)
     return best
@@ -168,24 +193,12 @@ def _throughput(
     extra: np.ndarray,
     slots: int,
     on: int,
-    slow: float,
+    speeds: _Speeds,
     link: float,
+    unequal_shares: bool,
 ) -> np.ndarray:
     atomic = size / slots / (extra + 1)
+    constant = workload.alpha_c / (workload.alpha_c + workload.beta_c * atomic)
+    slow = pace(speeds, unequal_shares, constant, np.minimum(LEAST_SHARE * slots / size, 1.0))
     made = size / workload.model(link).step_s(on, slots, atomic, extra, slow)
     return np.where(workload.limits.allow_passes(atomic), made, 0.0)
-
-
-def _goodput(
-    workload: Workload,
-    size: np.ndarray,
-    extra: np.ndarray,
-    slots: int,
-    on: int,
-    slow: float,
-    link: float,
-    noise: np.ndarray,
-) -> np.ndarray:
-    initial = workload.limits.initial_batch_size
-    made = _throughput(workload, size, extra, slots, on, slow, link)
-    return np.asarray(made * statistical_efficiency(noise, initial, size))

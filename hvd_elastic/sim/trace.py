@@ -4,6 +4,7 @@
 
     {
       "duration_s": 86400, "np": 4, "min_np": 1, "max_np": 32, "pause_s": 2.0, "jitter": 0.03,
+      "unequal_shares": true,
       "hosts": [{"name": "n[0-7]", "slots": 4, "price": 1.0, "slowness": 1.0}],
       "workload": {"alpha_c": 0.01, "beta_c": 0.001, "alpha_r": 0.002, "beta_r": 1e-4,
                    "alpha_n": 0.005, "beta_n": 2e-4, "gamma": 1.5, "initial_batch_size": 128,
@@ -112,6 +113,8 @@ class Trace:
         pause_s: typical pause of a rescale [s].
         jitter: relative standard deviation of measured step times, pauses and noise scales.
         changes: in order of time.
+        unequal_shares: whether slow ranks get fewer examples of a step, as in a real job whose
+            batch adapts; else all wait for the slowest.
     """
 
     hosts: tuple[HostOffer, ...]
@@ -123,6 +126,7 @@ class Trace:
     pause_s: float = 2.0
     jitter: float = 0.03
     changes: tuple[Change, ...] = ()
+    unequal_shares: bool = True
 
 
 def read_trace(path: Path) -> Trace:
@@ -173,6 +177,12 @@ class _Part:
             )
         return value
 
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise _TraceError(f"{self._path(name)} must be true or false, not {value!r}")
+        return value
+
     def parts(self, name: str, default: Any = ...) -> list[_Part]:
         value = self.take(name, default)
         if not isinstance(value, list):
@@ -212,6 +222,7 @@ def _trace(part: _Part) -> Trace:
         pause_s=part.number("pause_s", 2.0),
         jitter=part.number("jitter", 0.03, above=-1e-300),
         changes=tuple(sorted(map(_change, part.parts("changes", [])), key=lambda c: c.at_s)),
+        unequal_shares=part.flag("unequal_shares", True),
     )
     part.end()
     if trace.max_np is not None and trace.max_np < trace.min_np:

@@ -34,7 +34,12 @@ from hvd_elastic.model.goodput import (
 )
 from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, adascale
 from hvd_elastic.model.noise_scale import NoiseTracker
-from hvd_elastic.model.shares import ShareBalance, effective_slowness, shares_in_passes
+from hvd_elastic.model.shares import (
+    LEAST_SHARE,
+    ShareBalance,
+    effective_slowness,
+    shares_in_passes,
+)
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.own_times import OwnTimes
@@ -260,6 +265,8 @@ class Adaptation:
             reason = self._decide(reports, engine.size)
             size = self.plan.global_batch_size
             self._balance.cut(size, engine.size, *self._share_bounds(engine.size))
+            if (self.plan, self.parts) != before:
+                self._rank_s = []  # they belong to the plan and the shares before
             self._schedule(step)
         if engine.size > 1:
             decided = json.dumps(self.state_dict()).encode()
@@ -342,16 +349,12 @@ class Adaptation:
         whole = [seconds for times in self._times.values() for seconds in times]
         step_s = float(np.median(whole)) if whole else 0.0
         own_s = [float(report[2]) for report in reports]
-        reason = self._balance.review(
-            own_s, step_s, self.plan.global_batch_size, *self._share_bounds(len(own_s))
-        )
-        if reason:
-            self._rank_s = []  # they belong to the shares before
-        return reason
+        size = self.plan.global_batch_size
+        return self._balance.review(own_s, step_s, size, *self._share_bounds(len(own_s)))
 
     def _share_bounds(self, ranks: int) -> tuple[int, int | None]:
         """Fewest and most examples of a rank in a step."""
-        least = max(2, self.limits.min_atomic_batch_size)
+        least = max(LEAST_SHARE, self.limits.min_atomic_batch_size)
         bound = self._atomic_bound
         if bound is None:
             return least, None
@@ -392,7 +395,11 @@ class Adaptation:
             return reason
         noise = tracker.cautious_noise_scale()
         hosts = len({report[0] for report in reports})
-        slowness = self._slowness(reports)
+        now_slow, (low, _) = self._slowness(reports), self._share_bounds(ranks)
+
+        def slowness(atomic: np.ndarray, extra: np.ndarray) -> np.ndarray:
+            return now_slow * self._balance.slowness_of(atomic, extra, self.plan, low)
+
         bounded = dataclasses.replace(
             limits, max_batch_size=min(limits.max_batch_size, _GROWTH * self._largest)
         )

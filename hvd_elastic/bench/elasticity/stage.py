@@ -85,13 +85,15 @@ class Stage:
     Args:
         limit_s: how long a job may take to go on after an event [s].
         shares: folders that the hosts must see.
+        hosts: how many there are.
 
     As a context manager it takes the hosts down at its end.
     """
 
-    def __init__(self, limit_s: float, shares: Sequence[Path] = ()) -> None:
+    def __init__(self, limit_s: float, shares: Sequence[Path] = (), hosts: int = _HOSTS) -> None:
         self.limit_s = limit_s
         self._shares = shares
+        self._hosts = hosts
         self._beds: dict[str | None, Testbed] = {}
         self._stack = contextlib.ExitStack()
 
@@ -104,7 +106,7 @@ class Stage:
     def bed(self, rate: str | None = None) -> Testbed:
         """The hosts whose links have that rate; made when first asked for."""
         if rate not in self._beds:
-            bed = make_testbed(_HOSTS, rate=rate, shares=self._shares)
+            bed = make_testbed(self._hosts, rate=rate, shares=self._shares)
             self._beds[rate] = self._stack.enter_context(bed)
         return self._beds[rate]
 

@@ -1,12 +1,12 @@
-"""A job whose device is a sleep: ``python device_job.py FOLDER PASS_S EXAMPLE_S FLIPS BALLAST_MB``.
+"""A job whose device is a sleep: ``python device_job.py FOLDER PASS_S EXAMPLE_S BALLAST_MB``.
 
 A pass over m examples sleeps ``PASS_S + EXAMPLE_S m`` seconds, so that slots behave like devices
 whatever the number of cores. Gradients of a small network and their reduction are real; a ballast
-of zeros is reduced with them, and FLIPS of the labels are drawn anew at random, which drowns the
-gradient in noise. The learning rate is so small that the noise stays as it is.
+of zeros is reduced with them. The learning rate is so small that the noise stays as it is.
 
-Between steps the job obeys two files in FOLDER: ``slow`` (JSON: host → factor of its sleeps) and
-``batch`` (a global batch size to use instead of the one that the job would choose).
+Between steps the job obeys JSON files in FOLDER: ``slow`` (host → factor of its sleeps), ``flips``
+(part of the labels that are drawn anew at random, which drowns the gradient in noise) and ``batch``
+(a global batch size to use instead of the one that the job would choose).
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ class _Network(nn.Module):
         return self.layers(inputs) + 0.0 * self.ballast.sum()
 
 
-def _data(flips: float) -> TensorDataset:
+def _data() -> TensorDataset:
+    """Inputs, their labels, labels drawn at random, and the part of flips at which they count."""
     inputs = torch.randn(_EXAMPLES, _WIDTH)
     labels = (inputs @ torch.randn(_WIDTH, _CLASSES)).argmax(1)
     drawn = torch.randint(_CLASSES, (_EXAMPLES,))
-    return TensorDataset(inputs, torch.where(torch.rand(_EXAMPLES) < flips, drawn, labels))
+    return TensorDataset(inputs, labels, drawn, torch.rand(_EXAMPLES))
 
 
 def _read(path: Path) -> Any:
@@ -75,11 +76,11 @@ def _obey(adaptation: Adaptation, wish: Path) -> None:
 def main() -> None:
     """One rank."""
     folder = Path(sys.argv[1])
-    pass_s, example_s, flips, ballast_mb = map(float, sys.argv[2:])
+    pass_s, example_s, ballast_mb = map(float, sys.argv[2:])
     host = os.environ.get("HVD_ELASTIC_HOST", "")
     hvd.init()
     torch.manual_seed(0)
-    data, model = _data(flips), _Network(ballast_mb)
+    data, model = _data(), _Network(ballast_mb)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=_RATE), model)
     loader: hvd.DataLoader[Any] = hvd.DataLoader(
         data, INITIAL_BATCH, shuffle=True, max_batch_size=MAX_BATCH
@@ -90,7 +91,9 @@ def main() -> None:
     @hvd.run
     def train(_: hvd.State) -> None:
         for _epoch in hvd.epochs(10**9):
-            for inputs, labels in loader:
+            for inputs, labels, drawn, counts_at in loader:
+                flips = _read(folder / "flips") or 0.0
+                labels = torch.where(counts_at < flips, drawn, labels)
                 slow = _read(folder / "slow") or {}
                 time.sleep(slow.get(host, 1.0) * (pass_s + example_s * len(inputs)))
                 optimizer.zero_grad()

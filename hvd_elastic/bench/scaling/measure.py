@@ -1,15 +1,15 @@
 """Measures the controller on real jobs: what it settles on, after changes, and what it foretells.
 
 The best static choice is looked for in the same job, once the policy is paused: for each number of
-slots, batches that double or halve for as long as that brings more.
+slots, batches that double or halve for as long as that brings more. What looks best is measured
+again, since of many short stretches the luckiest one looks best.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
@@ -27,9 +27,9 @@ from hvd_elastic.bench.scaling.play import Play, playing
 from hvd_elastic.bench.scaling.workloads import (
     CHANGES,
     FORECASTS,
-    HOSTS,
     INITIAL_BATCH,
     MAX_BATCH,
+    MOST_HOSTS,
     SLOTS,
     WORKLOADS,
 )
@@ -37,21 +37,25 @@ from hvd_elastic.policy.forecast import forecast
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import HostOffer
 
-__all__ = ["Static", "best_static", "climb", "measure_changes", "measure_forecasts"]
+__all__ = ["Row", "Say", "Static", "best_static", "climb", "measure_change", "measure_forecast"]
 __all__ += ["measure_steady"]
 
 _GOODPUT = ("--policy", "goodput")
-_SETTLE_S = 90.0
-_CHANGE_S = 120.0
+_SETTLE_S = (40.0, 90.0)
+_CHANGE_S = (50.0, 100.0)
 _JUDGED_S = 20.0
-"""Over so long a time a goodput is taken."""
-_SETTLING_S = 1.5
-_STATIC_S = 7.0
-_SIZES = (8, 6, 4, 2, 1)
+"""Over so long a time a goodput is taken, in which a job that has settled did not change."""
+_SETTLING_S = 1.0
+_STATIC_S = 5.0
+_SIZES = (12, 10, 8, 6, 4, 2, 1)
 _HOPELESS = 0.7
-"""A number of slots that brings less of the best at its first batch is not looked into."""
+"""A number of slots that brings less of the best at its first batch is not looked into; after two
+of them fewer slots are not tried."""
+_AGAIN = 2
+"""So many of the best are measured once more, in turn, twice."""
 _SHARE = 0.95
 _FORECAST_S = 20.0
+_FORETOLD = (4, 8)
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -100,72 +104,79 @@ def best_static(found: Sequence[Static]) -> Static:
     return max(means, key=lambda static: static.goodput)
 
 
-def measure_steady(stage: Stage, names: Sequence[str], say: Say) -> Iterator[Row]:
-    """What the controller settles on, against the best static choice; a row for each workload."""
-    for name in names:
-        say(f"steady state: {name}")
-        with _telling(say), playing(stage, WORKLOADS[name], options=_GOODPUT) as play:
-            play.train(_SETTLE_S)
-            end = play.records[-1]["mono"]
-            row, statics = _against_statics(play, end, range(1, HOSTS * SLOTS + 1), say)
-            rescales = play.since(play.since(0.0, "metrics")[0]["mono"], "rescale_started")
-            row["rescales"] = sum(rescale["mono"] <= end for rescale in rescales)
-            yield {"workload": name, **row, "statics": _plain(statics)}
+def measure_steady(stage: Stage, name: str, say: Say) -> list[Row]:
+    """What the controller settles on, against the best static choice."""
+    case = WORKLOADS[name]
+    with playing(stage, case.workload, case.hosts, _GOODPUT) as play:
+        play.make(case)
+        play.settle(*_SETTLE_S, _JUDGED_S)
+        end = play.records[-1]["mono"]
+        row, statics = _against_statics(play, end, case.hosts * SLOTS, say)
+        rescales = play.since(play.since(0.0, "metrics")[0]["mono"], "rescale_started")
+        row["rescales"] = sum(rescale["mono"] <= end for rescale in rescales)
+        return [{"workload": name, **row, "statics": _plain(statics)}]
 
 
-def measure_changes(stage: Stage, names: Sequence[str], say: Say) -> Iterator[Row]:
-    """How fast the controller finds the best choice anew; a row for each change."""
-    for name in names:
-        say(f"change: {name}")
-        change = CHANGES[name]
-        with _telling(say), playing(stage, change.workload, change.hosts, _GOODPUT) as play:
-            play.train(_SETTLE_S)
-            before = play.since(0.0, "metrics")[-1]
-            began = play.make(change)
-            play.train(_CHANGE_S)
-            end = play.records[-1]["mono"]
-            left = HOSTS - change.drain
-            row, statics = _against_statics(play, end, range(1, left * SLOTS + 1), say)
-            goal = _SHARE * row["best_static_goodput"]
-            found = moments(play.records, row["noise_scale"], INITIAL_BATCH)
-            row["seconds_to_95_percent"] = seconds_until(found, began, goal, _JUDGED_S)
-            rescales = play.since(began, "rescale_started")
-            row["rescales_after"] = sum(rescale["mono"] <= end for rescale in rescales)
-            row["slots_before"] = before["size"]
-            yield {"change": name, **row, "statics": _plain(statics)}
+def measure_change(stage: Stage, name: str, say: Say) -> list[Row]:
+    """How fast the controller finds the best choice anew."""
+    change = CHANGES[name]
+    with playing(stage, change.workload, change.hosts, _GOODPUT) as play:
+        play.settle(*_SETTLE_S, _JUDGED_S)
+        before = play.since(0.0, "metrics")[-1]
+        began = play.make(change)
+        play.settle(*_CHANGE_S, _JUDGED_S)
+        end = play.records[-1]["mono"]
+        row, statics = _against_statics(play, end, change.hosts_after * SLOTS, say)
+        goal = _SHARE * row["best_static_goodput"]
+        found = [
+            moment
+            for moment in moments(play.records, row["noise_scale"], INITIAL_BATCH)
+            if moment.mono <= end
+        ]
+        row["seconds_to_95_percent"] = seconds_until(found, began, goal, _JUDGED_S)
+        rescales = play.since(began, "rescale_started")
+        row["rescales_after"] = sum(rescale["mono"] <= end for rescale in rescales)
+        row["slots_before"] = before["size"]
+        return [{"change": name, **row, "statics": _plain(statics)}]
 
 
-def measure_forecasts(stage: Stage, names: Sequence[str], say: Say) -> Iterator[Row]:
-    """What one and two hosts foretell of all of them, beside what these do."""
-    for name in names:
-        say(f"forecast: {name}")
-        with _telling(say), playing(stage, FORECASTS[name]) as play:
-            for slots in (1, SLOTS, SLOTS + 1, 2 * SLOTS):
-                play.use(slots, None)
-                play.train(_FORECAST_S)
-            seen = list(play.records)
-            offers = [HostOffer(f"host{number}", SLOTS) for number in range(HOSTS)]
-            try:
-                last = forecast(replay(seen), offers, HOSTS)[-1]
-            except ValueError as error:
-                raise FailedPlayError(str(error)) from error
-            play.use(HOSTS * SLOTS, last.global_batch_size)
-            told = _measure(play, math.inf)
-            yield {
-                "workload": name,
-                "hosts_seen": 2,
-                "hosts": last.hosts,
-                "batch": last.global_batch_size,
-                "foretold_throughput": last.throughput,
-                "measured_throughput": told,
-                "error": last.throughput / told - 1,
-            }
+def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
+    """What one and two hosts of one slot foretell of more, beside what these do."""
+    with playing(stage, FORECASTS[name], MOST_HOSTS, slots=1) as play:
+        for hosts in (1, 2):
+            play.use(hosts, None)
+            play.train(_FORECAST_S)
+        offers = [HostOffer(f"host{number}", 1) for number in range(MOST_HOSTS)]
+        try:
+            told = forecast(replay(play.records), offers, MOST_HOSTS)
+        except ValueError as error:
+            raise FailedPlayError(str(error)) from error
+        rows = []
+        for entry in told:
+            if entry.hosts not in _FORETOLD:
+                continue
+            play.use(entry.slots, entry.global_batch_size)
+            measured = _measure(play, math.inf)
+            off = entry.throughput / measured - 1
+            say(f"  {entry.hosts} hosts: {measured:.0f} examples/s, foretold with {off:+.0%}")
+            rows.append(
+                {
+                    "workload": name,
+                    "hosts_seen": 2,
+                    "hosts": entry.hosts,
+                    "batch": entry.global_batch_size,
+                    "foretold_throughput": entry.throughput,
+                    "measured_throughput": measured,
+                    "error": off,
+                }
+            )
+        return rows
 
 
 # ----------------------------------------------------------------------------------------------
 
 
-def _against_statics(play: Play, end: float, allowed: range, say: Say) -> tuple[Row, list[Static]]:
+def _against_statics(play: Play, end: float, most: int, say: Say) -> tuple[Row, list[Static]]:
     """What the policy settled on until ``end``, beside static choices measured from now on."""
     noise = noise_between(play.records, end - 2 * _JUDGED_S, end)
     found = moments(play.records, noise, INITIAL_BATCH)
@@ -173,7 +184,7 @@ def _against_statics(play: Play, end: float, allowed: range, say: Say) -> tuple[
     goodput = goodput_between(found, end - _JUDGED_S, end)
     say(f"  chosen: {chosen.slots} slots, batch {chosen.batch}: {goodput:.0f} useful examples/s")
     play.pause_policy()
-    statics = list(_statics(play, noise, [n for n in _SIZES if n in allowed], chosen, say))
+    statics = _statics(play, noise, [n for n in _SIZES if n <= most], chosen, say)
     best = best_static(statics)
     return {
         "share_of_best_static": goodput / best.goodput,
@@ -189,7 +200,7 @@ def _against_statics(play: Play, end: float, allowed: range, say: Say) -> tuple[
 
 def _statics(
     play: Play, noise: float, sizes: Sequence[int], chosen: Moment, say: Say
-) -> Iterator[Static]:
+) -> list[Static]:
     """The choice itself, then batches around the best one of the size before."""
 
     def measure(slots: int, batch: int) -> float:
@@ -198,17 +209,27 @@ def _statics(
         say(f"  {slots} slots, batch {batch}: {goodput:.0f} useful examples/s")
         return goodput
 
-    yield Static(chosen.slots, chosen.batch, measure(chosen.slots, chosen.batch))
+    found = [Static(chosen.slots, chosen.batch, measure(chosen.slots, chosen.batch))]
     start = INITIAL_BATCH * 2 ** round(math.log2(chosen.batch / INITIAL_BATCH))
     best = 0.0
+    hopeless = 0
     for slots in sizes:
         first = measure(slots, start)
         on_slots = {start: first}
         if first >= _HOPELESS * best:
             on_slots = climb(partial(measure, slots), start, first, INITIAL_BATCH, MAX_BATCH)
+            hopeless = 0
+            start = max(on_slots, key=lambda batch: on_slots[batch])
+        else:
+            hopeless += 1
         best = max(best, *on_slots.values())
-        start = max(on_slots, key=lambda batch: on_slots[batch])
-        yield from (Static(slots, batch, goodput) for batch, goodput in on_slots.items())
+        found += [Static(slots, batch, goodput) for batch, goodput in on_slots.items()]
+        if hopeless == 2:
+            break
+    ranked = sorted(found, key=lambda static: -static.goodput)
+    again = list(dict.fromkeys((static.slots, static.batch) for static in ranked))[:_AGAIN]
+    found += [Static(*choice, measure(*choice)) for choice in again * 2]
+    return found
 
 
 def _measure(play: Play, noise: float) -> float:
@@ -226,12 +247,3 @@ def _last_before(found: Sequence[Moment], end: float) -> Moment:
 
 def _plain(statics: Sequence[Static]) -> list[Row]:
     return [dataclasses.asdict(static) for static in statics]
-
-
-@contextlib.contextmanager
-def _telling(say: Say) -> Iterator[None]:
-    """A case that comes to no figure is said, and the next one has its turn."""
-    try:
-        yield
-    except FailedPlayError as error:
-        say(f"  no figure: {error}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = ["CHANGES", "FORECASTS", "HOSTS", "INITIAL_BATCH", "MAX_BATCH", "SLOTS", "WORKLOADS"]
-__all__ += ["Change", "Workload"]
+__all__ += ["MOST_HOSTS", "Change", "Workload"]
 
+MOST_HOSTS = 8
+"""That are there; a job uses some of them."""
 HOSTS = 4
 SLOTS = 2
-"""Of each host."""
+"""Of each host, but where hosts are counted for a forecast."""
 INITIAL_BATCH, MAX_BATCH = 64, 1024
 
 
@@ -22,6 +24,7 @@ class Workload:
         flips: part of the labels that is drawn at random: noise of the gradients.
         ballast_mb: zeros reduced with the gradients in each step [MB].
         rate: of every host's link.
+        slow: factor of the emulated device time of the last of its hosts.
     """
 
     pass_s: float = 0.04
@@ -29,21 +32,7 @@ class Workload:
     flips: float = 0.5
     ballast_mb: float = 0.0
     rate: str = "1gbit"
-
-
-WORKLOADS = {
-    "compute-bound": Workload(pass_s=0.02, example_s=0.006),
-    "communication-bound": Workload(ballast_mb=4.0, rate="100mbit"),
-    "low-noise": Workload(flips=0.0),
-    "high-noise": Workload(flips=0.9),
-}
-
-FORECASTS = {
-    "compute-bound": WORKLOADS["compute-bound"],
-    "slow-device": Workload(pass_s=0.06, example_s=0.018),
-    "communication-bound": WORKLOADS["communication-bound"],
-}
-"""With a slow device it matters least what all the processes cost the cores that they share."""
+    slow: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,8 @@ class Change:
         hosts: of the hostfile at the start.
         rate: of every host's link from then on.
         slow: factor of the emulated device time of the last host from then on.
-        appear: whether the other hosts come into the hostfile.
+        flips: part of the labels drawn at random that it grows to, little by little.
+        appear: hosts that come into the hostfile.
         drain: hosts, from the end of the hostfile, that are drained.
     """
 
@@ -63,15 +53,41 @@ class Change:
     hosts: int = HOSTS
     rate: str | None = None
     slow: float = 1.0
-    appear: bool = False
+    flips: float | None = None
+    appear: int = 0
     drain: int = 0
 
+    @property
+    def hosts_after(self) -> int:
+        """Hosts that can be used from then on."""
+        return self.hosts + self.appear - self.drain
+
+
+_COMPUTE = Workload(pass_s=0.02, example_s=0.006)
+_COMMUNICATION = Workload(ballast_mb=4.0, rate="100mbit")
+
+WORKLOADS = {
+    "compute-bound": Change(_COMPUTE),
+    "communication-bound": Change(_COMMUNICATION),
+    "low-noise": Change(Workload(flips=0.0)),
+    "high-noise": Change(Workload(flips=0.9)),
+    "noise-growing": Change(Workload(flips=0.0), flips=0.9),
+    "unequal-hosts": Change(Workload(pass_s=0.02, example_s=0.006, slow=3.0)),
+}
+"""Looked at once nothing moves any more; the noise of one grows tenfold before that."""
+
+FORECASTS = {
+    "compute-bound": _COMPUTE,
+    "slow-device": Workload(pass_s=0.06, example_s=0.018),
+    "communication-bound": _COMMUNICATION,
+}
+"""With a slow device it matters least what all the processes cost the cores that they share."""
 
 CHANGES = {
     "link": Change(Workload(ballast_mb=4.0), rate="100mbit"),
-    "slow": Change(WORKLOADS["compute-bound"], slow=3.0),
-    "appear": Change(WORKLOADS["compute-bound"], hosts=2, appear=True),
-    "drain": Change(WORKLOADS["compute-bound"], drain=2),
+    "slow": Change(_COMPUTE, slow=3.0),
+    "appear": Change(_COMPUTE, appear=2),
+    "drain": Change(_COMPUTE, hosts=HOSTS + 2, drain=2),
 }
 """The link of every host falls from 1 Gbit/s to 100 Mbit/s; one host computes three times slower;
 two hosts appear; two are drained."""

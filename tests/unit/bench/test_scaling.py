@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from hvd_elastic.bench.scaling.observed import (
     noise_between,
     seconds_until,
 )
-from hvd_elastic.bench.scaling.results import measure_virtual
+from hvd_elastic.bench.scaling.results import measure_virtual, merged
+from hvd_elastic.bench.scaling.workloads import CHANGES, MOST_HOSTS
 from hvd_elastic.errors import UsageError
 
 
@@ -99,6 +101,36 @@ def test_a_batch_is_looked_for_up_or_down_and_no_further() -> None:
     asked.clear()
     climb(measure, start=64, at_start=-1.0, least=64, most=64)
     assert asked == []
+
+
+def test_figures_of_other_cases_are_kept() -> None:
+    kept = {
+        "steady": [{"workload": "low-noise", "slots": 1}, {"workload": "high-noise", "slots": 2}],
+        "forecasts": [{"workload": "slow-device", "hosts": hosts} for hosts in (4, 8)],
+    }
+    found = {"steady": [{"workload": "low-noise", "slots": 8}], "changes": [], "forecasts": []}
+    both = merged(kept, found)
+    assert [row["slots"] for row in both["steady"]] == [2, 8]
+    assert both["forecasts"] == kept["forecasts"]
+
+
+def test_hosts_that_come_and_go_are_there() -> None:
+    assert {name: change.hosts_after for name, change in CHANGES.items()} == {
+        "link": 4,
+        "slow": 4,
+        "appear": 6,
+        "drain": 4,
+    }
+    assert max(max(c.hosts, c.hosts_after) for c in CHANGES.values()) <= MOST_HOSTS
+
+
+def test_a_file_of_other_figures_is_not_written_over(tmp_path: Path) -> None:
+    out = tmp_path / "kept.json"
+    for content in ('{"benchmark": "controller"}', "[]", "{"):
+        out.write_text(content)
+        with pytest.raises(UsageError, match=r"--out .*kept\.json"):
+            measure_virtual([], [], [], print, out)
+        assert out.read_text() == content
 
 
 def test_a_name_that_is_not_known_is_refused_before_anything_is_made() -> None:

@@ -75,13 +75,14 @@ def test_what_was_never_tried_is_tried_while_it_may_pay():
     ("changes", "words"),
     [
         ({"measured": 1}, "1 of 5 measurements"),
+        ({"measured": 0, "model": None}, "none of 5 measurements"),
         ({"silent_s": 500.0}, "no measurement for 500 s"),
         ({"noise_scale": math.nan}, "noise scale is not known"),
         ({"hosts": ()}, "no slot that can be used"),
     ],
 )
 def test_without_telemetry_nothing_is_decided(changes, words):
-    found = decide(snapshot(PAYS, {"n0": 1}, **changes), 100.0, None, AT_ONCE)
+    found = decide(snapshot(**{"model": PAYS, **changes}, current={"n0": 1}), 100.0, None, AT_ONCE)
     assert (found.action, found.known) == ("stay", False)
     assert words in found.reason
 
@@ -162,6 +163,7 @@ def test_budget_that_cannot_be_met_is_said():
     found = decide(now, 100.0, Objective("cost", budget=1.0), AT_ONCE)
     assert "nothing keeps to it" in found.reason
     assert "3 per hour" in found.reason
+    assert not found.kept
 
 
 def test_deadline_takes_the_cheapest_that_is_in_time():
@@ -173,7 +175,10 @@ def test_deadline_takes_the_cheapest_that_is_in_time():
     assert slots == sorted(slots), "the less time, the more slots"
     assert slots[0] <= 2 < slots[-1]
     hopeless = Objective("cost", deadline_s=10.0, target=600_000.0)
-    assert "nothing keeps to it" in decide(now, 0.0, hopeless, AT_ONCE).reason
+    found = decide(now, 0.0, hopeless, AT_ONCE)
+    assert "nothing keeps to it" in found.reason
+    assert (found.kept, found.target.slots) == (False, 8), "the fastest there is"
+    assert decide(now, 0.0, Objective("cost", deadline_s=1e6, target=600_000.0), AT_ONCE).kept
 
 
 def test_a_host_that_is_gone_is_left_at_once():
@@ -196,6 +201,10 @@ def test_a_slow_host_is_kept_where_it_gets_smaller_shares():
     now = snapshot(PAYS, {host.name: 2 for host in hosts}, hosts=hosts, unequal_shares=True)
     found = decide(now, 100.0, None, AT_ONCE)
     assert found.action == "stay"
+    # Where half of a pass with an equal share is constant, all wait for it however small its share.
+    waits = dataclasses.replace(now, constant_examples=8.0)
+    found = decide(waits, 100.0, None, AT_ONCE)
+    assert dict(found.target.counts) == {"n0": 2, "n1": 2, "n2": 2}
 
 
 @pytest.mark.parametrize("unequal_shares", [False, True])

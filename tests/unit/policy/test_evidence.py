@@ -105,6 +105,22 @@ def test_old_times_across_hosts_are_believed_less_once_hosts_come_or_go():
     assert doubt(2) < 2 * apart, "timed anew"
 
 
+def test_old_times_that_new_ones_contradict_are_forgotten():
+    for new_s, kept in ((0.45, True), (0.1, False)):
+        evidence = Evidence()
+        evidence.formed(["a", "b", "c"])
+        end = told(evidence, 0.5, 0.0, 8)  # over a slow link
+        evidence.formed(["a"])
+        end = told(evidence, 0.2, end, 8)
+        evidence.distrust_what_is_old(end + 3600)
+        evidence.model()
+        evidence.formed(["a", "b"])
+        told(evidence, new_s, end + 3600, 8)
+        evidence.model()
+        assert ((3, 3) in evidence.worlds) is kept
+        assert (1, 1) in evidence.worlds
+
+
 def test_batch_limits_are_believed_only_where_they_make_sense():
     evidence = Evidence()
     plan = {"global_batch_size": 64, "accumulation_steps": 0}
@@ -138,6 +154,60 @@ def test_own_times_with_unequal_shares_tell_the_same_speeds():
             )
         assert evidence.unequal_shares is (shares is not None)
         assert evidence.slowness("b") == pytest.approx(3.0, rel=0.01)
+
+
+def test_a_change_of_shares_shows_what_is_constant_in_a_pass_and_speeds_stay_the_same():
+    evidence = Evidence()
+    evidence.formed(["a", "b"])
+    plan = {"global_batch_size": 32, "accumulation_steps": 0}
+    evidence.note("batch_plan", plan, 0.0)
+    for shares in ([16, 16], [24, 8]):
+        for number in range(6):
+            # 10 examples take as long as what is constant; b is three times as slow.
+            own_s = [0.01 * (10 + shares[0]), 0.03 * (10 + shares[1]) + 1e-6 * number]
+            fields = {"step": 1, "examples": 1, "rank_s": own_s, "shares": shares}
+            evidence.note("metrics", fields, 1.0)
+        assert evidence.slowness("b") == pytest.approx(3.0, rel=0.02)
+    assert evidence.constant_examples == pytest.approx(10.0, rel=0.1)
+    assert evidence.steps_slowness == pytest.approx(3 * (10 + 8) / (10 + 16), abs=0.1)
+
+
+@pytest.mark.parametrize(("shares", "at_first"), [([16, 16], 0), (None, 1)])
+def test_while_ranks_are_about_to_share_out_the_batch_nothing_is_timed(shares, at_first):
+    evidence = Evidence()
+    evidence.formed(["a", "b"])
+    for number in range(16):
+        step = 10.0 * number
+        fields = {"step": step, "examples": 32 * step, "rank_s": [0.1, 0.3 + 1e-6 * number]}
+        told_shares = {} if shares is None else {"shares": shares}
+        evidence.note("metrics", {**fields, **told_shares}, 2.0 * number)
+        if number == 2:
+            assert evidence.measured == at_first
+    assert evidence.measured > 0, "not for ever: shares may not help"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"noise_scale": float("nan")},
+        {"noise_scale": -3.0},
+        {"noise_scale": "loud"},
+        {"rank_s": [float("nan"), -1.0]},
+        {"rank_s": [0.0, None]},
+        {"rank_s": "ab"},
+        {"rank_s": []},
+        {"size": -2},
+    ],
+)
+def test_nonsense_beside_good_steps_changes_nothing_known(fields):
+    evidence = Evidence()
+    evidence.formed(["a", "b"])
+    end = told(evidence, 0.1, 0.0, 5)
+    evidence.note("metrics", {"step": 1e4, "examples": 32e4, **fields}, end)
+    assert not evidence.noise_scale < 0
+    assert evidence.slowness("a") == evidence.slowness("b") == 1.0
+    assert evidence.constant_examples == 0.0
+    assert evidence.model() is not None
 
 
 def test_a_change_of_shares_begins_another_measurement():

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_elastic.control.scaling import ScalingConfig
@@ -102,6 +103,44 @@ def test_after_a_change_it_is_near_the_new_best_within_a_minute(change):
     assert len([d for d in result.decisions if d.at_s >= 900]) <= 3
 
 
+SLOW = (*HOSTS[:2], HostOffer("n2", 2, 1.0, slowness=3.0))
+
+
+def test_slow_ranks_get_smaller_shares_as_in_a_real_job():
+    trace = dataclasses.replace(TRACE, hosts=SLOW, np=6)
+    shared, equal = (
+        simulate(dataclasses.replace(trace, unequal_shares=unequal), None, with_best=True)
+        for unequal in (True, False)
+    )
+    assert shared.done > 1.3 * equal.done
+    last = shared.samples[-1]
+    assert last.goodput > 0.85 * last.best, "with all six slots, which are not the best choice"
+
+
+def test_a_slow_host_is_kept_or_dropped_by_what_it_brings():
+    best = best_at(WORK, SLOW, 1.0, 500.0)
+    assert best.goodput > best_at(WORK, SLOW, 1.0, 500.0, unequal_shares=False).goodput
+    constant = dataclasses.replace(WORK, alpha_c=0.2)
+    assert best_at(constant, SLOW, 1.0, 500.0).slots == 4, "all would wait for its constant part"
+    for work in (WORK, constant):
+        trace = dataclasses.replace(TRACE, hosts=SLOW, workload=work, duration_s=1200.0)
+        result = simulate(trace, ScalingConfig(), with_best=True)
+        late = [s for s in result.samples if s.at_s > 120 and s.goodput > 0]
+        assert sum(s.goodput / s.best for s in late) / len(late) > 0.9
+
+
+def test_no_shares_are_better_than_those_of_the_best_choice():
+    """Beside random shares on all six slots."""
+    rng = np.random.default_rng(0)
+    size, slowness = 256, np.asarray([1.0, 1.0, 1.0, 1.0, 3.0, 3.0])
+    best = best_at(WORK, SLOW, 1.0, 500.0)
+    for shares in rng.dirichlet(8 / slowness, size=200) * size:
+        own_s = slowness * (WORK.alpha_c + WORK.beta_c * shares)
+        equal_s = WORK.alpha_c + WORK.beta_c * size / 6
+        step_s = float(WORK.model().step_s(3, 6, size / 6, 0, max(own_s) / equal_s))
+        assert size / step_s * (500 + 64) / (500 + size) <= best.goodput * 1.01
+
+
 def test_adaptdl_doubles_what_it_has_profiled_once_a_minute():
     work = dataclasses.replace(WORK, beta_c=0.02)
     trace = dataclasses.replace(TRACE, hosts=LARGE, workload=work)
@@ -153,6 +192,7 @@ def test_a_trace_is_read(tmp_path):
         ({"workload": 3}, "workload must be an object"),
         ({"workload": {**FILE["workload"], "alpha_c": "x"}}, "workload.alpha_c must be a number"),
         ({"min_np": 5, "max_np": 2}, "min_np 5 is above max_np 2"),
+        ({"unequal_shares": "yes"}, "unequal_shares must be true or false, not 'yes'"),
         ({"changes": [{"at_s": 1, "slow": {"zz": 2}}]}, "names no host: 'zz'"),
     ],
 )
