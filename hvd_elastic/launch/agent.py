@@ -567,8 +567,6 @@ class Agent:
                 }
                 if self._interface:
                     values["HOROVOD_GLOO_IFACE"] = self._interface
-                    if not self._names_nccl_interface:
-                        values["NCCL_SOCKET_IFNAME"] = f"={self._interface}"
                 self._workers[name].send(
                     {
                         "kind": "join",
@@ -631,11 +629,6 @@ class Agent:
             with contextlib.suppress(OSError):  # other hosts and runs may share the disk
                 folder.rmdir()
 
-    @property
-    def _names_nccl_interface(self) -> bool:
-        """Whether the user has said which interfaces NCCL takes: there may be several."""
-        return any("NCCL_SOCKET_IFNAME" in env for env in (os.environ, self._hello["env"]))
-
     def _worker_environment(self, name: str, local_rank: int, slots: int) -> dict[str, str]:
         environment = dict(os.environ)
         environment.update(self._hello["env"])
@@ -644,6 +637,9 @@ class Agent:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, slots))))
         # What breaks a ring is said in our own words; Horovod's come once for each rank.
         environment.setdefault("HOROVOD_LOG_LEVEL", "fatal")
+        if self._interface:
+            # NCCL looks once in a process, and without it at every interface there is.
+            environment.setdefault("NCCL_SOCKET_IFNAME", f"={self._interface}")
         if self._scratch is not None:
             environment = {**scratch_variables(self._scratch), **environment}
             environment["TMPDIR"] = str(self._scratch)

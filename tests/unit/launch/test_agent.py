@@ -258,8 +258,6 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     told = agent.said_by_worker("heard")["message"]
     assert (told["kind"], told["generation"], told["env"]["HOROVOD_RANK"]) == ("join", 4, "0")
     assert told["env"]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
-    interface = told["env"]["HOROVOD_GLOO_IFACE"]
-    assert told["env"]["NCCL_SOCKET_IFNAME"] == f"={interface}"  # not all that begin like it
     port = int(told["env"]["HOROVOD_GLOO_RENDEZVOUS_PORT"])
 
     def ask(method: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -285,12 +283,20 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     assert ask("GET")[0] == 410
 
 
-def test_the_user_s_interfaces_for_nccl_stay(start_agent: StartAgent) -> None:
-    agent = start_agent(env={"NCCL_SOCKET_IFNAME": "ib0,ib1"})
+@pytest.mark.parametrize(("given", "wanted"), [({}, "=lo"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "ib0")])
+def test_nccl_takes_the_ring_s_interface_unless_the_user_names_others(
+    start_agent: StartAgent, given: dict[str, str], wanted: str, tmp_path: Path
+) -> None:
+    """From the start of the process: NCCL looks once."""
+    agent = start_agent(env={"TMPDIR": str(tmp_path), **given})
     agent.start_worker()
     agent.said_by_worker("ready")
-    agent.announce(1, {"w0": {"HOROVOD_RANK": "0"}})
-    assert "NCCL_SOCKET_IFNAME" not in agent.said_by_worker("heard")["message"]["env"]
+    (found,) = [
+        process.environ()["NCCL_SOCKET_IFNAME"]
+        for process in agent.marked()
+        if "HVD_ELASTIC_WORKER" in process.environ()
+    ]
+    assert found == wanted
 
 
 @pytest.mark.parametrize("end", ["shutdown", "end of input", "nonsense", "unknown command"])
