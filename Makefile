@@ -9,8 +9,8 @@ TORCH  ?= torch==2.13.0
 EXTRAS ?= torch,dev
 # added to the command behind test, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
-# so many processes run the tests, whole files each, since most tests wait for something; 0 to run
-# them one after the other in one process, as --pdb needs it
+# processes that run the tests, a file of tests in one of them; more than cores are of use, since most
+# tests wait. 0: in pytest's own process, as its debugger (--pdb) needs
 TEST_JOBS ?= 2
 
 VENV     := .venv
