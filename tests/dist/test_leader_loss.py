@@ -14,7 +14,7 @@ from hvd_elastic.cluster.virtual.plan import interface_name
 from tests.dist.conftest import StartJob
 from tests.dist.running import DEADLINE_S, ROOT, RunningJob, Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 GRACE_S = 3.0
 
