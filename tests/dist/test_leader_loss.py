@@ -105,6 +105,7 @@ def test_nobody_reads_what_the_leader_prints(
 
 
 @pytest.mark.root
+@pytest.mark.alone
 def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
     stage: Stage, start_job: StartJob
 ) -> None:
