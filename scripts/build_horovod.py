@@ -33,14 +33,19 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
+from hvd_elastic.install.cuda import (  # noqa: E402
+    assemble_toolkit,
+    find_cuda_home,
+    find_nccl_header,
+    find_nccl_library,
+    toolkit_packages,
+)
 from hvd_elastic.install.horovod_wheel import (  # noqa: E402
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
     BuildInputs,
     cached_wheel,
     detect_inputs,
-    find_cuda_home,
-    find_nccl_header,
     installed_build,
     wheel_cache,
 )
@@ -106,12 +111,24 @@ def prepare_source(source: Path, inputs: BuildInputs) -> None:
 
 
 def build_environment(
-    inputs: BuildInputs, base: Mapping[str, str], *, jobs: int, nccl_header: Path | None = None
+    inputs: BuildInputs,
+    base: Mapping[str, str],
+    *,
+    jobs: int,
+    cuda_home: Path | None = None,
+    nccl: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """The environment variables that make Horovod's setup.py build exactly ``inputs``.
 
     A framework or transport that was found is demanded, so that a build without it fails instead
     of quietly lacking it; what was not found is switched off.
+
+    Args:
+        inputs: what to build.
+        base: variables that are passed on.
+        jobs: compilers at once.
+        cuda_home: the CUDA toolkit, for a build with CUDA.
+        nccl: variables that say where NCCL is, from :func:`nccl_variables`.
     """
     environment = {
         name: value
@@ -134,13 +151,48 @@ def build_environment(
     # the bundled Gloo names a minimum that CMake 4 refuses
     environment["CMAKE_POLICY_VERSION_MINIMUM"] = "3.5"
     if inputs.cuda is not None:
-        cuda_home = find_cuda_home()
-        if cuda_home is not None:
-            environment["CUDA_HOME"] = environment["HOROVOD_CUDA_HOME"] = str(cuda_home)
-        if inputs.nccl is not None and nccl_header is not None:
-            environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
-            environment.setdefault("HOROVOD_NCCL_INCLUDE", str(nccl_header.parent))
+        environment["CUDA_HOME"] = environment["HOROVOD_CUDA_HOME"] = str(cuda_home)
+        environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        environment = {**(nccl or {}), **environment}
     return environment
+
+
+def provide_toolkit(inputs: BuildInputs, work: Path, log: Path) -> Path | None:
+    """The CUDA toolkit to compile with: this machine's, or one from the package index.
+
+    Raises:
+        BuildError: pip cannot bring it.
+    """
+    if inputs.cuda is None:
+        return None
+    home = find_cuda_home()
+    if home is not None:
+        return home
+    target = work / "cuda"
+    run_quietly(
+        [
+            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"),
+            *("--no-deps", "--target", str(target), *toolkit_packages(inputs.cuda)),
+        ],
+        label=f"Downloading the compiler of CUDA {inputs.cuda}",
+        log=log,
+    )
+    return assemble_toolkit(target, inputs.cuda)
+
+
+def nccl_variables(work: Path) -> dict[str, str]:
+    """Where Horovod's build finds NCCL; variables that the user has set go before these."""
+    header = find_nccl_header()
+    if header is None:
+        return {}
+    found = {"HOROVOD_NCCL_INCLUDE": str(header.parent)}
+    library = find_nccl_library(header)
+    if library is not None:
+        # A linker looks for a name without a number.
+        (work / "nccl").mkdir()
+        (work / "nccl" / "libnccl.so").symlink_to(library)
+        found |= {"HOROVOD_NCCL_LIB": str(work / "nccl"), "HOROVOD_NCCL_LINK": "SHARED"}
+    return found
 
 
 def parallel_jobs(cores: int, memory_bytes: int) -> int:
@@ -163,6 +215,8 @@ def check_machine(inputs: BuildInputs, folder: Path) -> None:
             f"torch is not installed for {sys.executable}, and Horovod is compiled against it; "
             "run `make horovod`, which installs it first"
         )
+    if inputs.cuda is not None:
+        _check_cuda(inputs.cuda, inputs.nccl)
     lacking = missing(item for item in PREREQUISITES if item.purpose is Purpose.BUILD)
     if lacking:
         names = ", ".join(item.name for item in lacking)
@@ -173,6 +227,24 @@ def check_machine(inputs: BuildInputs, folder: Path) -> None:
         raise BuildError(
             f"{folder} has {free / 1e9:.1f} GB free, the build needs {BUILD_SPACE_BYTES / 1e9:.1f};"
             " free some, or name another folder in TMPDIR"
+        )
+
+
+def _check_cuda(cuda: str, nccl: str | None) -> None:
+    or_without = (
+        "or, for a machine without a GPU, take a PyTorch for CPUs (make TORCH=...) or build with "
+        "`make horovod ARGS=--without-nccl`"
+    )
+    if find_cuda_home() is None and not toolkit_packages(cuda):
+        raise BuildError(
+            f"PyTorch is for CUDA {cuda}, and there is no nvcc to compile Horovod for it; install "
+            f"NVIDIA's package cuda-nvcc-{cuda.replace('.', '-')} (or name the toolkit's folder in "
+            f"CUDA_HOME), or take a PyTorch for CUDA 13, whose compiler pip can bring, {or_without}"
+        )
+    if nccl is None:
+        raise BuildError(
+            f"PyTorch is for CUDA {cuda}, and there is no nccl.h; install NVIDIA's package "
+            "libnccl-dev (or name its folder in HOROVOD_NCCL_HOME), " + or_without
         )
 
 
@@ -194,6 +266,7 @@ def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
         label=f"Downloading Horovod {inputs.horovod}",
         log=log,
     )  # fmt: skip
+    cuda_home = provide_toolkit(inputs, work, log)
     source = unpack_sdist(work / f"horovod-{inputs.horovod}.tar.gz", work)
     prepare_source(source, inputs)
     print(
@@ -208,7 +281,7 @@ def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
         label="Building Horovod",
         log=log,
         environment=build_environment(
-            inputs, os.environ, jobs=jobs, nccl_header=find_nccl_header()
+            inputs, os.environ, jobs=jobs, cuda_home=cuda_home, nccl=nccl_variables(work)
         ),
         percentage=make_percentage,
     )  # fmt: skip

@@ -175,6 +175,7 @@ def run(
     printer = Printer(chosen.hosts)
     on_lines = None if chosen.as_json or gather else printer.lines
     has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
+    has_stdin = has_stdin and not _is_nothing(0)
     # Not sys.stdin, whose reader in a background thread would hold up the end of this process.
     with (
         open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin,
@@ -684,6 +685,11 @@ def _command(
         name, cls=cls, context_settings={"help_option_names": ["-h", "--help"], **(settings or {})}
     )(function)
     return typer.main.get_command(app)
+
+
+def _is_nothing(descriptor: int) -> bool:
+    """Whether it is /dev/null, which hosts have themselves."""
+    return os.fstat(descriptor).st_rdev == os.stat(os.devnull).st_rdev  # noqa: PTH116
 
 
 def _main(name: str, command: Any) -> None:

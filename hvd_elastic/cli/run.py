@@ -255,10 +255,13 @@ def run(
         if spec.checkpoint_folder is not None:
             check_new_place(spec.checkpoint_folder)  # before the run id is taken
         folder = RunFolder.create(run_id, spec.as_dict())
+    resumed = resume is not None
     if detach:
-        _lead_in_background(spec, folder, resumed=resume is not None)
+        _lead_in_background(spec, folder, resumed=resumed)
         return
-    raise typer.Exit(_lead(spec, folder, resumed=resume is not None, json_output=json_output))
+    made_now = folder.began_elsewhere and not folder.events.exists()
+    status = _lead(spec, folder, resumed=resumed, json_output=json_output, forget=made_now)
+    raise typer.Exit(status)
 
 
 def _spec(
@@ -505,7 +508,7 @@ def _folder_to_resume(run_id: str, hostfile: Path | None, ssh_config: Path | Non
     _check_folder_is_here(spec, run_id)
     # The others are paths of that machine's own.
     spec = replace(spec, hostfile=str(hostfile.absolute()), ssh_config=config)
-    return RunFolder.create(run_id, spec.as_dict())
+    return RunFolder.create(run_id, {**spec.as_dict(), "began_elsewhere": True})
 
 
 def _check_not_complete(folder: RunFolder) -> None:
@@ -586,11 +589,13 @@ def _lead(
     *,
     resumed: bool,
     json_output: bool,
+    forget: bool = False,
     on_start: Callable[[], None] = lambda: None,
 ) -> int:
     """Lead a run to its end.
 
     Args:
+        forget: remove the folder where another leader leads the run, and this one began nothing.
         on_start: called with each event; with the first one, the run has begun.
 
     Returns:
@@ -638,6 +643,8 @@ def _lead(
         finish = leader.run()
     if finish.status == "failed" and any(folder.logs.iterdir()):
         print(f"logs of the workers: {folder.logs}", file=sys.stderr)
+    if leader.gave_way and forget:
+        shutil.rmtree(folder.path, ignore_errors=True)
     return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
 
 

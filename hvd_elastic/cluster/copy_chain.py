@@ -123,13 +123,17 @@ class Chain:
         return found
 
     def _feeder_at(self, place: int) -> str | None:
-        """The nearest node before that can reach it; else the source."""
+        """The nearest node before that can reach it and is not slow; else the source."""
         if self.source is None:
             return self.order[place - 1] if len(self.order) > 1 else None
         name = self.order[place]
         if not self._spread and name not in self._apart:
             for feeder in reversed(self.order[:place]):
-                if feeder not in self._members[name].blocked and feeder not in self._apart:
+                if feeder in self._members[name].blocked or feeder in self._apart:
+                    continue
+                # A slow host holds up nobody: all of them are fed by the last of the others, which
+                # has nobody else to feed.
+                if not self._members[feeder].moved:
                     return feeder
         return self.source
 
@@ -160,8 +164,10 @@ class Chain:
         return self.order[place + 1 :] + self.order[:place]
 
     def linked(self, name: str, now: float) -> None:
-        """A node was given a new feeder."""
+        """A node was given a new feeder; what its followers got before was not their fault."""
         self._members[name].start(now)
+        for follower in self.order[self.order.index(name) + 1 :]:
+            self._members[follower].history.clear()
 
     def hear(self, name: str, now: float, received: int | None, left: int | None) -> None:
         """A node told how far it is [bytes]."""

@@ -152,7 +152,7 @@ class PullSession(CopySession):
         pulled: what is fetched.
     """
 
-    modules = (*MODULES, "hold_command", "pull_command", "copy_pull")
+    modules = (*MODULES, "end_processes", "hold_command", "pull_command", "copy_pull")
 
     def __init__(
         self,

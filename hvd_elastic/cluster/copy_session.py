@@ -31,7 +31,7 @@ from hvd_elastic.errors import HostUnreachableError, HvdElasticError, SshError, 
 
 __all__ = ["MODULES", "SILENCE_S", "Copied", "CopyProgress", "CopySession", "CopySettings", "Node"]
 
-MODULES = ("copy_wire", "copy_tree", "copy_store", "copy_feed", "copy_node")
+MODULES = ("copy_wire", "copy_tree", "copy_names", "copy_store", "copy_feed", "copy_node")
 SOURCE = "the source"
 TICK_S = 0.1
 PING_S = 5.0
@@ -246,7 +246,8 @@ class CopySession(Closing):
                 self._excuse(now - last_tick)
             if said is not None:
                 results = self._take(*said, now)
-            if now - last_tick >= TICK_S:
+            may_begin = said is not None and not self._begun and self._may_begin(now)
+            if may_begin or now - last_tick >= TICK_S:
                 last_tick = now
                 results += self._tick(now)
                 self._tell_progress()

@@ -7,6 +7,7 @@ a command line anywhere.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,12 +23,12 @@ from hvd_elastic.errors import SshError
 
 __all__ = ["HeldCommand", "HowToRun", "NotHeldError"]
 
-_HOLDER = Path(__file__).parent / "remote" / "hold_command.py"
+_REMOTE = Path(__file__).parent / "remote"
 # Reads its program from stdin without reading on: what follows is the command's input. One line,
 # since csh takes no other.
 _LOADER = (
-    "import os, sys; n, s = int(sys.argv[1]), b''; "
-    'exec("while len(s) < n: s += os.read(0, n - len(s)) or sys.exit(1)"); '
+    "import posix, sys; n, s = int(sys.argv[1]), b''; "
+    'exec("while len(s) < n: s += posix.read(0, n - len(s)) or sys.exit(1)"); '
     'exec(compile(s, "hold_command.py", "exec"))'
 )
 _AS_ROOT = '[ "$(id -u)" = 0 ] || exec sudo -n -- "$@"; exec "$@"'
@@ -61,6 +62,17 @@ class HowToRun:
 
 class NotHeldError(SshError):
     """The holder did not start, as where there is no Python; nor did the command."""
+
+
+@functools.cache
+def _read_holder() -> str:
+    """The holder's text, with those that it may need."""
+    head, *rest = (
+        (_REMOTE / f"{name}.py").read_text("utf-8")
+        for name in ("hold_command", "end_processes", "pass_input")
+    )
+    later = dict(zip(("end_processes", "pass_input"), rest, strict=True))
+    return f"{head}\nLATER = {later!a}"
 
 
 class _Stdin(Protocol):
@@ -113,7 +125,7 @@ class HeldCommand:
         if isinstance(connection, KeptHost) and not how.sudo:
             self._process = connection.hold(arguments, self._listen, on_stdout)
             return
-        source = _HOLDER.read_bytes() + f"\nmain(*{arguments!a})\n".encode("ascii")
+        source = f"{_read_holder()}\nmain(*{arguments!a})\n".encode()
         argv = [PYTHON, "-I", "-S", "-c", _LOADER, str(len(source))]
         if how.sudo:
             argv = ["sh", "-c", _AS_ROOT, "sh", *argv]

@@ -374,7 +374,7 @@ def _check_gpus(host: Host, facts: Mapping[str, Any], reference: Reference) -> l
     gpus, checks = facts["gpus"], []
     if len(gpus) < host.slots:
         text = f"{count(len(gpus), 'GPU')} for {count(host.slots, 'slot')}. Lower slots=, or look "
-        checks.append(Check("gpus", Level.WARNING, f"{text}for the one that fell off (dmesg)"))
+        checks.append(Check("gpus", Level.FAILED, f"{text}for the one that fell off (dmesg)"))
     failing = [
         gpu["index"] for gpu in gpus if _number(gpu["ecc.errors.uncorrected.volatile.total"])
     ]

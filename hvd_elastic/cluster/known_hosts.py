@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import fcntl
+import functools
 import hashlib
 import hmac
 import os
@@ -75,21 +76,27 @@ class KnownHosts:
     @classmethod
     def load(cls, paths: Iterable[Path]) -> KnownHosts:
         """Reads the files that can be read; a line that is no key line is skipped, as ssh does."""
-        keys: list[KnownKey] = []
-        for path in paths:
-            try:
-                text = path.read_text(encoding="utf-8", errors="replace")
-            except OSError:
+        return _load(tuple((path, _state_of(path)) for path in paths))
+
+    @functools.cached_property
+    def _places(self) -> tuple[dict[str, list[int]], list[int]]:
+        """Where lines with plain names stand, by name, and where all others do."""
+        plain: dict[str, list[int]] = {}
+        others = []
+        for place, key in enumerate(self.keys):
+            if key.patterns.startswith("|") or any(letter in key.patterns for letter in "*?!"):
+                others.append(place)
                 continue
-            for number, line in enumerate(text.splitlines(), start=1):
-                key = _parse_line(line, path, number)
-                if key is not None:
-                    keys.append(key)
-        return cls(tuple(keys))
+            for name in key.patterns.lower().split(","):
+                plain.setdefault(name, []).append(place)
+        return plain, others
 
     def lookup(self, name: str) -> tuple[KnownKey, ...]:
         """Lines about that host; ``name`` as :func:`known_name` gives it."""
-        return tuple(key for key in self.keys if key.matches(name))
+        plain, others = self._places
+        matching = [place for place in others if self.keys[place].matches(name)]
+        places = sorted({*plain.get(name.lower(), ()), *matching})
+        return tuple(self.keys[place] for place in places)
 
     def check(self, name: str, key: HostKey) -> tuple[KeyState, KnownKey | None]:
         """What is known of this key at this host, and the line that decides it."""
@@ -155,6 +162,31 @@ def remember(path: Path, entries: Iterable[tuple[str, HostKey]]) -> None:
             for name, key in entries
         ]
         file.write(torn + b"".join(lines))
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file's content; None: it cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _load(files: tuple[tuple[Path, tuple[int, ...] | None], ...]) -> KnownHosts:
+    """Once for all hosts: what each of them costs must not grow with how many are known."""
+    keys: list[KnownKey] = []
+    for path, _ in files:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
+            key = _parse_line(line, path, number)
+            if key is not None:
+                keys.append(key)
+    return KnownHosts(tuple(keys))
 
 
 def _parse_line(line: str, path: Path, number: int) -> KnownKey | None:

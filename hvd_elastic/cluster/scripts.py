@@ -7,8 +7,10 @@ have is a Python, not this package.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shlex
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ from hvd_elastic.errors import SshError
 __all__ = ["no_python", "run_script", "start_program"]
 
 _LOADER = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv[1])), sys.argv[2], 'exec'))"
+_UNPACKER = (
+    "import sys, zlib; "
+    "exec(compile(zlib.decompress(sys.stdin.buffer.read(int(sys.argv[1]))), sys.argv[2], 'exec'))"
+)
 # Modules of this package under their own names, on a host that has the package not.
 _MODULES = """import sys, types
 for name, text in {modules!r}:
@@ -80,19 +86,25 @@ def start_program(
     Raises:
         SshError: no command can be started there.
     """
-    folder = Path(__file__).parent / "remote"
-    modules = [
-        (f"{__package__}.remote.{name}", (folder / f"{name}.py").read_text("utf-8"))
-        for name in names
-    ]
-    source = _MODULES.format(modules=modules).encode()
+    source = _pack_program(tuple(names))
     size = str(len(source))
-    command = shlex.join([python, "-I", "-S", "-c", _LOADER, size, names[-1]])
+    command = shlex.join([python, "-I", "-S", "-c", _UNPACKER, size, names[-1]])
     process = connection.start(command, on_stdout=on_stdout)
     # Where there is no Python nobody reads it.
     with contextlib.suppress(OSError, EOFError):
         process.stdin.write(source)
     return process
+
+
+@functools.cache
+def _pack_program(names: tuple[str, ...]) -> bytes:
+    """The same for all hosts, and small: it goes to each of them over the leader's own link."""
+    folder = Path(__file__).parent / "remote"
+    modules = [
+        (f"{__package__}.remote.{name}", (folder / f"{name}.py").read_text("utf-8"))
+        for name in names
+    ]
+    return zlib.compress(_MODULES.format(modules=modules).encode())
 
 
 def no_python(host: str, python: str) -> SshError:

@@ -64,12 +64,14 @@ class HostDraining:
         train_for_s: how long its workers may still train while others become warm [s]; None:
             there is no hurry, and it is treated as if it had left the hostfile.
         leave_in_s: when it goes, as it was told [s]; None: nobody said.
+        asked: the user asked for it; else the host gave notice.
     """
 
     host: str
     cause: str
     train_for_s: float | None = None
     leave_in_s: float | None = None
+    asked: bool = False
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,11 @@ class RunMachine:
         self._draining[event.host] = until
         self._empty.discard(event.host)
         self._out.emit(
-            "host_draining", host=event.host, cause=event.cause, leave_in_s=event.leave_in_s
+            "host_draining",
+            host=event.host,
+            cause=event.cause,
+            leave_in_s=event.leave_in_s,
+            asked=event.asked,
         )
         members = self._live()
         if (

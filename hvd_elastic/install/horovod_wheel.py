@@ -17,6 +17,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hvd_elastic.install.cuda import find_nccl_header
 from hvd_elastic.install.prerequisites import find_program
 
 __all__ = [
@@ -25,8 +26,6 @@ __all__ = [
     "BuildInputs",
     "cached_wheel",
     "detect_inputs",
-    "find_cuda_home",
-    "find_nccl_header",
     "installed_build",
     "wheel_cache",
 ]
@@ -48,7 +47,7 @@ class BuildInputs:
         torch: full version, local part included (``2.13.0+cpu``).
         tensorflow: full version.
         mpi: Open MPI's version.
-        cuda: the version torch was compiled for, where nvcc is there too.
+        cuda: the version torch was compiled for; without it nothing on a GPU can be reduced.
         nccl: version of NCCL's header.
         patch: first characters of the patch's SHA-256.
     """
@@ -106,7 +105,7 @@ def detect_inputs(
     with_nccl: bool = True,
 ) -> BuildInputs:
     """What a build in this environment would depend on; nothing heavy is imported for it."""
-    cuda = _torch_cuda() if with_nccl and find_cuda_home() is not None else None
+    cuda = _torch_cuda() if with_nccl else None
     return BuildInputs(
         horovod=HOROVOD_VERSION,
         python=f"cp{sys.version_info.major}{sys.version_info.minor}",
@@ -144,32 +143,6 @@ def installed_build() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return (distribution.read_text(INSTALLED_BUILD_FILE) or "").strip()
-
-
-def find_cuda_home() -> Path | None:
-    """The CUDA toolkit (the folder with ``bin/nvcc``), looked for where torch looks."""
-    for variable in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
-        named = os.environ.get(variable)
-        if named and (Path(named) / "bin" / "nvcc").is_file():
-            return Path(named)
-    nvcc = find_program("nvcc")
-    if nvcc is not None:
-        return Path(nvcc).resolve().parent.parent
-    usual = Path("/usr/local/cuda")
-    return usual if (usual / "bin" / "nvcc").is_file() else None
-
-
-def find_nccl_header() -> Path | None:
-    """``nccl.h``, looked for where Horovod's build looks."""
-    folders: list[Path] = []
-    if include := os.environ.get("HOROVOD_NCCL_INCLUDE"):
-        folders.append(Path(include))
-    if home := os.environ.get("HOROVOD_NCCL_HOME"):
-        folders.append(Path(home) / "include")
-    if cuda := find_cuda_home():
-        folders.append(cuda / "include")
-    folders += [Path("/usr/include"), Path("/usr/local/include")]
-    return next((folder / "nccl.h" for folder in folders if (folder / "nccl.h").is_file()), None)
 
 
 def _libc() -> str:

@@ -47,6 +47,8 @@ class Adoption:
         """Hosts that were drained and not given back."""
         self.gave_notice: frozenset[str] = frozenset()
         """Those of them that said they would be taken away; nobody asked for it."""
+        self.claim_open = False
+        """It is not known yet whether another leader has claimed the run."""
         self._awaited, self._asked = frozenset(awaited), tuple(asked)
         self._open = {*self._awaited, *self._asked}
         self._ready: list[str] = []
@@ -84,7 +86,8 @@ class Adoption:
 
         In the second case nobody else leads the run. Otherwise any host may still know who does.
         """
-        return not self._open or self._awaited <= self._held.keys()
+        asked_all = not self._open and not self.claim_open
+        return asked_all or self._awaited <= self._held.keys()
 
     @property
     def workers(self) -> dict[str, tuple[str, int]]:

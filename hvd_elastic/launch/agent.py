@@ -3,12 +3,12 @@
 It reads commands as JSON lines on stdin and answers on stdout; nothing of it listens on a network.
 It starts, warms, signals and reaps the workers of its host, carries their messages, serves the
 rendezvous of each generation on the loopback address. When the leader is done it ends everything
-it started and itself. A first SIGTERM is a notice that the host will go: the leader is told, and
-has the workers leave. When the leader is lost (killed, or its link is gone) training goes on for a
-grace time: state and data live in the workers, and nothing but a change of the world needs a
-leader. Another leader can take the agent over meanwhile; see
-:mod:`hvd_elastic.launch.succession`. After that time, or at a SIGTERM before, the workers write a
-checkpoint and all ends.
+it started and itself. A first SIGTERM or SIGHUP is a notice that the host will go: the leader is
+told, and has the workers leave. When the leader is lost (killed, or its link is gone) training goes
+on for a grace time: state and data live in the workers, and nothing but a change of the world needs
+a leader. Another leader can take the agent over meanwhile; see
+:mod:`hvd_elastic.launch.succession`. After that time, or at such a notice before, the workers write
+a checkpoint and all ends.
 
 Run by the launcher as ``python -m hvd_elastic.launch.agent``.
 """
@@ -63,6 +63,8 @@ _WRITE_PATIENCE_S = 300.0
 _LOOK_S = 0.1
 _PROOF_S = 2.0
 """A leader that lives is heard of within this time; its longest interval is a second."""
+_SAME_NOTICE_S = 2.0
+"""What is sent to all processes of a host reaches all of them within this time."""
 _UNTOLD = "untold.jsonl"
 
 
@@ -99,6 +101,8 @@ class Worker:
     """It has joined a generation and is not through with its training."""
     has_answered: bool = True
     """It has written what it was asked for last, or could not."""
+    was_terminated: bool = False
+    """It got SIGTERM or SIGHUP, and outlived that."""
     writer: asyncio.StreamWriter | None = None
     unsent: list[Message] = field(default_factory=list)
 
@@ -143,7 +147,7 @@ class Agent:
         self._recorded: int | None = None
         self._replaced = False
         self._preemption: PreemptionWatch | None = None
-        self._was_terminated = False
+        self._notices: list[int] = []
 
     # -- life ------------------------------------------------------------------------------
 
@@ -151,9 +155,9 @@ class Agent:
         """Serve until the leader says ``shutdown``, or is gone for longer than the grace time."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        for number in (signal.SIGHUP, signal.SIGINT):
-            loop.add_signal_handler(number, self._over.set)
-        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        loop.add_signal_handler(signal.SIGINT, self._over.set)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_notice, number)
         await self._connect(sys.stdin, self._output)
         self._commands = asyncio.create_task(self._read_commands())
         beats = asyncio.create_task(self._beat())
@@ -168,6 +172,8 @@ class Agent:
             self._door.close()
         for store in self._stores.values():
             store.close()
+        for worker in self._workers.values():
+            worker.send({"kind": "end"})  # those that outlive SIGTERM
         supervisor.end_processes(
             lambda: psutil.Process().children(recursive=True), self._grace_s, self._grace_s + 10
         )
@@ -241,20 +247,28 @@ class Agent:
 
     # -- notices that the host will go -------------------------------------------------------
 
-    def _on_sigterm(self) -> None:
-        """The first is a notice: the machine is shut down, or a spot instance is taken back."""
-        if self._was_terminated or not self._hello:
+    def _on_notice(self, number: int) -> None:
+        """The machine is shut down, or a spot instance is taken back.
+
+        Then all processes get SIGTERM, and where it was a login SIGHUP as well. The same one for a
+        second time is meant to end this process.
+        """
+        before, self._notices = self._notices, [*self._notices, number]
+        if number in before or not self._hello:
             self._over.set()
-            return
-        self._was_terminated = True
-        if self._is_led:
-            self._tell_of_sigterm()
-        else:
+        elif not before and self._is_led:
+            self._tell_of_notice()
+        elif not before:
             self._leave()
 
-    def _tell_of_sigterm(self) -> None:
-        self._give_notice("its agent got SIGTERM", NOTICE_S)
+    def _tell_of_notice(self) -> None:
+        self._give_notice(f"its agent got {signal.Signals(self._notices[0]).name}", NOTICE_S)
         asyncio.get_running_loop().call_later(NOTICE_S, self._leave)
+
+    def _end_if_meant_alone(self, worker: Worker) -> None:
+        """A worker that outlived SIGTERM, if that was no notice to the whole host."""
+        if not self._notices:
+            worker.send({"kind": "end"})
 
     def _leave(self) -> None:
         """The host goes now: where no leader has seen to the state, it is written first."""
@@ -298,6 +312,8 @@ class Agent:
         if not self._leader_grace_s or not self._workers:
             self._over.set()
             return
+        if self._notices:
+            self._hurry.set()  # another leader would come too late
         self._vigil = asyncio.create_task(self._hold_out(max(0.0, self._leader_grace_s - silent_s)))
 
     def _hang_up(self) -> None:
@@ -433,8 +449,8 @@ class Agent:
         self._introduce(swept=0, held=self._ledger.snapshot())
         for message in self._ledger.unacknowledged():
             self._send(message)
-        if self._was_terminated:
-            self._tell_of_sigterm()
+        if self._notices:
+            self._tell_of_notice()
         self._commands = asyncio.create_task(self._read_commands())
 
     # -- commands of the leader ------------------------------------------------------------
@@ -551,6 +567,8 @@ class Agent:
                 }
                 if self._interface:
                     values["HOROVOD_GLOO_IFACE"] = self._interface
+                    if not self._names_nccl_interface:
+                        values["NCCL_SOCKET_IFNAME"] = f"={self._interface}"
                 self._workers[name].send(
                     {
                         "kind": "join",
@@ -613,6 +631,11 @@ class Agent:
             with contextlib.suppress(OSError):  # other hosts and runs may share the disk
                 folder.rmdir()
 
+    @property
+    def _names_nccl_interface(self) -> bool:
+        """Whether the user has said which interfaces NCCL takes: there may be several."""
+        return any("NCCL_SOCKET_IFNAME" in env for env in (os.environ, self._hello["env"]))
+
     def _worker_environment(self, name: str, local_rank: int, slots: int) -> dict[str, str]:
         environment = dict(os.environ)
         environment.update(self._hello["env"])
@@ -655,7 +678,12 @@ class Agent:
                 message = decode(line)
                 kind = message["kind"]
                 if kind == "beat":
+                    was_terminated = message.pop("terminated", False)
                     worker.activity = {name: message[name] for name in message if name != "kind"}
+                    if was_terminated and not worker.was_terminated:
+                        worker.was_terminated = True
+                        loop = asyncio.get_running_loop()
+                        loop.call_later(_SAME_NOTICE_S, self._end_if_meant_alone, worker)
                 elif kind == "checkpoint_answered":
                     worker.has_answered = True
                 else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hvd_elastic.errors import CheckpointError
 from hvd_elastic.launch.checkpoint_url import CheckpointUrl, is_url
 from hvd_elastic.launch.checkpoints import (
     CheckpointInfo,
@@ -11,6 +12,7 @@ from hvd_elastic.launch.checkpoints import (
     check_owner,
     find_checkpoints,
 )
+from hvd_elastic.launch.claim import find_claimant
 
 __all__ = ["check_new_place", "check_place"]
 
@@ -19,9 +21,18 @@ def check_new_place(place: str) -> None:
     """Make sure that a run that is to be started can keep its checkpoints at ``--checkpoint-dir``.
 
     Raises:
-        CheckpointError: it cannot be written, or holds those of another run.
+        CheckpointError: it cannot be written, holds those of another run, or a leader is about to
+            write there.
     """
-    check_place(CheckpointUrl(place) if is_url(place) else Path(place), None)
+    where = CheckpointUrl(place) if is_url(place) else Path(place)
+    check_place(where, None)
+    other = find_claimant(where)
+    if other is not None:
+        raise CheckpointError(
+            f"{place} is in use by run {other.run}, which {other.led_by} leads, and two runs "
+            "cannot keep their checkpoints in one place. Give the new one a --checkpoint-dir of "
+            f"its own, or end the other there: hvd-elastic stop {other.run}"
+        )
 
 
 def check_place(place: Path | CheckpointUrl, run_id: str | None) -> list[CheckpointInfo]:

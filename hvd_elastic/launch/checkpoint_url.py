@@ -61,6 +61,9 @@ class CheckpointUrl:
         with self._explained("used"):
             self._files, self._root = fsspec.core.url_to_fs(self.url)
 
+    def __str__(self) -> str:
+        return self.url
+
     def check(self) -> None:
         """Make sure that it can be written, before training counts on it.
 
@@ -72,6 +75,36 @@ class CheckpointUrl:
             self._files.makedirs(self._root, exist_ok=True)
             self._files.pipe_file(probe, b"hvd_elastic")
             self._files.rm_file(probe)
+
+    def read_file(self, name: str) -> bytes:
+        """Content of a small file; nothing where there is none.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        with self._explained("read"):
+            try:
+                return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            except FileNotFoundError:
+                return b""
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Make or replace a small file.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with self._explained("written"):
+            self._files.pipe_file(f"{self._root}/{name}", data)
+
+    def remove_file(self, name: str) -> None:
+        """Remove a file that is there.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        with self._explained("tidied up"):
+            self._files.rm_file(f"{self._root}/{name}")
 
     def upload(self, info: CheckpointInfo, keep: int) -> None:
         """Put a checkpoint there, then remove what is older than the newest ``keep`` up to it.

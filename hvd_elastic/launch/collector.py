@@ -143,12 +143,19 @@ class CheckpointCollector:
         """The newest that could not be collected; the hosts still have it."""
         self._why_missed = ""
         self._writable = True
+        self._expected = ""
+        self._searched_in_vain = False
         self.newest_step = -1
         """Of the newest checkpoint in the folder that training went on from, or passed."""
         self.newest_s = 0.0
         """How long that one took to be written and brought here [s]."""
         self.restored_from = ""
         """Manifest of the checkpoint that was last brought to the workers."""
+
+    @property
+    def place(self) -> Path | CheckpointUrl:
+        """Where checkpoints are kept."""
+        return self._url or self.folder
 
     @property
     def busy(self) -> bool:
@@ -173,6 +180,10 @@ class CheckpointCollector:
             raise
         self.newest_step = _newest_step(found)
         self._writable = True
+
+    def expect(self, why: str) -> None:
+        """From now on nothing begins anew where no checkpoint is found; ``why``: there was one."""
+        self._expected = why
 
     # -- what is there to collect ----------------------------------------------------------
 
@@ -318,6 +329,7 @@ class CheckpointCollector:
         if info is not None:
             self._missed, self._writable = {}, True
             self.newest_step, self.newest_s = info.step, info.seconds
+            self.expect(f"that of step {info.step} was written")
             # What is older and still not complete will never be, or is of no interest.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
             self._release(info.step - 1 if self._copies else info.step)
@@ -346,7 +358,8 @@ class CheckpointCollector:
 
     def end(self, *, succeeded: bool) -> None:
         """The run ends: nothing of the spools is needed, unless it is all there is."""
-        if succeeded or not (self._copies or self._missed or self.busy or not self._writable):
+        needed = self._copies or self._missed or self.busy or self._searched_in_vain
+        if succeeded or not (needed or not self._writable):
             self._release(None)
 
     # -- the way back ----------------------------------------------------------------------
@@ -417,8 +430,9 @@ class CheckpointCollector:
             newest = self._newest(say)
         except (HvdElasticError, OSError) as error:
             return Brought(error=f"no checkpoint can be looked for: {error}")
+        self._searched_in_vain = newest is None and bool(self._expected)
         if newest is None:
-            return Brought(error=self._why_missed) if self._missed else Brought()
+            return Brought(error=self._why_missed if self._missed else self._why_none())
         failed: dict[str, str] = {}
         for host in hosts:
             agent = self._agents().get(host)
@@ -439,6 +453,18 @@ class CheckpointCollector:
             return Brought(newest, host, f"{folder}/{newest.path.name}")
         problems = "; ".join(dict.fromkeys(failed.values()))
         return Brought(error=f"checkpoint {newest.path} cannot be brought to any host: {problems}")
+
+    def _why_none(self) -> str:
+        """What is wrong with having no checkpoint; empty where none was ever written."""
+        if not self._expected:
+            return ""
+        place = str(self.folder)
+        if self._url is not None:
+            place = f"{self._url} and in {place}"
+        return (
+            f"no whole checkpoint of run {self._run_id} is found in {place}, though "
+            f"{self._expected}: that place is not mounted, or its files are gone or damaged"
+        )
 
     def _newest(self, say: Callable[[str], None]) -> CheckpointInfo | None:
         """The newest valid one, here or at the URL, brought here.

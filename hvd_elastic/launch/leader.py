@@ -32,6 +32,7 @@ from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Activity, ProgressWatch
 from hvd_elastic.errors import CheckpointError, HostfileError
 from hvd_elastic.launch.adoption import Adoption
+from hvd_elastic.launch.claim import Claim, ClaimKeeper
 from hvd_elastic.launch.collector import Brought, CheckpointCollector
 from hvd_elastic.launch.last_checkpoint import LastCheckpoint
 from hvd_elastic.launch.protocol import Message
@@ -58,7 +59,8 @@ _HOSTFILE_GONE_S = 2.0
 _LEAST_RESERVE_S = 10.0
 """Of the time that a host has left, for the last checkpoint and for leaving."""
 
-_ASKED_TO_DRAIN = "asked to by hvd-elastic drain"
+_SHUTDOWN = {"SIGTERM", "SIGHUP"}
+"""A machine that is shut down may send both, one right after the other: they are one request."""
 
 Show = Callable[[Mapping[str, Any]], None]
 ShowOutput = Callable[[str, int, str], None]
@@ -133,6 +135,9 @@ class Leader:
         self._own_ids = {self._id}
         self._led_since = time.time()
         self._gave_way = False
+        self._claim: ClaimKeeper | None = None
+        self._claimed_by: Claim | None = None
+        """Another leader, of which more is known when the hosts have been asked."""
         self._adoption: Adoption | None = None
         self._unwritable: CheckpointError | None = None
         self._took_over = False
@@ -141,6 +146,13 @@ class Leader:
         self._watch = ProgressWatch(spec.failure_timeout_s)
         self._looked_at = time.monotonic()
         self._scaler: Scaler | None = None
+
+    def _expect_checkpoint(self, past: RunSummary) -> None:
+        """Have nothing begun anew where a checkpoint was written, or may have been."""
+        if past.checkpoints:
+            self._collector.expect(f"that of step {past.checkpoints[-1].step} was written")
+        elif self._folder.began_elsewhere:
+            self._collector.expect("it was led by another machine, which may have written one")
 
     def _new_scaler(self, past: Sequence[Mapping[str, Any]]) -> Scaler | None:
         if self._spec.policy == "fixed":
@@ -172,6 +184,11 @@ class Leader:
 
     # -- life ------------------------------------------------------------------------------
 
+    @property
+    def gave_way(self) -> bool:
+        """Whether it ended because another one leads, and had begun nothing."""
+        return self._gave_way
+
     def run(self) -> cmd.Finish:
         """Lead until the end.
 
@@ -188,6 +205,8 @@ class Leader:
         hosts = self._read_hostfile()
         records = self._folder.read_events() if self._resumed else []
         past = summarize(records) if self._resumed else None
+        if past is not None:
+            self._expect_checkpoint(past)
         self._scaler = self._new_scaler(records)
         self._emit(
             "run_started",
@@ -202,7 +221,7 @@ class Leader:
                 "resumed": self._resumed,
             },
         )
-        with self._signals():
+        with self._signals(), self._claimed():
             try:
                 if past is not None:
                     self._ask_around(hosts, past, _ADOPTION_S)
@@ -256,6 +275,23 @@ class Leader:
             for number in before:
                 signal.signal(number, signal.SIG_IGN)
 
+    @contextlib.contextmanager
+    def _claimed(self) -> Any:
+        """Keep other leaders from a place of checkpoints that they may share."""
+        if self._spec.checkpoint_folder is None:  # the lock of the run folder is enough
+            yield
+            return
+        self._claim = ClaimKeeper(
+            self._collector.place,
+            Claim.of_this_process(self._folder.run_id, self._led_since),
+            lambda: self._loop.post(self._claim_is_settled),
+            lambda claim, seen: self._loop.post(lambda: self._on_claim(claim, seen)),
+        )
+        try:
+            yield
+        finally:
+            self._claim.end()
+
     def _end_agents(self) -> None:
         """Every agent ends its workers and itself; wait until they have."""
         agents = [*self._agents.values(), *self._ending]
@@ -294,12 +330,13 @@ class Leader:
         # Those that the hostfile does not name any more hold workers that have to go.
         asked = list(dict.fromkeys([*awaited, *(host.name for host in hosts)]))
         adoption = Adoption(awaited, asked, time.monotonic() + wait_s, patient=patient)
+        adoption.claim_open = self._claim is not None and not patient
         self._adoption = adoption
         if past.np == self._spec.np:  # otherwise the user has asked for another size just now
             adoption.requested_np, adoption.slots = past.scaled_to, tuple(past.scaled_slots)
         adoption.draining = tuple(past.draining)
         adoption.gave_notice = frozenset(
-            name for name, found in past.draining.items() if found.cause != _ASKED_TO_DRAIN
+            name for name, found in past.draining.items() if not found.asked
         )
         self._hosts = {host.name: host for host in hosts}
         for name in asked:
@@ -349,23 +386,54 @@ class Leader:
 
     def _on_refused(self, host: str, message: Message) -> None:
         """Another leader leads the agent of ``host``: one of the two has to end."""
-        rival = Rival.of(host, message)
+        rival = Rival.of_agent(host, message, self._spec.failure_timeout_s)
         if rival.leader in self._own_ids or self._finish is not None:
             return  # an agent that has not noticed yet that this leader was cut off
         began = self._adoption is None
         if began and not rival.goes_before(self._id, self._led_since):
             return  # it gives way as soon as it meets this one; the host is tried again
-        timeout_s = self._spec.failure_timeout_s
-        text = rival.explain(self._folder.run_id, timeout_s, began=began)
-        self._gave_way = not began
-        self._finish = cmd.Finish("failed", text)
+        self._give_way(rival, "began later" if began else "")
+
+    def _give_way(self, rival: Rival, why: str = "") -> None:
+        """End; ``why`` this one, empty where it has begun nothing."""
+        self._gave_way = not why
+        self._finish = cmd.Finish("failed", rival.explain(why))
         self._loop.stop()
+
+    def _claim_is_settled(self) -> None:
+        if self._adoption is not None:
+            self._adoption.claim_open = False
+            self._adopt_when_complete()
+
+    def _on_claim(self, claim: Claim, seen: float) -> None:
+        """Another leader lives, whose claim was first seen then: one of the two has to end."""
+        if self._finish is not None or self._claim is None:
+            return
+        if self._adoption is not None:  # whom the hosts follow counts for more
+            self._claimed_by = claim
+            self._claim_is_settled()
+            return
+        own = self._claim.claim
+        rival = Rival.of_claim(claim, str(self._collector.place))
+        if not self._workers:
+            self._give_way(rival, "has no process that trains")
+        elif rival.goes_before(own.leader, own.led_since):
+            self._give_way(rival, "began later")
+        elif any(agent.last_heard > seen for agent in self._agents.values()):
+            self._claim.insist()  # it gives way as soon as it sees that
 
     def _adopt_when_complete(self) -> None:
         adoption = self._adoption
         if adoption is None or not (adoption.complete or time.monotonic() >= adoption.deadline):
             return
         self._adoption = None
+        claimed_by, self._claimed_by = self._claimed_by, None
+        if claimed_by is not None and self._claim is not None:
+            if not adoption.workers:
+                place = str(self._collector.place)
+                self._give_way(Rival.of_claim(claimed_by, place))
+                return
+            self._claim.insist()  # its hosts have lost that leader
         slots = tuple(ev.HostSlots(host.name, host.slots) for host in self._hosts.values())
         self._emit("hosts_changed", {"hosts": [[host.name, host.slots] for host in slots]})
         for host in adoption.came_back:
@@ -413,6 +481,7 @@ class Leader:
                 self._look_for_silence(now)
                 self._scale_by_policy(now)
             else:
+                self._look_for_requests(only="stop")  # the others need to know what there is
                 for host in self._adoption.due(now):
                     self._start_agent(host, take_over=True)
                 self._adopt_when_complete()
@@ -565,8 +634,8 @@ class Leader:
 
     # -- requests of the user --------------------------------------------------------------
 
-    def _look_for_requests(self) -> None:
-        for request in self._folder.take_requests():
+    def _look_for_requests(self, only: str | None = None) -> None:
+        for request in self._folder.take_requests(only):
             ok, message = True, ""
             if request.op == "stop":
                 message = "the run is being stopped"
@@ -627,18 +696,21 @@ class Leader:
             return True, f"host {host} may be used again"
         if leave_in_s is not None and not (_is_number(leave_in_s) and leave_in_s >= 0):
             return False, f"a host can leave in 0 seconds or more, not in {leave_in_s!r}"
-        self._drain(host, _ASKED_TO_DRAIN, leave_in_s)
+        self._drain(host, "asked to by hvd-elastic drain", leave_in_s, asked=True)
         return True, f"the run leaves host {host}, and does not use it until it is given back"
 
-    def _drain(self, host: str, cause: str, leave_in_s: float | None) -> None:
+    def _drain(
+        self, host: str, cause: str, leave_in_s: float | None, *, asked: bool = False
+    ) -> None:
         reserve_s = max(_LEAST_RESERVE_S, 2 * self._collector.newest_s)
         train_for_s = None if leave_in_s is None else max(0.0, leave_in_s - reserve_s)
-        self._tell(ev.HostDraining(host, cause, train_for_s, leave_in_s))
+        self._tell(ev.HostDraining(host, cause, train_for_s, leave_in_s, asked))
 
     def _ask_to_stop(self, reason: str) -> None:
         """First: write a checkpoint and end. Again: end at once."""
         if self._stop is not None:
-            self._stop_now()
+            if {self._stop.reason, reason} != _SHUTDOWN:
+                self._stop_now()
             return
         self._stop = ev.StopRequested(reason)
         self._emit("stop_requested", {"reason": reason})
@@ -989,11 +1061,11 @@ class Leader:
                 self._announce(command, None)
             return
         if brought.error:
-            nothing_lost = (
-                "Nothing of it is lost: mend that, then go on with: "
-                f"hvd-elastic run --resume {self._folder.run_id}"
+            go_on = (
+                "Nothing was removed or begun anew: mend that and go on with: hvd-elastic run "
+                f"--resume {self._folder.run_id}, or start a new run"
             )
-            self._tell(ev.StopRequested(f"{brought.error}. {nothing_lost}", "failed"))
+            self._tell(ev.StopRequested(f"{brought.error}. {go_on}", "failed"))
             return
         newest = brought.checkpoint
         # By the leader, and now: what any worker does from here on comes after it.
@@ -1073,6 +1145,8 @@ def _rank_variables(member: cmd.Member, size: int, *, hierarchical: bool) -> dic
         "CPU_OPERATIONS": "gloo",
         # A ring for the ranks of a host and one across hosts serve hierarchical operations alone.
         "GLOO_SINGLE_CONTEXT": 0 if hierarchical else 1,
+        # What NCCL has begun is aborted when a rank fails, instead of waited for.
+        "NCCL_ELASTIC": 1,
     }
     return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
 

@@ -3,12 +3,19 @@
 One thread reads instructions and another sends a heartbeat; the training thread asks what is
 pending and waits for the next instruction when it needs one. When the agent is gone the worker
 ends itself: nobody is left who could tell it what to do.
+
+A machine that is shut down sends SIGTERM and SIGHUP to all its processes. The agent takes that for
+a notice and has the state brought to safety, for which the worker has to outlive it; so does one
+whose script does not handle these signals. The agent is told, and ends a worker that was meant
+alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +27,7 @@ from hvd_elastic.launch.protocol import Message, decode, encode, split_lines
 __all__ = ["AgentLink", "Instruction"]
 
 _BEAT_S = 1.0
+_NOTICES = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,9 @@ class AgentLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect("\0" + socket_name)
         self._owner_pid = os.getpid()
+        self._was_terminated = False
+        self._handler = self._note_signal
+        self._outlive_notices()
         self.send({"kind": "hello", "worker": worker, "pid": os.getpid()})
         threading.Thread(target=self._read, name="hvd_elastic-agent", daemon=True).start()
         threading.Thread(target=self._beat, name="hvd_elastic-beat", daemon=True).start()
@@ -132,11 +143,35 @@ class AgentLink:
         """It was taken, and nothing came of it."""
         self._checkpoint_wanted = True
 
+    def _outlive_notices(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _NOTICES:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._handler)
+        # A forked child (a data loader's worker) is ended with SIGTERM, perhaps while it begins.
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOTICES),
+            after_in_child=self._heed_notices,
+        )
+
+    def _heed_notices(self) -> None:
+        for number in _NOTICES:
+            if signal.getsignal(number) is self._handler:
+                with contextlib.suppress(ValueError):
+                    signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOTICES)
+
+    def _note_signal(self, number: int, frame: object) -> None:
+        self._was_terminated = True  # the next beat says so: the lock may be held right here
+
     def _beat(self) -> None:
         stop = threading.Event()
         while not stop.wait(self._beat_s):
+            said = {"terminated": True} if self._was_terminated else {}
             try:
-                self.send({"kind": "beat", **self._activity()})
+                self.send({"kind": "beat", **self._activity(), **said})
             except OSError:
                 return
 
@@ -163,6 +198,10 @@ class AgentLink:
             with self._change:
                 self._checkpoint_wanted = True
                 self._change.notify_all()
+            return
+        if kind == "end":
+            if signal.getsignal(signal.SIGTERM) is self._handler:
+                os.kill(os.getpid(), signal.SIGKILL)
             return
         if kind == "recorded":
             self.recorded_step = message["step"]

@@ -257,6 +257,11 @@ class RunFolder:
         except FileNotFoundError:
             return 0.0
 
+    @property
+    def began_elsewhere(self) -> bool:
+        """Whether another machine led the run before, and has the records of that."""
+        return bool(self.read_run().get("began_elsewhere"))
+
     def read_events(self) -> list[Record]:
         """Everything that happened so far, oldest first."""
         return read_events(self.events)
@@ -349,8 +354,12 @@ class RunFolder:
             ) from error
         return request_id
 
-    def take_requests(self) -> list[Request]:
-        """The requests that wait, oldest first; each is handed out once. Called by the leader."""
+    def take_requests(self, only: str | None = None) -> list[Request]:
+        """The requests that wait, oldest first; each is handed out once. Called by the leader.
+
+        Args:
+            only: what to do; requests for anything else wait on.
+        """
         requests = []
         try:
             paths = sorted(self.commands.glob("[!.]*.json"))
@@ -366,8 +375,9 @@ class RunFolder:
                 with contextlib.suppress(OSError):  # a folder, or a file server's hiccup
                     path.unlink()  # not one of ours: nobody waits for an answer
                 continue
-            path.unlink(missing_ok=True)
-            requests.append(Request(request_id, op, found))
+            if only in (None, op):
+                path.unlink(missing_ok=True)
+                requests.append(Request(request_id, op, found))
         return requests
 
     def ask_leader(

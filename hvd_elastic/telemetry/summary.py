@@ -84,12 +84,14 @@ class Draining:
         cause: in words.
         leave_in_s: how long it had then [s]; None: nobody said.
         empty: whether it holds no worker any more.
+        asked: whether the user asked for it; else the host gave notice.
     """
 
     at_s: float
     cause: str
     leave_in_s: float | None
     empty: bool = False
+    asked: bool = True
 
 
 @dataclass(frozen=True)
@@ -287,9 +289,12 @@ def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> 
 
 
 def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.draining[str(record.get("host"))] = Draining(
-        at_s, str(record.get("cause") or ""), _number(record.get("leave_in_s"))
-    )
+    host, cause = str(record.get("host")), str(record.get("cause") or "")
+    before = run.draining.get(host)
+    # A notice takes nothing back of what was asked for.
+    asked = record.get("asked") is not False or (before is not None and before.asked)
+    leave_in_s = _number(record.get("leave_in_s"))
+    run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
 
 
 def _host_drained(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:

@@ -61,6 +61,7 @@ def init() -> None:
         report_uncaught(ctx)
         ctx.reports_uncaught = True
     if torch.cuda.is_available():
+        ctx.engine.check_device(local_rank(), torch.cuda.device_count())
         torch.cuda.set_device(device())
 
 

@@ -596,6 +596,7 @@ class Context:
 
     def ready(self) -> None:
         """Tell the leader that this worker is warm."""
+        self.engine.warm()
         self.sink.send({"kind": "ready", "warm_s": time.monotonic() - self._started})
 
     def close(self) -> None:

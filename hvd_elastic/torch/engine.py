@@ -46,6 +46,16 @@ class Engine(Protocol):
     waited_s: float
     """All waits for other ranks together."""
 
+    def check_device(self, local_rank: int, devices: int) -> None:
+        """Whether slot ``local_rank`` of a host with so many GPUs can exchange what is on its GPU.
+
+        Raises:
+            ScriptError: it cannot; says what to change.
+        """
+
+    def warm(self) -> None:
+        """Do beforehand what is slow the first time, without anybody else."""
+
     def start(self, env: Mapping[str, str]) -> None:
         """Meet the other members; ``env`` holds the rank variables of the generation.
 
@@ -105,6 +115,12 @@ class LocalEngine:
     longest_wait_s = 0.0
     waited_s = 0.0
 
+    def check_device(self, local_rank: int, devices: int) -> None:
+        """Nothing is exchanged."""
+
+    def warm(self) -> None:
+        """Nothing is slow."""
+
     def start(self, env: Mapping[str, str]) -> None:
         """Nothing to meet."""
 
@@ -152,6 +168,7 @@ class HorovodEngine:
         try:
             import horovod.torch as horovod
             from horovod.common.exceptions import HorovodInternalError
+            from horovod.torch.mpi_ops import _basics
         except ImportError as error:
             raise ScriptError(
                 f"Horovod cannot be used with {sys.executable}: {error}. Build and install it with "
@@ -160,6 +177,8 @@ class HorovodEngine:
 
         self._horovod = horovod
         self._failure = HorovodInternalError
+        # A Horovod from elsewhere lacks it.
+        self._call_back = getattr(_basics.MPI_LIB_CTYPES, "horovod_abort", lambda: None)
         self._before: set[str] = set()
         self._own: set[str] = set()
         self._rendezvous: tuple[str, int] | None = None
@@ -177,6 +196,24 @@ class HorovodEngine:
     def horovod(self) -> Any:
         """The ``horovod.torch`` module, for what this interface does not cover."""
         return self._horovod
+
+    def check_device(self, local_rank: int, devices: int) -> None:
+        """See :class:`Engine`: two ranks of a machine on one GPU are an error to NCCL."""
+        if local_rank < devices or "NCCL_HOSTID" in os.environ or not self._horovod.nccl_built():
+            return
+        gpus = "GPU" if devices == 1 else "GPUs"
+        raise ScriptError(
+            f"slot {local_rank} has no GPU of its own: the host has {devices} {gpus} that PyTorch "
+            f"can use, and NCCL does not let two ranks share one. Write slots={devices} in the "
+            "hostfile, or look at CUDA_VISIBLE_DEVICES (empty: train on the CPUs). To share a GPU "
+            "all the same, for a trial, give each worker a NCCL_HOSTID of its own"
+        )
+
+    def warm(self) -> None:
+        """See :class:`Engine`: NCCL looks over the machine and loads its kernels."""
+        if torch.cuda.is_available() and self._horovod.nccl_built():
+            alone = torch.zeros(1, device="cuda")
+            torch.cuda.nccl.all_reduce([alone], [torch.empty_like(alone)])
 
     def start(self, env: Mapping[str, str]) -> None:
         """See :class:`Engine`; an empty ``env`` takes the variables as a launcher set them."""
@@ -206,6 +243,7 @@ class HorovodEngine:
         # Horovod keeps a finished generation's sockets open until the next one; peers that have
         # not heard of the end yet would wait for 30 s on them.
         if broken:
+            self._call_back()
             self._shut_sockets()
         self._horovod.shutdown()
         self._shut_sockets()
@@ -216,7 +254,8 @@ class HorovodEngine:
         """See :class:`Engine`.
 
         Gloo's sockets are those this process opened while the communicator was being made. Until
-        it is made it opens more, so shutting them is repeated.
+        it is made it opens more, so shutting them is repeated. NCCL makes its own with the first
+        collective of a device; a patched Horovod gives that up when it is told.
         """
 
         def repeat() -> None:
@@ -226,6 +265,7 @@ class HorovodEngine:
                     self._shut_sockets()
                     return
 
+        self._call_back()
         self._shut_sockets()
         if not self._settled.is_set():
             threading.Thread(target=repeat, name="hvd_elastic-abort", daemon=True).start()

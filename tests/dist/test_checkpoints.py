@@ -84,7 +84,14 @@ def test_every_rank_writes_a_shard_and_any_number_goes_on_from_them(
     assert newest is not None
     since = job.mark()
     job.use({c: 1})
+    # As if the folder were not mounted yet.
+    away = folder_of(job).rename(job.folder / "away")
     job.resume()
+    said = job.wait_event("warning", since)["message"]
+    assert f"though that of step {newest.step} was written: " in said
+    assert said.endswith("; trying again")
+    for path in sorted(away.iterdir()):  # the manifests after their shards
+        path.rename(folder_of(job) / path.name)
     restored = job.wait_event("restored", since)
     assert (restored["step"], restored["path"]) == (newest.step, str(newest.path))
     job.wait_size(1, since)

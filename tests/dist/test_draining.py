@@ -74,15 +74,21 @@ def test_a_machine_that_was_shut_down_is_used_again_by_resume(
     stage: Stage, start_job: StartJob
 ) -> None:
     a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, "--min-np", "2")
+    job = start_job({a: 1, b: 1}, "--min-np", "2", "--checkpoint-every", "600")
     job.wait_size(2)
     job.wait_steps(5)
     job.command("drain", job.run_id, b, "--no-wait")
     since = job.mark()
-    os.kill(job.agent_pid(a), signal.SIGTERM)
+    made = max(record["step"] for record in job.digests())
+    for pid in (job.worker(a).pid, job.agent_pid(a)):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
     job.wait_event("host_draining", since, host=a)
-    job.process.send_signal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        job.process.send_signal(number)
     assert job.wait() == 130
+    ended = job.kinds("run_finished")[-1]
+    assert ended["checkpoint_step"] >= made, "nothing is lost, since the worker outlived it"
     since = job.mark()
     job.resume()
     job.wait_event("host_returned", since, host=a)

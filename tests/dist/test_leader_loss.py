@@ -262,35 +262,40 @@ def test_a_run_that_is_led_is_not_led_twice(stage: Stage, start_job: StartJob) -
 def test_another_machine_does_not_lead_a_run_that_is_led(
     stage: Stage, start_job: StartJob
 ) -> None:
-    """Nor on a host that the run does not use, and that could be had."""
+    """Nor on a host that the run does not use, and that could be had; and not even there alone."""
     a, b, c, _ = stage.hosts
-    job = start_job({a: 1, b: 1}, "--max-np", "2")
+    place = stage.folder / "led-once"
+    job = start_job({a: 1, b: 1}, "--max-np", "2", "--checkpoint-dir", str(place))
     job.wait_size(2)
     job.wait_steps(5)
     workers = job.workers()
     other = job.folder / "other-hosts"
-    other.write_text(f"{c}\n{a}\n")
     run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
     run += ["--hostfile", str(other), "--ssh-config", str(stage.cluster.ssh_config)]
     # Of this machine's runs, the other one sees none.
-    hidden = f'mount -t tmpfs none {job.home}/runs && exec "$@"'
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
-        env=job.environment(),
-        cwd=job.folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    said = " ".join((done.stdout + done.stderr).split())
-    assert f"host {a} is led by process {job.process.pid} on " in said
-    assert "ends, and has started nothing" in said
-    assert not job.workers(c)
-    assert job.workers() == workers
+    hidden = f'mount -t tmpfs none {job.home}/runs && "$@"; code=$?; ls {job.home}/runs; exit $code'
+    leads = {f"{c}\n{a}\n": f"host {a} is led", f"{c}\n": f"checkpoints in {place} are kept"}
+    for hosts, how in leads.items():
+        other.write_text(hosts)
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
+            env=job.environment(),
+            cwd=job.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        said = " ".join((done.stdout + done.stderr).split())
+        assert f"{how} by process {job.process.pid} on " in said
+        assert "ends, and has started nothing" in said
+        assert job.run_id not in done.stdout.splitlines(), "its run folder is gone"
+        assert not job.workers(c)
+        assert job.workers() == workers
     job.wait_steps(5)
     job.finish()
+    assert not (place / "leader.json").exists()
 
 
 def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(

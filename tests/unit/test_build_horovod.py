@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.errors import BuildError
-from hvd_elastic.install import horovod_wheel
+from hvd_elastic.install import cuda, horovod_wheel
 from hvd_elastic.install.horovod_wheel import BuildInputs
 from hvd_elastic.install.prerequisites import PREREQUISITES
 from scripts import build_horovod
@@ -86,23 +86,74 @@ def test_mpi_counts_only_with_open_mpi_s_headers(tmp_path, monkeypatch):
     assert horovod_wheel.detect_inputs("x", with_mpi=False).mpi is None
 
 
-def test_cuda_counts_only_with_nvcc_and_a_torch_that_was_compiled_for_it(tmp_path, monkeypatch):
-    cuda = tmp_path / "cuda"
-    (cuda / "bin").mkdir(parents=True)
-    (cuda / "include").mkdir()
-    monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: {"__version__": "2", "cuda": "13.0"})
-    monkeypatch.setenv("CUDA_HOME", str(cuda))
-    monkeypatch.setattr(horovod_wheel, "find_program", lambda *_: None)
-    if not Path("/usr/local/cuda/bin/nvcc").exists():
-        assert horovod_wheel.detect_inputs("x").cuda is None
-    (cuda / "bin" / "nvcc").touch()
-    header = cuda / "include" / "nccl.h"
-    header.write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 3\n")
+NCCL_HEADER = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 3\n"
+
+
+def test_cuda_counts_with_a_torch_that_was_compiled_for_it(tmp_path, monkeypatch):
+    built_for: str | None = "13.0"
+    facts = lambda: {"__version__": "2", "cuda": built_for}  # noqa: E731
+    monkeypatch.setattr(horovod_wheel, "_torch_facts", facts)
+    monkeypatch.setenv("HOROVOD_NCCL_INCLUDE", str(tmp_path))
+    (tmp_path / "nccl.h").write_text(NCCL_HEADER)
     found = horovod_wheel.detect_inputs("x")
     assert (found.cuda, found.nccl) == ("13.0", "2.27.3")
-    monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: {"__version__": "2", "cuda": None})
+    found = horovod_wheel.detect_inputs("x", with_nccl=False)
+    assert (found.cuda, found.nccl) == (None, None)
+    built_for = None
     found = horovod_wheel.detect_inputs("x")
     assert (found.cuda, found.nccl) == (None, None)
+
+
+def test_a_toolkit_that_pip_cannot_bring_must_be_there(tmp_path, monkeypatch):
+    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cuda, "find_program", lambda *_: None)
+    monkeypatch.setattr(cuda, "_USUAL_HOME", tmp_path / "none")
+    for_cuda_12 = dataclasses.replace(INPUTS, cuda="12.8", nccl="2.27.3")
+    with pytest.raises(BuildError, match=r"no nvcc.*cuda-nvcc-12-8.*--without-nccl"):
+        build_horovod.check_machine(for_cuda_12, tmp_path)
+    monkeypatch.setattr(build_horovod, "missing", lambda _: [])
+    build_horovod.check_machine(dataclasses.replace(for_cuda_12, cuda="13.0"), tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    build_horovod.check_machine(for_cuda_12, tmp_path)
+    with pytest.raises(BuildError, match=r"no nccl\.h.*libnccl-dev.*--without-nccl"):
+        build_horovod.check_machine(dataclasses.replace(for_cuda_12, nccl=None), tmp_path)
+
+
+def packages_of_nvidia(site: Path, monkeypatch) -> Path:
+    """What pip puts beside a PyTorch for CUDA 13, in a folder that Python imports from."""
+    for name in ("nccl/include/nccl.h", "nccl/lib/libnccl.so.2", "cu13/include/cublas_v2.h"):
+        (site / "nvidia" / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / "nvidia" / name).write_text(NCCL_HEADER)
+    monkeypatch.syspath_prepend(str(site))
+    return site / "nvidia"
+
+
+def test_pytorch_s_own_nccl_is_linked(tmp_path, monkeypatch):
+    nvidia = packages_of_nvidia(tmp_path / "site", monkeypatch)
+    monkeypatch.delenv("HOROVOD_NCCL_INCLUDE", raising=False)
+    monkeypatch.delenv("HOROVOD_NCCL_HOME", raising=False)
+    found = build_horovod.nccl_variables(tmp_path)
+    assert found["HOROVOD_NCCL_INCLUDE"] == str(nvidia / "nccl/include")
+    assert found["HOROVOD_NCCL_LINK"] == "SHARED"
+    library = Path(found["HOROVOD_NCCL_LIB"]) / "libnccl.so"
+    assert library.resolve() == nvidia / "nccl/lib/libnccl.so.2"
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(nvidia / "nccl" / "include" / ".."))
+    assert build_horovod.nccl_variables(tmp_path).keys() == {"HOROVOD_NCCL_INCLUDE"}
+
+
+def test_packages_become_a_toolkit(tmp_path, monkeypatch):
+    nvidia = packages_of_nvidia(tmp_path / "site", monkeypatch)
+    for name in ("bin/nvcc", "include/cuda_runtime.h", "lib/libcudart.so.13"):
+        (tmp_path / "new/nvidia/cu13" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "new/nvidia/cu13" / name).touch()
+    home = cuda.assemble_toolkit(tmp_path / "new", "13.0")
+    assert (home / "bin" / "nvcc").is_file()
+    assert (home / "lib64" / "libcudart.so").is_file()
+    assert (home / "include" / "cuda_runtime.h").is_file()
+    assert (home / "include" / "cublas_v2.h").resolve() == nvidia / "cu13/include/cublas_v2.h"
 
 
 # --- the environment of the build -----------------------------------------------------------------
@@ -137,11 +188,16 @@ def test_the_outer_make_and_the_user_s_switches_do_not_reach_the_build():
     assert "CMAKE_GENERATOR" not in found
 
 
-def test_nccl_is_asked_for_with_its_header_s_folder(tmp_path):
+def test_nccl_is_asked_for_where_it_is_unless_the_user_says_otherwise(tmp_path):
     inputs = dataclasses.replace(INPUTS, cuda="13.0", nccl="2.27.3")
-    found = build_horovod.build_environment(inputs, {}, jobs=1, nccl_header=tmp_path / "nccl.h")
+    ours = {"HOROVOD_NCCL_INCLUDE": "/ours", "HOROVOD_NCCL_LINK": "SHARED"}
+    found = build_horovod.build_environment(
+        inputs, {"HOROVOD_NCCL_LINK": "STATIC"}, jobs=1, cuda_home=tmp_path, nccl=ours
+    )
     assert found["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    assert found["HOROVOD_NCCL_INCLUDE"] == str(tmp_path)
+    assert found["HOROVOD_CUDA_HOME"] == str(tmp_path)
+    assert found["HOROVOD_NCCL_INCLUDE"] == "/ours"
+    assert found["HOROVOD_NCCL_LINK"] == "STATIC"
 
 
 @pytest.mark.parametrize(("cores", "gigabytes", "jobs"), [(2, 16, 2), (64, 8, 5), (4, 0.5, 1)])

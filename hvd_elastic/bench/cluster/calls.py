@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import shutil
 import sys
@@ -24,8 +25,8 @@ COLD, COLD_PEER = "runclust, cold", "pdsh"
 COLD_KINDS = (COLD, COLD_PEER, "clush")
 KINDS = {
     COLD: "a connection, a login and a Python for each host",
-    COLD_PEER: "an ssh for each host, 32 at a time, with OpenSSH's own choice of key exchange",
-    "clush": "the same, 64 at a time",
+    COLD_PEER: "an ssh for each host, 64 at a time, with OpenSSH's own choice of key exchange",
+    "clush": "the same",
     OURS: "runclust --keep, the calls after the first",
     PEER: "an ssh for each host, all at once, through masters that are there",
     "shells here": "sh -c true as often, one after the other: what the hosts' part costs at least",
@@ -49,6 +50,7 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
     load_before = os.getloadavg()
     missing = [kind for kind in COLD_KINDS[1:] if shutil.which(kind) is None]
     samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    leader_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with (
         tempfile.TemporaryDirectory(prefix="hvd_elastic-calls-") as folder,
         VirtualCluster.up(hosts, 1, loopback=True) as cluster,
@@ -70,8 +72,8 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
         names = ",".join(cluster.hosts)
         commands = {
             COLD: [*ours, *call],
-            COLD_PEER: ["pdsh", "-R", "ssh", "-w", names, "true"],
-            "clush": ["clush", "-w", names, "true"],
+            COLD_PEER: ["pdsh", "-f", "64", "-R", "ssh", "-w", names, "true"],
+            "clush": ["clush", "-f", "64", "-w", names, "true"],
             OURS: [*ours, *call],
             PEER: peer,
             "shells here": ["sh", "-c", f"for host in {each}; do sh -c true; done"],
@@ -82,7 +84,9 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
         environment.pop("HVD_ELASTIC_KEEP", None)
 
         def take(kind: str) -> None:
+            before = _children_s()
             samples[kind].append(timed_call(commands[kind], environment)[0])
+            leader_s[kind].append(_children_s() - before)
             say(f"{kind}: {samples[kind][-1]:.3f} s")
 
         try:
@@ -103,7 +107,14 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> dict[s
     return {
         "conditions": conditions("virtual hosts (loopback)", note, load_before),
         "figures": {kind: figure(taken) for kind, taken in samples.items()},
+        "leader": {kind: figure(leader_s[kind]) for kind in COLD_KINDS},
     }
+
+
+def _children_s() -> float:
+    """Processor time of all commands that were run, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def show_calls(result: dict[str, Any]) -> str:
@@ -113,6 +124,9 @@ def show_calls(result: dict[str, Any]) -> str:
     share = ratio(figures[COLD], figures[COLD_PEER])
     if share is not None:
         lines.append(f"cold, runclust takes {share:.2f} of what pdsh does (wanted: at most 0.25)")
+    leader: dict[str, Figure] = result["leader"]
+    for kind, each in leader.items():
+        lines.append(f"{kind:20} {each}  of the leader's processors")
     times = ratio(figures[PEER], figures[OURS])
     if times is not None:
         lines.append(f"ControlPersist takes {times:.1f} times as long as what is kept (wanted: 10)")
@@ -122,4 +136,6 @@ def show_calls(result: dict[str, Any]) -> str:
 def write_calls(result: dict[str, Any], path: Path) -> None:
     """Keeps the figures as JSON."""
     figures = {kind: asdict(each) for kind, each in result["figures"].items()}
-    write_result(path, "cluster_calls", result["conditions"], {"calls": figures})
+    leader = {kind: asdict(each) for kind, each in result["leader"].items()}
+    taken = {"calls": figures, "leader_processor_s": leader}
+    write_result(path, "cluster_calls", result["conditions"], taken)

@@ -22,6 +22,7 @@ __all__ = ["DESTINATION", "CopyBed", "Timed", "make_copy_bed"]
 
 DESTINATION = "/data/set"
 LIMIT_S = 900.0
+_COPYCLUST = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,24 @@ class CopyBed:
 
     def ours(self, source: Path, hostfile: Path | None = None) -> list[str]:
         """The command line of copyclust, to all hosts or to those of another hostfile."""
-        program = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
         hosts = str(hostfile or self.cluster.hostfile)
-        return [sys.executable, "-c", program, hosts, str(source), DESTINATION]
+        return [sys.executable, "-c", _COPYCLUST, hosts, str(source), DESTINATION]
+
+    def pull(self, command: str, names: Path) -> list[str]:
+        """The command line of copyclust --pull for all hosts.
+
+        Args:
+            command: what brings a file of a store, with its placeholders.
+            names: a file with the names of what is there.
+        """
+        hosts = str(self.cluster.hostfile)
+        options = ["--pull", command, "--list", str(names)]
+        return [sys.executable, "-c", _COPYCLUST, hosts, *options, DESTINATION]
+
+    def run(self, command: str) -> list[str]:
+        """The command line of runclust for all hosts."""
+        program = "from hvd_elastic.cli.clust import runclust_main; runclust_main()"
+        return [sys.executable, "-c", program, str(self.cluster.hostfile), command]
 
     def rsync(self, source: Path, host: str) -> list[str]:
         """The command line of rsync to one host."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import random
 import shutil
@@ -9,12 +11,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.bench.cluster.copybed import CopyBed, Timed, make_copy_bed
+from hvd_elastic.bench.cluster.copybed import DESTINATION, CopyBed, Timed, make_copy_bed
 from hvd_elastic.bench.figures import conditions, write_result
 from hvd_elastic.errors import UsageError
 
@@ -65,6 +68,7 @@ ROWS: dict[str, str] = {
     "slow": "one host in the middle at a fifth of the speed",
     "join": "a host is added to the hostfile at a third, and fed by its peers",
     "again": "the leader is killed at a half, then started again",
+    "pull": "files of a store, which is this machine, fetched once and exchanged, or by every host",
 }
 
 
@@ -238,6 +242,27 @@ class _Measuring:
             "again", "copyclust", bed, source, bed.time(source, [bed.ours(source)]), target, note
         )
 
+    def _pull(self, bed: CopyBed) -> None:
+        source = self._random(self._size, pieces=2 * len(bed.hosts))
+        names = [path.name for path in source.iterdir()]
+        for name in names:
+            os.utime(source / name, (0, 0))  # whole seconds, which is what a web server tells
+        listed = self._folder / "names"
+        listed.write_text("".join(f"{name}\n" for name in names))
+        with _serve(source, bed.cluster.leader_address) as url:
+
+            def take(tool: str, command: list[str], note: str = "") -> None:
+                bed.clear()
+                self._keep("pull", tool, bed, source, bed.time(source, [command]), None, note)
+
+            each = f"curl -fsSR {url}/{{path}} -o {{dst}}/{{path}}"
+            take("copyclust --pull", bed.pull(each, listed))
+            if self._peers:
+                fetch = f"curl -fsSR {url}/$name -o $name || exit"
+                whole = f"for name in {' '.join(names)}; do {fetch}; done"
+                place = f"mkdir -p {DESTINATION} && cd {DESTINATION}"
+                take("curl on every host", bed.run(f"{place} && {whole}"))
+
     # ---- copies
 
     def _ours(
@@ -322,6 +347,25 @@ class _Measuring:
         return folder
 
 
+class _Quiet(SimpleHTTPRequestHandler):
+    """Says nothing of what is asked for."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _serve(folder: Path, address: str) -> Iterator[str]:
+    """A web server of this machine with what is in a folder; its address."""
+    handler = functools.partial(_Quiet, directory=str(folder))
+    with ThreadingHTTPServer((address, 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://{address}:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
 def measure_copies(
     rows: Sequence[str],
     *,
@@ -344,13 +388,15 @@ def measure_copies(
         say: told every figure.
 
     Raises:
-        UsageError: there is no such row, or no rsync.
+        UsageError: there is no such row, or no rsync, or no curl.
     """
     unknown = [row for row in rows if row not in ROWS]
     if unknown:
         raise UsageError(f"there is no row '{unknown[0]}'; there are {', '.join(ROWS)}")
     if peers and shutil.which("rsync") is None:
         raise UsageError("rsync is not installed. Install it: apt install rsync; or --no-peers")
+    if "pull" in rows and shutil.which("curl") is None:
+        raise UsageError("curl is not installed. Install it: apt install curl; or leave out pull")
     load_before = os.getloadavg()
     peak = _PeakLoad()
     measuring = _Measuring(rate, size, counts, hosts, peers, say)

@@ -319,7 +319,7 @@ class Destination(Node):
             touched=len(target.touched),
             extra=[shown(path) for path in target.extra],
         )
-        if target.complete and not self.config["dry_run"]:
+        if target.arrived and not self.config["dry_run"]:
             self._complete(target)
 
     def _complete(self, target: Target) -> None:
@@ -327,7 +327,12 @@ class Destination(Node):
             if self._said_complete:
                 return
             self._said_complete = True
-        problems = target.finish()
+        try:
+            problems = target.finish()
+        except OSError as error:
+            self._keeps = False
+            threading.Thread(target=self.fail, args=(target.explain(error),), daemon=True).start()
+            return
         self.say(
             "complete",
             received=target.received,
@@ -383,7 +388,7 @@ class Destination(Node):
             link.close()
         if self._ending or link.dropped_for_another:
             return
-        if target.complete:
+        if target.arrived:
             self._complete(target)
         else:
             self.say("unlinked", name=self.config["name"], number=number, why=why, made=True)

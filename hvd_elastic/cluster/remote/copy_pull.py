@@ -40,7 +40,8 @@ from hvd_elastic.cluster.remote.copy_tree import (
     walk,
 )
 from hvd_elastic.cluster.remote.copy_wire import LinkError, pack, unpack
-from hvd_elastic.cluster.remote.hold_command import PRCTL, SUBREAPER, end_all
+from hvd_elastic.cluster.remote.end_processes import end_all
+from hvd_elastic.cluster.remote.hold_command import PRCTL, SUBREAPER
 from hvd_elastic.cluster.remote.pull_command import fill, placeholders
 
 # After so many failures one after the other the command is at fault, and not the file.
@@ -335,7 +336,7 @@ class PullNode(Destination):
             for number in numbers:
                 if self._target.lacks(number):
                     self._target.give_up(number, message["why"])
-            if self._target.complete:
+            if self._target.arrived:
                 self._complete(self._target)
         elif do == "tree":
             tree = read_tree(unpack(message["tree"]))
@@ -415,7 +416,7 @@ class PullNode(Destination):
             came=pack([index for index in order if index not in failed]),
             why=done.why,
         )
-        if target is not None and target.complete:
+        if target is not None and target.arrived:
             self._complete(target)
 
     def _adopt(self, target: Target, pull: Pull, indices: list[int]) -> None:

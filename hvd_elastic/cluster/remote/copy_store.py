@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
+from hvd_elastic.cluster.remote.copy_names import SYNC_BYTES, Names, sync_disk
 from hvd_elastic.cluster.remote.copy_tree import (
     ANY,
     OURS,
@@ -347,6 +348,7 @@ class Target(Store):
         self._coming = -1
         self._made: set[str] = set()
         self._parts = -1
+        self._names: Names | None = None
 
     # ---- before anything is changed
 
@@ -447,9 +449,10 @@ class Target(Store):
         Raises:
             StoreError: it does not.
         """
-        # Old files go one by one as new ones come: at worst the largest has no room yet.
+        # Old files go as new ones get their names: at worst the largest, and what has none yet,
+        # have no room.
         largest = max((self.tree.files[index].size for index in self.needed), default=0)
-        wanted = max(self.left - self._replaced_bytes, largest) if self.needed else 0
+        wanted = max(self.left - self._replaced_bytes, min(self.left, largest + SYNC_BYTES))
         check_free(self.root, wanted - self._kept_bytes(), len(self.needed))
 
     def _kept_bytes(self) -> int:
@@ -482,11 +485,14 @@ class Target(Store):
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     self._folders.remove(path)
             self._take_up_parts()
+            self._names = Names(self._parts, self._give_name)
         except OSError as error:
             raise StoreError(self._says(error)) from error
 
     def close(self) -> None:
         """Gives back its descriptors; nothing on the disk changes."""
+        if self._names is not None:
+            self._names.end()
         self._folders.close()
 
     def _make_folder(self, path: str) -> None:
@@ -544,9 +550,14 @@ class Target(Store):
         return index in self._missing
 
     @property
-    def complete(self) -> bool:
+    def arrived(self) -> bool:
         """Whether nothing is to come any more."""
         return not self._missing
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything has its name too."""
+        return self.arrived and not self._names
 
     def write(self, index: int, offset: int, data: bytes, frame: bytes) -> None:
         """Takes a piece of a file; ``frame`` is what it came in."""
@@ -589,7 +600,7 @@ class Target(Store):
         os.fchmod(number, file.mode)
         os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
         os.close(number)
-        self._name(self._part(index), index, digest, origin)
+        self._take(index, digest, origin)
 
     def whole(self, index: int, digest: bytes, origin: int, data: bytes, frame: bytes) -> None:
         """A small file has arrived in one piece; raises as :meth:`end`."""
@@ -599,7 +610,7 @@ class Target(Store):
         if hashlib.sha256(data).digest() != digest:
             self._complain(index)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        number = os.open(b"small", flags, file.mode | 0o200, dir_fd=self._parts)
+        number = os.open(self._part(index), flags, file.mode | 0o200, dir_fd=self._parts)
         try:
             _write_all(number, data)
             if file.mode & ~0o777 or not file.mode & 0o200:
@@ -610,7 +621,7 @@ class Target(Store):
         with self.changed:
             self._remember(index, 0, frame, len(data))
             self._count(len(data))
-        self._name(b"small", index, digest, origin)
+        self._take(index, digest, origin)
 
     def give_up(self, index: int, reason: str) -> None:
         """Lets go of what had come of a file that will not come."""
@@ -651,11 +662,18 @@ class Target(Store):
             os.close(number)
 
     def finish(self) -> list[str]:
-        """Links, times, modes and removals, when all files are there.
+        """Names, links, times, modes and removals, when all files are there; then all is on disk.
 
         Returns:
-            What of that could not be done.
+            What of that could not be done, but for the names.
+
+        Raises:
+            OSError: the disk cannot take it, or a name cannot be given.
         """
+        assert self._names is not None, "it was prepared"
+        if self._names:
+            self._names.settle()
+        self._names.end()
         problems: list[str] = []
 
         def attempt(path: str, action: Any, *arguments: Any) -> None:
@@ -674,6 +692,7 @@ class Target(Store):
         self._drop_parts(keep=bool(self._missing))
         for path, mode, mtime_ns in reversed(self.tree.folders):
             attempt(path, self._settle_folder, path, mode, mtime_ns)
+        sync_disk(self._folders.folder(""))
         self.finished = True
         return problems
 
@@ -711,6 +730,10 @@ class Target(Store):
     def abandon(self, keep: bool) -> None:
         """Ends an unfinished copy; of large files, what has come stays if ``keep``."""
         if not self.finished and self._parts >= 0:
+            if self._names is not None:
+                with contextlib.suppress(OSError):
+                    self._names.settle()
+                self._names.end()
             self._drop_parts(keep)
 
     def _drop_parts(self, keep: bool) -> None:
@@ -721,7 +744,7 @@ class Target(Store):
             for text in list_names(self._parts):
                 name = encode(text)
                 size = os.stat(name, dir_fd=self._parts).st_size
-                if not keep or name in (b"small", OWNER) or size < KEPT_PART_BYTES:
+                if not keep or name == OWNER or size < KEPT_PART_BYTES:
                     os.unlink(name, dir_fd=self._parts)
             os.rmdir(encode(PARTS), dir_fd=self._folders.folder(""))
         os.close(self._parts)
@@ -730,6 +753,8 @@ class Target(Store):
     def _count(self, size: int) -> None:
         self.received += size
         self.left -= size
+        if self._names is not None:
+            self._names.count(size)
 
     def _remember(self, index: int, offset: int, frame: bytes, size: int) -> None:
         self._recent[index, offset] = (frame, size)
@@ -748,10 +773,11 @@ class Target(Store):
             )
         raise LinkError(f"{path} arrived damaged")
 
-    def _name(self, part: bytes, index: int, digest: bytes, origin: int) -> None:
-        parent, name = self._folders.of(self.tree.files[index].path)
-        os.rename(part, name, src_dir_fd=self._parts, dst_dir_fd=parent)
+    def _take(self, index: int, digest: bytes, origin: int) -> None:
+        """A file is what was sent: others can have it, and it gets its name when it is on disk."""
+        assert self._names is not None, "it was prepared"
         with self.changed:
+            self._names.add(index, self._part(index))
             self.digests[index] = digest
             if origin:
                 self.unproved.append(index)
@@ -759,6 +785,10 @@ class Target(Store):
             self._missing.discard(index)
             self.begun.append(index)
             self.changed.notify_all()
+
+    def _give_name(self, index: int, part: bytes) -> None:
+        parent, name = self._folders.of(self.tree.files[index].path)
+        os.rename(part, name, src_dir_fd=self._parts, dst_dir_fd=parent)
 
     # ---- feeding others
 
@@ -797,7 +827,7 @@ class Target(Store):
     def open(self, index: int) -> int:
         path = self.tree.files[index].path
         full = os.path.join(self.root, encode(path))
-        if index in self._missing:
+        if index in self._missing or (self._names is not None and index in self._names):
             full = os.path.join(self.root, encode(PARTS), self._part(index))
         try:
             return os.open(full, os.O_RDONLY | os.O_NOFOLLOW)

@@ -10,27 +10,43 @@ that many bytes; length 0 is the end of the input. The end of stdin itself: end 
 Output: the command's own stdout and stderr; before it on stderr one line, ``MARK`` and "started",
 or why it could not be. Exit status: the command's, 128 + N after signal N.
 
-Few imports: on many hosts at a time on one machine, what this loads is what a command costs.
+Few imports and little text: on many hosts at a time on one machine, what this loads and compiles
+is what a command costs. What is rarely needed stands in modules of its own; where this text comes
+alone theirs are in ``LATER``.
 """
 
 from __future__ import annotations
 
 import _thread
-import ctypes
 import os
 import pwd
-import select
 import sys
-import time
+
+TYPE_CHECKING = False  # typing is slow to load
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MARK = b"\x01hvd-elastic-command "
+LATER: dict[str, str] = {}
 SUBREAPER = 36
+SIGPIPE, SIGTERM, SIGXFSZ = 13, 15, 25
+
+
+def find_prctl() -> Callable[..., object]:
+    """prctl(2), without ctypes where that is possible: loading it takes 2 ms."""
+    try:
+        import _ctypes
+
+        address = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")  # type: ignore[arg-type]
+        return lambda *numbers: _ctypes.call_function(address, numbers)
+    except (ImportError, AttributeError):
+        import ctypes
+
+        return ctypes.CDLL(None).prctl
+
+
 # Looked up here and not for each command: one process may fork many holders.
-PRCTL = ctypes.CDLL(None).prctl
-SIGKILL, SIGPIPE, SIGTERM, SIGCONT, SIGXFSZ = 9, 13, 15, 18, 25
-HELD_BYTES = 1 << 18
-PAUSE_S = 0.02
-LAST_S = 5.0
+PRCTL = find_prctl()
 
 
 def say(text: str) -> None:
@@ -60,90 +76,14 @@ def start(command: str, env: dict[str, str], cwd: str, feeds: bool) -> tuple[int
     return pid, way_in
 
 
-def descendants() -> list[int]:
-    """All that came of the command and still lives."""
-    parents = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208  # pathlib is slow to load
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            if fields[0] not in (b"Z", b"X"):
-                parents[int(name)] = int(fields[1])
-    found: list[int] = []
-    below = {os.getpid()}
-    while below:
-        below = {pid for pid, parent in parents.items() if parent in below}
-        found += below
+def later(module: str) -> dict[str, Callable[..., None]]:
+    """What a module that is rarely needed has."""
+    if module not in LATER:
+        # importlib would be loaded by each holder anew.
+        return vars(__import__(f"hvd_elastic.cluster.remote.{module}", fromlist=["main"]))
+    found: dict[str, Callable[..., None]] = {}
+    exec(compile(LATER[module], f"{module}.py", "exec"), found)  # noqa: S102  # our own
     return found
-
-
-def signal_all(pids: list[int], number: int) -> None:
-    """Signals those that can be; another user's, of a setuid program, cannot."""
-    for pid in pids:
-        try:  # noqa: SIM105  # contextlib is slow to load
-            os.kill(pid, number)
-        except OSError:
-            pass
-
-
-def end_all(grace_s: float) -> None:
-    """TERM, after the grace time KILL, until nothing is left; what is forked meanwhile included."""
-    begin = time.monotonic()
-    told: set[int] = set()
-    while time.monotonic() - begin < grace_s + LAST_S:
-        left = descendants()
-        if not left:
-            return
-        if time.monotonic() - begin >= grace_s:
-            signal_all(left, SIGKILL)
-        else:
-            new = [pid for pid in left if pid not in told]
-            signal_all(new, SIGTERM)
-            signal_all(new, SIGCONT)  # a stopped process cannot end
-            told.update(new)
-        time.sleep(PAUSE_S)
-
-
-def feed(way_in: int) -> None:
-    """Passes the input on until the leader is gone or has had enough."""
-    if way_in >= 0:
-        os.set_blocking(way_in, False)
-    arrived, waiting, ends = b"", b"", False
-    while True:
-        poll = select.poll()
-        # The end of stdin is seen even while there is no room for more.
-        poll.register(0, select.POLLRDHUP | (select.POLLIN if len(arrived) < HELD_BYTES else 0))
-        if way_in >= 0 and waiting:
-            poll.register(way_in, select.POLLOUT)
-        events = dict(poll.poll())
-        if events.get(0, 0) & select.POLLIN:
-            data = os.read(0, 1 << 16)
-            if not data:
-                return
-            arrived += data
-        elif events.get(0, 0):
-            return
-        while len(waiting) < HELD_BYTES and len(arrived) >= 4 and not ends:
-            size = int.from_bytes(arrived[:4], "big")
-            if len(arrived) < 4 + size:
-                break
-            waiting, arrived = waiting + arrived[4 : 4 + size], arrived[4 + size :]
-            ends = size == 0
-        if way_in >= 0 and waiting:
-            try:
-                waiting = waiting[os.write(way_in, waiting) :]
-            except BlockingIOError:
-                pass
-            except OSError:
-                ends, waiting = True, b""
-        if way_in >= 0 and ends and not waiting:
-            os.close(way_in)
-            way_in = -1
-        if way_in < 0:
-            arrived = b""
 
 
 def main(command: str, env: dict[str, str], cwd: str, feeds: bool, grace_s: float) -> None:
@@ -173,7 +113,11 @@ def main(command: str, env: dict[str, str], cwd: str, feeds: bool, grace_s: floa
             os._exit(code)
 
     _thread.start_new_thread(wait_for_it, ())
-    feed(way_in)
+    if way_in >= 0:
+        later("pass_input")["feed"](way_in)
+    else:
+        while os.read(0, 1 << 16):
+            pass
     with ending:
-        end_all(grace_s)
+        later("end_processes")["end_all"](grace_s)
         os._exit(128 + SIGTERM)

@@ -39,8 +39,9 @@ from hvd_elastic.cluster.remote.keep_wire import (
 READ_BYTES = 1 << 16
 # The first piece of output waits so long for more, to travel together.
 GATHER_S = 0.004
-# After so long without anything to do, the holder of the next command is made ready.
-LULL_S = 0.05
+# After so long without anything to do, the holder of the next command is made ready: when a call of
+# many hosts is over everywhere, since hosts may share cores.
+LULL_S = 0.5
 # Until it is told how long to stay.
 FIRST_KEEP_S = 60.0
 # poll(2) knows no more than 24 days.

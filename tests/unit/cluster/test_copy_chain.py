@@ -96,6 +96,36 @@ def test_a_slow_node_goes_to_the_end_once_if_it_holds_anybody_up(followers: tupl
     assert chain.links()["late"] == "c"
 
 
+def test_slow_nodes_are_all_fed_by_the_last_of_the_others():
+    chain = chain_of("a", "b", "c", "d", "e")
+    for name in ("b", "d"):
+        chain.move(name, Why.SLOW)
+    assert chain.links() == {"a": "leader", "c": "a", "e": "c", "b": "e", "d": "e"}
+    for name in ("a", "c", "e"):
+        chain.move(name, Why.SLOW)
+    assert set(chain.links().values()) == {"leader"}
+
+
+def test_who_came_after_a_slow_node_is_not_slow_itself():
+    chain = chain_of("a", "b", "c", "d")
+    slowly = {"b", "c", "d"}
+    received = dict.fromkeys("abcd", 0)
+    moved = []
+    for tick in range(40):
+        # What was on its way comes slowly still, with all links held up.
+        for name in received:
+            received[name] += (200 if name in slowly else 1000) * 1000
+        beat(chain, tick * 0.25, received, set(received))
+        for verdict in chain.judge(tick * 0.25):
+            moved.append(verdict)
+            chain.move(verdict.name, verdict.why)
+            chain.linked("c", tick * 0.25)
+            chain.linked("b", tick * 0.25)
+        if tick == 10:
+            slowly = {"b"}
+    assert moved == [Verdict("b", Why.SLOW)]
+
+
 def test_one_speed_for_all_is_nobodys_fault():
     chain = chain_of("a", "b", "c")
     for tick in range(16):

@@ -94,7 +94,7 @@ ON_ETH0 = CheckSettings(interface="eth0")
         ({"packages": {**VERSIONS, "tensorflow": "2.21.0"}}, {}),
         ({"cuda": "11.8"}, {"cuda": FAILED}),
         ({"cuda": None}, {"cuda": FAILED}),
-        ({"gpus": [GPU]}, {"gpus": WARNING}),
+        ({"gpus": [GPU]}, {"gpus": FAILED}),
         ({"gpus": [], "gpu_error": "GPU is lost"}, {"gpus": FAILED}),
         (
             {"gpus": [{**GPU, "memory.used": "30000"}, {**GPU, "driver_version": "535.9"}]},

@@ -94,6 +94,27 @@ def test_key_types_of_a_host(tmp_path: Path) -> None:
     assert known.key_types("[gpu1]:2222") == ("ssh-rsa", "ssh-ed25519")
 
 
+def test_lines_are_found_in_their_order_whatever_their_form(tmp_path: Path) -> None:
+    path = tmp_path / "known"
+    path.write_text(
+        line("gpu*", KEY) + line("GPU1,10.0.0.1", OTHER) + line("gpu2", RSA) + line("gpu1", RSA)
+    )
+    known = KnownHosts.load([path])
+    assert [key.line for key in known.lookup("gpu1")] == [1, 2, 4]
+    assert [key.line for key in known.lookup("10.0.0.1")] == [2]
+    assert known.lookup("node1") == ()
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "known"
+    assert check(tmp_path, line("gpu1", KEY), "gpu1") is KeyState.KNOWN
+    assert KnownHosts.load([path]) is KnownHosts.load([path])
+    remember(path, [("gpu2", KEY)])
+    assert KnownHosts.load([path]).check("gpu2", KEY)[0] is KeyState.KNOWN
+    path.unlink()
+    assert KnownHosts.load([path]).keys == ()
+
+
 def test_remember_adds_lines_even_to_a_file_without_a_last_line_end(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "known"
     remember(path, [("gpu1", KEY)])

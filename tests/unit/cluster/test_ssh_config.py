@@ -65,6 +65,28 @@ def test_included_files(tmp_path: Path) -> None:
     assert loaded.lookup("gpu2")["port"] == "3333"
 
 
+def test_what_names_other_hosts_only_is_left_out(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(
+        "User first\nHost gpu1 gpu2\n Port 1\nHost gpu3\n Port 3\n ForwardAgent yes\n"
+        'Host gpu* !gpu2\n Compression yes\nHost "gpu3"\n HostName three\n'
+        "Match originalhost gpu1\n IdentityFile /m\nHost=gpu1\n IdentityFile /k\n"
+        "Host *\n Port 9\n"
+    )
+    whole = load_ssh_config(config)
+    for name in ("gpu1", "gpu2", "gpu3", "gpu4", "other", "GPU1"):
+        assert load_ssh_config(config, name).lookup(name) == whole.lookup(name), name
+
+    config.write_text("Host gpu1\n Port 1\nHost gpu3\n Port 3\n")
+    assert load_ssh_config(config, "gpu1").get_hostnames() == {"*", "gpu1"}
+    # A name is looked up once more under its canonical form.
+    config.write_text(
+        "CanonicalizeHostname yes\nCanonicalDomains invalid\nCanonicalizeFallbackLocal yes\n"
+        "Host gpu3\n Port 3\n"
+    )
+    assert "gpu3" in load_ssh_config(config, "gpu1").get_hostnames()
+
+
 def test_a_file_that_includes_itself_ends(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(f"Include {config}\nHost gpu1\n  Port 5\n")

@@ -66,6 +66,21 @@ WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
 WRITES = {"checkpoint_every_s": 600}
 
 
+# Speaks to its agent as every worker does, and has a child such as a data loader's.
+LINKED = """
+import os, signal, time
+from hvd_elastic.launch.worker import AgentLink
+link = AgentLink.from_environment(lambda generation: None)
+child = os.fork()
+if child == 0:
+    time.sleep(3600)
+link.send({"kind": "ready", "pid": os.getpid(), "child": child})
+while link.wait(0) is None:
+    link.take_checkpoint_request()
+    link.send({"kind": "asked"})
+"""
+
+
 class Agent:
     def __init__(self, folder: Path, command: list[str], **hello: Any) -> None:
         self.run_id = hello.get("run_id") or f"unit-{secrets.token_hex(4)}"
@@ -243,6 +258,8 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     told = agent.said_by_worker("heard")["message"]
     assert (told["kind"], told["generation"], told["env"]["HOROVOD_RANK"]) == ("join", 4, "0")
     assert told["env"]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
+    interface = told["env"]["HOROVOD_GLOO_IFACE"]
+    assert told["env"]["NCCL_SOCKET_IFNAME"] == f"={interface}"  # not all that begin like it
     port = int(told["env"]["HOROVOD_GLOO_RENDEZVOUS_PORT"])
 
     def ask(method: str, body: bytes | None = None) -> tuple[int, bytes]:
@@ -266,6 +283,14 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     agent.say(op="abort", generation=4)
     assert agent.said_by_worker("heard")["message"] == {"kind": "abort", "generation": 4}
     assert ask("GET")[0] == 410
+
+
+def test_the_user_s_interfaces_for_nccl_stay(start_agent: StartAgent) -> None:
+    agent = start_agent(env={"NCCL_SOCKET_IFNAME": "ib0,ib1"})
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    agent.announce(1, {"w0": {"HOROVOD_RANK": "0"}})
+    assert "NCCL_SOCKET_IFNAME" not in agent.said_by_worker("heard")["message"]["env"]
 
 
 @pytest.mark.parametrize("end", ["shutdown", "end of input", "nonsense", "unknown command"])
@@ -511,6 +536,41 @@ def test_a_first_sigterm_is_told_and_a_second_ends_the_agent(start_agent: StartA
     agent.process.send_signal(signal.SIGTERM)
     assert agent.process.wait(TIMEOUT_S) == 0
     agent.wait_clean()
+
+
+def test_a_machine_that_is_shut_down_tells_all_at_once_and_state_is_saved(
+    start_agent: StartAgent,
+) -> None:
+    agent = start_agent(LINKED)
+    agent.start_worker()
+    worker = agent.said_by_worker("ready")["pid"]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(worker, number)
+        agent.process.send_signal(number)
+    assert agent.event("notice")["cause"] in ("its agent got SIGTERM", "its agent got SIGHUP")
+    for _ in range(2):
+        agent.say(op="tell", worker="w0", message={"kind": "checkpoint"})
+        agent.said_by_worker("asked")
+    assert not any(message.get("ev") == "notice" for message in agent.skipped), "said once"
+    agent.say(op="shutdown", grace_s=3600)
+    assert agent.process.wait(TIMEOUT_S) == 0, "it does not wait for who outlives SIGTERM"
+    agent.wait_clean()
+
+
+def test_a_worker_that_gets_sigterm_alone_ends_and_so_do_its_children(
+    start_agent: StartAgent,
+) -> None:
+    agent = start_agent(LINKED)
+    agent.start_worker()
+    ready = agent.said_by_worker("ready")
+    child = psutil.Process(ready["child"])
+    child.terminate()
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    os.kill(ready["pid"], signal.SIGTERM)
+    ended = agent.event("worker_exited")
+    assert (ended["code"], ended["signal"]) == (None, signal.SIGKILL)
+    assert not any(message.get("ev") == "notice" for message in agent.skipped)
 
 
 def test_the_preemption_command_gives_notice(start_agent: StartAgent, tmp_path: Path) -> None:

@@ -339,7 +339,40 @@ def test_what_the_hosts_have_and_cannot_be_fetched_is_kept_there_and_tried_again
     run.settle()
     del run.hosts["node1"]
     shutil.rmtree(run.folder)
-    assert run.bring() == Brought(), "its host is gone, so it is none"
+    assert "that of step 10 was written" in run.bring().error, "the host of step 20 is gone"
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("lost", ["gone", "damaged"])
+def test_where_one_was_written_it_is_looked_for_until_it_is_there_again(
+    tmp_path: Path, lost: str
+) -> None:
+    before = Run(tmp_path / "before")
+    before.written(10, 0, 1)
+    before.settle()
+    away = before.folder.rename(tmp_path / "away")
+    run = Run(tmp_path / "after", resumed=True)
+    run.collector.expect("that of step 10 was written")
+    if lost == "damaged":
+        shutil.copytree(away, run.folder, dirs_exist_ok=True)
+        for shard in find_checkpoints(run.folder)[0].shards:
+            os.truncate(shard.path, 3)
+    half = spooled(run.hosts["node2"].spool, 20, 0, 2)
+    run.collector.offered("node2", run.hosts["node2"], [half.manifest()])
+    brought = run.bring()
+    assert brought.error == (
+        f"no whole checkpoint of run r1 is found in {run.folder}, though that of step 10 was "
+        "written: that place is not mounted, or its files are gone or damaged"
+    )
+    assert f"{brought.error}; trying again" in run.warnings
+    run.collector.end(succeeded=False)
+    assert run.hosts["node2"].steps() == [(20, 0)], "its other half may be on a host that is off"
+
+    def mounted() -> bool:
+        shutil.copytree(away, run.folder, dirs_exist_ok=True)
+        return True
+
+    assert Path(run.bring(wanted=mounted).manifest).name == "step-000000000010.json"
 
 
 @pytest.mark.usefixtures("at_once")

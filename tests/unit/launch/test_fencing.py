@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.launch.adoption import Adoption
+from hvd_elastic.launch.claim import Claim
 from hvd_elastic.launch.leader import Leader
+from hvd_elastic.launch.protocol import Message
 from hvd_elastic.launch.spec import RunSpec
 from hvd_elastic.telemetry.runfolder import RunFolder
 
@@ -40,7 +44,7 @@ def test_one_that_has_begun_nothing_ends_at_the_first_refusal(tmp_path: Path, si
     assert finish.status == "failed"
     for words in (
         "run met has a leader: host n2 is led by process 7 on alpha since ",
-        "heard of it 0.5 s ago",
+        "which was heard of 0.5 s ago",
         "ends, and has started nothing",
         "hvd-elastic stop met",
         "after 5 s: try again",
@@ -61,16 +65,95 @@ def test_a_leader_is_not_its_own_rival(tmp_path: Path, began: bool) -> None:
     assert met(tmp_path, since=50.0, began=began, leader="own") is None
 
 
+@dataclass
+class AgentHeard:
+    """A connection to an agent, last heard of then."""
+
+    last_heard: float
+
+    def send(self, message: Message) -> None:
+        """Nobody is there."""
+
+
+class Keeper:
+    """A claim, as far as the leader is concerned."""
+
+    def __init__(self, since: float) -> None:
+        self.claim = Claim("met", "own", "", since, "", 1)
+        self.insisted = False
+
+    def insist(self) -> None:
+        self.insisted = True
+
+
+def claimed(
+    folder: Path, *, since: float, trains: bool, adopts: bool = False, heard: float = 10.0
+) -> tuple[Finish | None, bool]:
+    """How a leader since 100 ends, if it does, or insists, when another has claimed its place."""
+    run = RunFolder.create("met", root=folder)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    keeper: Any = Keeper(100.0)
+    leader._claim = keeper
+    agent: Any = AgentHeard(heard)
+    leader._agents["n1"] = agent
+    adoption = Adoption(["n1", "n2"], ["n1", "n2"], deadline=math.inf)
+    adoption.claim_open = True
+    if trains and not adopts:
+        leader._workers["n1:0.1"] = ("n1", 0)
+    if adopts:
+        leader._adoption = adoption
+    leader._on_claim(Claim("met", "another", "process 7 on alpha", since, "", 7), 5.0)
+    if adopts:
+        assert leader._finish is None, "whom the hosts follow is asked first"
+        adoption.answered(
+            "n1", {**HELD, "workers": [{"worker": "n1:0.1", "slot": 0}]} if trains else None
+        )
+        adoption.failed("n2")
+        leader._adopt_when_complete()
+    return leader._finish, keeper.insisted
+
+
+def test_a_leader_whose_hosts_follow_nobody_ends_where_another_keeps_checkpoints(
+    tmp_path: Path,
+) -> None:
+    finish, _ = claimed(tmp_path, since=200.0, trains=False, adopts=True)
+    assert finish is not None
+    assert "run met has a leader: checkpoints in " in finish.message
+    assert "are kept by process 7 on alpha since" in finish.message
+    assert "ends, and has started nothing" in finish.message
+    assert "is known after 9 s" in finish.message
+
+
+def test_a_leader_whose_hosts_have_lost_the_other_takes_its_place(tmp_path: Path) -> None:
+    assert claimed(tmp_path, since=50.0, trains=True, adopts=True) == (None, True)
+
+
+def test_of_two_that_train_apart_the_later_one_ends(tmp_path: Path) -> None:
+    finish, insisted = claimed(tmp_path / "later", since=50.0, trains=True)
+    assert finish is not None
+    assert not insisted
+    assert "which began later, ends" in finish.message
+    assert claimed(tmp_path / "earlier", since=200.0, trains=True) == (None, True)
+    asleep = claimed(tmp_path / "asleep", since=200.0, trains=True, heard=4.0)
+    assert asleep == (None, False), "it has to hear of its hosts first"
+    finish, _ = claimed(tmp_path / "alone", since=200.0, trains=False)
+    assert finish is not None
+    assert "which has no process that trains, ends" in finish.message
+
+
 def test_nothing_begins_before_every_host_was_asked_who_leads() -> None:
     adoption = Adoption(["n1"], ["n1", "n2"], deadline=0.0)
     adoption.answered("n1", None)
     assert not adoption.complete, "n2 may be led by another"
     adoption.answered("n2", None)
     assert adoption.complete
+    adoption.claim_open = True
+    assert not adoption.complete, "another may have claimed the run"
 
 
 def test_where_the_last_generation_lives_nobody_else_leads() -> None:
     adoption = Adoption(["n1", "n2"], ["n1", "n2", "n3"], deadline=0.0)
+    adoption.claim_open = True
     for host in ("n1", "n2"):
         assert not adoption.complete
         adoption.answered(host, HELD)

@@ -17,6 +17,7 @@ from hvd_elastic.launch.protocol import Message
 from hvd_elastic.launch.spec import RunSpec
 from hvd_elastic.telemetry.records import Record, read_events
 from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.telemetry.summary import summarize
 from tests.unit.launch.test_checkpoints import spooled
 
 HOSTS = ("a", "b")
@@ -92,11 +93,30 @@ def test_what_cannot_be_brought_ends_the_run_and_is_not_begun_anew(run: Resumed)
     assert finish is not None
     assert finish.status == "failed"
     assert finish.message == (
-        "checkpoint X cannot be brought to any host. Nothing of it is lost: mend that, then go on "
-        "with: hvd-elastic run --resume r1"
+        "checkpoint X cannot be brought to any host. Nothing was removed or begun anew: mend that "
+        "and go on with: hvd-elastic run --resume r1, or start a new run"
     )
     assert run.audit() == []
     assert not any(agent.sent for agent in run.agents.values())
+
+
+def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
+    run: Resumed,
+) -> None:
+    collector = run.leader._collector
+    run.leader._expect_checkpoint(summarize([]))
+    assert collector._try_to_bring(HOSTS, "restore-1", lambda _: None) == Brought()
+    past = [{"kind": "checkpoint", "step": step, "path": "/data/c.json"} for step in (90, 120)]
+    run.leader._expect_checkpoint(summarize(past))
+    brought = collector._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    assert f"is found in {collector.folder}, though that of step 120 was written" in brought.error
+
+
+def test_of_what_another_machine_led_nobody_here_knows_whether_it_had_one(run: Resumed) -> None:
+    run.folder.write_run({**run.folder.read_run(), "began_elsewhere": True})
+    run.leader._expect_checkpoint(summarize([]))
+    brought = run.leader._collector._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    assert "though it was led by another machine, which may have written one" in brought.error
 
 
 def test_only_where_there_is_none_training_begins_anew(run: Resumed) -> None:

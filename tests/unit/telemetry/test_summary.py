@@ -99,6 +99,18 @@ def test_a_failed_script_keeps_its_first_traceback() -> None:
     )  # fmt: skip
 
 
+def test_what_was_asked_to_be_drained_stays_so_when_the_host_gives_notice_as_well() -> None:
+    draining = {"kind": "host_draining", "cause": "", "leave_in_s": None}
+    run = summarize(
+        [
+            {**draining, "host": "n1", "asked": True},
+            {**draining, "host": "n1", "asked": False},
+            {**draining, "host": "n2", "asked": False},
+        ]
+    )
+    assert {host: found.asked for host, found in run.draining.items()} == {"n1": True, "n2": False}
+
+
 def test_a_diverged_loss_stays_visible() -> None:
     events = [
         {"t": 0.0, "kind": "metrics", "step": 1, "loss": 2.0, "note": "text", "flag": True},

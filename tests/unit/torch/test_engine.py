@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_elastic.torch.engine import LocalEngine, dump_plain, load_plain
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.engine import HorovodEngine, LocalEngine, dump_plain, load_plain
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 90
@@ -249,6 +250,21 @@ for env in generations:
 """
     said = run_ranks(body, worlds(stores, *[2] * 5))
     assert said == [["broken"] * 5] * 2
+
+
+def test_a_gpu_of_its_own_is_wanted_where_nccl_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    horovod = pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    engine = HorovodEngine()
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(horovod, "nccl_built", lambda: 22809)
+    engine.check_device(1, 2)
+    with pytest.raises(ScriptError, match=r"slot 2 has no GPU .* has 2 GPUs .*slots=2 in the"):
+        engine.check_device(2, 2)
+    monkeypatch.setenv("NCCL_HOSTID", "own")
+    engine.check_device(2, 2)
+    monkeypatch.delenv("NCCL_HOSTID")
+    monkeypatch.setattr(horovod, "nccl_built", lambda: 0)
+    engine.check_device(2, 2)  # by way of the CPU
 
 
 def test_alone_every_collective_is_the_identity() -> None:

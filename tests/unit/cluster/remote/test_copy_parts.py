@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
+import queue
 import socket
 import threading
 import zlib
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 
 from hvd_elastic.cluster.copy_keys import make_certificate
-from hvd_elastic.cluster.remote import copy_feed
+from hvd_elastic.cluster.remote import copy_feed, copy_names, copy_store
 from hvd_elastic.cluster.remote import copy_wire as wire
 from hvd_elastic.cluster.remote.copy_feed import LINK_UNKNOWN, Packer
+from hvd_elastic.cluster.remote.copy_names import sync_disk
 from hvd_elastic.cluster.remote.copy_store import SharedError, StoreError, Target
 from hvd_elastic.cluster.remote.copy_tree import (
     Tree,
@@ -232,6 +235,8 @@ def test_what_arrives_damaged_gets_no_name_and_is_asked_for_again(tmp_path: Path
     with pytest.raises(wire.LinkError, match="nobody asked for"):
         target.write(0, 7, b"x", b"")
     send(data)
+    assert target.arrived
+    assert target.finish() == []
     assert (tmp_path / "there").read_bytes() == data
     assert target.complete
 
@@ -251,8 +256,9 @@ def test_a_file_that_is_fetched_goes_on_where_sending_ended(tmp_path: Path, firs
         with pytest.raises(wire.LinkError, match="damaged"):
             target.adopt(0, path)
     target.adopt(0, path)
-    assert target.complete
+    assert target.arrived
     assert target.left == 0
+    assert target.finish() == []
     assert (tmp_path / "there").read_bytes() == data
     for reader in readers:  # who reads on finds it all
         assert os.pread(reader, 300_000, 0) == data
@@ -267,3 +273,80 @@ def test_a_fetched_file_of_another_size_is_none(tmp_path: Path) -> None:
     target.adopt(0, os.fsencode(tmp_path / "source"))
     assert target.gone == {0: "it was changed in the store during the copy"}
     assert target.complete
+
+
+def test_files_get_their_names_once_they_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    contents = [b"small", os.urandom(200_000)]
+    (tmp_path / "source" / "deep").mkdir(parents=True)
+    for name, data in zip(("a", "deep/b"), contents, strict=True):
+        (tmp_path / "source" / name).write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    named_at_sync = []
+
+    def note_and_sync(descriptor: int) -> None:
+        named_at_sync.append({path.name for path in there.rglob("*") if path.name in "ab"})
+        sync_disk(descriptor)
+
+    monkeypatch.setattr(copy_names, "sync_disk", note_and_sync)
+    monkeypatch.setattr(copy_store, "sync_disk", note_and_sync)
+    target = target_of(there, tree)
+    digests = [hashlib.sha256(data).digest() for data in contents]
+    target.whole(0, digests[0], 0, contents[0], b"")
+    target.write(1, 0, contents[1], b"")
+    target.end(1, digests[1], 0)
+    assert target.arrived
+    assert not target.complete
+    for index, data in enumerate(contents):  # others are fed from what has no name yet
+        reader = target.open(index)
+        assert os.read(reader, 300_000) == data
+        os.close(reader)
+    assert target.finish() == []
+    assert target.complete
+    # Before the names were given, and after all was done.
+    assert named_at_sync == [set(), {"a", "b"}]
+    assert (there / "deep" / "b").read_bytes() == contents[1]
+
+
+def test_names_are_given_behind_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_names, "SYNC_BYTES", 1000)
+    given: queue.Queue[tuple[int, bytes]] = queue.Queue()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    names = copy_names.Names(folder, lambda index, part: given.put((index, part)))
+    names.add(3, b"part")
+    names.count(1000)
+    assert given.get(timeout=30) == (3, b"part")
+    names.end()
+    os.close(folder)
+
+
+def test_a_disk_that_cannot_take_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(copy_names, "sync_disk", refuse)
+    data = b"data"
+    (tmp_path / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    target = target_of(tmp_path / "there", tree)
+    target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
+    with pytest.raises(OSError, match="No space left") as caught:
+        target.finish()
+    assert "Make room there and call again" in target.explain(caught.value)
+    assert not (tmp_path / "there").exists()
+
+
+def test_what_has_arrived_when_a_copy_is_cut_off_is_kept(tmp_path: Path) -> None:
+    data = b"data"
+    (tmp_path / "source").mkdir()
+    for name in "ab":
+        (tmp_path / "source" / name).write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    target = target_of(tmp_path / "there", tree)
+    target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
+    target.abandon(keep=True)
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["a"]

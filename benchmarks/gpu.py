@@ -1,0 +1,474 @@
+"""What changes and failures cost where gradients travel over NCCL, and what adapting costs there.
+
+Run it on a machine with a GPU: ``python benchmarks/gpu.py --out benchmarks/results/gpu.json``; see
+README.md here. With fewer GPUs than workers they share one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from hvd_elastic.bench.figures import conditions, figure, write_result
+from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.telemetry.audit import check_audit
+from hvd_elastic.telemetry.records import EventFollower, Record, read_events
+from hvd_elastic.telemetry.runfolder import RunFolder, new_run_id
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH, LAYERS, EXAMPLES, BATCH = 512, 16, 4096, 256
+FAILURE_TIMEOUT_S = 2.0
+QUIET_STEPS = 30
+DEADLINE_S = 120.0
+IMAGES, WARM_STEPS, BLOCK_STEPS = 128, 200, 20
+PRECISIONS = ("float32", "bfloat16")
+
+
+def train(args: argparse.Namespace) -> None:
+    """The job that is disturbed: a deep network of equal layers; all ranks must stay equal."""
+    # To NCCL a worker that shares a GPU with others is a machine of its own.
+    os.environ["NCCL_HOSTID"] = os.environ["HVD_ELASTIC_WORKER"]
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    device = hvd.device()
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [each for _ in range(LAYERS) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, 10)).to(device)
+
+    def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
+
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, model)
+    data = TensorDataset(torch.randn(EXAMPLES, WIDTH), torch.randint(10, (EXAMPLES,)))
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(data, BATCH, shuffle=True)
+
+    def warm_up() -> None:
+        loss_of(network(), *data[:BATCH]).backward()
+
+    def compare() -> None:
+        own = torch.stack([each.double().sum() for each in model.parameters()]).sum().reshape(1)
+        sums = hvd.allgather(own, "sum of parameters")
+        if not bool((sums == sums[0]).all()) or not bool(sums.isfinite().all()):
+            raise RuntimeError(f"the ranks' parameters differ: {sums.tolist()}")
+
+    def over() -> bool:
+        there = torch.tensor([float(args.until.exists())])
+        return float(hvd.allreduce(there, "over", average=False)) > 0
+
+    def steps(state: hvd.State) -> None:
+        for _ in hvd.epochs(10**9):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss = loss_of(model, inputs, targets)
+                loss.backward()
+                optimizer.step()
+                state.commit(loss=loss)
+            compare()
+            if over():
+                return
+
+    hvd.run(steps, warmup=warm_up)(hvd.State(model=model, optimizer=optimizer))
+
+
+def overhead(args: argparse.Namespace) -> None:
+    """The job that takes turns between a bare optimizer and one that adapts, on one GPU."""
+    import torch
+    import torchvision
+    from torch.utils.data import TensorDataset
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    device = hvd.device()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    torch.manual_seed(0)
+    images = torch.randn(IMAGES, 3, 224, 224, device=device)
+    images = images.to(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (IMAGES,), device=device)
+
+    def network() -> torch.nn.Module:
+        model: torch.nn.Module = torchvision.models.resnet50()
+        return model.to(device, memory_format=torch.channels_last)
+
+    def step(model: torch.nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        half = args.precision == "bfloat16"
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+
+    ours, theirs = network(), network()
+    sgd = torch.optim.SGD(ours.parameters(), lr=1e-3, momentum=0.9)
+    adapting = hvd.DistributedOptimizer(sgd, ours, lr_rule="adascale")
+    bare = torch.optim.SGD(theirs.parameters(), lr=1e-3, momentum=0.9)
+    # The pictures stay on the GPU: what is compared is the step, and a loader feeds both.
+    rows = TensorDataset(torch.arange(IMAGES * (WARM_STEPS + BLOCK_STEPS * args.rounds)))
+    loader: Any = hvd.DataLoader(rows, IMAGES, max_batch_size=IMAGES)
+    times: dict[str, list[float]] = {"bare": [], "adaptive": []}
+
+    def steps(_state: hvd.State) -> None:
+        batches = iter(loader)
+
+        def adaptive_block(count: int) -> None:
+            for _ in range(count):
+                next(batches)
+                step(ours, adapting)
+
+        def bare_block(count: int) -> None:
+            for _ in range(count):
+                step(theirs, bare)
+
+        def timed(block: Callable[[int], None], count: int) -> float:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            block(count)
+            torch.cuda.synchronize()
+            return (time.perf_counter() - began) / count
+
+        # Until the noise is known, every step is looked at; that is over after these.
+        timed(adaptive_block, WARM_STEPS)
+        timed(bare_block, BLOCK_STEPS)
+        for _ in range(args.rounds):
+            times["bare"].append(timed(bare_block, BLOCK_STEPS))
+            times["adaptive"].append(timed(adaptive_block, BLOCK_STEPS))
+
+    hvd.run(steps)(hvd.State(model=ours, optimizer=adapting))
+    args.result.write_text(json.dumps(times), encoding="utf-8")
+
+
+class Disturbed:
+    """A run of :func:`train` on this machine, and what it told of itself so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self._hostfile, self._until = folder / "hosts", folder / "until"
+        self.run_id = new_run_id()
+        self.use(2)
+        command = [
+            *(sys.executable, "-m", "hvd_elastic.cli.app", "run", "--run-id", self.run_id),
+            *("--hostfile", str(self._hostfile), "--audit", "--checkpoint-every", "0"),
+            *("--failure-timeout", str(FAILURE_TIMEOUT_S), "--", sys.executable),
+            *(str(Path(__file__).resolve()), "train", str(self._until)),
+        ]
+        self._log = folder / "log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        self._follower: EventFollower | None = None
+        self._generations, self._size, self._steps, self._settled = 0, 0, 0, 0
+        self.pauses: list[float] = []
+        self.deaths: list[str] = []
+
+    def use(self, slots: int) -> None:
+        """How many processes the run may have from now on."""
+        new = self._hostfile.with_suffix(".new")
+        new.write_text(f"localhost slots={slots}\n", encoding="utf-8")
+        new.replace(self._hostfile)
+
+    def settle(self, size: int, generations: int) -> list[float]:
+        """Wait until so many more generations have come and the last trains on.
+
+        Returns:
+            Their pauses [s].
+
+        Raises:
+            RunError: that did not happen in time, or the run is over.
+        """
+        wanted, seen = self._generations + generations, len(self.pauses)
+        deadline = time.monotonic() + DEADLINE_S
+        while (
+            self._generations < wanted
+            or self._size != size
+            or self._steps < self._settled + QUIET_STEPS
+        ):
+            self._look()
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RunError(
+                    f"{size} processes did not train on within {DEADLINE_S:.0f} s "
+                    f"(now {self._size}, run {self.run_id}):\n{self.tail()}"
+                )
+            time.sleep(0.02)
+        return self.pauses[seen:]
+
+    def _look(self) -> None:
+        if self._follower is None:
+            try:
+                self._follower = EventFollower(RunFolder.open(self.run_id).events)
+            except RunError:
+                return  # it has not begun
+        for event in self._follower.poll():
+            self._take(event)
+
+    def _take(self, event: Record) -> None:
+        if event["kind"] == "rescale_finished":
+            self._generations += 1
+            self._size = event["size"]
+            self._settled = self._steps
+            self.pauses.append(event["pause_s"])
+        elif event["kind"] == "metrics":
+            self._steps = event["step"]
+        elif event["kind"] == "worker_left":
+            self.deaths.append(event["cause"])
+
+    def workers(self) -> list[psutil.Process]:
+        """Those that live, the oldest first."""
+        mark = {"HVD_ELASTIC_RUN_ID": self.run_id}
+        found = []
+        for process in psutil.process_iter():
+            try:
+                variables = process.environ()
+            except psutil.Error:
+                continue
+            if "HVD_ELASTIC_WORKER" in variables and mark.items() <= variables.items():
+                found.append(process)
+        return sorted(found, key=lambda process: process.create_time())
+
+    def finish(self) -> None:
+        """Let training end, and see that every example was used exactly once.
+
+        Raises:
+            RunError: it failed, or an example was lost or used twice.
+        """
+        self._until.touch()
+        try:
+            status = self._process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"the run did not end:\n{self.tail()}") from None
+        if status:
+            raise RunError(f"the run ended with status {status}:\n{self.tail()}")
+        audit = check_audit(read_events(RunFolder.open(self.run_id).audit), finished=True)
+        if not audit.ok:
+            raise RunError(audit.sentence())
+
+    def end(self) -> None:
+        """Leave nothing behind, whatever happened."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def tail(self) -> str:
+        """The end of what it printed."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
+
+
+def measure_faults(rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Pauses of changes and failures, and deaths of workers that nobody has caused."""
+    events = {
+        "a process joins": "",
+        "a process is asked to leave": "left",
+        "kill -9 of a worker": "was killed by signal 9",
+        "SIGSTOP of a worker": "gave no sign of life",
+    }
+    pauses: dict[str, list[float]] = {name: [] for name in events}
+    joins, leaves, kill, stop = pauses
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-gpu-") as temporary:
+        run = Disturbed(Path(temporary))
+        try:
+            run.settle(2, 1)
+            for number in range(rounds):
+                run.use(3)
+                pauses[joins] += run.settle(3, 1)
+                run.workers()[number % 3].send_signal(signal.SIGKILL)
+                lost, back = run.settle(3, 2)
+                pauses[kill].append(lost)
+                pauses[joins].append(back)
+                run.workers()[(number + 1) % 3].send_signal(signal.SIGSTOP)
+                lost, back = run.settle(3, 2)
+                pauses[stop].append(lost)
+                pauses[joins].append(back)
+                run.use(2)
+                pauses[leaves] += run.settle(2, 1)
+                say(f"round {number + 1} of {rounds}: " + "; ".join(map(_last, pauses.items())))
+            deaths = list(run.deaths)
+            run.finish()
+        finally:
+            run.end()
+    causes = [cause for cause in events.values() if cause]
+    unexpected = [death for death in deaths if not any(cause in death for cause in causes)]
+    if unexpected:
+        raise RunError(f"workers ended by themselves: {', '.join(unexpected)}")
+    return [{"event": name, "pause_s": figure(taken)} for name, taken in pauses.items()]
+
+
+def _last(taken: tuple[str, list[float]]) -> str:
+    return f"{taken[0]} {taken[1][-1]:.2f} s"
+
+
+def measure_overhead(rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Step time of ResNet-50 with everything adaptive beside that of the optimizer alone."""
+    rows = []
+    for precision in PRECISIONS:
+        with tempfile.TemporaryDirectory(prefix="hvd_elastic-gpu-") as temporary:
+            result = Path(temporary) / "times.json"
+            command = [
+                *(sys.executable, "-m", "hvd_elastic.cli.app", "run", "--checkpoint-every", "0"),
+                *("--", sys.executable, str(Path(__file__).resolve()), "overhead"),
+                *(str(result), precision, str(rounds)),
+            ]
+            done = subprocess.run(
+                command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+            )
+            if done.returncode != 0:
+                raise RunError(f"the job ended with {done.returncode}:\n{done.stdout[-2000:]}")
+            times = json.loads(result.read_text(encoding="utf-8"))
+        pairs = zip(times["adaptive"], times["bare"], strict=True)
+        ratios = [adaptive / bare for adaptive, bare in pairs]
+        rows.append(
+            {
+                "network": "ResNet-50",
+                "precision": precision,
+                "batch": IMAGES,
+                "bare_s": statistics.median(times["bare"]),
+                "adaptive_s": statistics.median(times["adaptive"]),
+                "median": statistics.median(ratios),
+                "lowest": min(ratios),
+                "highest": max(ratios),
+            }
+        )
+        say(f"ResNet-50, {precision}: {rows[-1]['median']:.4f} times the step")
+    return rows
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print the tables."""
+    if faults := result.get("faults"):
+        table = Table(title="Changes and failures, 2 and 3 workers, gradients over NCCL")
+        table.add_column("event")
+        table.add_column("pause, median (range)")
+        for row in faults:
+            table.add_row(row["event"], str(row["pause_s"]))
+        console.print(table)
+    if costs := result.get("overhead"):
+        table = Table(title="What adapting costs, one rank")
+        for heading in ("network", "batch", "bare step", "adaptive step", "ratio (range)"):
+            table.add_column(heading)
+        for row in costs:
+            table.add_row(
+                f"{row['network']}, {row['precision']}",
+                str(row["batch"]),
+                f"{1000 * row['bare_s']:.2f} ms",
+                f"{1000 * row['adaptive_s']:.2f} ms",
+                f"{row['median']:.4f} ({row['lowest']:.4f} to {row['highest']:.4f})",
+            )
+        console.print(table)
+    console.print(result["conditions"].sentence(), style="dim")
+
+
+def what_lacks(parts: Iterable[str]) -> str | None:
+    """Why the benchmark cannot run here; None if it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed; use: make env"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "there is no GPU that PyTorch can use"
+    if importlib.util.find_spec("horovod") is None:
+        return "Horovod is not built; use: make horovod"
+    import horovod.torch as horovod
+
+    if not horovod.nccl_built():
+        return "Horovod was built without NCCL; use: make horovod"
+    if "overhead" in parts and importlib.util.find_spec("torchvision") is None:
+        return "the part overhead needs torchvision, or use: --parts faults"
+    return None
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure, print, keep."""
+    console = Console(stderr=True)
+    lacking = what_lacks(args.parts)
+    if lacking is not None:
+        raise RunError(f"benchmarks/gpu.py cannot run here: {lacking}")
+    import torch
+
+    load_before = os.getloadavg()
+    result: dict[str, Any] = {}
+    if "faults" in args.parts:
+        result["faults"] = measure_faults(args.rounds, console.print)
+    if "overhead" in args.parts:
+        result["overhead"] = measure_overhead(5 * args.rounds, console.print)
+    gpus = torch.cuda.device_count()
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    hosts = f"{gpus} x {torch.cuda.get_device_name()}"
+    note = f"SIGSTOP is noticed after a failure timeout of {FAILURE_TIMEOUT_S:g} s."
+    if gpus < 3:
+        note += " Workers share a GPU, and NCCL runs between them over sockets."
+    result["conditions"] = conditions(hosts, note, load_before, {"nccl": version})
+    show(result, Console())
+    if args.out is not None:
+        body = {name: rows for name, rows in result.items() if name != "conditions"}
+        for row in body.get("faults", []):
+            row["pause_s"] = vars(row["pause_s"])
+        write_result(args.out, "gpu", result["conditions"], body)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    jobs = argparse.ArgumentParser(add_help=False)
+    of = jobs.add_subparsers(dest="job")
+    training = of.add_parser("train")
+    training.add_argument("until", type=Path)
+    costing = of.add_parser("overhead")
+    costing.add_argument("result", type=Path)
+    costing.add_argument("precision", choices=PRECISIONS)
+    costing.add_argument("rounds", type=int)
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] in (["train"], ["overhead"]):
+        args = jobs.parse_args(words)
+        {"train": train, "overhead": overhead}[args.job](args)
+        return 0
+    about = __doc__ or ""
+    parser = argparse.ArgumentParser(description=about.split("\n", maxsplit=1)[0])
+    parser.add_argument("--rounds", type=int, default=3, help="of each event (default: 3)")
+    parser.add_argument("--parts", nargs="+", default=["faults", "overhead"])
+    parser.add_argument("--out", type=Path, help="file for the result as JSON")
+    args = parser.parse_args(words)
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1")
+    if unknown := set(args.parts) - {"faults", "overhead"}:
+        parser.error(f"--parts {' '.join(sorted(unknown))}: there are faults and overhead")
+    try:
+        return measure(args)
+    except HvdElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

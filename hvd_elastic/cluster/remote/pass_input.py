@@ -1,0 +1,49 @@
+"""Passes a command's input on, in pieces as ``hold_command`` describes them.
+
+Few imports, and loaded only when it is needed: see there.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+
+HELD_BYTES = 1 << 18
+
+
+def feed(way_in: int) -> None:
+    """Passes the input on until the leader is gone or has had enough."""
+    os.set_blocking(way_in, False)
+    arrived, waiting, ends = b"", b"", False
+    while True:
+        poll = select.poll()
+        # The end of stdin is seen even while there is no room for more.
+        poll.register(0, select.POLLRDHUP | (select.POLLIN if len(arrived) < HELD_BYTES else 0))
+        if way_in >= 0 and waiting:
+            poll.register(way_in, select.POLLOUT)
+        events = dict(poll.poll())
+        if events.get(0, 0) & select.POLLIN:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return
+            arrived += data
+        elif events.get(0, 0):
+            return
+        while len(waiting) < HELD_BYTES and len(arrived) >= 4 and not ends:
+            size = int.from_bytes(arrived[:4], "big")
+            if len(arrived) < 4 + size:
+                break
+            waiting, arrived = waiting + arrived[4 : 4 + size], arrived[4 + size :]
+            ends = size == 0
+        if way_in >= 0 and waiting:
+            try:
+                waiting = waiting[os.write(way_in, waiting) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                ends, waiting = True, b""
+        if way_in >= 0 and ends and not waiting:
+            os.close(way_in)
+            way_in = -1
+        if way_in < 0:
+            arrived = b""

@@ -1,0 +1,122 @@
+"""Where CUDA's compiler and NCCL come from when Horovod is built for GPUs.
+
+PyTorch from PyPI brings all of CUDA's libraries and NCCL as packages beside it, but no compiler.
+From CUDA 13 on there are packages of the compiler too, so that a machine needs nothing but the
+GPU's driver: :func:`toolkit_packages` names them, :func:`assemble_toolkit` makes of them the folder
+that a build expects.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from hvd_elastic.install.prerequisites import find_program
+
+__all__ = [
+    "assemble_toolkit",
+    "find_cuda_home",
+    "find_nccl_header",
+    "find_nccl_library",
+    "toolkit_packages",
+]
+
+_COMPILER_PACKAGES = (
+    *("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"),
+    *("nvidia-cuda-runtime", "nvidia-cuda-cccl"),
+)
+_FIRST_WITH_PACKAGES = 13
+_USUAL_HOME = Path("/usr/local/cuda")
+
+
+def find_cuda_home() -> Path | None:
+    """The CUDA toolkit (the folder with ``bin/nvcc``), looked for where torch looks."""
+    for variable in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
+        named = os.environ.get(variable)
+        if named and (Path(named) / "bin" / "nvcc").is_file():
+            return Path(named)
+    nvcc = find_program("nvcc")
+    if nvcc is not None:
+        return Path(nvcc).resolve().parent.parent
+    return _USUAL_HOME if (_USUAL_HOME / "bin" / "nvcc").is_file() else None
+
+
+def toolkit_packages(cuda: str) -> list[str]:
+    """What pip installs to compile for this CUDA; empty where there are no such packages.
+
+    >>> toolkit_packages("13.0")[0], toolkit_packages("12.8")
+    ('nvidia-cuda-nvcc==13.0.*', [])
+    """
+    if int(_major(cuda)) < _FIRST_WITH_PACKAGES:
+        return []
+    return [f"{package}=={cuda}.*" for package in _COMPILER_PACKAGES]
+
+
+def assemble_toolkit(installed: Path, cuda: str) -> Path:
+    """Make a CUDA toolkit of what pip has installed.
+
+    The packages have the folders ``lib`` and ``include`` where compilers look for ``lib64``, and no
+    ``libcudart.so`` without a number. The headers of the mathematical libraries, which PyTorch's
+    headers read, lie beside PyTorch.
+
+    Args:
+        installed: where :func:`toolkit_packages` were installed (``pip install --target``).
+        cuda: the version.
+
+    Returns:
+        The folder for ``CUDA_HOME``.
+    """
+    name = f"cu{_major(cuda)}"
+    home = installed / "nvidia" / name
+    beside = _nvidia_folder(name)
+    if beside is not None:
+        for folder in ("include", "lib"):
+            for source in (beside / folder).glob("*"):
+                link = home / folder / source.name
+                if not link.exists():
+                    link.symlink_to(source)
+    runtime = next(iter(sorted((home / "lib").glob("libcudart.so.*"))), None)
+    plain = home / "lib" / "libcudart.so"
+    if runtime is not None and not plain.exists():
+        plain.symlink_to(runtime.name)
+    if not (home / "lib64").exists():
+        (home / "lib64").symlink_to("lib")
+    return home
+
+
+def find_nccl_header() -> Path | None:
+    """``nccl.h``: as the variables of Horovod's build say, PyTorch's own, or the machine's."""
+    folders: list[Path] = []
+    if include := os.environ.get("HOROVOD_NCCL_INCLUDE"):
+        folders.append(Path(include))
+    if home := os.environ.get("HOROVOD_NCCL_HOME"):
+        folders.append(Path(home) / "include")
+    # A process has one NCCL: that which PyTorch has loaded.
+    if package := _nvidia_folder("nccl"):
+        folders.append(package / "include")
+    if cuda := find_cuda_home():
+        folders.append(cuda / "include")
+    folders += [Path("/usr/include"), Path("/usr/local/include")]
+    return next((folder / "nccl.h" for folder in folders if (folder / "nccl.h").is_file()), None)
+
+
+def find_nccl_library(header: Path) -> Path | None:
+    """The shared library of PyTorch's own NCCL if the header is its; None: Horovod looks itself."""
+    package = _nvidia_folder("nccl")
+    if package is None or header.parent != package / "include":
+        return None
+    return next(iter(sorted((package / "lib").glob("libnccl.so.*"))), None)
+
+
+def _major(version: str) -> str:
+    return version.split(".", maxsplit=1)[0]
+
+
+def _nvidia_folder(name: str) -> Path | None:
+    """A package of NVIDIA's beside PyTorch; they have no code, so they are looked for by folder."""
+    spec = importlib.util.find_spec("nvidia")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(place) / name).is_dir():
+            return Path(place) / name
+    return None

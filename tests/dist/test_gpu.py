@@ -1,0 +1,57 @@
+"""Changes and failures where gradients travel over NCCL; needs a GPU, one is enough."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.jobs import ROOT, environment, hostfile_of, write_script
+
+torch = pytest.importorskip("torch")
+horovod = pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not horovod.nccl_built(), reason="no GPU, or no NCCL"
+)
+
+
+def test_workers_that_die_and_come_leave_training_whole(tmp_path: Path):
+    """Its own checks: every example once, equal parameters, nobody dies but those it kills."""
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--parts", "faults"]
+    done = subprocess.run(
+        [*command, "--rounds", "1", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path),
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [len(row["pause_s"]["samples_s"]) for row in json.loads(out.read_text())["faults"]] == [
+        3,
+        1,
+        1,
+        1,
+    ]
+
+
+def test_more_slots_than_gpus_is_an_error_that_says_what_to_do(tmp_path: Path):
+    gpus = torch.cuda.device_count()
+    hosts = hostfile_of(tmp_path / "hosts", ["localhost"], slots=gpus + 1)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "hvd_elastic.cli.app", "run", "-H", str(hosts), "--"),
+            *(sys.executable, str(write_script(tmp_path))),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path),
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert f"slot {gpus} has no GPU of its own" in done.stdout + done.stderr
+    assert f"slots={gpus}" in done.stdout + done.stderr
