@@ -9,6 +9,9 @@ TORCH  ?= torch==2.13.0
 EXTRAS ?= torch,dev
 # added to the command behind test, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
+# processes that run the tests, a file of tests in one of them; more than cores are of use, since most
+# tests wait. 0: in pytest's own process, as its debugger (--pdb) needs
+TEST_JOBS ?= 2
 
 VENV     := .venv
 VPYTHON  := $(VENV)/bin/python
@@ -25,13 +28,13 @@ RUN      := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of"
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
-	@echo "Settings: PYTHON=$(PYTHON) TORCH=$(TORCH) EXTRAS=$(EXTRAS) ARGS=…"
+	@echo "Settings: PYTHON=$(PYTHON) TORCH=$(TORCH) EXTRAS=$(EXTRAS) ARGS=… TEST_JOBS=$(TEST_JOBS)"
 
 demo: $(HOROVOD)  ## train on three virtual hosts while one joins, one leaves and one dies
 	@$(RUN) $(VPYTHON) -m hvd_elastic.bench.demo $(ARGS)
 
 test: $(HOROVOD)  ## run all tests: unit, ssh, real ranks
-	@$(RUN) $(VPYTHON) -m pytest $(ARGS)
+	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY)  ## check style, format and types
 	@$(VPYTHON) -m ruff check .

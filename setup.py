@@ -69,6 +69,7 @@ EXTRAS = {
         "pytest>=8.3",
         "pytest-rerunfailures>=16.7",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.8",
         # the demo and the tests train on its digits
         "scikit-learn>=1.4",

@@ -4,9 +4,15 @@ import signal
 
 import pytest
 
+from tests import side_by_side
+
 # Whatever starts in the background of a shell script ignores Ctrl-C, and so would all it starts:
 # programs of ours that the tests interrupt among them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    side_by_side.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

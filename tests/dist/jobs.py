@@ -24,7 +24,7 @@ from tests.dist.running import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "HVD_ELASTIC_TEST_JOB"
-START_S = 60.0
+START_S = 120.0
 CLEAN_S = 15.0
 
 TINY = '''\

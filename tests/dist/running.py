@@ -30,7 +30,7 @@ __all__ = ["CLEAN_S", "ROOT", "RunningJob", "Stage", "WorkerProcess"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests" / "dist" / "scripts" / "train_probe.py"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """For what takes a few seconds on an idle machine; busy ones take many times that."""
 CLEAN_S = 15.0
 """Nothing of ours is left on any host this long after a run's end, however it ended."""
@@ -174,7 +174,7 @@ class RunningJob:
             capture_output=True,
             text=True,
             env=self.environment(),
-            timeout=30,
+            timeout=60,
         )
         assert done.returncode == 0, f"{arguments} ended with {done.returncode}: {done.stderr}"
         return done.stdout

@@ -11,7 +11,7 @@ import pytest
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 
 def test_a_job_moves_off_its_hosts_and_back(stage: Stage, start_job: StartJob) -> None:

@@ -32,7 +32,7 @@ from tests.dist.jobs import (
 )
 from tests.command_lines import CommandLines
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 hosts, shared = jobs.hosts, jobs.shared
 
 DIGITS = ROOT / "scripts" / "examples" / "digits.py"

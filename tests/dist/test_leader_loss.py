@@ -14,7 +14,7 @@ from hvd_elastic.cluster.virtual.plan import interface_name
 from tests.dist.conftest import StartJob
 from tests.dist.running import DEADLINE_S, ROOT, RunningJob, Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 GRACE_S = 3.0
 
@@ -105,6 +105,7 @@ def test_nobody_reads_what_the_leader_prints(
 
 
 @pytest.mark.root
+@pytest.mark.alone
 def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
     stage: Stage, start_job: StartJob
 ) -> None:

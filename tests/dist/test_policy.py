@@ -19,7 +19,7 @@ from hvd_elastic.telemetry.records import Record
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
 
 BATCH = 24
 DEADLINE_S = 120.0

@@ -12,7 +12,7 @@ import pytest
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 BATCH = 24
 DATA = ("--batch-size", str(BATCH), "--examples", "300")

@@ -13,7 +13,7 @@ import pytest
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 2.0
 SLACK_S = 15.0

@@ -12,7 +12,7 @@ from hvd_elastic.launch.checkpoints import newest_valid
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
 
 NO_CHECKPOINTS = ("--checkpoint-every", "600")
 """But the last one."""

@@ -105,7 +105,7 @@ class Outcome:
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 90
     while True:
         try:
             if condition():

@@ -349,7 +349,7 @@ def cmdline(pid: int) -> bytes:
 
 
 @pytest.mark.root
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_published_exploits_execute_nothing(live: LiveRun, shared: Path) -> None:
     """From a host outside the run, from one inside it, and from another user on it."""
     marker = shared / "executed"

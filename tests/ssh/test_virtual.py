@@ -80,7 +80,7 @@ def answer(cluster: VirtualCluster, host: str, command: str) -> str:
     return done.stdout.strip()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"

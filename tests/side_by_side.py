@@ -1,0 +1,89 @@
+"""``pytest -n``: several processes run tests at a time, handed out by the one that was started.
+
+Tests marked ``alone`` look at times that depend on what else the machine does: while one of them
+runs, no other test does.
+
+When the tests are broken off, pytest-xdist itself gives those who run them five seconds, interrupts
+them again amid their tidying up, and then kills them: virtual hosts and ranks would be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Generator
+from typing import Any
+
+import psutil
+import pytest
+
+__all__ = ["register"]
+
+TIDYING_S = 90.0
+"""So long may the tests that are broken off take to end what they have started."""
+
+
+class HandsOut:
+    """In the process that the user has started."""
+
+    def __init__(self) -> None:
+        self._running: list[Any] = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodeready(self, node: Any) -> None:
+        if not self._running:
+            # As Ctrl-C does: a time limit, say, must not leave hosts behind either.
+            signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", 143))
+        self._running.append(node)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        with contextlib.suppress(ValueError):
+            self._running.remove(node)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Interrupt those that still run tests, once each, and wait until they are done."""
+        if self._running:
+            for process in psutil.Process().children():
+                process.send_signal(signal.SIGINT)
+        for node in self._running:
+            channel = node.channel
+            with contextlib.suppress(EOFError, channel.RemoteError, channel.TimeoutError):
+                channel.waitclose(TIDYING_S)
+
+
+class RunsTests:
+    """In a process that runs tests beside others; the checkout and its settings are the locks."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._door = os.open(config.rootpath, os.O_RDONLY)
+        assert config.inipath is not None
+        self._room = os.open(config.inipath, os.O_RDONLY)
+
+    # Outside of pytest-timeout's: waiting is not the test's time.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        alone = item.get_closest_marker("alone") is not None
+        # Who waits for an empty room stands in its door, so that it becomes empty.
+        fcntl.flock(self._door, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(self._door, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+
+
+def register(config: pytest.Config) -> None:
+    """For ``pytest_configure``."""
+    if hasattr(config, "workerinput"):
+        # A terminal sends Ctrl-C to all of its process group; these are to hear of it once.
+        os.setpgid(0, 0)
+        config.pluginmanager.register(RunsTests(config))
+    else:
+        config.pluginmanager.register(HandsOut())

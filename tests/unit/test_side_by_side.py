@@ -1,0 +1,116 @@
+"""Tests side by side: they can be alone, and have the time to tidy up when they are broken off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import side_by_side
+
+ROOT = Path(side_by_side.__file__).parents[1]
+DEADLINE_S = 120.0
+Start = Callable[[str], subprocess.Popen[str]]
+BROKEN_OFF = """
+import time
+import pytest
+
+@pytest.fixture
+def hosts(request):
+    place = request.path.with_suffix(".up")
+    place.touch()
+    yield
+    time.sleep(5.5)  # pytest-xdist alone has lost its patience by then
+    place.unlink()
+
+def test(hosts, request):
+    request.path.with_suffix(".runs").touch()
+    time.sleep(100)
+"""
+
+
+ALONE = """
+import time
+import pytest
+
+@pytest.mark.parametrize("n", range(4))
+@pytest.mark.alone
+def test_alone(request, n):
+    place = request.path.parent / "alone"
+    place.touch(exist_ok=False)
+    time.sleep(0.1)
+    place.unlink()
+
+@pytest.mark.parametrize("n", range(4))
+def test_beside(request, n):
+    assert not (request.path.parent / "alone").exists()
+    time.sleep(0.1)
+    assert not (request.path.parent / "alone").exists()
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Run two files of the same tests side by side."""
+    pytest.importorskip("xdist")
+    started: list[subprocess.Popen[str]] = []
+
+    def start(tests: str) -> subprocess.Popen[str]:
+        (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+        (tmp_path / "conftest.py").write_text(
+            "from tests.side_by_side import register as pytest_configure\n"
+        )
+        for name in ("one", "two"):
+            (tmp_path / f"test_{name}.py").write_text(tests)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+        started.append(
+            subprocess.Popen(
+                [*command, "-n", "2", "--dist=loadfile"],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                start_new_session=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_nothing_runs_beside_a_test_that_is_to_be_alone(start: Start) -> None:
+    process = start(ALONE)
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, said
+    assert "16 passed" in said
+
+
+@pytest.mark.parametrize(
+    ("number", "whom", "status"), [(signal.SIGINT, "all", 2), (signal.SIGTERM, "first", 143)]
+)
+def test_broken_off_they_tidy_up(
+    tmp_path: Path, start: Start, number: signal.Signals, whom: str, status: int
+) -> None:
+    process = start(BROKEN_OFF)
+    deadline = time.monotonic() + DEADLINE_S
+    while len([*tmp_path.glob("*.runs")]) < 2:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the tests did not begin"
+        time.sleep(0.05)
+    # As a terminal does it, and as a time limit does.
+    (os.killpg if whom == "all" else os.kill)(process.pid, number)
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == status, said
+    assert not [*tmp_path.glob("*.up")], said
