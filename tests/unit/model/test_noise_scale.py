@@ -130,9 +130,10 @@ def test_noise_that_grows_is_not_told_late_where_all_steps_are_needed(
 
 def test_what_grows_by_a_constant_factor_is_told_as_of_now_whatever_the_history() -> None:
     tracker = NoiseTracker(1, half_life=4 * 32, population=None)
-    for step in range(60):
+    noise = 50.0
+    for _ in range(60):
         # No noise in the norms themselves, so that only the delay could be wrong.
-        noise = 50.0 * 1.003**step
+        noise *= 1.003
         tracker.add([1.0 + noise / 16], [1.0 + noise / 32], 32, 2)
     assert tracker.noise_scale() == pytest.approx(noise, rel=0.02)
 
