@@ -24,10 +24,12 @@ _SIZE_STEPS = 8
 _OUTLIER = 10.0
 """A step whose gradient is this many times as large as those before counts for less."""
 _FEWEST = 12
-_SHRINK = 0.7
+_SHRINK = 1.5
 """Standard errors up to which a trend is taken for noise altogether."""
-_STEEPEST = 1.5
-"""Change over one delay that is believed; more is taken for noise."""
+_STEEPEST = 4.0
+"""Change since the mean age that is believed; more is taken for noise."""
+_POWERS = 3
+_TINY = 1e-100
 
 
 def squared_norm_and_variance(
@@ -104,34 +106,102 @@ def gradient_noise_scale(squared_norm: ArrayLike, variance: ArrayLike) -> np.nda
 
 @dataclass
 class _Sums:
-    """Decayed sums for weighted means and their standard errors; axis 0 is the horizon."""
+    """Decayed sums over steps, from which the ratio of squared norm and variance is told.
+
+    Axes: power of a step's age [examples] 0 to 2, horizon, quantity. The last three are weighted
+    by the square of the weight.
+    """
 
     weight: np.ndarray
+    norm: np.ndarray
+    variance: np.ndarray
     weight2: np.ndarray
-    value: np.ndarray
-    value2: np.ndarray
-    square2: np.ndarray
+    norm2: np.ndarray
+    both2: np.ndarray
+    variance2: np.ndarray
 
     @classmethod
     def zeros(cls, quantities: int) -> _Sums:
-        shape = (_HORIZONS, quantities)
-        return cls(*(np.zeros(shape) for _ in range(5)))
+        shape = (_POWERS, _HORIZONS, quantities)
+        return cls(*(np.zeros(shape) for _ in range(7)))
 
-    def add(self, values: np.ndarray, weight: float, decay: np.ndarray) -> None:
-        keep = decay[:, None]
-        self.weight = keep * self.weight + weight
-        self.value = keep * self.value + weight * values
-        self.weight2 = keep**2 * self.weight2 + weight**2
-        self.value2 = keep**2 * self.value2 + weight**2 * values
-        self.square2 = keep**2 * self.square2 + weight**2 * values**2
+    def add(
+        self, norm: np.ndarray, variance: np.ndarray, weight: float, age: float, decay: np.ndarray
+    ) -> None:
+        """All steps before get older by ``age``, then the new one comes with age 0."""
+        once, twice = decay[:, None], decay[:, None] ** 2
+        square = weight**2
+        for sums, keep, now in (
+            (self.weight, once, weight),
+            (self.norm, once, weight * norm),
+            (self.variance, once, weight * variance),
+            (self.weight2, twice, square),
+            (self.norm2, twice, square * norm**2),
+            (self.both2, twice, square * norm * variance),
+            (self.variance2, twice, square * variance**2),
+        ):
+            sums[2] += age * (2 * sums[1] + age * sums[0])
+            sums[1] += age * sums[0]
+            sums *= keep
+            sums[0] += now
 
-    def mean(self) -> np.ndarray:
-        return self.value / np.maximum(self.weight, 1e-300)
+    def mean(self) -> tuple[np.ndarray, np.ndarray]:
+        """``|G|^2 / tr`` over the horizon, and its standard error."""
+        ratio = _ratio(self.norm[0], self.variance[0])
+        return ratio, self._error(ratio, 1.0, 0.0)
 
-    def standard_error(self) -> np.ndarray:
-        mean = self.mean()
-        spread = self.square2 - 2 * mean * self.value2 + mean**2 * self.weight2
-        return np.sqrt(np.maximum(spread, 0.0)) / np.maximum(self.weight, 1e-300)
+    def now(self) -> np.ndarray:
+        """``|G|^2 / tr`` at age 0.
+
+        With weights w and ages a the ratio ``r = sum w |G|^2 / sum w tr`` is as late as the mean
+        age ``A = sum w a tr / sum w tr``. The one whose weights are multiplied by the age, r', is
+        as late as ``A' = sum w a^2 tr / sum w a tr``. What grows by a constant factor for each
+        example is ``r (r / r')^(A / (A' - A))`` now, to first order. With weights that decay for
+        ever A' = 2 A, and this is Brown's double smoothing of the past. With equal weights, which
+        is what a horizon longer than the history has, the exponent is 3: the end of the straight
+        line of least squares. What changes |G|^2 and tr alike, as Adam's moments do in the first
+        steps, changes neither ratio and is not taken for a trend.
+
+        The exponent is shrunk as much as what the two differ by may be noise.
+
+        Source: Brown 1959 (double smoothing); James and Stein 1961 (shrinking); ratios, and
+        histories shorter than the horizon: own derivation.
+        """
+        ratio, _ = self.mean()
+        older = _ratio(self.norm[1], self.variance[1])
+        age = _ratio(self.variance[1], self.variance[0])
+        older_age = _ratio(self.variance[2], self.variance[1])
+        known = self.enough() & (older_age > age) & (age > 0)
+        reach = np.divide(age, older_age - age, out=np.zeros(age.shape), where=known)
+        limit = _SHRINK * self._error(ratio, 1.0, -1.0)
+        off = np.abs(ratio - older)
+        share = np.divide(limit, off, out=np.ones(off.shape), where=off > limit)
+        reach *= 1 - share**2
+        both = (ratio > 0) & (older > 0)
+        trend = np.divide(ratio, older, out=np.ones(ratio.shape), where=both) ** reach
+        value: np.ndarray = ratio * np.clip(trend, 1 / _STEEPEST, _STEEPEST)
+        return value
+
+    def enough(self) -> np.ndarray:
+        """Whether there are so many steps that their agreement proves something (Kish 1965)."""
+        alike = _ratio(self.weight[0] ** 2, self.weight2[0])
+        found: np.ndarray = alike >= _FEWEST
+        return found
+
+    def _error(self, ratio: np.ndarray, share: ArrayLike, older: ArrayLike) -> np.ndarray:
+        """Standard error of ``share`` times the ratio plus ``older`` times the older one."""
+        spread = self.norm2 - 2 * ratio * self.both2 + ratio**2 * self.variance2
+        first, second = _ratio(share, self.variance[0]), _ratio(older, self.variance[1])
+        square = first**2 * spread[0] + 2 * first * second * spread[1] + second**2 * spread[2]
+        found: np.ndarray = np.sqrt(np.maximum(square, 0.0))
+        return found
+
+
+def _ratio(value: ArrayLike, by: np.ndarray) -> np.ndarray:
+    """0 where there is nothing to divide by."""
+    value = np.broadcast_to(np.asarray(value, np.float64), by.shape)
+    found: np.ndarray = np.divide(value, by, out=np.zeros(by.shape), where=by > _TINY)
+    return found
 
 
 @dataclass
@@ -141,9 +211,10 @@ class NoiseTracker:
     Squared norm and variance are averaged separately, each step weighted by its examples, with
     weights that halve every ``half_life`` examples, for several half-lives at once. Sums of weights
     are kept beside, so the means have no bias towards the start. The shortest half-life is used
-    whose squared norm is known to 8 %: while much changes the estimate follows quickly, and where
-    noise outweighs the gradient it is averaged for longer. A mean over the past is late, and that
-    over twice as long is twice as late; their ratio takes the delay out.
+    whose squared norm is known to 2 %, or the longest that agrees with all shorter ones: while much
+    changes the estimate follows quickly, and where noise outweighs the gradient it is averaged for
+    longer. A mean over the past is late, and one that weighs old steps more is later; what they
+    differ by takes the delay out.
 
     Gradients can shrink by orders of magnitude while their noise scale changes little, and a mean
     would only see those of long ago. So each step is divided by how large the ones just before it
@@ -167,12 +238,10 @@ class NoiseTracker:
     steps: int = 0
     skipped: int = 0
     _log_size: float | None = None
-    _norm: _Sums = field(init=False)
-    _variance: _Sums = field(init=False)
+    _sums: _Sums = field(init=False)
 
     def __post_init__(self) -> None:
-        self._norm = _Sums.zeros(self.quantities + 1)
-        self._variance = _Sums.zeros(self.quantities + 1)
+        self._sums = _Sums.zeros(self.quantities + 1)
 
     def add(
         self, local: ArrayLike, total: ArrayLike, global_batch_size: float, passes: float
@@ -188,22 +257,23 @@ class NoiseTracker:
         # Its own size would bias a step: long gradients would count less.
         before = size if self._log_size is None else self._log_size
         self._log_size = before + (size - before) / _SIZE_STEPS
-        found = (found[0] / np.exp(before), found[1] / np.exp(before))
+        norm, variance = (each / np.exp(before) for each in found)
         # A gradient out of all proportion must not be all that is remembered.
         weight = global_batch_size * min(1.0, _OUTLIER * float(np.exp(before - size)))
         half_lives = self.half_life * 2.0 ** np.arange(_HORIZONS)
         decay = 0.5 ** (global_batch_size / half_lives)
-        for sums, values in zip((self._norm, self._variance), found, strict=True):
-            sums.add(values, weight, decay)
+        self._sums.add(norm, variance, weight, global_batch_size, decay)
         self.steps += 1
 
     def squared_norm(self) -> np.ndarray:
         """``|G|^2`` for each parameter group, and for all together at the end; relative."""
-        return self._now(self._norm)
+        value: np.ndarray = self._sums.now()[self._horizon()] * self.variance()
+        return value
 
     def variance(self) -> np.ndarray:
         """``tr(Sigma)`` of one example for each group, and for all together; relative."""
-        return self._now(self._variance)
+        chosen = self._horizon()
+        return _ratio(self._sums.variance[0], self._sums.weight[0])[chosen]
 
     def noise_scale(self) -> float:
         """Of all parameters together [examples]; NaN before the first step."""
@@ -218,27 +288,16 @@ class NoiseTracker:
         """
         if not self.steps:
             return float("nan")
-        error = self._norm.standard_error()[self._horizon(), -1]
-        norm = max(float(self.squared_norm()[-1]), 0.0) + error
-        return float(gradient_noise_scale(norm, self.variance()[-1]))
-
-    def _now(self, sums: _Sums) -> np.ndarray:
-        means, chosen = sums.mean(), self._horizon()
-        late, later = means[chosen], means[min(chosen + 1, _HORIZONS - 1)]
-        trend = np.divide(late, later, out=np.ones(late.shape), where=(late > 0) & (later > 0))
-        # As much of it as is not noise (James and Stein 1961).
-        limit = _SHRINK * sums.standard_error()[chosen]
-        share = np.divide(limit, np.abs(late - later), out=np.ones(late.shape), where=late != later)
-        trend **= 1 - np.minimum(share, 1.0) ** 2
-        result: np.ndarray = late * np.clip(trend, 1 / _STEEPEST, _STEEPEST)
-        return result
+        chosen = self._horizon()
+        value, error = self._sums.now()[chosen, -1], self._sums.mean()[1][chosen, -1]
+        variance = self.variance()[-1]
+        return float(gradient_noise_scale((max(value, 0.0) + error) * variance, variance))
 
     def _horizon(self) -> int:
         """The first that is precise, or the last that agrees with all shorter ones (Lepski)."""
-        means, errors = self._norm.mean()[:, -1], self._norm.standard_error()[:, -1]
+        means, errors = (each[:, -1] for each in self._sums.mean())
         # Few steps that happen to agree prove nothing.
-        weight2 = np.maximum(self._norm.weight2[:, -1], 1e-300)
-        enough = self._norm.weight[:, -1] ** 2 / weight2 >= _FEWEST
+        enough = self._sums.enough()[:, -1]
         first = int(np.argmax(enough)) if enough.any() else _HORIZONS - 1
         low, high = -np.inf, np.inf
         for horizon in range(first, _HORIZONS):
@@ -252,21 +311,17 @@ class NoiseTracker:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
-        sums = {
-            name: {key: value.tolist() for key, value in vars(means).items()}
-            for name, means in (("norm", self._norm), ("variance", self._variance))
-        }
+        sums = {name: values.tolist() for name, values in vars(self._sums).items()}
         kept = {"steps": self.steps, "skipped": self.skipped, "log_size": self._log_size}
-        return {**kept, **sums}
+        return {**kept, "sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave; another number of groups begins anew."""
-        norm, variance = (
-            _Sums(**{key: np.asarray(value) for key, value in state[name].items()})
-            for name in ("norm", "variance")
-        )
-        if norm.weight.shape != self._norm.weight.shape:
+        if "sums" not in state:  # a checkpoint of before has means without ages
+            return
+        sums = _Sums(**{name: np.asarray(values) for name, values in state["sums"].items()})
+        if sums.weight.shape != self._sums.weight.shape:
             return
         self.steps, self.skipped = state["steps"], state["skipped"]
         self._log_size = state["log_size"]
-        self._norm, self._variance = norm, variance
+        self._sums = sums

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_elastic.model.goodput import statistical_efficiency
 
-__all__ = ["Look", "best_rate", "crossing", "examples_rows", "median_error"]
-__all__ += ["predicted_ratio"]
+__all__ = ["Look", "crossing", "examples_rows", "median_error", "predicted_ratio"]
 
 Look = tuple[float, float, float | None]
 """Examples used so far, loss then, and noise scale then; None: not known yet, or infinite."""
@@ -63,27 +62,12 @@ def predicted_ratio(curve: Sequence[Look], initial: int, batch: int, until: floa
     return total / weights
 
 
-def best_rate(cost: Callable[[float], float], start: float) -> float:
-    """The learning rate of least cost: doubled, or else halved, for as long as that is better.
-
-    >>> best_rate(lambda rate: abs(rate - 0.35), 0.1)
-    0.4
-    """
-    best, least = start, cost(start)
-    for factor in (2.0, 0.5):
-        while (there := cost(best * factor)) < least:
-            best, least = best * factor, there
-        if best != start:
-            break
-    return best
-
-
 def examples_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each problem and batch, the examples needed with the best learning rate.
+    """For each problem and batch, the examples needed.
 
     Args:
         found: what ``examples_job`` wrote, a row for each training: ``problem``, ``batch``,
-            ``rate``, ``seed``, ``level`` and ``curve``.
+            ``seed``, ``level`` and ``curve``.
 
     Returns:
         A row for each problem and batch: median of the ``examples`` needed, ``measured`` (their
@@ -95,15 +79,15 @@ def examples_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for problem in dict.fromkeys(row["problem"] for row in found):
         mine = [row for row in found if row["problem"] == problem]
-        best = {
-            batch: _of_best_rate([row for row in mine if row["batch"] == batch])
+        of_batch = {
+            batch: [row for row in mine if row["batch"] == batch]
             for batch in sorted({row["batch"] for row in mine})
         }
-        initial = min(best)
-        needed = {batch: _median_needed(trainings) for batch, trainings in best.items()}
+        initial = min(of_batch)
+        needed = {batch: _median_needed(trainings) for batch, trainings in of_batch.items()}
         ended = [
             (row["curve"], until)
-            for row in best[initial]
+            for row in of_batch[initial]
             if (until := crossing(row["curve"], row["level"])) is not None
         ]
         noises = [
@@ -112,9 +96,8 @@ def examples_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for used, _, noise in curve
             if used <= until and noise is not None
         ]
-        for batch, trainings in best.items():
+        for batch, trainings in of_batch.items():
             row: dict[str, Any] = {"problem": problem, "batch": batch, "seeds": len(trainings)}
-            row["rate"] = trainings[0]["rate"]
             row["noise_scale"] = statistics.median(noises) if noises else None
             row["examples"] = needed[batch] if math.isfinite(needed[batch]) else None
             row["measured"] = row["predicted"] = row["error"] = row["fitting_noise_scale"] = None
@@ -144,11 +127,6 @@ def median_error(rows: Sequence[Mapping[str, Any]]) -> float:
         if row["measured"] != 1.0
     ]
     return statistics.median(errors)
-
-
-def _of_best_rate(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    rates = {row["rate"]: [each for each in rows if each["rate"] == row["rate"]] for row in rows}
-    return min(rates.values(), key=_median_needed)
 
 
 def _median_needed(rows: Sequence[Mapping[str, Any]]) -> float:

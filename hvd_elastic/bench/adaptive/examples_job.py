@@ -1,15 +1,15 @@
-"""One rank of a job that counts the examples one batch size needs, at its best learning rate.
+"""One rank of a job that counts the examples one batch size needs.
 
-``python -m hvd_elastic.bench.adaptive.examples_job OUT PROBLEM BATCH RATE MOST SEEDS`` under a
-launcher; rank 0 writes the course of each training. Learning rates are tried from RATE on, each
-with all seeds; a training ends at the level of its problem, or after MOST examples.
+``python -m hvd_elastic.bench.adaptive.examples_job OUT PROBLEM BATCH MOST SEEDS`` under a launcher;
+rank 0 writes the course of each training. The learning rate follows the batch from that of the
+initial one, by the rule that an optimizer has by default; a training ends at the level of its
+problem, or after MOST examples.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import statistics
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.bench.adaptive.examples import Look, best_rate, crossing
+from hvd_elastic.bench.adaptive.examples import Look
 from hvd_elastic.bench.adaptive.given import begin, loader_with_plan, write_rank_0
 from hvd_elastic.bench.adaptive.problems import PROBLEMS
 from hvd_elastic.bench.adaptive.workloads import digits, digits_network
@@ -33,8 +33,6 @@ from hvd_elastic.torch import context
 CHARACTERS, CONTEXT, WIDTH = 1_000_000, 64, 64
 HELD_OUT = 256
 """Windows of text whose loss is looked at."""
-WORSE = 1.5
-"""A training that needs this many times the examples of a better learning rate is given up."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +121,13 @@ def make(problem: str, rate: float) -> Training:
     return Training(writer, adam, examples, loss, judge_share)
 
 
-def train(name: str, batch: int, rate: float, seed: int, most: float) -> dict[str, Any]:
+def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
     """Train until the level, and look at the loss now and then."""
     begin()
     torch.manual_seed(seed)
-    problem, training = PROBLEMS[name], make(name, rate)
-    optimizer = hvd.DistributedOptimizer(training.inner, training.model, lr_rule="none")
-    loader = loader_with_plan(training.examples, BatchPlan(batch), seed=seed)
+    problem, training = PROBLEMS[name], make(name, PROBLEMS[name].rate)
+    optimizer = hvd.DistributedOptimizer(training.inner, training.model)
+    loader = loader_with_plan(training.examples, BatchPlan(batch), problem.initial, seed)
     every = max(1, problem.look_examples // batch)
     curve: list[Look] = []
     own = 0
@@ -159,29 +157,17 @@ def train(name: str, batch: int, rate: float, seed: int, most: float) -> dict[st
                     return
 
     go_on(hvd.State(model=training.model, optimizer=optimizer))
-    row = {"problem": name, "batch": batch, "rate": rate, "seed": seed, "level": problem.level}
+    row = {"problem": name, "batch": batch, "seed": seed, "level": problem.level}
     return {**row, "curve": curve}
 
 
 def main() -> None:
     """Run the job that the command line describes."""
-    out, name, batch, rate, most, seeds = (
+    out, name, batch, most, seeds = (
         *(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])),
-        *(float(sys.argv[4]), float(sys.argv[5]), int(sys.argv[6])),
+        *(float(sys.argv[4]), int(sys.argv[5])),
     )
-    rows: list[Mapping[str, Any]] = []
-    least = math.inf
-
-    def cost(rate: float) -> float:
-        nonlocal least
-        mine = [train(name, batch, rate, seed, min(most, WORSE * least)) for seed in range(seeds)]
-        rows.extend(mine)
-        needed = (crossing(row["curve"], row["level"]) for row in mine)
-        found = statistics.median(math.inf if each is None else each for each in needed)
-        least = min(least, found)
-        return found
-
-    best_rate(cost, rate)
+    rows: list[Mapping[str, Any]] = [train(name, batch, seed, most) for seed in range(seeds)]
     write_rank_0(out, rows)
 
 

@@ -322,23 +322,18 @@ def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     for name in problems:
         problem, found = PROBLEMS[name], list[dict[str, Any]]()
-        rate, most = problem.rate, float(problem.most_examples)
+        most = float(problem.most_examples)
         for scale in SCALES:
             batch = problem.initial * scale
-            mine = run_job("examples_job", 2, name, batch, rate, most, seeds)
+            mine = run_job("examples_job", 2, name, batch, most, seeds)
             found += mine
             row = examples_rows(found)[-1]
             row["trainings"] = [
-                {
-                    "rate": each["rate"],
-                    "seed": each["seed"],
-                    "examples": crossing(each["curve"], each["level"]),
-                }
+                {"seed": each["seed"], "examples": crossing(each["curve"], each["level"])}
                 for each in mine
             ]
             rows.append(row)
-            rate = row["rate"]
-            said = f"{name:11}batch {batch:4}, learning rate {rate:<8g}"
+            said = f"{name:11}batch {batch:4}: "
             if row["examples"] is None:
                 print(f"{said}the level was not reached", flush=True)
                 continue

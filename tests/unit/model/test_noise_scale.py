@@ -106,3 +106,43 @@ def test_noise_scale_at_the_edges() -> None:
     found = gradient_noise_scale([1.0, 0.0, -1.0, 2.0], [4.0, 4.0, 4.0, -4.0])
     assert found.tolist() == [4.0, np.inf, np.inf, 0.0]
     assert np.isnan(NoiseTracker(1, 10, None).noise_scale())
+
+
+@pytest.mark.parametrize(("first", "growth", "width"), [(390.0, 0.002, 900), (100.0, 0.004, 300)])
+def test_noise_that_grows_is_not_told_late_where_all_steps_are_needed(
+    first: float, growth: float, width: int
+) -> None:
+    # Softmax regression with Adam is like this: so noisy that no horizon is long enough.
+    ratios, steps = [], 300
+    exact = first * np.exp(growth * np.arange(steps))
+    for seed in range(16):
+        rng = np.random.default_rng(seed)
+        tracker = NoiseTracker(1, half_life=4 * 32, population=None)
+        passes = rng.normal(size=(steps, 2, width)) * np.sqrt(exact / width / 16)[:, None, None]
+        passes[:, :, 0] += 1.0
+        local = np.square(passes).sum(2).mean(1) / exact
+        total = np.square(passes.mean(1)).sum(1) / exact
+        for step in range(steps):
+            tracker.add([local[step]], [total[step]], 32, 2)
+        ratios.append(tracker.noise_scale() / exact[-1])
+    assert 0.8 < float(np.median(ratios)) < 1.25
+
+
+def test_what_grows_by_a_constant_factor_is_told_as_of_now_whatever_the_history() -> None:
+    tracker = NoiseTracker(1, half_life=4 * 32, population=None)
+    noise = 50.0
+    for _ in range(60):
+        # No noise in the norms themselves, so that only the delay could be wrong.
+        noise *= 1.003
+        tracker.add([1.0 + noise / 16], [1.0 + noise / 32], 32, 2)
+    assert tracker.noise_scale() == pytest.approx(noise, rel=0.02)
+
+
+def test_what_makes_gradient_and_noise_longer_alike_is_no_trend() -> None:
+    tracker, rng = NoiseTracker(1, half_life=4 * 32, population=None), np.random.default_rng(1)
+    for step in range(150):
+        # Adam's second moment rests on few gradients at first, and what is divided by it is long.
+        longer = 1 + 50 / (1 + step) ** 2
+        local, total = norms(rng.normal(0.2, 1.0, size=(32, 300)), [16, 16])
+        tracker.add([longer * local], [longer * total], 32, 2)
+    assert tracker.noise_scale() == pytest.approx(1 / 0.04, rel=0.1)
