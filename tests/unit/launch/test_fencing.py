@@ -12,10 +12,10 @@ import pytest
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.launch.adoption import Adoption
 from hvd_elastic.launch.claim import Claim
-from hvd_elastic.launch.leader import Leader
+from hvd_elastic.launch.leader import _ADOPTION_S, Leader
 from hvd_elastic.launch.protocol import Message
 from hvd_elastic.launch.spec import RunSpec
-from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.telemetry.runfolder import COMMAND_TIMEOUT_S, RunFolder
 
 HELD = {"generation": 1, "members": [], "workers": []}
 
@@ -178,3 +178,7 @@ def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_p
     leader._looked_at = 100.0
     leader._look_for_silence(130.0)
     assert (silent.last_heard, heard.last_heard) == (128.0, 130.0)
+
+
+def test_who_asks_a_leader_that_looks_for_live_processes_waits_as_long_as_it_does() -> None:
+    assert COMMAND_TIMEOUT_S > _ADOPTION_S + 2
