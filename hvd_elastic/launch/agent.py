@@ -101,8 +101,10 @@ class Worker:
     """It has joined a generation and is not through with its training."""
     has_answered: bool = True
     """It has written what it was asked for last, or could not."""
-    was_terminated: bool = False
-    """It got SIGTERM or SIGHUP, and outlived that."""
+    outlived: int = 0
+    """SIGTERM or SIGHUP, which it got first and outlived."""
+    was_meant: bool = False
+    """It was ended because it alone had got that."""
     writer: asyncio.StreamWriter | None = None
     unsent: list[Message] = field(default_factory=list)
 
@@ -268,6 +270,7 @@ class Agent:
     def _end_if_meant_alone(self, worker: Worker) -> None:
         """A worker that outlived SIGTERM, if that was no notice to the whole host."""
         if not self._notices:
+            worker.was_meant = True
             worker.send({"kind": "end"})
 
     def _leave(self) -> None:
@@ -674,10 +677,10 @@ class Agent:
                 message = decode(line)
                 kind = message["kind"]
                 if kind == "beat":
-                    was_terminated = message.pop("terminated", False)
+                    outlived = message.pop("outlived", 0)
                     worker.activity = {name: message[name] for name in message if name != "kind"}
-                    if was_terminated and not worker.was_terminated:
-                        worker.was_terminated = True
+                    if outlived and not worker.outlived:
+                        worker.outlived = outlived
                         loop = asyncio.get_running_loop()
                         loop.call_later(_SAME_NOTICE_S, self._end_if_meant_alone, worker)
                 elif kind == "checkpoint_answered":
@@ -748,6 +751,8 @@ class Agent:
         os.close(worker.log)
         del self._workers[worker.name]
         code = worker.process.returncode
+        if worker.was_meant and code == -signal.SIGKILL:
+            code = -worker.outlived  # what somebody sent, and not how it was carried out
         self._tell(
             {
                 "ev": "worker_exited",

@@ -59,6 +59,9 @@ _HOSTFILE_GONE_S = 2.0
 _LEAST_RESERVE_S = 10.0
 """Of the time that a host has left, for the last checkpoint and for leaving."""
 
+_BACKLOG_S = 2.0
+"""What hosts said while this process stood still is read within this time."""
+
 _SHUTDOWN = {"SIGTERM", "SIGHUP"}
 """A machine that is shut down may send both, one right after the other: they are one request."""
 
@@ -390,9 +393,13 @@ class Leader:
         if rival.leader in self._own_ids or self._finish is not None:
             return  # an agent that has not noticed yet that this leader was cut off
         began = self._adoption is None
-        if began and not rival.goes_before(self._id, self._led_since):
-            return  # it gives way as soon as it meets this one; the host is tried again
-        self._give_way(rival, "began later" if began else "")
+        if not began:
+            self._give_way(rival)
+        elif rival.goes_before(self._id, self._led_since):
+            self._give_way(rival, "began later")
+        elif not any(agent.up for agent in self._agents.values()):
+            self._give_way(rival, "has no host left")
+        # Else it gives way as soon as it meets this one; the host is tried again.
 
     def _give_way(self, rival: Rival, why: str = "") -> None:
         """End; ``why`` this one, empty where it has begun nothing."""
@@ -419,7 +426,7 @@ class Leader:
             self._give_way(rival, "has no process that trains")
         elif rival.goes_before(own.leader, own.led_since):
             self._give_way(rival, "began later")
-        elif any(agent.last_heard > seen for agent in self._agents.values()):
+        elif any(agent.last_read > seen + _BACKLOG_S for agent in self._agents.values()):
             self._claim.insist()  # it gives way as soon as it sees that
 
     def _adopt_when_complete(self) -> None:
@@ -573,7 +580,7 @@ class Leader:
         if gap_s > _TICK_S + self._spec.heartbeat_s:
             # It was this process that stood still; nobody was silent for that long.
             for agent in self._agents.values():
-                agent.last_heard += gap_s
+                agent.last_heard = min(agent.last_heard + gap_s, now)
             return
         timeout_s = self._spec.failure_timeout_s
         silence = {name: now - a.last_heard for name, a in self._agents.items() if a.up}

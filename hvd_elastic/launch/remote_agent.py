@@ -50,6 +50,9 @@ class AgentConnection:
     ) -> None:
         self.host = host
         self.last_heard = time.monotonic()
+        """Silence is counted from then; it does not count where this process stood still."""
+        self.last_read = self.last_heard
+        """When anything of it was last read."""
         self.info: Message = {}
         self.acted_upon = 0
         """Number of the last message that has been acted upon, for the agent to forget."""
@@ -173,7 +176,7 @@ class AgentConnection:
 
     def _read(self) -> None:
         for line in self._process.stdout:
-            self.last_heard = time.monotonic()
+            self.last_heard = self.last_read = time.monotonic()
             try:
                 message = decode(line)
             except ValueError:

@@ -82,7 +82,7 @@ class AgentLink:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect("\0" + socket_name)
         self._owner_pid = os.getpid()
-        self._was_terminated = False
+        self._outlived = 0
         self._handler = self._note_signal
         self._outlive_notices()
         self.send({"kind": "hello", "worker": worker, "pid": os.getpid()})
@@ -164,12 +164,14 @@ class AgentLink:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOTICES)
 
     def _note_signal(self, number: int, frame: object) -> None:
-        self._was_terminated = True  # the next beat says so: the lock may be held right here
+        self._outlived = (
+            self._outlived or number
+        )  # the next beat says so: the lock may be held right here
 
     def _beat(self) -> None:
         stop = threading.Event()
         while not stop.wait(self._beat_s):
-            said = {"terminated": True} if self._was_terminated else {}
+            said = {"outlived": self._outlived} if self._outlived else {}
             try:
                 self.send({"kind": "beat", **self._activity(), **said})
             except OSError:

@@ -45,7 +45,7 @@ __all__ = [
     "new_run_id",
 ]
 
-COMMAND_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 20.0
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOCK_TRIES = 20  # a reader that asks whether the leader lives holds the lock for an instant

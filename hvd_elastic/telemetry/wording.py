@@ -170,11 +170,15 @@ def resume_words(event: Mapping[str, Any]) -> str:
     'its checkpoint is of step 7, so 2 steps will be done again; go on with: hvd-elastic run --resume r1'
     >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": None})
     'it has no checkpoint here: --resume goes on from one that is still on a host, or begins anew'
+    >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 0, "checkpoint_step": 9})
+    'its checkpoint is of step 9; go on with: hvd-elastic run --resume r1'
     """  # noqa: E501
     steps = event.get("steps")
-    if event.get("status") == "succeeded" or not steps or "checkpoint_step" not in event:
+    if event.get("status") == "succeeded" or steps is None or "checkpoint_step" not in event:
         return ""
     step = event["checkpoint_step"]
+    if not steps and (step is None or event.get("status") == "failed"):
+        return ""  # nothing was begun, and why it failed says the rest
     if step is None:
         return (
             "it has no checkpoint here: --resume goes on from one that is still on a host, "

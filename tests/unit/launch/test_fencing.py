@@ -12,23 +12,38 @@ import pytest
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.launch.adoption import Adoption
 from hvd_elastic.launch.claim import Claim
-from hvd_elastic.launch.leader import Leader
+from hvd_elastic.launch.leader import _ADOPTION_S, Leader
 from hvd_elastic.launch.protocol import Message
 from hvd_elastic.launch.spec import RunSpec
-from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.telemetry.runfolder import COMMAND_TIMEOUT_S, RunFolder
 
 HELD = {"generation": 1, "members": [], "workers": []}
 
 
-def met(folder: Path, *, since: float, began: bool, **refusal: Any) -> Finish | None:
+@dataclass
+class AgentHeard:
+    """A connection to an agent, of which something was read last then."""
+
+    last_read: float = 0.0
+    last_heard: float = 0.0
+    up: bool = False
+
+    def send(self, message: Message) -> None:
+        """Nobody is there."""
+
+
+def met(
+    folder: Path, *, since: float, began: bool, leads: bool = True, **refusal: Any
+) -> Finish | None:
     """How a leader that began to lead at 100 ends, if it does."""
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
     leader._led_since = 100.0
     if not began:
         leader._adoption = Adoption(["n1", "n2"], ["n1", "n2"], deadline=0.0)
-    agent: Any = object()
-    leader._agents["n2"] = agent
+    agent: Any = AgentHeard()
+    first: Any = AgentHeard(up=leads)
+    leader._agents |= {"n1": first, "n2": agent}
     said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": since}
     message = {"ev": "refused", "run_id": "met", **said, "heard_s": 0.5, **refusal}
     if refusal.get("leader") == "own":
@@ -57,22 +72,15 @@ def test_of_two_that_train_the_later_one_ends(tmp_path: Path) -> None:
     assert finish is not None
     assert "which began later, ends" in finish.message
     assert met(tmp_path / "earlier", since=200.0, began=True) is None
+    finish = met(tmp_path / "left", since=200.0, began=True, leads=False)
+    assert finish is not None
+    assert "which has no host left, ends" in finish.message
 
 
 @pytest.mark.parametrize("began", [True, False])
 def test_a_leader_is_not_its_own_rival(tmp_path: Path, began: bool) -> None:
     """After it was cut off it comes as another, to agents that may not have noticed."""
     assert met(tmp_path, since=50.0, began=began, leader="own") is None
-
-
-@dataclass
-class AgentHeard:
-    """A connection to an agent, last heard of then."""
-
-    last_heard: float
-
-    def send(self, message: Message) -> None:
-        """Nobody is there."""
 
 
 class Keeper:
@@ -134,8 +142,8 @@ def test_of_two_that_train_apart_the_later_one_ends(tmp_path: Path) -> None:
     assert not insisted
     assert "which began later, ends" in finish.message
     assert claimed(tmp_path / "earlier", since=200.0, trains=True) == (None, True)
-    asleep = claimed(tmp_path / "asleep", since=200.0, trains=True, heard=4.0)
-    assert asleep == (None, False), "it has to hear of its hosts first"
+    asleep = claimed(tmp_path / "asleep", since=200.0, trains=True, heard=6.0)
+    assert asleep == (None, False), "what its hosts said before it was frozen is no proof"
     finish, _ = claimed(tmp_path / "alone", since=200.0, trains=False)
     assert finish is not None
     assert "which has no process that trains, ends" in finish.message
@@ -159,3 +167,18 @@ def test_where_the_last_generation_lives_nobody_else_leads() -> None:
         adoption.answered(host, HELD)
     assert adoption.complete, "n3 is not waited for"
     assert adoption.event(()).awaited == ("n3",)
+
+
+def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_path: Path) -> None:
+    run = RunFolder.create("met", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    silent: Any = AgentHeard(last_heard=98.0, up=True)
+    heard: Any = AgentHeard(last_heard=129.9, up=True)  # read while the leader was woken
+    leader._agents |= {"n1": silent, "n2": heard}
+    leader._looked_at = 100.0
+    leader._look_for_silence(130.0)
+    assert (silent.last_heard, heard.last_heard) == (128.0, 130.0)
+
+
+def test_who_asks_a_leader_that_looks_for_live_processes_waits_as_long_as_it_does() -> None:
+    assert COMMAND_TIMEOUT_S > _ADOPTION_S + 2
