@@ -138,6 +138,7 @@ class Leader:
         self._own_ids = {self._id}
         self._led_since = time.time()
         self._gave_way = False
+        self._has_led = False
         self._claim: ClaimKeeper | None = None
         self._claimed_by: Claim | None = None
         """Another leader, of which more is known when the hosts have been asked."""
@@ -190,7 +191,7 @@ class Leader:
     @property
     def gave_way(self) -> bool:
         """Whether it ended because another one leads, and had begun nothing."""
-        return self._gave_way
+        return self._gave_way and not self._has_led
 
     def run(self) -> cmd.Finish:
         """Lead until the end.
@@ -229,6 +230,7 @@ class Leader:
                 if past is not None:
                     self._ask_around(hosts, past, _ADOPTION_S)
                 else:
+                    self._has_led = True
                     self._tell(self._hosts_changed(hosts))
                 self._loop.run()
             except BaseException as error:
@@ -402,8 +404,10 @@ class Leader:
         # Else it gives way as soon as it meets this one; the host is tried again.
 
     def _give_way(self, rival: Rival, why: str = "") -> None:
-        """End; ``why`` this one, empty where it has begun nothing."""
+        """End; ``why`` this one, empty where it leads nothing that would have to end too."""
         self._gave_way = not why
+        if not why and self._has_led:  # it was cut off, and asked its hosts again
+            why = "lost its hosts meanwhile"
         self._finish = cmd.Finish("failed", rival.explain(why))
         self._loop.stop()
 
@@ -457,6 +461,7 @@ class Leader:
                 f"{names} could not be asked whether another leader leads this run; if one does, "
                 "the one that began later ends when they meet"
             )
+        self._has_led = True
         self._workers = dict(adoption.workers)
         self._took_over = bool(self._workers)
         self._members = event.members

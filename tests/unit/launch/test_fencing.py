@@ -182,3 +182,19 @@ def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_p
 
 def test_who_asks_a_leader_that_looks_for_live_processes_waits_as_long_as_it_does() -> None:
     assert COMMAND_TIMEOUT_S > _ADOPTION_S + 2
+
+
+@pytest.mark.parametrize("has_led", [False, True])
+def test_only_one_that_never_led_counts_as_never_there(tmp_path: Path, has_led: bool) -> None:
+    """One that was cut off has a run folder with all that it did."""
+    run = RunFolder.create("met", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    leader._has_led = has_led
+    leader._adoption = Adoption(["n1"], ["n1"], deadline=0.0)
+    agent: Any = AgentHeard()
+    leader._agents["n1"] = agent
+    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": 50.0}
+    leader._heard(agent, "n1", {"ev": "refused", "run_id": "met", **said, "heard_s": 0.5})
+    assert leader._finish is not None
+    assert ("has started nothing" in leader._finish.message) is not has_led
+    assert leader.gave_way is not has_led
