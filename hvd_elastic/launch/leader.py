@@ -137,6 +137,7 @@ class Leader:
         self._id = secrets.token_hex(8)
         self._own_ids = {self._id}
         self._led_since = time.time()
+        self._led_elsewhere = False
         self._gave_way = False
         self._has_led = False
         self._claim: ClaimKeeper | None = None
@@ -252,6 +253,7 @@ class Leader:
                 "examples": self._progress["examples"],
                 "epochs": self._progress["epoch"],
                 "checkpoint_step": newest if newest >= 0 else None,
+                "led_elsewhere": self._led_elsewhere,
             },
         )
         for file in self._logs.values():
@@ -405,6 +407,7 @@ class Leader:
 
     def _give_way(self, rival: Rival, why: str = "") -> None:
         """End; ``why`` this one, empty where it leads nothing that would have to end too."""
+        self._led_elsewhere = True
         self._gave_way = not why
         if not why and self._has_led:  # it was cut off, and asked its hosts again
             why = "lost its hosts meanwhile"

@@ -172,11 +172,15 @@ def resume_words(event: Mapping[str, Any]) -> str:
     'it has no checkpoint here: --resume goes on from one that is still on a host, or begins anew'
     >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 0, "checkpoint_step": 9})
     'its checkpoint is of step 9; go on with: hvd-elastic run --resume r1'
+    >>> resume_words({"status": "failed", "steps": 9, "checkpoint_step": 7, "led_elsewhere": True})
+    ''
     """  # noqa: E501
     steps = event.get("steps")
     if event.get("status") == "succeeded" or steps is None or "checkpoint_step" not in event:
         return ""
     step = event["checkpoint_step"]
+    if event.get("led_elsewhere"):
+        return ""  # it goes on there
     if not steps and (step is None or event.get("status") == "failed"):
         return ""  # nothing was begun, and why it failed says the rest
     if step is None:
