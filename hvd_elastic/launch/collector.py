@@ -339,6 +339,8 @@ class CheckpointCollector:
                 "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
             )
             self._release(key[0] - 1)  # the newest stays where it is
+            if key[0] <= self.newest_step:
+                problems = ()  # the leader before had fetched it, and the hosts told of it again
         if not problems:
             self._complaints.clear()
         for problem in problems:

@@ -179,6 +179,28 @@ def test_a_failure_costs_the_checkpoint_and_is_said_once(tmp_path: Path) -> None
     assert run.warnings[1:] == ["host node1: no checkpoint was written: /spool is full"]
 
 
+def test_what_the_leader_before_had_fetched_already_is_no_loss(tmp_path: Path) -> None:
+    """Agents tell the next leader what the last one may not have heard."""
+    first = Run(tmp_path)
+    first.written(20, 0, 1)
+    told = [
+        (name, first.hosts[name], find_shards(first.hosts[name].spool)[0])
+        for name in ("node0", "node1")
+    ]
+    first.settle()
+    assert first.steps() == [20]
+    assert not find_shards(first.hosts["node0"].spool)
+    second = Run(tmp_path / "next", resumed=True)
+    shutil.copytree(first.folder, second.folder, dirs_exist_ok=True)
+    second.collector.check()
+    for name, host, shard in told:
+        said = {"shard": shard.manifest(), "seconds": 0.5, "blocked_s": 0.0}
+        second.collector.written(name, host, said)
+    second.settle()
+    assert second.warnings == []
+    assert second.steps() == [20]
+
+
 def test_copies_are_on_other_hosts_until_the_next_is_complete(tmp_path: Path) -> None:
     run = Run(tmp_path, copies=1)
     for step in (10, 20):
