@@ -88,8 +88,8 @@ def check_free(place: bytes, size: int, files: int) -> None:
     # Of a file system that has no blocks at all (/proc), writing tells what is wrong.
     if disk.f_blocks and size > 0 and size + HEADROOM_BYTES > free:
         raise StoreError(
-            f"{where} needs {size / 1e6:.0f} MB, {free / 1e6:.0f} MB are free there. Make room, or "
-            "choose another destination"
+            f"{where} needs {size / 1e6:.0f} MB and {HEADROOM_BYTES / 1e6:.0f} MB to spare, "
+            f"{free / 1e6:.0f} MB are free there. Make room, or choose another destination"
         )
     if disk.f_files and files > disk.f_favail:
         raise StoreError(

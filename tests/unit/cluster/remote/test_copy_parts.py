@@ -30,6 +30,7 @@ from hvd_elastic.cluster.remote.copy_tree import (
     read_tree,
     walk,
 )
+from tests import small_disk
 
 SECRET = b"s" * 32
 TEXT = b"loss=0.5 " * 7000
@@ -404,6 +405,13 @@ def test_a_read_only_file_that_a_killed_node_left_without_its_name(tmp_path: Pat
     found = place / "there"
     assert found.read_bytes() == data
     assert found.stat().st_mode & 0o777 == 0o444
+
+
+def test_the_room_that_is_wanted_is_said_in_whole(tmp_path: Path) -> None:
+    with small_disk.mounted(tmp_path / "disk", "20m") as folder:
+        copy_store.check_free(os.fsencode(folder), 1_000_000, 1)
+        with pytest.raises(StoreError, match="needs 10 MB and 17 MB to spare, 21 MB are free"):
+            copy_store.check_free(os.fsencode(folder), 10_000_000, 1)
 
 
 def test_what_has_arrived_when_a_copy_is_cut_off_is_kept(tmp_path: Path) -> None:
