@@ -338,6 +338,10 @@ def copy(
     )
     from hvd_elastic.cluster.copy_pull import Pulled, check_pull, pull_to_hosts, read_list
 
+    if not places[0]:
+        # Path would make the current folder of it.
+        name = "source" if pull is None else "destination"
+        raise UsageError(f"{name} '': it is empty. Is a variable of your script not set?")
     source = Path(places[0])
     pulled = None
     if pull is not None:

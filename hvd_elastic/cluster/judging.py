@@ -106,6 +106,7 @@ class Reference:
         packages: versions; None where neither the leader nor a host has it.
         cuda, driver, mtu, interface: the commonest among the hosts; None where there is none.
         code, package_code: file name to digest; None where there is none to compare.
+        gpus: whether most hosts have GPUs.
         known_names: whether hosts know one another by the names of the hostfile.
         whose: of each of these, "the leader has" or "the others have".
     """
@@ -118,6 +119,7 @@ class Reference:
     interface: str | None
     code: Mapping[str, str] | None
     package_code: Mapping[str, str] | None
+    gpus: bool
     known_names: bool
     whose: Mapping[str, str]
 
@@ -154,6 +156,7 @@ def choose_reference(
         _commonest(_interface(each, settings) for each in facts.values()),
         leader["code"],
         leader["package_code"],
+        2 * sum(bool(each["gpus"]) for each in facts.values()) > len(facts),
         2 * sum(known) >= len(known),
         whose,
     )
@@ -181,6 +184,9 @@ def judge_host(
     checks.append(_same("cuda", facts["cuda"], reference.cuda, "Install the same PyTorch build"))
     if facts["gpus"] or facts["gpu_error"]:
         checks += _check_gpus(host, facts, reference)
+    elif reference.gpus:
+        text = "none: there is no nvidia-smi, and most hosts have GPUs. Install the driver there"
+        checks.append(Check("gpus", Level.FAILED, f"{text}, or leave the host out"))
     checks.append(_check_code(facts, reference, settings))
     checks.append(_check_package_code(facts, reference))
     checks += [_check_folder(folder, found) for folder, found in facts["folders"].items()]

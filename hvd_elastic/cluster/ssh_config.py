@@ -128,9 +128,11 @@ def read_config_text(config_path: Path | None) -> str:
     return "\nHost *\n".join(parts)
 
 
-def _inline(path: Path, text: str, depth: int) -> str:
-    """paramiko knows no Include, and cloud tools put their hosts behind one."""
-    block = "Host *"
+def _inline(path: Path, text: str, depth: int, block: str = "Host *") -> str:
+    """paramiko knows no Include, and cloud tools put their hosts behind one.
+
+    ``block`` is the Host or Match line that the text stands under.
+    """
     lines = []
     for line in text.splitlines():
         match = _KEYWORD.match(line)
@@ -150,7 +152,7 @@ def _inline(path: Path, text: str, depth: int) -> str:
                     inner = included.read_text(encoding="utf-8", errors="replace")
                 except OSError:
                     continue
-                lines.append(_inline(included, inner, depth + 1))
+                lines.append(_inline(included, inner, depth + 1, block))
         # Blocks of the included file end with it.
         lines.append(block)
     return "\n".join(lines)

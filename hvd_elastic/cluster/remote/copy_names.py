@@ -83,18 +83,28 @@ class Names:
     def settle(self) -> None:
         """Gives the names of all that has arrived.
 
+        The kernel tells of a failed write once, and holds what was lost for written afterwards:
+        after an error no name is given any more.
+
         Raises:
-            OSError: the disk cannot take it, or a name cannot be given.
+            OSError: the disk cannot take it, or a name cannot be given; now or before.
         """
         with self._giving:
             with self._changed:
+                if self._error is not None:
+                    raise self._error
                 arrived = dict(self._waiting)
                 self._unsynced = 0
-            sync_disk(self._folder)
-            for index, part in arrived.items():
-                self._give(index, part)
+            try:
+                sync_disk(self._folder)
+                for index, part in arrived.items():
+                    self._give(index, part)
+                    with self._changed:
+                        del self._waiting[index]
+            except OSError as error:
                 with self._changed:
-                    del self._waiting[index]
+                    self._error = error
+                raise
 
     def end(self) -> None:
         """No more will arrive; what has no name then gets none."""
@@ -112,9 +122,7 @@ class Names:
                     return
             try:
                 self.settle()
-            except OSError as error:
-                with self._changed:
-                    self._error = error
-                return
+            except OSError:
+                return  # who writes on is told
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, PAUSE_S)

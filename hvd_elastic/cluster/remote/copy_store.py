@@ -88,8 +88,8 @@ def check_free(place: bytes, size: int, files: int) -> None:
     # Of a file system that has no blocks at all (/proc), writing tells what is wrong.
     if disk.f_blocks and size > 0 and size + HEADROOM_BYTES > free:
         raise StoreError(
-            f"{where} needs {size / 1e6:.0f} MB, {free / 1e6:.0f} MB are free there. Make room, or "
-            "choose another destination"
+            f"{where} needs {size / 1e6:.0f} MB and {HEADROOM_BYTES / 1e6:.0f} MB to spare, "
+            f"{free / 1e6:.0f} MB are free there. Make room, or choose another destination"
         )
     if disk.f_files and files > disk.f_favail:
         raise StoreError(
@@ -523,7 +523,7 @@ class Target(Store):
                     continue
                 remove_entry(self._parts, name)
                 continue
-            number = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._parts)
+            number = self._open_part(name)
             size = os.fstat(number).st_size
             if size > self.tree.files[index].size:
                 os.ftruncate(number, 0)
@@ -532,6 +532,15 @@ class Target(Store):
             os.lseek(number, size, os.SEEK_SET)
             self._have[index] = size
             self.left -= size
+
+    def _open_part(self, name: bytes) -> int:
+        # One that had all come may be read-only already; a link in its place is not followed.
+        found = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._parts)
+        try:
+            os.chmod(f"/proc/self/fd/{found}", 0o600)
+        finally:
+            os.close(found)
+        return os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._parts)
 
     def _part(self, index: int) -> bytes:
         file = self.tree.files[index]

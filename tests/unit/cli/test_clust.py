@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cli.clust import _is_nothing
+from hvd_elastic.cli.clust import _is_nothing, copyclust_main
 
 
 @pytest.mark.parametrize(("name", "nothing"), [("null", True), ("zero", False)])
@@ -24,3 +25,27 @@ def test_an_input_that_is_empty_is_passed_on(tmp_path: Path) -> None:
     assert not _is_nothing(ours)
     os.close(ours)
     os.close(theirs)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["", "/data"],
+        ["--from", "127.0.0.1", "", "/data"],
+        ["--pull", "cp x {dst}", ""],
+        ["/etc", ""],
+    ],
+)
+def test_an_empty_place_is_not_the_current_folder(
+    tmp_path: Path,
+    places: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As when the variable of a script is not set."""
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+    monkeypatch.setattr(sys, "argv", ["copyclust", "--dry-run", str(tmp_path / "hosts"), *places])
+    with pytest.raises(SystemExit) as caught:
+        copyclust_main()
+    assert caught.value.code == 2
+    assert "''" in capsys.readouterr().err

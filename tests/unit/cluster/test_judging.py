@@ -96,6 +96,7 @@ ON_ETH0 = CheckSettings(interface="eth0")
         ({"cuda": None}, {"cuda": FAILED}),
         ({"gpus": [GPU]}, {"gpus": FAILED}),
         ({"gpus": [], "gpu_error": "GPU is lost"}, {"gpus": FAILED}),
+        ({"gpus": []}, {"gpus": FAILED}),
         (
             {"gpus": [{**GPU, "memory.used": "30000"}, {**GPU, "driver_version": "535.9"}]},
             {"gpus": WARNING, "driver": WARNING},

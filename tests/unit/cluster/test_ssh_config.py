@@ -87,6 +87,15 @@ def test_what_names_other_hosts_only_is_left_out(tmp_path: Path) -> None:
     assert "gpu3" in load_ssh_config(config, "gpu1").get_hostnames()
 
 
+def test_what_follows_an_include_in_an_included_file_stays_in_the_block(tmp_path: Path) -> None:
+    (tmp_path / "inner").write_text("Compression yes\n")
+    (tmp_path / "outer").write_text(f"Include {tmp_path}/inner\nPort 2222\n")
+    config = tmp_path / "config"
+    config.write_text(f"Host gpu1\n  Include {tmp_path}/outer\nHost *\n  User alice\n")
+    assert load_ssh_config(config, "gpu1").lookup("gpu1")["port"] == "2222"
+    assert "port" not in load_ssh_config(config, "gpu2").lookup("gpu2")
+
+
 def test_a_file_that_includes_itself_ends(tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(f"Include {config}\nHost gpu1\n  Port 5\n")

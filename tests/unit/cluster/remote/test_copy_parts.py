@@ -9,6 +9,7 @@ import os
 import queue
 import socket
 import threading
+import traceback
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from hvd_elastic.cluster.remote.copy_tree import (
     read_tree,
     walk,
 )
+from tests import small_disk
 
 SECRET = b"s" * 32
 TEXT = b"loss=0.5 " * 7000
@@ -338,6 +340,78 @@ def test_a_disk_that_cannot_take_what_was_written(
         target.finish()
     assert "Make room there and call again" in target.explain(caught.value)
     assert not (tmp_path / "there").exists()
+
+
+def test_a_disk_that_failed_once_gets_no_name_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells a write that failed once to each descriptor; what was lost stays lost."""
+    answers = [OSError(errno.EIO, "Input/output error")]
+
+    def fail_once(descriptor: int) -> None:
+        if answers:
+            raise answers.pop()
+        sync_disk(descriptor)
+
+    monkeypatch.setattr(copy_names, "sync_disk", fail_once)
+    data = b"data"
+    (tmp_path / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    target = target_of(tmp_path / "there", tree)
+    target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output"):
+            target.finish()
+    target.abandon(keep=False)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_read_only_file_that_a_killed_node_left_without_its_name(tmp_path: Path) -> None:
+    """Root may write what is read-only: another user does the work, in a process of its own."""
+    data = os.urandom(200_000)
+    source = tmp_path / "source"
+    source.write_bytes(data)
+    source.chmod(0o444)
+    place = tmp_path / "user"
+    place.mkdir()
+    for folder in (place, *place.parents[:3]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    place.chmod(0o777)
+    tree, _ = walk(os.fsencode(source), [])
+
+    def copy_twice() -> None:
+        killed = target_of(place / "there", tree)
+        killed.write(0, 0, data, b"")
+        killed.end(0, hashlib.sha256(data).digest(), 0)
+        os.close(killed._parts)  # and with it the lock
+        again = target_of(place / "there", tree)
+        assert again.wants() == [(0, len(data))]
+        again.end(0, hashlib.sha256(data).digest(), 0)
+        assert again.finish() == []
+
+    if os.geteuid() == 0:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setuid(65534)
+                copy_twice()
+            except (OSError, StoreError, AssertionError):
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        copy_twice()
+    found = place / "there"
+    assert found.read_bytes() == data
+    assert found.stat().st_mode & 0o777 == 0o444
+
+
+def test_the_room_that_is_wanted_is_said_in_whole(tmp_path: Path) -> None:
+    with small_disk.mounted(tmp_path / "disk", "20m") as folder:
+        copy_store.check_free(os.fsencode(folder), 1_000_000, 1)
+        with pytest.raises(StoreError, match="needs 10 MB and 17 MB to spare, 21 MB are free"):
+            copy_store.check_free(os.fsencode(folder), 10_000_000, 1)
 
 
 def test_what_has_arrived_when_a_copy_is_cut_off_is_kept(tmp_path: Path) -> None:
