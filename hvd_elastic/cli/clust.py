@@ -519,6 +519,8 @@ def kill(
             "say what to end: --run RUN for one run (hvd-elastic list shows them), --all, "
             "--strays, or --user-processes PATTERN"
         )
+    if run_id == "":
+        raise UsageError("--run '': it is empty. Is a variable of your script not set?")
     if user_processes is not None:
         _check_pattern(user_processes)
     printer = Printer(chosen.hosts)

@@ -170,7 +170,7 @@ def _state_of(path: Path) -> tuple[int, ...] | None:
         found = path.stat()
     except OSError:
         return None
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
 
 
 @functools.lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cli.clust import _is_nothing, copyclust_main
+from hvd_elastic.cli.clust import _is_nothing, copyclust_main, killclust_main
 
 
 @pytest.mark.parametrize(("name", "nothing"), [("null", True), ("zero", False)])
@@ -49,3 +49,14 @@ def test_an_empty_place_is_not_the_current_folder(
         copyclust_main()
     assert caught.value.code == 2
     assert "''" in capsys.readouterr().err
+
+
+def test_an_empty_run_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+    monkeypatch.setattr(sys, "argv", ["killclust", str(tmp_path / "hosts"), "--run", ""])
+    with pytest.raises(SystemExit) as caught:
+        killclust_main()
+    assert caught.value.code == 2
+    assert "--run '': it is empty" in capsys.readouterr().err
