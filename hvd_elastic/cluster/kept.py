@@ -300,7 +300,7 @@ class KeptProcess:
         ended = True
         try:
             self.wait(STOP_S)
-        except TimeoutError:
+        except (TimeoutError, KeptGoneError):  # its time is over: it is not begun anew
             ended = False
         self.close()
         return ended

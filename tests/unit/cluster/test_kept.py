@@ -9,7 +9,7 @@ import pytest
 from hvd_elastic.cluster.connection import SshOptions
 from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.kept import KEY_BYTES, KeptGoneError, KeptHost, KeptHosts
-from hvd_elastic.cluster.remote.keep_wire import FAILED, LIVE, frame
+from hvd_elastic.cluster.remote.keep_wire import FAILED, GONE, LIVE, frame
 
 
 def test_a_reader_that_fails_leaves_nobody_waiting(
@@ -30,3 +30,18 @@ def test_a_reader_that_fails_leaves_nobody_waiting(
         with pytest.raises(KeptGoneError):
             host.hold((), lambda _: None, lambda _: None)
         assert failed.wait(60)
+
+
+def test_what_is_stopped_and_turns_out_to_be_gone_is_not_begun_anew(tmp_path: Path) -> None:
+    """A host that died silently: the time limit is over by then, and another try has none left."""
+    (tmp_path / "config").touch()
+    ours, keeper = socket.socketpair()
+    keeper.sendall(frame(LIVE))
+    with keeper, KeptHosts(ours, SshOptions(tmp_path / "config"), None) as hosts:
+        running = KeptHost(hosts, Host("node1"), bytes(KEY_BYTES)).hold(
+            (), lambda _: None, lambda _: None
+        )
+        with pytest.raises(TimeoutError):
+            running.wait(0.01)
+        keeper.sendall(frame(GONE, running.number))
+        assert running.stop() is False
