@@ -37,6 +37,7 @@ _FILES = ("identityfile", "certificatefile", "userknownhostsfile", "globalknownh
 _COMMANDS = ("proxycommand", "match")
 _FIXED = re.compile(r"[/~%$-]|none$")
 _NAME = re.compile(r"[\w.:-]+")
+_EVERY_HOST = "Host *"
 _KEYWORD = re.compile(r"\s*(?P<key>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<value>.*)")
 
 
@@ -128,17 +129,18 @@ def read_config_text(config_path: Path | None) -> str:
     return "\nHost *\n".join(parts)
 
 
-def _inline(path: Path, text: str, depth: int, block: str = "Host *") -> str:
+def _inline(path: Path, text: str, depth: int, outer: str = _EVERY_HOST) -> str:
     """paramiko knows no Include, and cloud tools put their hosts behind one.
 
-    ``block`` is the Host or Match line that the text stands under.
+    ``outer`` is the Host or Match line that the text stands under: its own blocks count for hosts
+    that this one matches too.
     """
-    lines = []
+    lines, block = [], outer
     for line in text.splitlines():
         match = _KEYWORD.match(line)
         key = match["key"].lower() if match else ""
         if key in ("host", "match"):
-            block = line
+            line = block = _both(outer, line)
         if match is None or key != "include" or depth >= MAX_INCLUDE_DEPTH:
             lines.append(line)
             continue
@@ -156,6 +158,23 @@ def _inline(path: Path, text: str, depth: int, block: str = "Host *") -> str:
         # Blocks of the included file end with it.
         lines.append(block)
     return "\n".join(lines)
+
+
+def _both(outer: str, inner: str) -> str:
+    """The line of a block for hosts that both lines match."""
+    if outer == _EVERY_HOST:
+        return inner
+    criteria = [each for each in (_criteria(outer), _criteria(inner)) if each.lower() != "all"]
+    return f"Match {' '.join(criteria) or 'all'}"
+
+
+def _criteria(line: str) -> str:
+    """Of a Host or Match line, as a Match line has them."""
+    match = _KEYWORD.match(line)
+    assert match is not None
+    if match["key"].lower() == "match":
+        return match["value"].strip()
+    return f"originalhost {','.join(match['value'].split())}"
 
 
 def needs_folder(text: str) -> bool:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -145,3 +147,29 @@ def test_the_configuration_of_a_virtual_cluster_is_found_beside_its_hostfile(
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     assert config_beside(hostfile) is None, "another user's ProxyCommand would run as this one"
+
+
+@pytest.mark.parametrize("outer", ["Host work-* desk", "Match originalhost work-*,desk"])
+@pytest.mark.parametrize("inner", ["Host *", "Host * !other", "Match all"])
+def test_blocks_of_an_included_file_count_where_it_is_included(
+    tmp_path: Path, outer: str, inner: str
+) -> None:
+    (tmp_path / "deeper").write_text("Host *-1\n  Port 2222\n")
+    (tmp_path / "inner").write_text(f"{inner}\n  User bob\n  Include {tmp_path}/deeper\n")
+    config = tmp_path / "config"
+    config.write_text(f"{outer}\n  Include {tmp_path}/inner\nHost *\n  User root\n")
+
+    def looked_up(host: str) -> tuple[str, str]:
+        of_ours = load_ssh_config(config, host).lookup(host)
+        found = of_ours["user"], of_ours.get("port", "22")
+        if ssh := shutil.which("ssh"):
+            said = subprocess.run(
+                [ssh, "-F", str(config), "-G", host], capture_output=True, text=True
+            )
+            theirs = dict(line.split(" ", 1) for line in said.stdout.splitlines() if " " in line)
+            assert found == (theirs["user"], theirs["port"])
+        return found
+
+    assert looked_up("work-1") == ("bob", "2222")
+    assert looked_up("desk") == ("bob", "22")
+    assert looked_up("other-1") == ("root", "22")
