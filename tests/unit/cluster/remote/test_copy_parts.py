@@ -8,9 +8,11 @@ import hashlib
 import os
 import queue
 import socket
+import tempfile
 import threading
 import traceback
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,16 +368,22 @@ def test_a_disk_that_failed_once_gets_no_name_later(
     assert not (tmp_path / "there").exists()
 
 
-def test_a_read_only_file_that_a_killed_node_left_without_its_name(tmp_path: Path) -> None:
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that every user reaches: those of pytest are their owner's alone."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
+
+
+def test_a_read_only_file_that_a_killed_node_left_without_its_name(open_folder: Path) -> None:
     """Root may write what is read-only: another user does the work, in a process of its own."""
     data = os.urandom(200_000)
-    source = tmp_path / "source"
+    source = open_folder / "source"
     source.write_bytes(data)
     source.chmod(0o444)
-    place = tmp_path / "user"
+    place = open_folder / "user"
     place.mkdir()
-    for folder in (place, *place.parents[:3]):
-        folder.chmod(folder.stat().st_mode | 0o055)
     place.chmod(0o777)
     tree, _ = walk(os.fsencode(source), [])
 
