@@ -233,7 +233,7 @@ def test_what_arrives_damaged_gets_no_name_and_is_asked_for_again(tmp_path: Path
 
     for _ in range(2):
         with pytest.raises(wire.LinkError, match="arrived damaged"):
-            send(b"x" + data[1:])
+            send(bytes([data[0] ^ 1]) + data[1:])
         assert target.wants() == [(0, 0)]
         assert not (tmp_path / "there").exists()
     with pytest.raises(wire.LinkError, match="nobody asked for"):
@@ -326,6 +326,16 @@ def test_names_are_given_behind_the_stream(tmp_path: Path, monkeypatch: pytest.M
     os.close(folder)
 
 
+def target_with_a_file(folder: Path) -> Target:
+    """A copy to ``there`` of which all has come, and nothing has its name yet."""
+    data = b"data"
+    (folder / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(folder / "source"), [])
+    target = target_of(folder / "there", tree)
+    target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
+    return target
+
+
 def test_a_disk_that_cannot_take_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,11 +343,7 @@ def test_a_disk_that_cannot_take_what_was_written(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(copy_names, "sync_disk", refuse)
-    data = b"data"
-    (tmp_path / "source").write_bytes(data)
-    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
-    target = target_of(tmp_path / "there", tree)
-    target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
+    target = target_with_a_file(tmp_path)
     with pytest.raises(OSError, match="No space left") as caught:
         target.finish()
     assert "Make room there and call again" in target.explain(caught.value)
@@ -356,11 +362,7 @@ def test_a_disk_that_failed_once_gets_no_name_later(
         sync_disk(descriptor)
 
     monkeypatch.setattr(copy_names, "sync_disk", fail_once)
-    data = b"data"
-    (tmp_path / "source").write_bytes(data)
-    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
-    target = target_of(tmp_path / "there", tree)
-    target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
+    target = target_with_a_file(tmp_path)
     for _ in range(2):
         with pytest.raises(OSError, match="Input/output"):
             target.finish()
