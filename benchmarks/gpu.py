@@ -7,6 +7,7 @@ README.md here. With fewer GPUs than workers they share one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -24,7 +25,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from hvd_elastic.bench.adaptive.measure import spread
 from hvd_elastic.bench.figures import conditions, figure, write_result
+from hvd_elastic.bench.soak_job import processes_of
 from hvd_elastic.errors import HvdElasticError, RunError
 from hvd_elastic.telemetry.audit import check_audit
 from hvd_elastic.telemetry.records import EventFollower, Record, read_events
@@ -35,6 +38,7 @@ WIDTH, LAYERS, EXAMPLES, BATCH = 512, 16, 4096, 256
 FAILURE_TIMEOUT_S = 2.0
 QUIET_STEPS = 30
 DEADLINE_S = 120.0
+WORKER = "HVD_ELASTIC_WORKER"
 IMAGES, WARM_STEPS, BLOCK_STEPS = 128, 200, 20
 PRECISIONS = ("float32", "bfloat16")
 
@@ -42,7 +46,7 @@ PRECISIONS = ("float32", "bfloat16")
 def train(args: argparse.Namespace) -> None:
     """The job that is disturbed: a deep network of equal layers; all ranks must stay equal."""
     # To NCCL a worker that shares a GPU with others is a machine of its own.
-    os.environ["NCCL_HOSTID"] = os.environ["HVD_ELASTIC_WORKER"]
+    os.environ["NCCL_HOSTID"] = os.environ[WORKER]
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
@@ -246,15 +250,11 @@ class Disturbed:
 
     def workers(self) -> list[psutil.Process]:
         """Those that live, the oldest first."""
-        mark = {"HVD_ELASTIC_RUN_ID": self.run_id}
         found = []
-        for process in psutil.process_iter():
-            try:
-                variables = process.environ()
-            except psutil.Error:
-                continue
-            if "HVD_ELASTIC_WORKER" in variables and mark.items() <= variables.items():
-                found.append(process)
+        for process in processes_of(self.run_id):
+            with contextlib.suppress(psutil.Error):
+                if WORKER in process.environ():
+                    found.append(process)
         return sorted(found, key=lambda process: process.create_time())
 
     def finish(self) -> None:
@@ -358,9 +358,7 @@ def measure_overhead(rounds: int, say: Callable[[str], None]) -> list[dict[str, 
                 "batch": IMAGES,
                 "bare_s": statistics.median(times["bare"]),
                 "adaptive_s": statistics.median(times["adaptive"]),
-                "median": statistics.median(ratios),
-                "lowest": min(ratios),
-                "highest": max(ratios),
+                **spread(ratios),
             }
         )
         say(f"ResNet-50, {precision}: {rows[-1]['median']:.4f} times the step")

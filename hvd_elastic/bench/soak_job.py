@@ -27,7 +27,7 @@ from hvd_elastic.telemetry.runfolder import RunFolder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CLEAN_S", "LOCALHOST", "Ground", "SoakJob", "Target", "checked_end"]
+__all__ = ["CLEAN_S", "LOCALHOST", "Ground", "SoakJob", "Target", "checked_end", "processes_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCALHOST = "localhost"
@@ -297,7 +297,7 @@ class SoakJob:
                 leader = psutil.Process(self.process.pid)
                 found.append(Target("leader", "", "", 0, leader.pid, leader.create_time()))
         found += self._agents()
-        for process in _of_run(self.run_id):
+        for process in processes_of(self.run_id):
             with contextlib.suppress(psutil.Error, ProcessLookupError, KeyError):
                 environment = process.environ()
                 # What a worker starts carries its marks too, but only it leads its session.
@@ -349,7 +349,7 @@ class SoakJob:
 
     def _left(self) -> Iterator[str]:
         cluster = self.ground.cluster
-        for process in _of_run(self.run_id):
+        for process in processes_of(self.run_id):
             with contextlib.suppress(psutil.Error):
                 yield f"process {process.pid}: {' '.join(process.cmdline()[:6])}"
         if cluster is not None:
@@ -405,7 +405,8 @@ def checked_end(job: SoakJob, timeout_s: float) -> str:
     return ""
 
 
-def _of_run(run_id: str) -> Iterator[psutil.Process]:
+def processes_of(run_id: str) -> Iterator[psutil.Process]:
+    """What lives of a run on this machine, its virtual hosts included."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("HVD_ELASTIC_RUN_ID") == run_id:

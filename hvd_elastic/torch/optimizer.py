@@ -178,8 +178,7 @@ class GradientAverager:
         if self._adaptation is None or self._absorbed == self._context.passes:
             return
         self._absorbed = self._context.passes
-        if self._context.passes == 1:
-            self._begin_statistics(self._adaptation)
+        self._begin_statistics(self._adaptation)
         weight = self._context.batch_weight()
         if self._sampling:
             self._statistics.see(self._names)
@@ -197,6 +196,9 @@ class GradientAverager:
         self.reset()
 
     def _begin_statistics(self, adaptation: Adaptation) -> None:
+        """Whether the step is looked at: decided before its first gradient is used."""
+        if self._handles or self._unseen or self._context.passes != 1:
+            return
         alone = self._context.size == 1 and not self._context.accumulating
         useful = not (alone or self._giving_up)
         self._sampling = useful and adaptation.sampled(self._context.progress.step)
@@ -204,8 +206,7 @@ class GradientAverager:
     def _end_last_pass(self, adaptation: Adaptation) -> None:
         """All of the last pass's gradients are there, or never will be."""
         if self._context.size > 1:
-            if not self._handles and not self._unseen and self._context.passes == 1:
-                self._begin_statistics(adaptation)
+            self._begin_statistics(adaptation)
             self._see_and_begin(
                 parameter
                 for parameter in self._names
@@ -291,8 +292,7 @@ class GradientAverager:
             self._context.begin_exchange()
         else:
             # What the ranks tell each other is known at the end of the step only.
-            if not self._handles and not self._unseen and self._context.passes == 1:
-                self._begin_statistics(self._adaptation)
+            self._begin_statistics(self._adaptation)
             if self._sampling and self._statistics.together(parameter):
                 self._unseen[parameter] = None
                 if len(self._unseen) == _SEEN_TOGETHER:
