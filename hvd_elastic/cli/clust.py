@@ -572,6 +572,10 @@ def check(
     network: Annotated[
         bool, typer.Option("--network/--no-network", help="Measure the network between the hosts.")
     ] = True,
+    gpus: Annotated[
+        bool,
+        typer.Option("--gpus/--no-gpus", help="Look at GPUs (no: the job trains on processors)."),
+    ] = True,
     bootstrap: Annotated[
         bool,
         typer.Option("--bootstrap", help="First accept host keys and bring your own key there."),
@@ -604,6 +608,7 @@ def check(
         network_interface,
         network,
         chosen.fanout,
+        gpus,
     )
     if bootstrap:
         bootstrap_hosts(chosen, yes)

@@ -87,6 +87,7 @@ class CheckSettings:
         interface: the network interface that the ring shall use; None: the one ssh came in by.
         network: whether to measure the network between the hosts.
         fanout: hosts at a time.
+        gpus: whether GPUs are looked at.
     """
 
     python: str | None = None
@@ -95,6 +96,7 @@ class CheckSettings:
     interface: str | None = None
     network: bool = True
     fanout: int = 64
+    gpus: bool = True
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,9 @@ def judge_host(
         text = "neither PyTorch nor TensorFlow is installed there. Install one of them everywhere"
         checks.append(Check("framework", Level.FAILED, text))
     checks.append(_same("cuda", facts["cuda"], reference.cuda, "Install the same PyTorch build"))
-    if facts["gpus"] or facts["gpu_error"]:
+    if settings.gpus and (facts["gpus"] or facts["gpu_error"]):
         checks += _check_gpus(host, facts, reference)
-    elif reference.gpus:
+    elif settings.gpus and reference.gpus:
         text = "none: there is no nvidia-smi, and most hosts have GPUs. Install the driver there"
         checks.append(Check("gpus", Level.FAILED, f"{text}, or leave the host out"))
     checks.append(_check_code(facts, reference, settings))
@@ -379,8 +381,11 @@ def _check_gpus(host: Host, facts: Mapping[str, Any], reference: Reference) -> l
         return [Check("gpus", Level.FAILED, text)]
     gpus, checks = facts["gpus"], []
     if len(gpus) < host.slots:
-        text = f"{count(len(gpus), 'GPU')} for {count(host.slots, 'slot')}. Lower slots=, or look "
-        checks.append(Check("gpus", Level.FAILED, f"{text}for the one that fell off (dmesg)"))
+        text = (
+            f"{count(len(gpus), 'GPU')} for {count(host.slots, 'slot')}. Lower slots=, or look for "
+            "the one that fell off (dmesg); --no-gpus if the job trains on processors"
+        )
+        checks.append(Check("gpus", Level.FAILED, text))
     failing = [
         gpu["index"] for gpu in gpus if _number(gpu["ecc.errors.uncorrected.volatile.total"])
     ]

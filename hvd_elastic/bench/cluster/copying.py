@@ -39,6 +39,7 @@ class Measured:
         seconds: from the command to its end.
         ratio: the same in units of D/B.
         sent: what this machine sent, headers included, in units of D.
+        payload: the same without the headers of Ethernet, IP and TCP.
         target: the most that ``ratio`` (or ``seconds``, for the row "nothing") shall be; None where
             nothing is promised.
         complete: hosts that hold the source byte for byte afterwards.
@@ -51,6 +52,7 @@ class Measured:
     seconds: float
     ratio: float
     sent: float
+    payload: float
     target: float | None
     complete: int
     note: str = ""
@@ -317,6 +319,7 @@ class _Measuring:
             seconds=round(timed.seconds, 2),
             ratio=round(timed.seconds * bed.bytes_per_s / size, 3),
             sent=round(timed.sent_bytes / size, 3),
+            payload=round(timed.payload_bytes / size, 3),
             target=target,
             complete=len(timed.complete),
             note=note,
@@ -438,7 +441,8 @@ def _line(measured: Measured) -> str:
     limit = "" if measured.target is None else f" (at most {measured.target:g})"
     where = f"{measured.row:8} {measured.hosts:3} hosts  {measured.tool:18}"
     note = f"; {measured.note}" if measured.note else ""
-    what = f"{value:6.2f} {unit}{limit}, {measured.seconds:.1f} s, {measured.sent:.2f} D sent"
+    sent = f"{measured.sent:.2f} D sent ({measured.payload:.3f} without headers)"
+    what = f"{value:6.2f} {unit}{limit}, {measured.seconds:.1f} s, {sent}"
     return f"{where} {what}, {measured.complete} complete{note}"
 
 

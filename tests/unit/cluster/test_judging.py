@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,6 +136,13 @@ def test_the_interface_that_was_asked_for() -> None:
     assert cluster(ON_ETH0, interfaces=ETH1) == {"interface": FAILED}
     down = {"eth0": {"addresses": ["10.0.0.1"], "mtu": 1500, "up": False}}
     assert cluster(ON_ETH0, interfaces=down) == {"interface": FAILED}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gpus": [GPU]}, {"gpus": []}, {"gpus": [], "gpu_error": "GPU is lost"}]
+)
+def test_gpus_do_not_matter_to_a_job_on_processors(changes: dict[str, Any]) -> None:
+    assert cluster(replace(SETTINGS, gpus=False), **changes) == {}
 
 
 def test_what_the_leader_lacks_is_compared_among_the_hosts() -> None:
