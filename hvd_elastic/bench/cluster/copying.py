@@ -19,6 +19,7 @@ from typing import Any
 
 from hvd_elastic.bench.cluster.copybed import DESTINATION, CopyBed, Timed, make_copy_bed
 from hvd_elastic.bench.figures import conditions, write_result
+from hvd_elastic.bench.raw_tcp import time_raw_tcp
 from hvd_elastic.errors import UsageError
 
 __all__ = ["ROWS", "Measured", "measure_copies", "show_copies", "write_copies"]
@@ -38,12 +39,12 @@ class Measured:
         hosts: how many.
         seconds: from the command to its end.
         ratio: the same in units of D/B.
-        sent: what this machine sent, headers included, in units of D.
-        payload: the same without the headers of Ethernet, IP and TCP.
         target: the most that ``ratio`` (or ``seconds``, for the row "nothing") shall be; None where
             nothing is promised.
-        complete: hosts that hold the source byte for byte afterwards.
         note: what else must be known.
+        sent: what this machine sent, headers included, in units of D; None for a floor.
+        payload: the same without the headers of Ethernet, IP and TCP.
+        complete: hosts that hold the source byte for byte afterwards.
     """
 
     row: str
@@ -51,11 +52,11 @@ class Measured:
     hosts: int
     seconds: float
     ratio: float
-    sent: float
-    payload: float
     target: float | None
-    complete: int
     note: str = ""
+    sent: float | None = None
+    payload: float | None = None
+    complete: int | None = None
 
 
 ROWS: dict[str, str] = {
@@ -122,6 +123,7 @@ class _Measuring:
         source = self._random(self._size)
         target = 1.10 if len(bed.hosts) == 16 else None
         self._ours("scale", bed, source, target)
+        self._floor(bed)
         if self._peers and len(bed.hosts) <= 4:
             self._rsync("scale", bed, source, together=False)
         # Beyond, it is known: so many times the time for one.
@@ -267,6 +269,16 @@ class _Measuring:
 
     # ---- copies
 
+    def _floor(self, bed: CopyBed) -> None:
+        """TCP alone, each neighbour to the next at once: its headers and acknowledgements."""
+        seconds = time_raw_tcp(bed.cluster, [None, *bed.hosts], self._size)
+        ratio = round(seconds * bed.bytes_per_s / self._size, 3)
+        note = "each host sends as much to the next at the same time"
+        self.found.append(
+            Measured("scale", "TCP alone", len(bed.hosts), round(seconds, 2), ratio, None, note)
+        )
+        self._say(_line(self.found[-1]))
+
     def _ours(
         self,
         row: str,
@@ -318,11 +330,11 @@ class _Measuring:
             hosts=len(bed.hosts),
             seconds=round(timed.seconds, 2),
             ratio=round(timed.seconds * bed.bytes_per_s / size, 3),
+            target=target,
+            note=note,
             sent=round(timed.sent_bytes / size, 3),
             payload=round(timed.payload_bytes / size, 3),
-            target=target,
             complete=len(timed.complete),
-            note=note,
         )
         self.found.append(measured)
         self._say(_line(measured))
@@ -410,7 +422,9 @@ def measure_copies(
             say("interrupted; what was measured is kept")
     note = (
         f"Links of {rate} in each direction, this machine's included; D = {size / 1e6:.0f} MB "
-        f"({SMALL_FILES * SMALL_BYTES / 1e6:.0f} MB in small files). All hosts share these cores. "
+        f"({SMALL_FILES * SMALL_BYTES / 1e6:.0f} MB in small files); TCP with "
+        f"{Path('/proc/sys/net/ipv4/tcp_congestion_control').read_text().strip()}. All hosts share "
+        "these cores. "
         f"Highest load average meanwhile: {peak.highest:.1f}."
     )
     taken = conditions("virtual hosts (namespaces)", note, load_before)
@@ -441,9 +455,11 @@ def _line(measured: Measured) -> str:
     limit = "" if measured.target is None else f" (at most {measured.target:g})"
     where = f"{measured.row:8} {measured.hosts:3} hosts  {measured.tool:18}"
     note = f"; {measured.note}" if measured.note else ""
-    sent = f"{measured.sent:.2f} D sent ({measured.payload:.3f} without headers)"
-    what = f"{value:6.2f} {unit}{limit}, {measured.seconds:.1f} s, {sent}"
-    return f"{where} {what}, {measured.complete} complete{note}"
+    parts = [f"{value:6.2f} {unit}{limit}, {measured.seconds:.1f} s"]
+    if measured.complete is not None:
+        parts.append(f"{measured.sent:.2f} D sent ({measured.payload:.3f} without headers)")
+        parts.append(f"{measured.complete} complete")
+    return f"{where} {', '.join(parts)}{note}"
 
 
 def show_copies(result: dict[str, Any]) -> str:

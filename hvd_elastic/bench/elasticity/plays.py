@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,7 +30,9 @@ from hvd_elastic.bench.marks import (
     newcomer_step,
     step_times,
 )
+from hvd_elastic.bench.raw_tcp import time_raw_tcp
 from hvd_elastic.bench.testbed import Testbed
+from hvd_elastic.errors import RunError
 from hvd_elastic.telemetry.audit import check_audit
 from hvd_elastic.telemetry.records import iter_events
 
@@ -181,7 +182,10 @@ def large_state(stage: Stage, launcher: Launcher) -> Iterator[Seen]:
     """A host joins over a link of 1 Gbit/s and needs 400 MB of state."""
     bed = stage.slow_bed
     first, second, third, _ = bed.hosts
-    floor = _raw_transfer(bed, first, third, round(LARGE_MB * 1e6))
+    try:
+        floor = time_raw_tcp(bed.cluster, [first, third], round(LARGE_MB * 1e6))
+    except RunError as error:
+        raise FailedPlayError("the raw transfer failed", str(error)) from error
     plan = Plan({first: 1, second: 1}, max_np=3, script=("--frozen-mb", str(LARGE_MB)))
     with stage.training(bed, launcher, plan) as job:
         asked = job.use({first: 1, second: 1, third: 1})
@@ -190,46 +194,6 @@ def large_state(stage: Stage, launcher: Launcher) -> Iterator[Seen]:
     yield Seen("raw TCP, same bytes", floor)
     yield Seen("stall / raw TCP", change.pause_s / floor)
     yield Seen("stall / wire time", change.pause_s / (LARGE_MB * 1e6 / _LINK_BYTES_PER_S))
-
-
-_RECEIVE = """
-import socket, sys
-with socket.create_server((sys.argv[1], 29999)) as server:
-    print("listening", flush=True)
-    connection, _ = server.accept()
-    with connection:
-        while connection.recv(1 << 20):
-            pass
-"""
-_SEND = """
-import socket, sys, time
-data = memoryview(bytes(1 << 20))
-left = int(sys.argv[2])
-begin = time.monotonic()
-with socket.create_connection((sys.argv[1], 29999)) as connection:
-    while left:
-        part = data[:min(left, len(data))]
-        connection.sendall(part)
-        left -= len(part)
-    connection.shutdown(socket.SHUT_WR)
-    connection.recv(1)
-print(time.monotonic() - begin)
-"""
-
-
-def _raw_transfer(bed: Testbed, source: str, target: str, size: int) -> float:
-    """Seconds for so many bytes through one TCP connection between two hosts."""
-    address = bed.cluster.address(target)
-    receiver = bed.cluster.popen_on(
-        target, ["python3", "-c", _RECEIVE, address], stdout=subprocess.PIPE
-    )
-    with receiver:
-        assert receiver.stdout is not None
-        receiver.stdout.readline()
-        done = bed.cluster.run_on(source, ["python3", "-c", _SEND, address, str(size)])
-    if done.returncode != 0:
-        raise FailedPlayError("the raw transfer failed", done.stderr)
-    return float(done.stdout)
 
 
 def lose_leader(stage: Stage, launcher: Launcher) -> Iterator[Seen]:
