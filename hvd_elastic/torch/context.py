@@ -615,6 +615,11 @@ def initialize() -> Context:
     return _context
 
 
+def is_initialized() -> bool:
+    """Whether :func:`initialize` was called."""
+    return _context is not None
+
+
 def current() -> Context:
     """The context of this process.
 
