@@ -182,6 +182,10 @@ class Context:
         if self._state is not None:
             self._state.keep(name, item)
 
+    def keeps(self, name: str) -> bool:
+        """Whether there is something of the library's under this name."""
+        return name in self._kept
+
     def register_averager(self, averager: GradientAverager) -> None:
         """The optimizer whose steps count."""
         self._averager = averager
