@@ -27,10 +27,10 @@ class Accumulator(Mapping[str, float]):
         print(totals["loss"] / totals["examples"])
         totals.clear()   # here: what stands before the loop is done again after a failure
 
-    What was added since the last :meth:`synchronize` on a rank that leaves or dies is lost, as are
-    the examples' other traces there; what was synchronised lasts through rescales and checkpoints.
-    Call :meth:`synchronize` every so many steps to lose little. Tensors stay on their device until
-    then.
+    What was added since the last :meth:`synchronize` on a rank that dies is lost, as are the
+    examples' other traces there; what was synchronised lasts through failures and checkpoints. Call
+    :meth:`synchronize` every so many steps to lose little; a rank that is asked to leave loses
+    nothing. Tensors stay on their device until then.
 
     Args:
         name: tells several of them apart; the same on all ranks.
@@ -49,7 +49,7 @@ class Accumulator(Mapping[str, float]):
                 f"there is an Accumulator {name!r} already; make it once, outside of the training "
                 'function, and give others names of their own: Accumulator("hits")'
             )
-        ctx.keep(kept, self)
+        ctx.keep(kept, self, before_change=self.synchronize)
 
     def add(self, **values: float | torch.Tensor) -> None:
         """Add numbers, or tensors of one element, on this rank."""

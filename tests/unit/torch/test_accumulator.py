@@ -74,6 +74,17 @@ def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
     }
 
 
+def test_a_rank_that_is_asked_to_leave_loses_nothing(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx.engine = ThreeAlike()
+    monkeypatch.setattr(ctx, "follow", lambda: None)
+    totals = hvd.Accumulator()
+    totals.add(hits=2)
+    ctx.rescale()
+    assert totals["hits"] == 6.0
+
+
 def test_two_of_one_name_are_refused(ctx: Context) -> None:
     """The first one would not last."""
     hvd.Accumulator()
