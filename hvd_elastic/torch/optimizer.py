@@ -119,6 +119,7 @@ class GradientAverager:
 
         # Schedulers expect a method of the optimizer, and to find their mark on it.
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            _refuse_closure(*args, **options)
             if self._context.accumulating:
                 self.absorb()
                 # Or a scheduler that is stepped after this warns that it came too early.
@@ -316,7 +317,8 @@ class GradientAverager:
         handle = self._context.engine.reduce_async(reduced, self._names[parameter])
         self._handles[parameter] = (handle, reduced)
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        _refuse_closure(*args[1:], **options)
         self.synchronize()
         self._context.settle()
 
@@ -328,6 +330,15 @@ class GradientAverager:
             gain = self._gain if gain is None else gain
             self._adaptation.advance(gain, self._context.step_examples)
         self._context.step_done()
+
+
+def _refuse_closure(closure: object = None, **_: Any) -> None:
+    if closure is not None:
+        raise ScriptError(
+            "optimizer.step(closure): the gradients are averaged before a step is taken, so they "
+            "have to be there; call backward() before step(). Optimizers that need a closure "
+            "(LBFGS) cannot be used"
+        )
 
 
 def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -362,7 +373,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     object, with a method ``synchronize()`` for clipping.
 
     Args:
-        optimizer: any ``torch.optim`` optimizer.
+        optimizer: any ``torch.optim`` optimizer whose ``step()`` needs no closure.
         model: gives the reductions the names of its parameters; without it they are numbered.
         lr_rule: what a batch that adapts does to the learning rate: ``"adascale"``, ``"linear"``,
             ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in
