@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,22 +25,31 @@ class Accumulator(Mapping[str, float]):
         ...
         totals.synchronize()                                                   # every rank
         print(totals["loss"] / totals["examples"])
-        totals.clear()
+        totals.clear()   # here: what stands before the loop is done again after a failure
 
-    What was added since the last :meth:`synchronize` on a rank that leaves or dies is lost, as are
-    the examples' other traces there; what was synchronised lasts through rescales and checkpoints.
-    Call :meth:`synchronize` every so many steps to lose little. Tensors stay on their device until
-    then.
+    What was added since the last :meth:`synchronize` on a rank that dies is lost, as are the
+    examples' other traces there; what was synchronised lasts through failures and checkpoints. Call
+    :meth:`synchronize` every so many steps to lose little; a rank that is asked to leave loses
+    nothing. Tensors stay on their device until then.
 
     Args:
         name: tells several of them apart; the same on all ranks.
+
+    Raises:
+        ScriptError: there is one of that name already.
     """
 
     def __init__(self, name: str = "accumulator") -> None:
         self._name = name
         self._own: dict[str, Any] = {}
         self._sums: dict[str, float] = {}
-        context.current().keep(f"_accumulator.{name}", self)
+        ctx, kept = context.current(), f"_accumulator.{name}"
+        if ctx.keeps(kept):
+            raise ScriptError(
+                f"there is an Accumulator {name!r} already; make it once, outside of the training "
+                'function, and give others names of their own: Accumulator("hits")'
+            )
+        ctx.keep(kept, self, before_change=self.synchronize)
 
     def add(self, **values: float | torch.Tensor) -> None:
         """Add numbers, or tensors of one element, on this rank."""
@@ -56,26 +66,19 @@ class Accumulator(Mapping[str, float]):
     def synchronize(self) -> None:
         """Add what all ranks have added since the last call to the sums; all must call it.
 
-        Raises:
-            ScriptError: the ranks have added different names.
+        A rank that has added nothing, since it was not there yet, counts as 0.
         """
         engine = context.current().engine
-        names = sorted(self._own)
-        values = [float(self._own[name]) for name in names]
+        added = [{name: float(value) for name, value in self._own.items()}]
         if engine.size > 1:
-            length = len(names)
-            gathered = engine.gather(
-                torch.tensor([float(length), *values], dtype=torch.float64),
-                f"hvd_elastic.{self._name}",
+            line = json.dumps(added[0]).encode() + b"\n"
+            lines = engine.gather(
+                torch.frombuffer(bytearray(line), dtype=torch.uint8), f"hvd_elastic.{self._name}"
             )
-            if len(gathered) != engine.size * (length + 1):
-                raise ScriptError(
-                    f"Accumulator {self._name!r}: this rank has added {names or 'nothing'}, others "
-                    "have added more or fewer names; add the same ones on every rank"
-                )
-            values = gathered.reshape(engine.size, length + 1)[:, 1:].sum(0).tolist()
-        for name, value in zip(names, values, strict=True):
-            self._sums[name] = self._sums.get(name, 0.0) + value
+            added = [json.loads(line) for line in lines.numpy().tobytes().splitlines()]
+        for values in added:
+            for name, value in values.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
         self._own.clear()
 
     def clear(self) -> None:

@@ -387,7 +387,9 @@ class Adaptation:
             or atomic > (limits.max_atomic_batch_size or atomic)
             or self.plan.accumulation_steps > limits.max_accumulation_steps
         ):
-            reason = f"{atomic} examples in a pass are not possible on {ranks} ranks"
+            reason = f"passes of {atomic} examples on each of {ranks} ranks are not possible"
+            if self._memory_bound is not None and atomic > self._memory_bound:
+                reason = f"a pass of {atomic} examples did not fit into the memory of a rank"
             self.plan = nearest
         model = self._fitted()
         tracker = self._tracker

@@ -106,6 +106,7 @@ class Context:
         """Whether the step in flight counts for nothing, since it did not fit into some memory."""
         self._void = False
         self._kept: dict[str, Any] = {}
+        self._before_change: dict[str, Callable[[], None]] = {}
         self._state: State | None = None
         self._averager: GradientAverager | None = None
         self._has_loader = False
@@ -171,16 +172,23 @@ class Context:
         for name, item in self._kept.items():
             state.keep(name, item)
 
-    def keep(self, name: str, item: Any) -> None:
+    def keep(self, name: str, item: Any, before_change: Callable[[], None] | None = None) -> None:
         """Make something of the library's last as long as the script's state does.
 
         Args:
             name: equal on all ranks and in all lives of the run.
             item: has ``state_dict()`` and ``load_state_dict()`` of plain values.
+            before_change: called on all ranks before a planned change of the world.
         """
         self._kept[name] = item
+        if before_change is not None:
+            self._before_change[name] = before_change
         if self._state is not None:
             self._state.keep(name, item)
+
+    def keeps(self, name: str) -> bool:
+        """Whether there is something of the library's under this name."""
+        return name in self._kept
 
     def register_averager(self, averager: GradientAverager) -> None:
         """The optimizer whose steps count."""
@@ -433,6 +441,8 @@ class Context:
             Left: this worker is not part of it.
         """
         self._change_agreed = False
+        for _, prepare in sorted(self._before_change.items()):
+            prepare()
         if self._state is not None:
             self._state.save_plain()
         self.settle()
@@ -613,6 +623,11 @@ def initialize() -> Context:
     if _context is None:
         _context = Context(detect_mode(os.environ))
     return _context
+
+
+def is_initialized() -> bool:
+    """Whether :func:`initialize` was called."""
+    return _context is not None
 
 
 def current() -> Context:

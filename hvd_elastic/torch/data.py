@@ -8,7 +8,6 @@ nothing is skipped and nothing is read twice.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -27,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, default_collate
 
-from hvd_elastic.errors import HvdElasticError, ScriptError
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.sharding import Slice, permutation, step_slice, steps_left
 from hvd_elastic.torch.adaptation import Adaptation
@@ -218,8 +217,10 @@ class DataLoader(Generic[_Batch]):
 
         self._given_context = context
         self._registered: TrainingContext | None = None
+        from hvd_elastic.torch.context import is_initialized
+
         # Made before hvd.init(), it is registered when it is first used.
-        with contextlib.suppress(HvdElasticError):
+        if context is not None or is_initialized():
             self._context()
 
     def signature(self) -> dict[str, int | bool]:

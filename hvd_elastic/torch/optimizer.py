@@ -7,6 +7,7 @@ was taken. Schedulers, clipping and ``isinstance`` checks see nothing new.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from hvd_elastic.torch import context
 from hvd_elastic.torch.accumulation import GradientSum
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.torch.rate_scaling import rates_scaled
+from hvd_elastic.torch.rate_scaling import checked, rates_scaled
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.grad_scaler import GradScaler
@@ -28,6 +29,8 @@ __all__ = ["DistributedOptimizer", "GradientAverager"]
 
 _SEEN_TOGETHER = 32
 """Gradients on a GPU that wait for each other before they are reduced, in a sampled step."""
+_CANARIES = 8
+_CANARY_NUMBERS = 1 << 14
 
 
 class GradientAverager:
@@ -45,7 +48,7 @@ class GradientAverager:
             adam = all("betas" in group for group in optimizer.param_groups)
             rule = "adam_sqrt" if adam else "adascale"
         try:
-            self._rule = rule_named(rule)
+            self._rule = checked(rule_named(rule)) if callable(rule) else rule_named(rule)
         except ValueError as error:
             raise ScriptError(f"DistributedOptimizer(lr_rule=...): {error}") from None
         self._adaptation: Adaptation | None = None
@@ -110,13 +113,13 @@ class GradientAverager:
         self._adaptation = adaptation
         self._statistics = GradientStatistics(self._optimizer)
         self._sampling = False
-        # NaN and infinity spread over nearly all gradients, so the smallest one tells.
-        self._canary = min(self._names, key=torch.Tensor.numel)
+        self._canaries = _canaries(list(self._names))
         adaptation.attach(self._statistics, self._rule)
         take_step = self._optimizer.step
 
         # Schedulers expect a method of the optimizer, and to find their mark on it.
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            _refuse_closure(*args, **options)
             if self._context.accumulating:
                 self.absorb()
                 # Or a scheduler that is stepped after this warns that it came too early.
@@ -248,10 +251,10 @@ class GradientAverager:
         if self._context.voided:
             self.reset()
             return None
-        gradient = self._canary.grad
+        gradients = [p.grad for p in self._canaries if p.grad is not None]
         # On another device, looking would wait for it.
-        if gradient is not None and not gradient.is_cuda:
-            if not torch.isfinite(gradient).all():
+        if gradients and not any(gradient.is_cuda for gradient in gradients):
+            if not all(math.isfinite(_total(gradient)) for gradient in gradients):
                 self.skip()
                 return None
             adaptation.finite()
@@ -314,7 +317,8 @@ class GradientAverager:
         handle = self._context.engine.reduce_async(reduced, self._names[parameter])
         self._handles[parameter] = (handle, reduced)
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        _refuse_closure(*args[1:], **options)
         self.synchronize()
         self._context.settle()
 
@@ -326,6 +330,34 @@ class GradientAverager:
             gain = self._gain if gain is None else gain
             self._adaptation.advance(gain, self._context.step_examples)
         self._context.step_done()
+
+
+def _refuse_closure(closure: object = None, **_: Any) -> None:
+    if closure is not None:
+        raise ScriptError(
+            "optimizer.step(closure): the gradients are averaged before a step is taken, so they "
+            "have to be there; call backward() before step(). Optimizers that need a closure "
+            "(LBFGS) cannot be used"
+        )
+
+
+def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Parameters whose gradients tell whether those of a step are finite, at little cost.
+
+    NaN and infinity of a loss spread over all gradients but those of parameters that it does not
+    use, and what becomes NaN in the backward pass spreads over those of earlier layers: so the
+    smallest one in each part of the model, where it is small.
+    """
+    length = -(-len(parameters) // _CANARIES)
+    parts = (parameters[at : at + length] for at in range(0, len(parameters), length))
+    smallest = [min(part, key=torch.Tensor.numel) for part in parts]
+    most = max(_CANARY_NUMBERS, min(parameter.numel() for parameter in smallest))
+    return [parameter for parameter in smallest if parameter.numel() <= most]
+
+
+def _total(gradient: torch.Tensor) -> float:
+    """Not finite if a number in it is not; sparse ones have no ``isfinite()``."""
+    return gradient.sum(dtype=torch.float32).item()
 
 
 def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
@@ -341,7 +373,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     object, with a method ``synchronize()`` for clipping.
 
     Args:
-        optimizer: any ``torch.optim`` optimizer.
+        optimizer: any ``torch.optim`` optimizer whose ``step()`` needs no closure.
         model: gives the reductions the names of its parameters; without it they are numbered.
         lr_rule: what a batch that adapts does to the learning rate: ``"adascale"``, ``"linear"``,
             ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in

@@ -112,7 +112,6 @@ totals = hvd.Accumulator()
 @hvd.run
 def train(state):
     for epoch in hvd.epochs(args.epochs):
-        totals.clear()
         for inputs, targets in loader:
             optimizer.zero_grad()
             scores = model(inputs.to(device)).flatten(0, 1)
@@ -127,6 +126,7 @@ def train(state):
         totals.synchronize()
         if hvd.rank() == 0 and totals:
             print(f"pass {epoch}: loss {totals['loss'] / totals['examples']:.3f}")
+        totals.clear()
 
 
 train(hvd.State(model=model, optimizer=optimizer, warmup=warmup))

@@ -48,7 +48,6 @@ totals = hvd.Accumulator()
 @hvd.run
 def train(state):
     for epoch in hvd.epochs(args.epochs):
-        totals.clear()
         for images, labels in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
@@ -61,6 +60,7 @@ def train(state):
         totals.synchronize()
         if hvd.rank() == 0 and totals:
             print(f"pass {epoch}: loss {totals['loss'] / totals['examples']:.4f}")
+        totals.clear()
 
 
 train(hvd.State(model=model, optimizer=optimizer, schedule=schedule))

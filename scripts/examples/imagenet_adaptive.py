@@ -212,7 +212,6 @@ def main():
     @hvd.run
     def train(state):
         for epoch in hvd.epochs(args.epochs):
-            losses.clear()
             model.train()  # here, since a failure may have left it as validation needs it
             for images, labels in loader:
                 optimizer.zero_grad()
@@ -230,6 +229,7 @@ def main():
             if hvd.rank() == 0 and losses:
                 loss = losses["loss"] / losses["examples"]
                 print(f"pass {epoch}: loss {loss:.3f}, top-1 accuracy {accuracy:.4f}", flush=True)
+            losses.clear()
 
     state = hvd.State(model=model, optimizer=optimizer, schedule=schedule, best=0.0)
     train(state)

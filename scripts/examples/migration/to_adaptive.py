@@ -28,7 +28,6 @@ totals = hvd.Accumulator()
 @hvd.run
 def train(state):
     for epoch in hvd.epochs(args.epochs):
-        totals.clear()
         for images, labels in loader:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images.to(device)), labels.to(device))
@@ -40,6 +39,7 @@ def train(state):
         totals.synchronize()
         if hvd.rank() == 0 and totals:
             print(f"epoch {epoch}: loss {totals['loss'] / totals['examples']:.4f}")
+        totals.clear()
 
 
 train(hvd.State(model=model, optimizer=optimizer, schedule=schedule))

@@ -53,16 +53,44 @@ def test_sums_are_part_of_the_state(ctx: Context, state_first: bool) -> None:
     assert totals["hits"] == 5.0
 
 
-def test_ranks_that_add_different_names(ctx: Context) -> None:
-    class OneMore(ThreeAlike):
-        def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-            return torch.cat([tensor, tensor, tensor[:1]])
+def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
+    """A worker that replaces another after the last step of an epoch has added nothing."""
 
-    ctx.engine = OneMore()
+    class Others(ThreeAlike):
+        def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+            others = torch.frombuffer(
+                bytearray(b'{}\n{"hits": 2.5, "loss": NaN}\n'), dtype=torch.uint8
+            )
+            return torch.cat([tensor, others])
+
+    ctx.engine = Others()
     totals = hvd.Accumulator()
-    totals.add(loss=1.0)
-    with pytest.raises(ScriptError, match=r"this rank has added \['loss'\]"):
-        totals.synchronize()
+    totals.add(hits=1.0, steps=1)
+    totals.synchronize()
+    assert {name: str(value) for name, value in totals.items()} == {
+        "hits": "3.5",
+        "steps": "1.0",
+        "loss": "nan",
+    }
+
+
+def test_a_rank_that_is_asked_to_leave_loses_nothing(
+    ctx: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx.engine = ThreeAlike()
+    monkeypatch.setattr(ctx, "follow", lambda: None)
+    totals = hvd.Accumulator()
+    totals.add(hits=2)
+    ctx.rescale()
+    assert totals["hits"] == 6.0
+
+
+def test_two_of_one_name_are_refused(ctx: Context) -> None:
+    """The first one would not last."""
+    hvd.Accumulator()
+    hvd.Accumulator("hits")
+    with pytest.raises(ScriptError, match="'accumulator' already; make it once, outside"):
+        hvd.Accumulator()
 
 
 def test_what_is_no_number(ctx: Context) -> None:

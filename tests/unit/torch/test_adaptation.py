@@ -256,6 +256,55 @@ def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Conte
         train(hvd.State(model=model, optimizer=optimizer))
 
 
+class BadInParts(torch.nn.Module):
+    """In some steps the gradients of its first layer alone are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(20, 8)
+        self.last = torch.nn.Linear(8, 1)
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+        self.bad = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        if self.bad:
+            hidden = hidden + (hidden * 0).sqrt()  # whose slope at 0 is infinite
+        return self.last(hidden)
+
+
+def test_gradients_that_are_bad_in_a_part_of_the_model_are_seen(alone: Context) -> None:
+    """Also where the smallest parameter is in another part, or is not used at all."""
+    model = BadInParts()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    loader: Loader = hvd.DataLoader(regression(100), 10, max_batch_size=10)
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for inputs, targets in loader:
+                model.bad = alone.progress.step in (3, 7)
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    assert loader.adaptation is not None
+    assert loader.adaptation.skipped_steps == 2
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_a_model_of_sparse_gradients_alone_trains(alone: Context) -> None:
+    """Nothing adds up its gradients where one rank makes one pass of a step."""
+    model = torch.nn.EmbeddingBag(10, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    words = TensorDataset(torch.arange(40).reshape(20, 2) % 10, torch.zeros(20, 3))
+    loader: Loader = hvd.DataLoader(words, 5, max_batch_size=5, accumulation=False)
+    before = model.weight.detach().square().sum()
+    steps(loader, optimizer, model, 1)
+    assert model.weight.detach().square().sum() < before
+
+
 def test_a_pass_that_does_not_fit_is_made_in_smaller_ones(folder: Path, alone: Context) -> None:
     alone.sink = hvd_file_sink(folder)
     model = torch.nn.Linear(20, 1, bias=False)
@@ -450,6 +499,23 @@ def test_other_misuse_is_named(alone: Context) -> None:
     hvd.DataLoader(regression(400), 16, max_batch_size=16)
     with pytest.raises(ScriptError, match="no parameter of the optimizer requires one"):
         hvd.DistributedOptimizer(sgd, model)
+
+
+def test_a_model_without_gradients_is_named_where_the_loader_is_made(alone: Context) -> None:
+    model = torch.nn.Linear(20, 1).requires_grad_(False)
+    hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with pytest.raises(ScriptError, match="no parameter of the optimizer requires one"):
+        hvd.DataLoader(regression(400), 16, max_batch_size=16)
+
+
+@pytest.mark.parametrize("answer", [2.0, None, Adjustment(math.nan), Adjustment(1.0, gain=0.0)])
+def test_a_rule_whose_answer_is_none_is_named(alone: Context, answer: Any) -> None:
+    model = torch.nn.Linear(20, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule=lambda now: answer)
+    loader: Loader = hvd.DataLoader(regression(40), 10, max_batch_size=20)
+    with pytest.raises(ScriptError, match=r"lr_rule=\.\.\.\): the rule answered .* for Situation"):
+        steps(loader, optimizer, model, 1)
 
 
 def test_a_loader_without_our_optimizer_cannot_adapt(alone: Context) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.optimizer import DistributedOptimizer
@@ -134,3 +136,19 @@ def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
 def test_what_is_no_optimizer_is_refused(alone: Context) -> None:
     with pytest.raises(ScriptError, match=r"wraps a torch\.optim optimizer, not a Linear"):
         DistributedOptimizer(linear())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_a_closure_is_refused(alone: Context, adapts: bool) -> None:
+    """Its gradients would come after those of the step were averaged, and passes be left out."""
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    if adapts:
+        alone.adaptation = Adaptation(BatchLimits(8, 16), examples=64)
+        alone._adapt()
+    hand_out(alone)
+    optimizer.zero_grad()
+    with pytest.raises(ScriptError, match=r"call backward\(\) before step\(\)"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(ScriptError, match=r"call backward\(\) before step\(\)"):
+        optimizer.step(closure=lambda: 0.0)

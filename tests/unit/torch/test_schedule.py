@@ -46,9 +46,22 @@ def test_a_schedule_moves_with_progress(
     assert found == rates
 
 
+def test_a_chain_of_schedules_moves_with_progress(alone: Context) -> None:
+    adaptation = alone.adaptation = Adaptation(BatchLimits(10, 100), examples=100)
+    optimizer, first = halving()
+    second = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    chain = hvd.follow_progress(torch.optim.lr_scheduler.ChainedScheduler([first, second]))
+    adaptation.progress = 2.5
+    chain.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05**2)
+
+
 def test_it_counts_steps_or_epochs(alone: Context) -> None:
     with pytest.raises(ScriptError, match="must be 'step' or 'epoch'"):
         hvd.follow_progress(halving()[1], "minute")  # type: ignore[arg-type]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(halving()[0])
+    with pytest.raises(ScriptError, match=r"goes by the value that its step\(\) is given"):
+        hvd.follow_progress(plateau)
 
 
 def test_its_state_is_plain_and_that_of_the_scheduler_alone(alone: Context) -> None:
