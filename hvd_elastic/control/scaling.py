@@ -199,10 +199,10 @@ class ScalingController:
 
 
 def _noise_moved(now: float, then: float) -> bool:
-    """Whether the noise scale differs enough to matter: from one not known (NaN), or infinite, too.
+    """Whether the noise scale differs enough to matter, from NaN or infinity too.
 
-    >>> [_noise_moved(math.inf, math.nan), _noise_moved(300.0, math.inf), _noise_moved(300.0, 301.0)]
-    [True, True, False]
+    >>> _noise_moved(math.inf, math.nan), _noise_moved(300, math.inf), _noise_moved(300, 301)
+    (True, True, False)
     """
     if math.isnan(now) or now == then:
         return False
