@@ -257,9 +257,9 @@ def _allocation_is_gone(snapshot: Snapshot) -> str:
         return f"not all slots of pinned {hosts_named(unused)} are in use"
     slots = snapshot.current.slots
     if slots > (snapshot.max_np or slots):
-        return f"{count(slots, 'slot')} are more than the most allowed, {snapshot.max_np}"
+        return f"{count(slots, 'slot')} in use, above the most allowed, {snapshot.max_np}"
     if slots < min(snapshot.min_np, sum(offered.values())):
-        return f"{count(slots, 'slot')} are fewer than the least allowed, {snapshot.min_np}"
+        return f"{count(slots, 'slot')} in use, below the least allowed, {snapshot.min_np}"
     return ""
 
 
