@@ -689,7 +689,7 @@ class Leader:
             )
         until = ""
         if self._scaler is not None:
-            self._scaler.pause(f"{count(wanted, 'process')} were asked for")
+            self._scaler.pause(f"{count(wanted, 'process')} wanted by hvd-elastic scale")
             run = self._folder.run_id
             until = f"; the policy is paused until: hvd-elastic scale {run} auto"
         self._tell(ev.TargetChanged(wanted))
