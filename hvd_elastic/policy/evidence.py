@@ -24,6 +24,9 @@ __all__ = ["Evidence"]
 
 _WINDOW_S = 1.0
 """Shorter windows are joined: the clock of the metrics is not finer than a step."""
+_MOST = 2**53
+"""More examples, steps or seconds than any run has; beyond it floats are not exact."""
+_SHORTEST_S = 1e-9
 _KEPT = 12
 _SETTLING = 1
 """Windows after a change that are not timed: readers start, memory is allocated."""
@@ -38,9 +41,6 @@ _NOISE_PATIENCE = 20
 _FIRST_PAUSE_S = 1.0
 _PAUSES = 8
 _CONFIGURATIONS = 48
-_MOST = 2**53
-"""More examples, steps or seconds than any run has; beyond it floats are not exact."""
-_SHORTEST_S = 1e-9
 _DRIFT_PER_S = 0.4 / 3600
 _MOST_DRIFT = 0.5
 """Links are shared and change unseen while nothing is timed on them: when hosts come or go an hour
