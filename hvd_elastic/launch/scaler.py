@@ -55,12 +55,12 @@ class Scaler:
         config = ScalingConfig(spec.min_np, spec.max_np, objective_of(spec))
         self._controller = ScalingController(config, started_at, replay(past))
         self._controller.pause(_why_paused(past))
+        self._asked: Allocation | None = None
+        """Slots that were decided on and are not in use yet."""
         self._pinned = frozenset(spec.pin_hosts)
         self._emit = emit
         self._generation = 0
         self._said: tuple[object, ...] = ()
-        self._asked: Allocation | None = None
-        """Slots that were decided on and are not in use yet."""
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
         """An event of the run."""
