@@ -15,7 +15,13 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.scaling_options import ScalingOptions
-from hvd_elastic.errors import HvdElasticError, RunError, SeveralErrors, UsageError
+from hvd_elastic.errors import (
+    HostfileError,
+    HvdElasticError,
+    RunError,
+    SeveralErrors,
+    UsageError,
+)
 from hvd_elastic.words import count
 
 if TYPE_CHECKING:
@@ -217,8 +223,9 @@ def run(
             lambda: _check_pinned(pin_hosts, hostfile, np, max_np),
             lambda: _check_sizes(np, min_np, max_np, mpi),
             lambda: _check_mpi(mpi, pin_hosts, preemption_command),
+            lambda: _check_preemption_command(preemption_command),
             lambda: _check_policy(policy),
-            lambda: _check_scaling(scaling, hostfile, min_np, pin_hosts, mpi),
+            lambda: _check_scaling(scaling, hostfile, np, min_np, pin_hosts, mpi),
             lambda: _check_patience(failure_timeout),
             lambda: _check_ssh_config(ssh_config),
             lambda: _check_tensorboard(tensorboard, mpi=mpi),
@@ -368,7 +375,11 @@ def _pinned(names: str | None, hostfile: Path | None) -> list[Host]:
         raise UsageError("--pin-hosts names hosts of a hostfile; give one with --hostfile")
     hosts = parse_hostfile(hostfile)
     found: dict[str, Host] = {}
-    for name in expand_hosts(names):
+    try:
+        wanted = expand_hosts(names)
+    except HostfileError as error:
+        raise UsageError(f"--pin-hosts: {error}") from error
+    for name in wanted:
         host = hosts.get(name)
         if host is None:
             raise UsageError(
@@ -392,13 +403,18 @@ def _check_pinned(
 
 
 def _check_scaling(
-    scaling: ScalingOptions, hostfile: Path | None, min_np: int, pin_hosts: str | None, mpi: bool
+    scaling: ScalingOptions,
+    hostfile: Path | None,
+    np: int | None,
+    min_np: int,
+    pin_hosts: str | None,
+    mpi: bool,
 ) -> None:
     try:
         pinned = _pinned(pin_hosts, hostfile)
     except HvdElasticError:
         pinned = []  # what is wrong with them is said already
-    scaling.check(hostfile, mpi, min_np=min_np, pinned=pinned)
+    scaling.check(hostfile, mpi, min_np=min_np, pinned=pinned, np=np)
 
 
 def _check_sizes(np: int | None, min_np: int, max_np: int | None, mpi: bool) -> None:
@@ -417,6 +433,14 @@ def _check_mpi(mpi: bool, pin_hosts: str | None, preemption_command: str | None)
     for flag, value in (("--pin-hosts", pin_hosts), ("--preemption-command", preemption_command)):
         if mpi and value is not None:
             raise UsageError(f"a job under --mpi keeps its hosts to the end: leave {flag} out")
+
+
+def _check_preemption_command(command: str | None) -> None:
+    if command is not None and not command.strip():
+        raise UsageError(
+            "--preemption-command is empty, and what does nothing says with its exit status 0 that "
+            "the host goes: give a command, or leave it out"
+        )
 
 
 def _check_patience(failure_timeout: float) -> None:

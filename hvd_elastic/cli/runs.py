@@ -52,7 +52,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 
 def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
-    """Say how a run is doing: progress, hosts, rescales.
+    """Say how a run is doing: progress, hosts, rescales, what its policy decided last.
 
     \b
     Examples:
@@ -333,7 +333,15 @@ def drain(
     message = folder.ask_leader("drain", fields)
     drained = None
     if wait and not undo:
-        drained = _wait_until_drained(folder, follower, host, leave_in_s or 0.0)
+        try:
+            drained = _wait_until_drained(folder, follower, host, leave_in_s or 0.0)
+        except KeyboardInterrupt:
+            print(
+                f"run {folder.run_id} goes on leaving host {host}; give it back with: hvd-elastic "
+                f"drain {folder.run_id} {host} --undo",
+                file=sys.stderr,
+            )
+            raise
         message = f"nothing of run {folder.run_id} is left on host {host}"
     if as_json:
         answer = {"run_id": folder.run_id, "ok": True, "host": host, "message": message}
@@ -489,6 +497,9 @@ def _status_rows(
         where = "drained" if found.empty else _time_left_words(summary, found)
         rows.append(("draining", f"{name}: {where} ({found.cause})"))
     rows.append(("rescales", _rescale_words(summary)))
+    decided = [said.text for said in summary.decisions if said.kind == "decision"]
+    if decided:
+        rows.append(("decision", decided[-1]))
     if summary.checkpoints:
         last = summary.checkpoints[-1]
         rows.append(("checkpoint", f"step {last.step}, {last.path}"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvd_elastic.cli.numbers import parse_duration
-from hvd_elastic.errors import UsageError
+from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.words import count, hosts_named
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class ScalingOptions:
         hosts: Sequence[PricedHost] | None = None,
         min_np: int = 1,
         pinned: Sequence[PricedHost] = (),
+        np: int | None = None,
     ) -> None:
         """Refuse what cannot work, before anything is begun.
 
@@ -74,6 +75,7 @@ class ScalingOptions:
             hosts: where they do not stand in a hostfile.
             min_np: fewest slots.
             pinned: hosts that are used as a whole.
+            np: slots to begin with; None: the fewest.
 
         Raises:
             UsageError: says what and what is valid.
@@ -89,7 +91,7 @@ class ScalingOptions:
         if self.objective == "cost":
             if hosts is None:
                 hosts = self._hosts_of(hostfile)
-            self._check_prices(hosts, min_np, pinned)
+            self._check_prices(hosts, min_np, pinned, np)
 
     def as_objective(self) -> Objective:
         """What the policy is after.
@@ -100,6 +102,7 @@ class ScalingOptions:
         from hvd_elastic.policy.objective import Objective
 
         fields = self.fields()
+        self._refuse_what_does_not_belong(fields["objective"])
         try:
             return Objective(
                 kind=fields["objective"],
@@ -133,22 +136,50 @@ class ScalingOptions:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} is of use with --policy goodput only; add it")
 
+    def _refuse_what_does_not_belong(self, objective: str) -> None:
+        from hvd_elastic.policy.objective import OBJECTIVES
+
+        if objective not in OBJECTIVES:
+            valid = ", ".join(OBJECTIVES)
+            raise UsageError(f"--objective {objective!r} is not known; valid: {valid}")
+        for name, owner in (
+            ("min_speedup_per_slot", "efficiency"),
+            *((name, "cost") for name in ("budget", "deadline", "target_examples")),
+        ):
+            if getattr(self, name) is not None and objective != owner:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} belongs to --objective {owner}; add that")
+        if objective == "cost" and self.budget is None and self.deadline is None:
+            raise UsageError("--objective cost needs a --budget, or a --deadline")
+        if (self.deadline is None) != (self.target_examples is None):
+            raise UsageError(
+                "--deadline and --target-examples belong together: without the target nobody knows "
+                "what has to be done by then"
+            )
+        if (self.min_speedup_per_slot or 0.0) > 1:
+            raise UsageError(
+                f"--min-speedup-per-slot {self.min_speedup_per_slot:g} is above 1, and no slot "
+                "brings more than one alone does: give a share of that, such as 0.5"
+            )
+
     def _hosts_of(self, hostfile: Path | None) -> Sequence[PricedHost]:
-        from hvd_elastic.cluster.hostfile import parse_hostfile
+        from hvd_elastic.cluster.hostfile import parse_hostfile, require_prices
 
         if hostfile is None:
             raise UsageError("--objective cost needs a --hostfile that has price= for each host")
-        hosts = parse_hostfile(hostfile).hosts
-        missing = [host.name for host in hosts if host.price is None]
-        if missing:
-            raise UsageError(
-                f"--objective cost: {hostfile} has no price= for {hosts_named(missing)}; add it, "
-                "such as 'gpu1 slots=8 price=2.5'"
-            )
-        return hosts
+        hosts = parse_hostfile(hostfile)
+        try:
+            require_prices(hosts)
+        except HostfileError as error:
+            raise UsageError(f"--objective cost: {error}") from error
+        return hosts.hosts
 
     def _check_prices(
-        self, hosts: Sequence[PricedHost], min_np: int, pinned: Sequence[PricedHost]
+        self,
+        hosts: Sequence[PricedHost],
+        min_np: int,
+        pinned: Sequence[PricedHost],
+        np: int | None,
     ) -> None:
         if any(host.price is None for host in hosts):
             raise UsageError("--objective cost needs a price for each host")
@@ -156,10 +187,12 @@ class ScalingOptions:
             return
         kept = {host.name for host in pinned}
         price = sum(host.price or 0.0 for host in pinned)
-        missing = max(0, min_np - sum(host.slots for host in pinned))
+        least = max(min_np, np or 0)
+        missing = max(0, least - sum(host.slots for host in pinned))
         price += cheapest([host for host in hosts if host.name not in kept], missing)
         if price > parse_budget(self.budget):
-            what = [f"{count(min_np, 'slot')} (--min-np)"] if min_np > 1 else []
+            flag = "--np" if least == np else "--min-np"
+            what = [f"{count(least, 'slot')} ({flag})"] if least > 1 else []
             what += [f"{hosts_named(sorted(kept))} (--pin-hosts)"] if kept else []
             raise UsageError(
                 f"--budget {self.budget} cannot be met: "

@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from hvd_elastic.errors import HostfileError
-from hvd_elastic.words import count
+from hvd_elastic.words import count, hosts_named
 
 __all__ = [
     "Host",
@@ -38,6 +38,7 @@ __all__ = [
     "format_hostfile",
     "parse_hostfile",
     "parse_hosts",
+    "require_prices",
 ]
 
 # A slip such as gpu[1-1000000000] must end in a message, not in a full memory.
@@ -205,6 +206,20 @@ def parse_hosts(text: str, source: str) -> Hostfile:
     if not hosts:
         raise HostfileError(f"{source} names no host. Write one host a line; {VALID_FORMS}")
     return Hostfile(tuple(hosts), source)
+
+
+def require_prices(hostfile: Hostfile) -> None:
+    """Refuse hosts whose price is not known.
+
+    Raises:
+        HostfileError: names them.
+    """
+    missing = [host.name for host in hostfile if host.price is None]
+    if missing:
+        raise HostfileError(
+            f"{hostfile.source} has no price= for {hosts_named(missing)}; add it, such as "
+            "'gpu1 slots=8 price=2.5'"
+        )
 
 
 def format_hostfile(hosts: Iterable[Host]) -> str:

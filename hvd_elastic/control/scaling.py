@@ -145,18 +145,14 @@ class ScalingController:
             snapshot.hosts,
             snapshot.current,
             snapshot.limits,
-            math.isfinite(snapshot.noise_scale),
             snapshot.silent_s > self._config.parameters.silence_s,
             snapshot.measured >= self._config.parameters.evidence,
             snapshot.unequal_shares,
         )
         last = self._last
         calm = last is not None and last.action == "stay" and last.wish is None
-        noise_moved = math.isfinite(snapshot.noise_scale) and not (
-            abs(math.log((snapshot.noise_scale + 1) / (self._noise_then + 1))) <= _NOISE_MOVED
-        )
         same = snapshot.model is self._model_then and rests_on == self._rests_on
-        same = same and not noise_moved
+        same = same and not _noise_moved(snapshot.noise_scale, self._noise_then)
         if calm and same and self._config.objective.target is None:
             assert last is not None
             return last
@@ -200,3 +196,14 @@ class ScalingController:
     def _surroundings_changed(self, now: float) -> None:
         self._memory = surroundings_changed(self._memory)
         self._look_at = now
+
+
+def _noise_moved(now: float, then: float) -> bool:
+    """Whether the noise scale differs enough to matter, from NaN or infinity too.
+
+    >>> _noise_moved(math.inf, math.nan), _noise_moved(300, math.inf), _noise_moved(300, 301)
+    (True, True, False)
+    """
+    if math.isnan(now) or now == then:
+        return False
+    return not abs(math.log1p(now) - math.log1p(then)) <= _NOISE_MOVED

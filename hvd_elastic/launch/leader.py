@@ -22,7 +22,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_elastic.cluster.hostfile import Host, parse_hostfile
+from hvd_elastic.cluster.hostfile import Host, parse_hostfile, require_prices
 from hvd_elastic.cluster.ssh import SshOptions, is_local, own_address_towards
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
@@ -539,7 +539,10 @@ class Leader:
         else:
             with contextlib.suppress(OSError):  # what is wrong with it is told next
                 self._hostfile_stamp = _stamp(path)
-            hosts = list(parse_hostfile(path).hosts)
+            hostfile = parse_hostfile(path)
+            if self._spec.objective == "cost":
+                require_prices(hostfile)
+            hosts = list(hostfile.hosts)
         self._hosts = {host.name: host for host in hosts}
         return hosts
 
@@ -576,7 +579,7 @@ class Leader:
             hosts = self._read_hostfile()
         except HostfileError as error:
             if str(error) != self._hostfile_error:
-                self._warn(f"the hostfile was changed and cannot be read, the hosts stay: {error}")
+                self._warn(f"the hostfile was changed and cannot be used, the hosts stay: {error}")
             self._hostfile_error = str(error)
             return
         self._hostfile_error = ""
@@ -684,10 +687,13 @@ class Leader:
                 f"{self._spec.min_np} to {limit} (--min-np, --max-np and the slots of the hostfile"
                 f"{' that are not drained' if draining else ''})"
             )
+        until = ""
         if self._scaler is not None:
-            self._scaler.pause(f"{count(wanted, 'process')} were asked for")
+            self._scaler.pause(f"{count(wanted, 'process')} wanted by hvd-elastic scale")
+            run = self._folder.run_id
+            until = f"; the policy is paused until: hvd-elastic scale {run} auto"
         self._tell(ev.TargetChanged(wanted))
-        return True, f"{count(wanted, 'process')} wanted"
+        return True, f"{count(wanted, 'process')} wanted{until}"
 
     def _steer_policy(self, do: Any) -> tuple[bool, str]:
         if self._scaler is None:

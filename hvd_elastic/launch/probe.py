@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvd_elastic.cluster.hostfile import Host
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.telemetry.records import EventFollower
 from hvd_elastic.telemetry.runfolder import RunFolder
 
@@ -52,7 +52,7 @@ def probe(
         The folder of the run.
 
     Raises:
-        RunError: it did not train; says why.
+        UsageError, RunError: it did not train; says why.
     """
     sizes = sizes_to_probe(hosts)
     folder = _start(hostfile, command, [*options, "--np", str(sizes[0])])
@@ -82,7 +82,8 @@ def _start(hostfile: Path, command: Sequence[str], options: Sequence[str]) -> Ru
         stdin=subprocess.DEVNULL,
     )
     if started.returncode:
-        raise RunError("the probe could not be started; see above")
+        kind = UsageError if started.returncode == UsageError.exit_status else RunError
+        raise kind("the probe could not be started; see above")
     return RunFolder.open(started.stdout.split()[0])
 
 

@@ -20,6 +20,8 @@ PROTOCOL = 2
 
 Message = dict[str, Any]
 
+_MOST_DIGITS = 300
+
 
 def encode(message: Message) -> bytes:
     r"""One line, newline included.
@@ -36,10 +38,15 @@ def decode(line: bytes) -> Message:
     Raises:
         ValueError: the line is not a JSON object.
     """
-    message = json.loads(line)
+    message = json.loads(line, parse_int=_number)
     if not isinstance(message, dict):
         raise ValueError(f"a message is a JSON object, this is {type(message).__name__}")
     return message
+
+
+def _number(digits: str) -> int | float:
+    """An integer; one that no float can hold is infinite, as such a float is."""
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def split_lines(buffer: bytearray, data: bytes) -> Iterator[bytes]:

@@ -55,6 +55,8 @@ class Scaler:
         config = ScalingConfig(spec.min_np, spec.max_np, objective_of(spec))
         self._controller = ScalingController(config, started_at, replay(past))
         self._controller.pause(_why_paused(past))
+        self._asked: Allocation | None = None
+        """Slots that were decided on and are not in use yet."""
         self._pinned = frozenset(spec.pin_hosts)
         self._emit = emit
         self._generation = 0
@@ -87,16 +89,21 @@ class Scaler:
         if found is None:
             return None
         decision, snapshot = found
+        if snapshot.current == self._asked:
+            self._asked = None
         if decision.action == "stay":
             self._say_once(decision, snapshot)
             return None
         np = decision.target.slots
-        self._emit("decision", {**_fields(decision, snapshot), "np": np})
+        if decision.target != self._asked:  # else it was told, and its slots are still starting
+            self._asked = decision.target
+            self._emit("decision", {**_fields(decision, snapshot), "np": np})
         return TargetChanged(np, _slots(decision.target, members))
 
     def pause(self, why: str) -> None:
         """Decide nothing until :meth:`resume`."""
         self._controller.pause(why)
+        self._asked = None
         self._emit("decision", {"action": "pause", "reason": why})
 
     def resume(self, why: str, now: float) -> None:
@@ -111,7 +118,10 @@ class Scaler:
         Once more where nothing keeps to the objective any longer, or something does again.
         """
         said = (self._generation, decision.known, decision.kept)
-        if decision.wish is None and decision.known and said != self._said:
+        if decision.wish is not None or not decision.known:
+            return
+        self._asked = None
+        if said != self._said:
             self._said = said
             self._emit("decision", _fields(decision, snapshot))
 

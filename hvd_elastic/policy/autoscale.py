@@ -193,9 +193,7 @@ def _rank(
         freed = int(scores.slots[0] - scores.slots[best])
         known = f"known to {100 * math.expm1(unsure[best]):.0f} %"
         why += f", {known}: " + (
-            f"{count(freed, 'slot')} that bring little are given back"
-            if freed > 0
-            else "worth trying"
+            f"giving back {count(freed, 'slot')} of little use" if freed > 0 else "worth trying"
         )
     why += (
         f"; net of a pause of {snapshot.pause_s:.2g} s and of what slots are worth, "
@@ -259,9 +257,9 @@ def _allocation_is_gone(snapshot: Snapshot) -> str:
         return f"not all slots of pinned {hosts_named(unused)} are in use"
     slots = snapshot.current.slots
     if slots > (snapshot.max_np or slots):
-        return f"{count(slots, 'slot')} are more than the most allowed, {snapshot.max_np}"
+        return f"{count(slots, 'slot')} in use, above the most allowed, {snapshot.max_np}"
     if slots < min(snapshot.min_np, sum(offered.values())):
-        return f"{count(slots, 'slot')} are fewer than the least allowed, {snapshot.min_np}"
+        return f"{count(slots, 'slot')} in use, below the least allowed, {snapshot.min_np}"
     return ""
 
 
@@ -295,14 +293,15 @@ def _describe(option: Allocation, scores: Scores, index: int) -> str:
 def _why_stay(
     options: Sequence[Allocation], scores: Scores, net: np.ndarray, scale: float, limit: str
 ) -> str:
-    text = f"{options[0].slots} slots give {scores.goodput[0]:.0f} useful examples/s"
+    text = f"{scores.goodput[0]:.0f} useful examples/s on {count(options[0].slots, 'slot')}"
     others = np.where(np.arange(len(net)) > 0, net, -np.inf)
     second = int(np.argmax(others))
     if len(options) > 1 and np.isfinite(others[second]):
         text += (
-            f"; the best other choice, {options[second].slots} slots with "
-            f"{scores.goodput[second]:.0f}, would change the sum by "
-            f"{100 * net[second] / scale if scale else 0:.1f} % after its pause"
+            f"; the best other choice, {scores.goodput[second]:.0f} on "
+            f"{count(options[second].slots, 'slot')}, would bring "
+            f"{100 * net[second] / scale if scale else 0:+.1f} % net of its pause and of what "
+            "slots are worth"
         )
     return f"{text}{limit and '; '}{limit}"
 

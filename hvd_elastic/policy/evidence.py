@@ -24,6 +24,9 @@ __all__ = ["Evidence"]
 
 _WINDOW_S = 1.0
 """Shorter windows are joined: the clock of the metrics is not finer than a step."""
+_MOST = 2**53
+"""More examples, steps or seconds than any run has; beyond it floats are not exact."""
+_SHORTEST_S = 1e-9
 _KEPT = 12
 _SETTLING = 1
 """Windows after a change that are not timed: readers start, memory is allocated."""
@@ -224,7 +227,7 @@ class Evidence:
         if rank_s == self._rank_s:
             return  # metrics come more often than the ranks report
         self._rank_s = rank_s
-        told = [_number(seconds) or 0.0 for seconds in rank_s]
+        told = [_number(seconds, _SHORTEST_S) or 0.0 for seconds in rank_s]
         self._uneven = self._uneven + 1 if max(told) > _UNEVEN * median(told) else 0
         if self.plan is not None and all(told):
             passes, examples = self.plan.accumulation_steps + 1, self._examples(self.plan)
@@ -429,14 +432,14 @@ def _limits(told: Any) -> BatchLimits | None:
     return BatchLimits(**found)
 
 
-def _number(value: Any) -> float | None:
-    """A finite number, not negative; else None."""
+def _number(value: Any, least: float = 0.0) -> float | None:
+    """A number from ``least`` to what a run can come to; else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) and value >= 0 else None
+    return float(value) if least <= value <= _MOST else None
 
 
 def _whole(value: Any, least: int) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
         return None
     return value

@@ -21,7 +21,7 @@ both against their first values. Times are in seconds.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,12 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.words import count
 
 __all__ = ["Change", "Trace", "Workload", "read_trace"]
+
+_MOST_SLOTS = 65_536
+"""As in a hostfile: a slip in a range must end in a message, not in a full memory."""
 
 
 @dataclass(frozen=True)
@@ -170,12 +174,7 @@ class _Part:
         return _positive(self._path(name), self.take(name, default), above)
 
     def whole(self, name: str, default: Any = ..., least: int = 1) -> int:
-        value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise _TraceError(
-                f"{self._path(name)} must be a whole number of {least} or more, not {value!r}"
-            )
-        return value
+        return _whole(self._path(name), self.take(name, default), least)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.take(name, default)
@@ -201,9 +200,15 @@ class _Part:
 
 def _positive(name: str, value: Any, above: float = 0.0) -> float:
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not above < value < math.inf:
+    if not good or not above < value <= sys.float_info.max:
         raise _TraceError(f"{name} must be a number above {above:g}, not {value!r}")
     return float(value)
+
+
+def _whole(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _TraceError(f"{name} must be a whole number of {least} or more, not {value!r}")
+    return value
 
 
 def _trace(part: _Part) -> Trace:
@@ -218,7 +223,7 @@ def _trace(part: _Part) -> Trace:
         duration_s=part.number("duration_s"),
         np=part.whole("np", 1),
         min_np=part.whole("min_np", 1),
-        max_np=None if most is None else int(_positive("max_np", most)),
+        max_np=None if most is None else _whole("max_np", most),
         pause_s=part.number("pause_s", 2.0),
         jitter=part.number("jitter", 0.03, above=-1e-300),
         changes=tuple(sorted(map(_change, part.parts("changes", [])), key=lambda c: c.at_s)),
@@ -227,13 +232,28 @@ def _trace(part: _Part) -> Trace:
     part.end()
     if trace.max_np is not None and trace.max_np < trace.min_np:
         raise _TraceError(f"min_np {trace.min_np} is above max_np {trace.max_np}")
-    names = {host.name for host in hosts}
+    slots = sum(host.slots for host in hosts)
+    for name, value in (("np", trace.np), ("min_np", trace.min_np)):
+        if value > slots:
+            raise _TraceError(f"{name} {value} is above the {count(slots, 'slot')} of the hosts")
+    if trace.max_np is not None and trace.np > trace.max_np:
+        raise _TraceError(f"np {trace.np} is above max_np {trace.max_np}")
+    _check_changes(trace)
+    return trace
+
+
+def _check_changes(trace: Trace) -> None:
+    here = {host.name for host in trace.hosts}
+    known = set(here)
     for change in trace.changes:
-        names |= {host.name for host in change.add}
-        unknown = [name for name in (*change.slow, *change.remove) if name not in names]
+        here |= {host.name for host in change.add}
+        known |= here
+        unknown = [name for name in (*change.slow, *change.remove) if name not in known]
         if unknown:
             raise _TraceError(f"the change at {change.at_s:g} s names no host: {unknown[0]!r}")
-    return trace
+        here -= set(change.remove)
+        if not here:
+            raise _TraceError(f"the change at {change.at_s:g} s leaves no host to train on")
 
 
 def _hosts(parts: Sequence[_Part]) -> tuple[HostOffer, ...]:
@@ -247,6 +267,8 @@ def _hosts(parts: Sequence[_Part]) -> tuple[HostOffer, ...]:
             cost = None if price is None else _positive(f"{part.name}.price", price, -1e-300)
             found[name] = HostOffer(name, slots, cost, slowness)
         part.end()
+    if sum(host.slots for host in found.values()) > _MOST_SLOTS:
+        raise _TraceError(f"the hosts have more than {_MOST_SLOTS} slots together")
     return tuple(found.values())
 
 
@@ -261,7 +283,9 @@ def _names(part: _Part) -> list[str]:
     low, _, high = rest.rstrip("]").partition("-")
     if not (low.isdigit() and high.isdigit() and int(low) <= int(high)):
         raise _TraceError(f"{part.name}.name: {name!r} is no range; valid: n[0-7]")
-    return [f"{head}{number}" for number in range(int(low), int(high) + 1)]
+    if int(high) - int(low) >= _MOST_SLOTS:
+        raise _TraceError(f"{part.name}.name: {name!r} is more than {_MOST_SLOTS} hosts")
+    return [f"{head}{number:0{len(low)}}" for number in range(int(low), int(high) + 1)]
 
 
 def _workload(part: _Part) -> Workload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -365,6 +366,7 @@ def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
         if value is None and name in run.series:
             value = math.nan  # the writer's null for what is not a number
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = math.nan if _number(value) is None else value
             series = run.series.setdefault(name, MetricSeries())
             series.at_s.append(at_s)
             series.values.append(float(value))
@@ -472,9 +474,10 @@ def _whole(value: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    """A number that a float can hold; else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value
+    return value if abs(value) <= sys.float_info.max else None
 
 
 _HANDLERS = {

@@ -415,7 +415,8 @@ class Context:
         if self.rebalancing is not None:
             record |= self.rebalancing.metrics()
         for name, value in self._metrics.items():
-            record[name] = value.item() if isinstance(value, torch.Tensor) else value
+            if name not in record:  # the run is steered by those of its own
+                record[name] = value.item() if isinstance(value, torch.Tensor) else value
         self._window = (now, self.progress.examples)
         self.sink.send(record)
 

@@ -347,6 +347,16 @@ def test_scale(call: Call) -> None:
     assert asked == [("scale", 3), ("scale", None)]
 
 
+def test_status_says_what_was_decided_last(call: Call) -> None:
+    folder = RunFolder.create("live")
+    with leader(folder, lambda *_: False) as log:
+        log.append("run_started", {"run_id": "live", "hosts": [["n1", 1]]})
+        log.append("decision", {"action": "stay", "reason": "more slots bring nothing"})
+        for number in range(20):
+            log.append("warning", {"message": f"{number} of many"})
+        assert "\ndecision     stay: more slots bring nothing\n" in call("status", "live").out
+
+
 def test_drain(call: Call) -> None:
     folder = RunFolder.create("live")
     asked: list[dict[str, Any]] = []

@@ -38,21 +38,52 @@ POLICY = ("--policy", "goodput", "--objective", "cost")
             "host a (--pin-hosts) cost 9 per hour at the least",
         ),
         ("a price=1", ("--budget", "cheap"), "a price for an hour such as 40/h, not 'cheap'"),
-        ("a price=1", ("--deadline", "6h"), "a deadline and a target in useful examples belong"),
-        ("a price=1", (), "needs a budget or a deadline"),
+        ("a price=1", ("--deadline", "6h"), "--deadline and --target-examples belong together"),
+        (
+            "a slots=2 price=3\nb slots=2 price=2.5",
+            ("--budget", "4/h", "--np", "3", "--min-np", "2"),
+            "3 slots (--np) cost 5.5 per hour at the least",
+        ),
+        ("a price=1", ("--min-speedup-per-slot", "0.5"), "belongs to --objective efficiency"),
+        ("a price=1", (), "--objective cost needs a --budget, or a --deadline"),
         ("a price=1\nb price=1", ("--budget", "4", "--min-np", "2", "--max-np", "1"), "is above"),
     ],
 )
 def test_what_cannot_be_is_said_at_the_start(
     hosts: str, options: tuple[str, ...], words: str, tmp_path: Path, capsys: Any
 ) -> None:
+    assert words in refused((*POLICY, *options), hosts, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--objective", "fast"), "--objective 'fast' is not known; valid: goodput, efficiency"),
+        (("--budget", "4/h"), "--budget belongs to --objective cost; add that"),
+        (("--deadline", "6h"), "--deadline belongs to --objective cost; add that"),
+        (
+            ("--objective", "efficiency", "--min-speedup-per-slot", "1.5"),
+            "--min-speedup-per-slot 1.5 is above 1",
+        ),
+        (("--pin-hosts", "a[1"), "--pin-hosts: host list 'a[1', at 'a[1': unbalanced bracket"),
+        (("--pin-hosts", ""), "--pin-hosts: host list '' names no host"),
+        (("--preemption-command", " "), "--preemption-command is empty"),
+    ],
+)
+def test_mistakes_are_named_as_the_options_are(
+    options: tuple[str, ...], words: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert words in refused(("--policy", "goodput", *options), "a slots=2", tmp_path, capsys)
+
+
+def refused(options: tuple[str, ...], hosts: str, tmp_path: Path, capsys: Any) -> str:
+    """What ``hvd-elastic run`` says to options that are wrong usage."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text(hosts + "\n")
-    command = ("run", "--hostfile", str(hostfile), *POLICY, *options, "--", "python", "train.py")
     with pytest.raises(SystemExit) as end:
-        main(command)
+        main(("run", "--hostfile", str(hostfile), *options, "--", "python", "train.py"))
     assert end.value.code == 2
-    assert words in " ".join(capsys.readouterr().err.split())
+    return " ".join(capsys.readouterr().err.split())
 
 
 @given(

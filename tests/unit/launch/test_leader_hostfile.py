@@ -49,3 +49,24 @@ def test_the_hosts_stay_and_it_is_told_once(
         f"the hostfile {hostfile} {told}, the hosts stay; put it back to change them"
     ]
     assert list(leader._hosts) == ["a", "b"]
+
+
+def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
+    tmp_path: Path,
+) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a price=1\n")
+    shown: list[Mapping[str, Any]] = []
+    folder = RunFolder.create("r1", root=tmp_path)
+    spec = RunSpec(
+        ("true",), "/", hostfile=str(hostfile), policy="goodput", objective="cost", budget=4.0
+    )
+    leader = Leader(spec, folder, {}, shown.append, lambda *_: None)
+    leader._read_hostfile()
+    hostfile.write_text("a price=1\nbig slots=8\n")
+    for _ in range(2):
+        leader._look_at_hostfile()
+    told = [event["message"] for event in shown if event["kind"] == "warning"]
+    assert len(told) == 1
+    assert f"the hosts stay: {hostfile} has no price= for host big; add it" in told[0]
+    assert list(leader._hosts) == ["a"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import socket
 
@@ -38,6 +39,13 @@ def test_lines_are_found_however_they_are_cut(sent: list[dict[str, object]], siz
 def test_what_is_no_object_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"Expecting|JSON object|decode|Extra data"):
         decode(line)
+
+
+def test_an_integer_that_no_float_can_hold_is_infinite() -> None:
+    for digits in (400, 5000):
+        assert decode(f'{{"step": 1{"0" * digits}}}'.encode()) == {"step": math.inf}
+    assert decode(b'{"step": -%d}' % 10**400) == {"step": -math.inf}
+    assert decode(b'{"pid": %d}' % 2**200) == {"pid": 2**200}
 
 
 def test_the_kernel_says_who_is_at_the_other_end() -> None:

@@ -33,14 +33,14 @@ def test_grows_where_examples_take_the_time():
 def test_stays_where_more_slots_bring_nothing():
     found = decide(snapshot(PAYS_NOT, {"n0": 1}), 100.0, None, AT_ONCE)
     assert (found.action, found.target.slots) == ("stay", 1)
-    assert "1 slots give" in found.reason
+    assert "useful examples/s on 1 slot; the best other choice" in found.reason
 
 
 def test_gives_back_slots_that_bring_nothing():
     found = decide(snapshot(PAYS_NOT, {h.name: 2 for h in HOSTS}), 100.0, None, AT_ONCE)
     assert found.action == "shrink"
     assert found.target.slots <= 2
-    assert "given back" in found.reason
+    assert "giving back 7 slots of little use" in found.reason
 
 
 def test_pinned_hosts_are_kept_and_taken_at_once():

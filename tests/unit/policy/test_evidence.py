@@ -40,6 +40,8 @@ def test_step_times_come_from_steps_and_time():
         {"step": "many", "examples": 5},
         {"examples": 5},
         {"step": True, "examples": 5},
+        {"step": 10**400, "examples": 5},
+        {"step": 1e300, "examples": 1e300},
     ],
 )
 def test_nonsense_is_counted_and_left_out(fields):
@@ -196,6 +198,10 @@ def test_while_ranks_are_about_to_share_out_the_batch_nothing_is_timed(shares, a
         {"rank_s": [0.0, None]},
         {"rank_s": "ab"},
         {"rank_s": []},
+        {"rank_s": [5e-324, 5e-324]},
+        {"rank_s": [10**400, 1.0]},
+        {"shares": [10**400, 16]},
+        {"global_batch_size": 10**400},
         {"size": -2},
     ],
 )

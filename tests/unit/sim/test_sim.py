@@ -194,12 +194,26 @@ def test_a_trace_is_read(tmp_path):
         ({"min_np": 5, "max_np": 2}, "min_np 5 is above max_np 2"),
         ({"unequal_shares": "yes"}, "unequal_shares must be true or false, not 'yes'"),
         ({"changes": [{"at_s": 1, "slow": {"zz": 2}}]}, "names no host: 'zz'"),
+        ({"changes": [{"at_s": 9, "remove": ["n0", "n1", "n2"]}]}, "leaves no host to train on"),
+        ({"duration_s": 10**400}, "duration_s must be a number above 0"),
+        ({"np": 99}, "np 99 is above the"),
+        ({"min_np": 99}, "min_np 99 is above the"),
+        ({"np": 2, "max_np": 1}, "np 2 is above max_np 1"),
+        ({"max_np": 2.5}, "max_np must be a whole number of 1 or more, not 2.5"),
+        ({"hosts": [{"name": "n[0-99999999]"}]}, "is more than 65536 hosts"),
+        ({"hosts": [{"name": "a", "slots": 10**12}]}, "have more than 65536 slots together"),
     ],
 )
 def test_mistakes_in_a_trace_are_named(tmp_path, change, words):
     with pytest.raises(UsageError, match=r"trace\.json") as caught:
         read_trace(written(tmp_path, {**FILE, **change}))
     assert words in str(caught.value)
+
+
+def test_zeros_in_a_range_of_a_trace_are_kept(tmp_path):
+    hosts = [{"name": "n[08-10]"}]
+    trace = read_trace(written(tmp_path, {**FILE, "hosts": hosts, "changes": [], "max_np": None}))
+    assert [host.name for host in trace.hosts] == ["n08", "n09", "n10"]
 
 
 def test_a_trace_that_is_no_json_or_not_there(tmp_path):

@@ -38,6 +38,14 @@ def test_a_run_that_goes_on() -> None:
     assert (run.status, run.size) == ("running", 2)
 
 
+def test_a_number_that_no_float_can_hold_is_none() -> None:
+    event = {"t": 3.0, "kind": "metrics", "step": 10**400, "examples": 5, "loss": 10**400}
+    run = summarize([*sample_events(status="running"), event])
+    assert (run.steps, run.examples) == (276, 5)
+    assert math.isnan(run.series["loss"].values[-1])
+    json.dumps(run.as_json(with_series=True))
+
+
 def test_no_events() -> None:
     run = summarize([])
     assert (run.status, run.duration_s, run.final_metrics()) == ("unknown", 0.0, {})

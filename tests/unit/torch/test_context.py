@@ -142,6 +142,18 @@ def test_a_rank_alone_hears_that_its_generation_was_called_off() -> None:
                 made.exchange()
 
 
+def test_what_the_run_counts_itself_is_not_the_scripts_to_report(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = train(monkeypatch, 1)
+    hvd.report(step=-5, examples="many", accuracy=0.5)
+    made.close()
+    last = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"][
+        -1
+    ]
+    assert (last["step"], last["examples"], last["accuracy"]) == (3, 10, 0.5)
+
+
 def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
