@@ -38,6 +38,7 @@ GRACE_S = 2.0
 STOP_S = 4.0
 DRAIN_S = 2.0
 SPOKEN_BYTES = 64 * 1024
+STARTED = "started"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class HeldCommand:
         self._process: _Holder
         arguments = (command, dict(how.env), how.cwd, feeds, GRACE_S)
         if isinstance(connection, KeptHost) and not how.sudo:
-            self._process = connection.hold(arguments, self._listen, on_stdout)
+            self._said = STARTED
+            self._process = connection.hold(arguments, on_stderr, on_stdout, self._refused)
             return
         source = f"{_read_holder()}\nmain(*{arguments!a})\n".encode()
         argv = [PYTHON, "-I", "-S", "-c", _LOADER, str(len(source))]
@@ -167,7 +169,7 @@ class HeldCommand:
         if self._said is None:
             # What says whether it was held may be on its way.
             self._process.wait_drained(DRAIN_S)
-        if self._said == "started" or (self._said is None and status < 0):
+        if self._said == STARTED or (self._said is None and status < 0):
             return status
         raise self._why_not(status)
 
@@ -208,6 +210,9 @@ class HeldCommand:
             data = before + after
         if data:
             self._on_stderr(data)
+
+    def _refused(self, why: str) -> None:
+        self._said = why
 
     def _why_not(self, status: int) -> SshError:
         if self._said is not None:

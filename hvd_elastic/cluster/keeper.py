@@ -40,7 +40,9 @@ FRESH_S = 10.0
 ANSWER_S = 3.0
 # More is sent by a thread of its own, since it could have to wait.
 LIGHT_BYTES = 4096
-_PROGRAM = ("end_processes", "pass_input", "hold_command", "keep_wire", "keep_commands")
+_PROGRAM = (
+    "end_processes", "pass_input", "hold_command", "keep_wire", "hold_in_turn", "keep_commands",
+)  # fmt: skip
 
 
 class NotKeptError(HvdElasticError):

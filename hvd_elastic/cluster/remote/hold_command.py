@@ -25,6 +25,8 @@ import sys
 TYPE_CHECKING = False  # typing is slow to load
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pwd import struct_passwd
+    from typing import Any
 
 MARK = b"\x01hvd-elastic-command "
 LATER: dict[str, str] = {}
@@ -54,9 +56,10 @@ def say(text: str) -> None:
     os.write(2, MARK + text.encode("utf-8", "replace") + b"\n")
 
 
-def start(command: str, env: dict[str, str], cwd: str, feeds: bool) -> tuple[int, int]:
+def start(
+    account: struct_passwd, command: str, env: dict[str, str], cwd: str, feeds: bool
+) -> tuple[int, int]:
     """Starts the command; returns its pid and the way into its stdin (-1: none)."""
-    account = pwd.getpwuid(os.getuid())
     shell = account.pw_shell or "/bin/sh"
     if cwd == "~" or cwd.startswith("~/"):
         cwd = account.pw_dir + cwd[1:]
@@ -76,12 +79,12 @@ def start(command: str, env: dict[str, str], cwd: str, feeds: bool) -> tuple[int
     return pid, way_in
 
 
-def later(module: str) -> dict[str, Callable[..., None]]:
+def later(module: str) -> dict[str, Callable[..., Any]]:
     """What a module that is rarely needed has."""
     if module not in LATER:
         # importlib would be loaded by each holder anew.
         return vars(__import__(f"hvd_elastic.cluster.remote.{module}", fromlist=["main"]))
-    found: dict[str, Callable[..., None]] = {}
+    found: dict[str, Callable[..., Any]] = {}
     exec(compile(LATER[module], f"{module}.py", "exec"), found)  # noqa: S102  # our own
     return found
 
@@ -98,11 +101,16 @@ def main(command: str, env: dict[str, str], cwd: str, feeds: bool, grace_s: floa
     """
     PRCTL(SUBREAPER, 1, 0, 0, 0)
     try:
-        pid, way_in = start(command, env, cwd, feeds)
+        pid, way_in = start(pwd.getpwuid(os.getuid()), command, env, cwd, feeds)
     except OSError as error:
         say(f"{error.filename or 'the shell'}: {error.strerror}")
         sys.exit(1)
     say("started")
+    hold(pid, way_in, grace_s)
+
+
+def hold(pid: int, way_in: int, grace_s: float) -> None:
+    """Until the command has ended, or the input; then this process ends."""
     ending = _thread.allocate_lock()
 
     def wait_for_it() -> None:
