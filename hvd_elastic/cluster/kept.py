@@ -36,7 +36,7 @@ from hvd_elastic.errors import (
     SshError,
 )
 
-__all__ = ["KEY_BYTES", "KeptGoneError", "KeptHost", "KeptHosts", "KeptProcess"]
+__all__ = ["KEY_BYTES", "MARSHAL_VERSION", "KeptGoneError", "KeptHost", "KeptHosts", "KeptProcess"]
 
 log = logging.getLogger(__name__)
 

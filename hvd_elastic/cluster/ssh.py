@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # other things to csh and fish.
 PID_MARK = b"\x01hvd-elastic-pid "
 TELL_PID = """sh -c 'printf "\\001hvd-elastic-pid %s\\n" "$PPID" >&2'"""
+# An interpreter that takes the shell's place tells its own, and no process is needed for that.
+PYTHON_TELLS_PID = r"""import posix; posix.write(2, b"\1hvd-elastic-pid %d\n" % posix.getpid())"""
 PID_WAIT_S = 2.0
 HELD_BYTES = 64 * 1024
 
@@ -179,12 +182,31 @@ class SshConnection(ConnectionBase):
         on_stderr: Callable[[bytes], None] | None = None,
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> RemoteProcess:
+        command = as_command(argv_or_command)
+        return self._start(f"{TELL_PID}; {command}", command, on_stderr, on_stdout)
+
+    def start_python(
+        self,
+        argv: Sequence[str],
+        on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
+    ) -> RemoteProcess:
+        at = argv.index("-c") + 1
+        command = shlex.join([*argv[:at], f"{PYTHON_TELLS_PID}; {argv[at]}", *argv[at + 1 :]])
+        return self._start(f"exec {command}", shlex.join(argv), on_stderr, on_stdout)
+
+    def _start(
+        self,
+        line: str,
+        command: str,
+        on_stderr: Callable[[bytes], None] | None,
+        on_stdout: Callable[[bytes], None] | None,
+    ) -> RemoteProcess:
         from paramiko import SSHException
 
-        command = as_command(argv_or_command)
         try:
             channel = self._transport.open_session(timeout=self.options.connect_timeout_s)
-            channel.exec_command(f"{TELL_PID}; {command}")
+            channel.exec_command(line)
         except (SSHException, OSError, EOFError) as error:
             raise self._lost("no command can be started", error) from error
         return RemoteProcess(_ChannelEnds(channel), command, self.host.name, on_stderr, on_stdout)

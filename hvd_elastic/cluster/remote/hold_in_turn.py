@@ -18,7 +18,7 @@ import os
 import select
 import struct
 
-from hvd_elastic.cluster.remote.hold_command import PRCTL, SIGTERM, SUBREAPER, later, start
+from hvd_elastic.cluster.remote.hold_command import PRCTL, SIGTERM, SUBREAPER, later, start, why_not
 from hvd_elastic.cluster.remote.keep_wire import (
     EXIT,
     HEAD,
@@ -67,8 +67,10 @@ class Turns:
             command, env, cwd, feeds, grace_s = marshal.loads(payload)["hold"]  # noqa: S302  # ours
             try:
                 pid, way_in = start(self._account, command, env, cwd, feeds)
-            except (OSError, ValueError) as error:
-                self._refuse(error)
+            except OSError as error:
+                self._refuse(why_not(error))
+            except ValueError as error:
+                self._refuse(f"the command: {error}")
             if cwd:
                 os.fchdir(self._here)
             self._hold(pid, later("pass_input")["Input"](way_in) if feeds else None, grace_s)
@@ -91,10 +93,9 @@ class Turns:
         os.dup2(out, 1)
         os.dup2(err, 2)
 
-    def _refuse(self, error: OSError | ValueError) -> NoReturn:
-        where = getattr(error, "filename", None) or "the shell"
-        text = f"{where}: {getattr(error, 'strerror', error)}"
-        self._agent.sendall(frame(REFUSED, 0, text.encode("utf-8", "replace")[:REASON_BYTES]))
+    def _refuse(self, why: str) -> NoReturn:
+        text = why.encode("utf-8", "replace")[:REASON_BYTES]
+        self._agent.sendall(frame(REFUSED, 0, text))
         os._exit(LOST)
 
     def _hold(self, pid: int, given: Input | None, grace_s: float) -> None:

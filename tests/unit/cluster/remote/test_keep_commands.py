@@ -53,7 +53,7 @@ class Agent:
 
     def begin(self, command: str, cwd: str = "", feeds: bool = False) -> int:
         self._number += 1
-        hold = (command, {"NAME": "it's"}, cwd, feeds, 0.5)
+        hold = (command.encode(), {b"NAME": b"it's"}, cwd.encode(), feeds, 0.5)
         self.say(START, self._number, marshal.dumps({"keep_s": 60.0, "hold": hold, "argv": []}, 2))
         return self._number
 
@@ -116,7 +116,7 @@ def test_one_holder_holds_what_leaves_nothing(agent: Agent, tmp_path: Path) -> N
 
 def test_why_a_command_does_not_begin(agent: Agent) -> None:
     assert agent.run("true", "/none") == (1, "/none: No such file or directory")
-    assert agent.run("a\0b") == (1, "the shell: embedded null byte")
+    assert agent.run("a\0b") == (1, "the command: embedded null byte")
     assert agent.run("echo on") == (0, "on\n")
 
 
