@@ -39,7 +39,7 @@ __all__ = ["Attempt", "Route", "attempting", "own_known_hosts"]
 MAX_JUMPS = 8
 SSH_PORT = 22
 DEADLINE_SLACK_S = 0.02
-IDLE_WAKE_S = 1.0
+IDLE_WAKE_S = 5.0
 
 
 def own_known_hosts() -> Path:
@@ -297,8 +297,8 @@ class Route:
             if agent is not None:
                 agent.close()
         if isinstance(self.sock, socket.socket):
-            # paramiko's thread wakes up so often although nothing comes; its own 0.1 s costs three
-            # hundredths of a core where 128 connections are kept.
+            # paramiko's thread wakes up so often although nothing comes, to see whether a keepalive
+            # is due; its own 0.1 s costs hundredths of a core where 128 hosts are kept.
             self.sock.settimeout(IDLE_WAKE_S)
 
     def close(self) -> None:
