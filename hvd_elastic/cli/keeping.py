@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import Any, NoReturn, TextIO
 
-import fabric  # noqa: F401  # loaded before any fork
+import paramiko  # noqa: F401  # loaded before any fork
 
 from hvd_elastic.cli import clust
 from hvd_elastic.cli.entry import enter

@@ -6,13 +6,16 @@ keeper's process parses them with the same code, and says when the call is none 
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
+import _socket
 import os
-import signal
-import socket
 import sys
-from collections.abc import Sequence
 
 from hvd_elastic.cluster import keep_socket
+
+TYPE_CHECKING = False  # typing is slow to load
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["BEGUN", "ELSEWHERE", "call"]
 
@@ -31,16 +34,18 @@ def call(words: Sequence[str]) -> int | None:
         return None
     try:
         own = keep_socket.identity()
-        sock = keep_socket.call_keeper(folder, keep_socket.socket_name(own))
+        sock = keep_socket.call_keeper(folder, keep_socket.socket_name(own), _socket.socket)
         if sock is None:
             return None
-        with sock:
+        try:
             return _call(sock, own, words)
+        finally:
+            sock.close()
     finally:
         os.close(folder)
 
 
-def _call(sock: socket.socket, own: bytes, words: Sequence[str]) -> int | None:
+def _call(sock: _socket.socket, own: bytes, words: Sequence[str]) -> int | None:
     def tell(number: int, _frame: object) -> None:
         try:  # noqa: SIM105  # contextlib is slow to load
             sock.send(bytes([number]))
@@ -56,14 +61,14 @@ def _call(sock: socket.socket, own: bytes, words: Sequence[str]) -> int | None:
     finally:
         os.close(here)
     # The process that runs the call hears of Ctrl-C from here, and of the end of this one.
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: _signal.getsignal(number) for number in (_signal.SIGINT, _signal.SIGTERM)}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, tell)
+        if handler is not _signal.SIG_IGN:
+            _signal.signal(number, tell)
     answer = _read_answer(sock)
     if answer[1:] == ELSEWHERE or not answer:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
         return None
     if len(answer) < ANSWER_BYTES:
         print("error: the keeper is gone, and with it what ran on the hosts", file=sys.stderr)
@@ -71,7 +76,7 @@ def _call(sock: socket.socket, own: bytes, words: Sequence[str]) -> int | None:
     return answer[1]
 
 
-def _read_answer(sock: socket.socket) -> bytes:
+def _read_answer(sock: _socket.socket) -> bytes:
     answer = b""
     sock.settimeout(BEGIN_S)
     try:
@@ -80,7 +85,7 @@ def _read_answer(sock: socket.socket) -> bytes:
                 data = sock.recv(ANSWER_BYTES)
             except TimeoutError:
                 # From here on it cannot say that it begins, and so it does not.
-                sock.shutdown(socket.SHUT_RD)
+                sock.shutdown(_socket.SHUT_RD)
                 data = sock.recv(ANSWER_BYTES)
             if not data:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,22 @@ class Connection(Protocol):
             SshError: the connection is gone or the host refuses another session.
         """
 
+    def start_python(
+        self,
+        argv: Sequence[str],
+        on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
+    ) -> RemoteProcess:
+        """Starts an interpreter with as few processes as can be.
+
+        Args:
+            argv: its words up to ``-c``, the program in one line, its arguments.
+            on_stderr, on_stdout: as of :meth:`start`.
+
+        Raises:
+            SshError: as :meth:`start`.
+        """
+
     def run(
         self,
         argv_or_command: str | Sequence[str],
@@ -119,6 +136,14 @@ class ConnectionBase(Closing):
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> RemoteProcess:
         raise NotImplementedError
+
+    def start_python(
+        self,
+        argv: Sequence[str],
+        on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
+    ) -> RemoteProcess:
+        return self.start(f"exec {shlex.join(argv)}", on_stderr, on_stdout)
 
     def run(
         self,

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import marshal
+import os
 import shlex
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Protocol
 
 from hvd_elastic.cluster.connection import Connection
-from hvd_elastic.cluster.kept import KeptHost
+from hvd_elastic.cluster.kept import MARSHAL_VERSION, KeptHost
 from hvd_elastic.cluster.remote.hold_command import MARK
 from hvd_elastic.cluster.scripts import COMMAND_NOT_FOUND, no_python
 from hvd_elastic.cluster.spool import PIECE_BYTES
@@ -24,12 +28,15 @@ from hvd_elastic.errors import SshError
 __all__ = ["HeldCommand", "HowToRun", "NotHeldError"]
 
 _REMOTE = Path(__file__).parent / "remote"
-# Reads its program from stdin without reading on: what follows is the command's input. One line,
-# since csh takes no other.
+# Reads its program from stdin without reading on: what follows is the command's input. The program
+# is there as code, and packed as text for a Python of another version. One line, since csh takes no
+# other.
 _LOADER = (
-    "import posix, sys; n, s = int(sys.argv[1]), b''; "
-    'exec("while len(s) < n: s += posix.read(0, n - len(s)) or sys.exit(1)"); '
-    'exec(compile(s, "hold_command.py", "exec"))'
+    "import marshal, posix, sys; s = b''; a, b, c = map(int, sys.argv[1:4]); "
+    'exec("while len(s) < c: s += posix.read(0, c - len(s)) or sys.exit(1)"); '
+    "m = sys.modules['_frozen_importlib_external'].MAGIC_NUMBER.hex() == sys.argv[4]; "
+    "exec(marshal.loads(s[:a]) if m else __import__('zlib').decompress(s[a:b])); "
+    "main(*marshal.loads(s[b:]))"
 )
 _AS_ROOT = '[ "$(id -u)" = 0 ] || exec sudo -n -- "$@"; exec "$@"'
 PYTHON = "python3"
@@ -38,6 +45,7 @@ GRACE_S = 2.0
 STOP_S = 4.0
 DRAIN_S = 2.0
 SPOKEN_BYTES = 64 * 1024
+STARTED = "started"
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,16 @@ class NotHeldError(SshError):
 
 
 @functools.cache
-def _read_holder() -> str:
-    """The holder's text, with those that it may need."""
+def _read_holder() -> tuple[bytes, bytes]:
+    """The holder as code and as packed text, with what it may need."""
     head, *rest = (
         (_REMOTE / f"{name}.py").read_text("utf-8")
         for name in ("hold_command", "end_processes", "pass_input")
     )
     later = dict(zip(("end_processes", "pass_input"), rest, strict=True))
-    return f"{head}\nLATER = {later!a}"
+    text = f"{head}\nLATER = {later!a}"
+    code = compile(text, "hold_command.py", "exec", dont_inherit=True, optimize=2)
+    return marshal.dumps(code), zlib.compress(text.encode())
 
 
 class _Stdin(Protocol):
@@ -121,18 +131,24 @@ class HeldCommand:
         self._begins = b""
         self._said: str | None = None
         self._process: _Holder
-        arguments = (command, dict(how.env), how.cwd, feeds, GRACE_S)
+        env = {os.fsencode(name): os.fsencode(value) for name, value in how.env.items()}
+        arguments = (os.fsencode(command), env, os.fsencode(how.cwd), feeds, GRACE_S)
         if isinstance(connection, KeptHost) and not how.sudo:
-            self._process = connection.hold(arguments, self._listen, on_stdout)
+            self._said = STARTED
+            self._process = connection.hold(arguments, on_stderr, on_stdout, self._refused)
             return
-        source = f"{_read_holder()}\nmain(*{arguments!a})\n".encode()
-        argv = [PYTHON, "-I", "-S", "-c", _LOADER, str(len(source))]
-        if how.sudo:
-            argv = ["sh", "-c", _AS_ROOT, "sh", *argv]
+        code, text = _read_holder()
+        source = code + text + marshal.dumps(arguments, MARSHAL_VERSION)
+        sizes = [len(code), len(code) + len(text), len(source)]
+        argv = [PYTHON, "-I", "-S", "-c", _LOADER, *map(str, sizes), MAGIC_NUMBER.hex()]
+        as_root = ["sh", "-c", _AS_ROOT, "sh", *argv]
         if isinstance(connection, KeptHost):
-            self._process = connection.launch(argv, self._listen, on_stdout)
+            self._process = connection.launch(as_root, self._listen, on_stdout)
+        elif how.sudo:
+            command = f"exec {shlex.join(as_root)}"
+            self._process = connection.start(command, self._listen, on_stdout)
         else:
-            self._process = connection.start(f"exec {shlex.join(argv)}", self._listen, on_stdout)
+            self._process = connection.start_python(argv, self._listen, on_stdout)
         # Where there is no Python nobody reads it, and how the shell ends tells why.
         with contextlib.suppress(OSError, EOFError):
             self._process.stdin.write(source)
@@ -167,7 +183,7 @@ class HeldCommand:
         if self._said is None:
             # What says whether it was held may be on its way.
             self._process.wait_drained(DRAIN_S)
-        if self._said == "started" or (self._said is None and status < 0):
+        if self._said == STARTED or (self._said is None and status < 0):
             return status
         raise self._why_not(status)
 
@@ -208,6 +224,9 @@ class HeldCommand:
             data = before + after
         if data:
             self._on_stderr(data)
+
+    def _refused(self, why: str) -> None:
+        self._said = why
 
     def _why_not(self, status: int) -> SshError:
         if self._said is not None:

@@ -348,8 +348,9 @@ def _parse_line(content: str) -> list[Host]:
             at.start() if at else column,
             f"max_slots={max_slots} is below the host's {count(final_slots, 'slot')}",
         )
-    common = replace(common, **changes)  # type: ignore[arg-type]  # keys and types: _ATTRIBUTES
-    return [replace(common, name=name) for name in names]
+    if changes:
+        common = replace(common, **changes)  # type: ignore[arg-type]  # keys and types: _ATTRIBUTES
+    return [common, *(replace(common, name=name) for name in names[1:])]
 
 
 def _parse_entry(entry: str, column: int) -> tuple[str | None, list[str], int | None]:

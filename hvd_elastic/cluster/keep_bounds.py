@@ -13,6 +13,8 @@ from hvd_elastic.cluster.remote.keep_wire import (
     INPUT,
     OUT,
     OVER,
+    REASON_BYTES,
+    REFUSED,
     ROOM,
     WINDOW_BYTES,
     pack_number,
@@ -32,6 +34,7 @@ class Bounds:
         self._room = WINDOW_BYTES
         self._unused = 0
         self._unsaid = dict(_ONCE)
+        self._refused = False
 
     def note(self, kind: int, payload: bytes) -> None:
         """The call sends that to the agent."""
@@ -49,4 +52,7 @@ class Bounds:
             used = unpack_number(payload) if len(payload) == NUMBER_BYTES else 0
             self._unused -= used
             return used > 0 and self._unused >= 0
+        if kind == REFUSED:
+            refused, self._refused = self._refused, True
+            return not refused and len(payload) <= REASON_BYTES
         return self._unsaid.pop(kind, None) == len(payload)

@@ -1,17 +1,25 @@
 """Where a user's keepers are found: unix sockets in a folder that is the user's alone.
 
-Imports next to nothing: a call through a keeper takes little longer than what is loaded for it.
+Imports next to nothing (``socket`` and ``signal`` load ``enum``, which takes as long as everything
+else): a call through a keeper takes little longer than what is loaded for it.
 """
 
 from __future__ import annotations
 
+import _socket
 import binascii
 import os
-import socket
 import struct
 import sys
 
 from hvd_elastic import __version__
+
+TYPE_CHECKING = False  # typing is slow to load
+if TYPE_CHECKING:
+    from socket import socket
+    from typing import TypeVar
+
+    Socket = TypeVar("Socket", bound=_socket.socket)
 
 __all__ = ["ATTACH", "RUN", "STOP", "call_keeper", "identity", "open_folder", "peer_is_own"]
 __all__ += ["read_request", "send_request", "socket_name", "socket_names", "socket_path"]
@@ -70,9 +78,9 @@ def socket_path(folder: int, name: str) -> str:
     return f"/proc/self/fd/{folder}/{name}"
 
 
-def call_keeper(folder: int, name: str) -> socket.socket | None:
-    """A connection to a keeper; None where none answers."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def call_keeper(folder: int, name: str, kind: type[Socket]) -> Socket | None:
+    """A connection to a keeper, as a socket of that kind; None where none answers."""
+    sock = kind(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
         sock.connect(socket_path(folder, name))
         if peer_is_own(sock):
@@ -83,9 +91,9 @@ def call_keeper(folder: int, name: str) -> socket.socket | None:
     return None
 
 
-def peer_is_own(sock: socket.socket) -> bool:
+def peer_is_own(sock: _socket.socket) -> bool:
     """Whether the process at the other end belongs to the same user, as the kernel has it."""
-    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    found = sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", found)[1] == os.geteuid()
 
 
@@ -102,7 +110,7 @@ def socket_names(folder: int) -> list[str]:
 
 
 def send_request(
-    sock: socket.socket, parts: list[bytes], descriptors: list[int] | None = None
+    sock: _socket.socket, parts: list[bytes], descriptors: list[int] | None = None
 ) -> None:
     """Asks a keeper for something.
 
@@ -116,17 +124,20 @@ def send_request(
     """
     body = b"\0".join(parts)
     data = len(body).to_bytes(HEAD_BYTES, "big") + body
-    sent = socket.send_fds(sock, [data], descriptors or [])
-    sock.sendall(data[sent:])
+    rights = struct.pack(f"{len(descriptors)}i", *descriptors) if descriptors else b""
+    with_it = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if rights else []
+    sock.sendall(data[sock.sendmsg([data], with_it) :])
 
 
-def read_request(sock: socket.socket) -> tuple[list[bytes], list[int]]:
+def read_request(sock: socket) -> tuple[list[bytes], list[int]]:
     """The parts and descriptors of a request, and no byte more.
 
     Raises:
         OSError: it does not come.
     """
-    head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, MOST_DESCRIPTORS)
+    from socket import recv_fds
+
+    head, descriptors, _, _ = recv_fds(sock, HEAD_BYTES, MOST_DESCRIPTORS)
     size = int.from_bytes(head, "big") if len(head) == HEAD_BYTES else 0
     body = bytearray()
     while len(body) < size:

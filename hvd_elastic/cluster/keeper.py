@@ -40,7 +40,9 @@ FRESH_S = 10.0
 ANSWER_S = 3.0
 # More is sent by a thread of its own, since it could have to wait.
 LIGHT_BYTES = 4096
-_PROGRAM = ("end_processes", "pass_input", "hold_command", "keep_wire", "keep_commands")
+_PROGRAM = (
+    "end_processes", "pass_input", "hold_command", "keep_wire", "hold_in_turn", "keep_commands",
+)  # fmt: skip
 
 
 class NotKeptError(HvdElasticError):
@@ -340,6 +342,8 @@ class Keeper:
                     agent = self._connect(key, wanted)
                     with self._lock:
                         self._agents[key] = agent
+                    if agent.ended:
+                        self._lose(key, agent)
             client.put(frame(keep_wire.OPENED, number))
         except Exception as error:  # noqa: BLE001  # whatever it is, a call waits for the answer
             text = f"{type(error).__name__} {error}"
@@ -349,8 +353,6 @@ class Keeper:
                 self._openings -= 1
         if agent is not None:
             self._close_if_idle(agent)
-            agent.wait()
-            self._lose(key, agent)
         self._end_if_idle()
 
     def _connect(self, key: bytes, wanted: dict[str, Any]) -> _There:
@@ -363,8 +365,9 @@ class Keeper:
         connection = connect(Host(name, user=user, port=port), options)
         try:
             agent = _There(connection, self._hear)
-            # Where there is no Python it ends, and does not get ready.
-            threading.Thread(target=agent.wait, name="an agent's end", daemon=True).start()
+            threading.Thread(
+                target=self._await_end, args=(key, agent), name="an agent's end", daemon=True
+            ).start()
             in_time = agent.ready.wait(START_S)
             if not in_time or agent.ended:
                 # Unless only the connection was lost, who asks again is told at once.
@@ -377,9 +380,17 @@ class Keeper:
             raise
         return agent
 
+    def _await_end(self, key: bytes, agent: _There) -> None:
+        # Where there is no Python it ends, and does not get ready.
+        agent.wait()
+        self._lose(key, agent)
+        self._end_if_idle()
+
     def _lose(self, key: bytes, agent: _There) -> None:
         """Its connection is gone, or it had nothing to do for long enough."""
         with self._lock:
+            if self._agents.get(key) is not agent:
+                return  # it is not there yet, or not any more
             del self._agents[key]
             lost = list(agent.commands.items())
             for _, command in lost:

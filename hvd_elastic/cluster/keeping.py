@@ -114,7 +114,7 @@ def stop_keepers() -> int:
     told = 0
     try:
         for name in keep_socket.socket_names(folder):
-            sock = keep_socket.call_keeper(folder, name)
+            sock = keep_socket.call_keeper(folder, name, socket.socket)
             if sock is None:
                 continue
             told += 1
@@ -130,17 +130,17 @@ def stop_keepers() -> int:
 
 def _call(folder: int, start: bool) -> socket.socket | None:
     name = keep_socket.socket_name(keep_socket.identity())
-    sock = keep_socket.call_keeper(folder, name)
+    sock = keep_socket.call_keeper(folder, name, socket.socket)
     if sock is not None or not start:
         return sock
     lock = os.open("lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         # Two calls at a time would start two.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        sock = keep_socket.call_keeper(folder, name)
+        sock = keep_socket.call_keeper(folder, name, socket.socket)
         if sock is None:
             _start_keeper(folder, name)
-            sock = keep_socket.call_keeper(folder, name)
+            sock = keep_socket.call_keeper(folder, name, socket.socket)
         return sock
     finally:
         os.close(lock)

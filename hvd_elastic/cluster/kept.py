@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import marshal
 import queue
 import socket
 import threading
@@ -35,12 +36,14 @@ from hvd_elastic.errors import (
     SshError,
 )
 
-__all__ = ["KEY_BYTES", "KeptGoneError", "KeptHost", "KeptHosts", "KeptProcess"]
+__all__ = ["KEY_BYTES", "MARSHAL_VERSION", "KeptGoneError", "KeptHost", "KeptHosts", "KeptProcess"]
 
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 16
 STOP_S = 6.0
+# What every Python 3 reads.
+MARSHAL_VERSION = 2
 _ERRORS = {
     error.__name__: error
     for error in (
@@ -75,7 +78,7 @@ class KeptHosts(Closing):
         self._answers: dict[int, queue.SimpleQueue[tuple[int, bytes]]] = {}
         self._outputs: queue.SimpleQueue[tuple[KeptProcess, int, bytes]] = queue.SimpleQueue()
         self._frames = keep_wire.Frames()
-        self._surroundings = _describe(options)
+        self._surroundings = _fingerprint(_describe(options))
         self._live = self._read_live()
         for name, target in (("keeper", self._read), ("kept output", self._give_out)):
             threading.Thread(target=target, name=name, daemon=True).start()
@@ -105,8 +108,8 @@ class KeptHosts(Closing):
         """Gives a command its number and sends it on its way."""
         process.number = next(self._numbers)
         self._processes[process.number] = process
-        text = json.dumps({"keep_s": self.keep_s, **start}).encode("ascii")
-        self.send(keep_wire.START, process.number, process.key + text)
+        payload = marshal.dumps({"keep_s": self.keep_s, **start}, MARSHAL_VERSION)
+        self.send(keep_wire.START, process.number, process.key + payload)
 
     def send(self, kind: int, number: int, payload: bytes = b"") -> None:
         """Sends a frame.
@@ -145,8 +148,7 @@ class KeptHosts(Closing):
 
     def _key(self, host: Host) -> bytes:
         """What a connection is found by: the host and all that says how it was made."""
-        text = repr((host.name.lower(), host.user, host.port, self._surroundings))
-        return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=KEY_BYTES).digest()
+        return _fingerprint((host.name.lower(), host.user, host.port, self._surroundings))
 
     def _read_live(self) -> set[bytes]:
         while True:
@@ -206,6 +208,11 @@ def _describe(options: SshOptions) -> tuple[object, ...]:
     return (text, _absolute(options.config_path), _absolute(options.identity))
 
 
+def _fingerprint(parts: tuple[object, ...]) -> bytes:
+    text = repr(parts).encode("utf-8", "replace")
+    return hashlib.blake2b(text, digest_size=KEY_BYTES).digest()
+
+
 @dataclass(frozen=True)
 class _Stdin:
     """The way in."""
@@ -232,6 +239,7 @@ class KeptProcess:
         start: dict[str, Any],
         on_stderr: Callable[[bytes], None],
         on_stdout: Callable[[bytes], None],
+        on_refused: Callable[[str], None] | None = None,
     ) -> None:
         self.key = host.key
         self.number = 0
@@ -239,6 +247,7 @@ class KeptProcess:
         self._hosts = hosts
         self._name = host.host.name
         self._takers = {keep_wire.OUT: on_stdout, keep_wire.ERR: on_stderr}
+        self._on_refused = on_refused
         self._room = WINDOW_BYTES
         self._used = 0
         self._status: int | None = None
@@ -246,7 +255,7 @@ class KeptProcess:
         self._changed = threading.Condition()
         self._drained = threading.Event()
         try:
-            hosts.begin(self, {"hold": [], "argv": [], **start})
+            hosts.begin(self, {"hold": (), "argv": [], **start})
         except OSError as error:
             hosts.forget(self.key)
             raise KeptGoneError(f"host {self._name}: the keeper is gone") from error
@@ -315,6 +324,9 @@ class KeptProcess:
         with self._changed:
             if kind == keep_wire.ROOM:
                 self._room += unpack_number(payload)
+            elif kind == keep_wire.REFUSED:
+                if self._on_refused is not None:
+                    self._on_refused(payload.decode("utf-8", "replace"))
             elif self._status is None:
                 self._gone = kind == keep_wire.GONE
                 self._status = -1 if self._gone else unpack_number(payload)
@@ -346,15 +358,17 @@ class KeptHost(Closing):
         arguments: Sequence[object],
         on_stderr: Callable[[bytes], None],
         on_stdout: Callable[[bytes], None],
+        on_refused: Callable[[str], None],
     ) -> KeptProcess:
-        """A command's holder, without a Python having to start.
+        """A command that the agent's holder holds, without a Python having to start.
 
         Args:
             arguments: of ``main`` of ``remote/hold_command.py``.
             on_stderr, on_stdout: take what it writes.
+            on_refused: told why the command could not be started, before it ends.
         """
-        start = {"hold": list(arguments)}
-        return KeptProcess(self._hosts, self, start, on_stderr, on_stdout)
+        start = {"hold": tuple(arguments)}
+        return KeptProcess(self._hosts, self, start, on_stderr, on_stdout, on_refused)
 
     def launch(
         self,

@@ -1,6 +1,6 @@
 """The way to a host: configuration, jump hosts, socket, host key, authentication, and a deadline.
 
-What Fabric leaves open is closed here: host keys are verified before anything is sent, an attempt
+What paramiko leaves open is closed here: host keys are verified before anything is sent, an attempt
 ends within its deadline, small packets are not held back, nobody is asked for a password.
 """
 
@@ -32,14 +32,14 @@ from hvd_elastic.errors import (
 )
 
 if TYPE_CHECKING:
-    import fabric
     import paramiko
 
 __all__ = ["Attempt", "Route", "attempting", "own_known_hosts"]
 
 MAX_JUMPS = 8
+SSH_PORT = 22
 DEADLINE_SLACK_S = 0.02
-IDLE_WAKE_S = 1.0
+IDLE_WAKE_S = 5.0
 
 
 def own_known_hosts() -> Path:
@@ -113,7 +113,7 @@ class attempting:  # noqa: N801  # used as a with statement, like contextlib's o
 
 
 def _explain(error: Exception, attempt: Attempt) -> SshError:
-    """The project's error for one of the network, of paramiko or of Fabric."""
+    """The project's error for one of the network or of paramiko."""
     from paramiko import ssh_exception
 
     host, options = attempt.host, attempt.options
@@ -170,8 +170,7 @@ class Route:
     """The way to a host: what the configuration says, its jump hosts, its socket, its keys."""
 
     def __init__(self, host: Host, options: SshOptions, attempt: Attempt, depth: int = 0) -> None:
-        import fabric
-        from fabric import Config
+        from paramiko import SSHClient
 
         if depth > MAX_JUMPS:
             raise SshError(
@@ -182,20 +181,13 @@ class Route:
         self.options = options
         self.attempt = attempt
         self.depth = depth
-        # lazy: no ~/.fabric.yaml, no FABRIC_ variables; what runs here does not depend on them.
-        settings = ssh_config.load_ssh_config(options.config_path, host.name)
-        config = Config(ssh_config=settings, lazy=True)
-        self.fabric: fabric.Connection = fabric.Connection(
-            host.name,
-            user=host.user,
-            port=host.port,
-            config=config,
-            gateway=False,
-            forward_agent=False,
-        )
-        entry = self.fabric.ssh_config
+        entry = ssh_config.load_ssh_config(options.config_path, host.name).lookup(host.name)
         self.entry: dict[str, Any] = entry
-        self.known_name = known_name(entry.get("hostkeyalias", self.fabric.host), self.fabric.port)
+        self.address = str(entry.get("hostname", host.name))
+        self.port = host.port or int(entry.get("port", SSH_PORT))
+        self.user = host.user or str(entry.get("user") or getpass.getuser())
+        self.client = SSHClient()
+        self.known_name = known_name(entry.get("hostkeyalias", self.address), self.port)
         if "hostkeyalias" in entry:
             self.known_name = str(entry["hostkeyalias"]).lower()
         self.known = KnownHosts.load(
@@ -208,7 +200,7 @@ class Route:
         self.jumps = _parse_jumps(host, str(entry.get("proxyjump", "none")))
         self.gateways: list[Route] = []
         self.sock: Any = None
-        attempt.where = f"{self.fabric.user}@{self.fabric.host} port {self.fabric.port}"
+        attempt.where = f"{self.user}@{self.address} port {self.port}"
 
     def open_socket(self) -> None:
         """A socket to the host's sshd, or a channel through its jump hosts."""
@@ -220,7 +212,7 @@ class Route:
 
             self.sock = ProxyCommand(command)
         else:
-            self.sock = _open_tcp(self.fabric.host, self.fabric.port, self.attempt)
+            self.sock = _open_tcp(self.address, self.port, self.attempt)
         self.attempt.sockets.append(self.sock)
 
     def _open_through(self, jumps: list[Host]) -> Any:
@@ -234,7 +226,7 @@ class Route:
             else:
                 route.sock = self._open_channel(transport, route)
             route.log_in()
-            transport = route.fabric.transport
+            transport = route.client.get_transport()
         self.attempt.where = where
         assert transport is not None, "there is at least one jump"
         return self._open_channel(transport, self)
@@ -242,7 +234,7 @@ class Route:
     def _open_channel(self, transport: paramiko.Transport, route: Route) -> Any:
         return transport.open_channel(
             "direct-tcpip",
-            (route.fabric.host, route.fabric.port),
+            (route.address, route.port),
             ("127.0.0.1", 0),
             timeout=self.attempt.remaining(),
         )
@@ -282,30 +274,31 @@ class Route:
         only = str(self.entry.get("identitiesonly", "no")).lower() == "yes"
         existing = [path for path in identities if path is not None and path.is_file()]
         agent = paramiko.Agent() if only and existing else None
-        client = self.fabric.client
-        client.set_missing_host_key_policy(_make_policy(self))
+        self.client.set_missing_host_key_policy(_make_policy(self))
         remaining = self.attempt.remaining()
-        self.fabric.connect_timeout = remaining
-        self.fabric.connect_kwargs = {
-            "sock": self.sock,
-            "transport_factory": self.make_transport,
-            "key_filename": [str(path) for path in existing],
-            "pkey": _find_agent_key(agent, existing) if agent else None,
-            "password": self.options.password,
-            "allow_agent": not only,
-            "look_for_keys": not only,
-            "banner_timeout": remaining,
-            "auth_timeout": remaining,
-            "channel_timeout": max(remaining, 10.0),
-        }
         try:
-            self.fabric.open()
+            self.client.connect(
+                self.address,
+                self.port,
+                self.user,
+                self.options.password,
+                _find_agent_key(agent, existing) if agent else None,
+                [str(path) for path in existing] or None,
+                remaining,
+                allow_agent=not only,
+                look_for_keys=not only,
+                sock=self.sock,
+                banner_timeout=remaining,
+                auth_timeout=remaining,
+                channel_timeout=max(remaining, 10.0),
+                transport_factory=self.make_transport,
+            )
         finally:
             if agent is not None:
                 agent.close()
         if isinstance(self.sock, socket.socket):
-            # paramiko's thread wakes up so often although nothing comes; its own 0.1 s costs three
-            # hundredths of a core where 128 connections are kept.
+            # paramiko's thread wakes up so often although nothing comes, to see whether a keepalive
+            # is due; its own 0.1 s costs hundredths of a core where 128 hosts are kept.
             self.sock.settimeout(IDLE_WAKE_S)
 
     def close(self) -> None:
@@ -314,7 +307,7 @@ class Route:
             # Else paramiko waits until its thread wakes up by itself.
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
-        self.fabric.client.close()
+        self.client.close()
         if self.sock is not None:
             with contextlib.suppress(OSError, EOFError):
                 self.sock.close()

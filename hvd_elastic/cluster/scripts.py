@@ -88,8 +88,8 @@ def start_program(
     """
     source = _pack_program(tuple(names))
     size = str(len(source))
-    command = shlex.join([python, "-I", "-S", "-c", _UNPACKER, size, names[-1]])
-    process = connection.start(command, on_stdout=on_stdout)
+    argv = [python, "-I", "-S", "-c", _UNPACKER, size, names[-1]]
+    process = connection.start_python(argv, on_stdout=on_stdout)
     # Where there is no Python nobody reads it.
     with contextlib.suppress(OSError, EOFError):
         process.stdin.write(source)

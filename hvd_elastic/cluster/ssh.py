@@ -1,12 +1,14 @@
 """Connections to hosts: one layer for the launcher and the cluster tools.
 
-:func:`connect` gives a :class:`Connection`, over ssh (Fabric on paramiko) or, for this machine,
+:func:`connect` gives a :class:`Connection`, over ssh (paramiko) or, for this machine,
 on plain processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import shlex
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from hvd_elastic.cluster.route import Route, attempting, own_known_hosts
 from hvd_elastic.errors import SshError
 
 if TYPE_CHECKING:
+    import fabric
     import paramiko
 
 __all__ = [
@@ -48,6 +51,8 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # other things to csh and fish.
 PID_MARK = b"\x01hvd-elastic-pid "
 TELL_PID = """sh -c 'printf "\\001hvd-elastic-pid %s\\n" "$PPID" >&2'"""
+# An interpreter that takes the shell's place tells its own, and no process is needed for that.
+PYTHON_TELLS_PID = r"""import posix; posix.write(2, b"\1hvd-elastic-pid %d\n" % posix.getpid())"""
 PID_WAIT_S = 2.0
 HELD_BYTES = 64 * 1024
 
@@ -129,7 +134,7 @@ def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeySta
 
 
 class SshConnection(ConnectionBase):
-    """A host over ssh; ``fabric`` is the open ``fabric.Connection`` underneath."""
+    """A host over ssh."""
 
     def __init__(self, host: Host, options: SshOptions) -> None:
         self.host = host
@@ -142,7 +147,7 @@ class SshConnection(ConnectionBase):
             except BaseException:
                 self._route.close()
                 raise
-        self.fabric = self._route.fabric
+        self._transport: paramiko.Transport = self._route.client.get_transport()
         sock = self._route.sock
         if isinstance(sock, socket.socket):
             self.local_address = str(sock.getsockname()[0])
@@ -150,8 +155,26 @@ class SshConnection(ConnectionBase):
 
     @property
     def alive(self) -> bool:
-        transport = self.fabric.transport
-        return transport is not None and transport.is_active()
+        return self._transport.is_active()
+
+    @functools.cached_property
+    def fabric(self) -> fabric.Connection:
+        """As an open ``fabric.Connection``, for what Fabric's users know; loaded when asked for."""
+        from fabric import Config, Connection
+        from paramiko import SSHConfig
+
+        route = self._route
+        # No ~/.fabric.yaml, no FABRIC_ variables; what runs here does not depend on them.
+        config = Config(ssh_config=SSHConfig(), lazy=True)
+        made = Connection(
+            route.address,
+            user=route.user,
+            port=route.port,
+            config=config,
+            gateway=False,
+        )
+        made.client, made.transport = route.client, self._transport
+        return made
 
     def start(
         self,
@@ -159,12 +182,31 @@ class SshConnection(ConnectionBase):
         on_stderr: Callable[[bytes], None] | None = None,
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> RemoteProcess:
+        command = as_command(argv_or_command)
+        return self._start(f"{TELL_PID}; {command}", command, on_stderr, on_stdout)
+
+    def start_python(
+        self,
+        argv: Sequence[str],
+        on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
+    ) -> RemoteProcess:
+        at = argv.index("-c") + 1
+        command = shlex.join([*argv[:at], f"{PYTHON_TELLS_PID}; {argv[at]}", *argv[at + 1 :]])
+        return self._start(f"exec {command}", shlex.join(argv), on_stderr, on_stdout)
+
+    def _start(
+        self,
+        line: str,
+        command: str,
+        on_stderr: Callable[[bytes], None] | None,
+        on_stdout: Callable[[bytes], None] | None,
+    ) -> RemoteProcess:
         from paramiko import SSHException
 
-        command = as_command(argv_or_command)
         try:
-            channel = self.fabric.transport.open_session(timeout=self.options.connect_timeout_s)
-            channel.exec_command(f"{TELL_PID}; {command}")
+            channel = self._transport.open_session(timeout=self.options.connect_timeout_s)
+            channel.exec_command(line)
         except (SSHException, OSError, EOFError) as error:
             raise self._lost("no command can be started", error) from error
         return RemoteProcess(_ChannelEnds(channel), command, self.host.name, on_stderr, on_stdout)

@@ -135,6 +135,8 @@ def _inline(path: Path, text: str, depth: int, outer: str = _EVERY_HOST) -> str:
     ``outer`` is the Host or Match line that the text stands under: its own blocks count for hosts
     that this one matches too.
     """
+    if outer == _EVERY_HOST and "include" not in text.lower():
+        return text
     lines, block = [], outer
     for line in text.splitlines():
         match = _KEYWORD.match(line)
@@ -183,7 +185,8 @@ def needs_folder(text: str) -> bool:
     >>> needs_folder("IdentityFile ~/.ssh/id"), needs_folder("IdentityFile keys/id")
     (False, True)
     """
-    for line in text.splitlines():
+    # Many hosts have the same lines.
+    for line in dict.fromkeys(text.splitlines()):
         match = _KEYWORD.match(line)
         key = match["key"].lower() if match else ""
         if match is None or key not in (*_FILES, *_COMMANDS):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,7 +200,7 @@ def test_a_call_goes_on_when_its_keeper_is_told_to_stop(kept: Kept, tmp_path: Pa
     # Both wait to be taken, the one behind the other.
     listens = kept.listens()
     os.kill(listens, signal.SIGSTOP)
-    asking, late = (keep_socket.call_keeper(folder, path.name) for _ in range(2))
+    asking, late = (keep_socket.call_keeper(folder, path.name, socket.socket) for _ in range(2))
     os.close(folder)
     assert asking is not None
     assert late is not None

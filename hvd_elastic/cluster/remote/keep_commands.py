@@ -1,20 +1,25 @@
 """Stays on a host after a call of ``runclust --keep``, so that the next one begins at once.
 
 It speaks frames (``keep_wire``) on its stdin and stdout, which are an ssh channel: there is no port
-and no file. Each command gets a holder of its own (``hold_command``), forked from this process. It
-ends with the channel, and by itself when no command has run for the time it was told.
+and no file. Each command has a holder (``hold_in_turn``), forked from this process, which is kept
+for the next one. It ends with the channel, and by itself when no command has run for the time it
+was told.
+
+Imports what is built into every Python: on many hosts at a time on one machine, what this loads is
+most of what the first call costs.
 """
 
 from __future__ import annotations
 
-import json
+import _signal  # type: ignore[import-not-found]  # signal loads enum
+import _socket
+import marshal
 import os
 import pwd
 import select
-import signal
 import time
 
-from hvd_elastic.cluster.remote.hold_command import main as hold_command
+from hvd_elastic.cluster.remote.hold_in_turn import LOST, SIGCHLD, TWO, Turns
 from hvd_elastic.cluster.remote.keep_wire import (
     CLOSE,
     DRAINED,
@@ -39,24 +44,44 @@ from hvd_elastic.cluster.remote.keep_wire import (
 READ_BYTES = 1 << 16
 # The first piece of output waits so long for more, to travel together.
 GATHER_S = 0.004
-# After so long without anything to do, the holder of the next command is made ready: when a call of
-# many hosts is over everywhere, since hosts may share cores.
-LULL_S = 0.5
 # Until it is told how long to stay.
 FIRST_KEEP_S = 60.0
 # poll(2) knows no more than 24 days.
 LONGEST_S = 86400.0
-CANNOT_EXECUTE = 126
-HEAD_BYTES = 4
+CLOSED = -1
+
+
+class Holder:
+    """A process that holds commands, and the socket to it.
+
+    Attributes:
+        ends: whether it holds no other command after this one.
+    """
+
+    def __init__(self, pid: int, sock: _socket.socket, ends: bool) -> None:
+        self.pid = pid
+        self.sock = sock
+        self.ends = ends
+        self.frames = Frames()
+
+    def tell(self, payload: bytes, outputs: tuple[int, int]) -> bool:
+        """Has it begin; False: it is not there any more."""
+        data = frame(START, 0, payload)
+        rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, TWO.pack(*outputs))
+        try:
+            self.sock.sendall(data[self.sock.sendmsg([data], [rights]) :])
+        except OSError:
+            return False
+        return True
 
 
 class Held:
-    """A command's holder: its process and its three pipes (-1: closed)."""
+    """A command: its holder, and the two pipes that it writes to (CLOSED where there is none)."""
 
-    def __init__(self, pid: int, way_in: int, out: int, err: int) -> None:
-        self.number = 0
-        self.pid = pid
-        self.way_in = way_in
+    def __init__(self, number: int, holder: Holder, feeds: bool, out: int, err: int) -> None:
+        self.number = number
+        self.holder = holder
+        self.feeds = feeds
         self.outputs = {OUT: out, ERR: err}
         self.waiting = b""
         self.room = WINDOW_BYTES
@@ -64,33 +89,23 @@ class Held:
         self.forgotten = False
 
     @property
-    def descriptors(self) -> list[int]:
-        return [self.way_in, *self.outputs.values()]
-
-    @property
     def drained(self) -> bool:
         return max(self.outputs.values()) < 0
 
-    def tell(self, what: bytes) -> bool:
-        """Has it begin; False: it is not there any more."""
-        data = memoryview(len(what).to_bytes(HEAD_BYTES, "big") + what)
-        try:
-            while data:
-                data = data[os.write(self.way_in, data) :]
-        except OSError:
-            return False
-        return True
-
     def close_input(self) -> None:
         """If the command still runs, its holder ends it."""
-        if self.way_in >= 0:
-            os.close(self.way_in)
-            self.way_in, self.waiting = -1, b""
+        self.waiting, self.feeds = b"", False
+        if not self.ended:
+            self.holder.ends = True
+            try:  # noqa: SIM105  # contextlib is slow to load
+                self.holder.sock.shutdown(_socket.SHUT_WR)
+            except OSError:
+                pass
 
     def close_output(self, kind: int) -> None:
         if self.outputs[kind] >= 0:
             os.close(self.outputs[kind])
-            self.outputs[kind] = -1
+            self.outputs[kind] = CLOSED
 
     def forget(self) -> None:
         """Nobody listens any more."""
@@ -104,10 +119,9 @@ class Agent:
     """Serves one keeper until that goes away, or nothing has been asked for long enough."""
 
     def __init__(self) -> None:
-        # What this loads, holders need not.
-        pwd.getpwuid(os.getuid())
+        self._account = pwd.getpwuid(os.getuid())
         self._held: dict[int, Held] = {}
-        self._spare: Held | None = None
+        self._idle: Holder | None = None
         self._frames = Frames()
         self._unsent = b""
         self._send_at = 0.0
@@ -116,8 +130,8 @@ class Agent:
         self._child_ended, tell_end = os.pipe()
         os.set_blocking(self._child_ended, False)
         os.set_blocking(tell_end, False)
-        signal.set_wakeup_fd(tell_end, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        _signal.set_wakeup_fd(tell_end, warn_on_full_buffer=False)
+        _signal.signal(SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
         """Returns when it is time to end."""
@@ -132,8 +146,11 @@ class Agent:
                 os.read(self._child_ended, READ_BYTES)
                 self._reap()
             for held in self._held.values():
-                if held.way_in in events:
-                    self._pass_input(held)
+                if happened := events.get(held.holder.sock.fileno(), 0):
+                    if happened & select.POLLOUT:
+                        self._pass_input(held)
+                    if happened & ~select.POLLOUT:
+                        self._hear(held)
             if 0 in events:
                 data = os.read(0, READ_BYTES)
                 if not data:
@@ -150,8 +167,12 @@ class Agent:
         poll.register(0, select.POLLIN)
         poll.register(self._child_ended, select.POLLIN)
         for held in self._held.values():
-            if held.waiting:
-                poll.register(held.way_in, select.POLLOUT)
+            if not held.ended:
+                # Where it ends with this command, its end is heard as that of a process.
+                wanted = 0 if held.holder.ends else select.POLLIN
+                wanted |= select.POLLOUT if held.waiting else 0
+                if wanted:
+                    poll.register(held.holder.sock.fileno(), wanted)
             if held.room > 0:
                 for descriptor in held.outputs.values():
                     if descriptor >= 0:
@@ -160,11 +181,6 @@ class Agent:
             return dict(poll.poll(max(0.0, self._send_at - time.monotonic()) * 1000))
         if self._held:
             return dict(poll.poll())
-        if self._spare is None:
-            events = dict(poll.poll(LULL_S * 1000))
-            if not events:
-                self._spare = self._fork()
-            return events
         left_s = self._idle_since + self._keep_s - time.monotonic()
         return dict(poll.poll(min(left_s, LONGEST_S) * 1000)) if left_s > 0 else None
 
@@ -184,7 +200,7 @@ class Agent:
 
     def _pass_input(self, held: Held) -> None:
         try:
-            written = os.write(held.way_in, held.waiting)
+            written = held.holder.sock.send(held.waiting)
         except BlockingIOError:
             return
         except OSError:
@@ -193,15 +209,45 @@ class Agent:
         held.waiting = held.waiting[written:]
         self._say(ROOM, held.number, pack_number(written))
 
-    def _reap(self) -> None:
-        for held in self._held.values():
-            if held.ended:
-                continue
-            pid, status = os.waitpid(held.pid, os.WNOHANG)
-            if pid:
-                code = -1 if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    def _hear(self, held: Held) -> None:
+        """What its holder says."""
+        try:
+            data = held.holder.sock.recv(READ_BYTES)
+        except OSError:
+            data = b""
+        held.holder.ends = held.holder.ends or not data
+        for kind, _, payload in held.holder.frames.feed(data):
+            self._say(kind, held.number, payload)
+            if kind == EXIT:
                 held.ended = True
-                self._say(EXIT, held.number, pack_number(code))
+                self._keep_idle(held.holder)
+
+    def _keep_idle(self, holder: Holder) -> None:
+        if self._idle is None:
+            self._idle = holder
+        else:
+            holder.sock.close()
+
+    def _reap(self) -> None:
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                self._bury(*found)
+        except ChildProcessError:
+            pass
+
+    def _bury(self, pid: int, status: int) -> None:
+        """A holder has ended, as a rule with its command."""
+        for held in self._held.values():
+            if held.holder.pid == pid and not held.ended:
+                self._hear(held)
+                if not held.ended:
+                    code = -1 if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                    self._say(EXIT, held.number, pack_number(code))
+                    held.ended = True
+                    held.holder.sock.close()
+        if self._idle is not None and self._idle.pid == pid:
+            self._idle.sock.close()
+            self._idle = None
 
     def _drop_done(self) -> bool:
         """Whether a command is over and everything about it said."""
@@ -226,7 +272,7 @@ class Agent:
         held = self._held.get(number)
         if held is None:
             return
-        if kind == INPUT and held.way_in >= 0:
+        if kind == INPUT and held.feeds and not held.ended:
             held.waiting += payload
         elif kind == ROOM:
             held.room += unpack_number(payload)
@@ -236,36 +282,60 @@ class Agent:
             held.forget()
 
     def _start(self, number: int, payload: bytes) -> None:
-        keep_s = json.loads(payload)["keep_s"]
-        if keep_s is not None:
-            self._keep_s = keep_s
-        held, self._spare = self._spare or self._fork(), None
-        if not held.tell(payload):
-            # Somebody killed it while it waited, and nothing has begun.
-            held.forget()
-            os.waitpid(held.pid, 0)
-            held = self._fork()
-            held.tell(payload)
-        self._held[number] = held
-        held.number = number
-        os.set_blocking(held.way_in, False)
+        what = marshal.loads(payload)  # noqa: S302  # of who may run here what he likes
+        if what["keep_s"] is not None:
+            self._keep_s = what["keep_s"]
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        if what["argv"]:
+            holder = self._launch(what["argv"], to_out, to_err)
+            feeds = True
+        else:
+            feeds = what["hold"][3]
+            holder = self._tell(payload, (to_out, to_err))
+        for descriptor in (to_out, to_err):
+            os.close(descriptor)
+        holder.sock.setblocking(False)
+        self._held[number] = Held(number, holder, feeds, out, err)
 
-    def _fork(self) -> Held:
-        """A process that waits to be told what to hold."""
-        inside, way_in = os.pipe()
-        out, to_out = os.pipe()
-        err, to_err = os.pipe()
-        others = [each for held in self._held.values() for each in held.descriptors]
-        highest = max(inside, to_out, to_err, *others)
+    def _tell(self, payload: bytes, outputs: tuple[int, int]) -> Holder:
+        """Has a holder begin, the one that is idle where there is one."""
+        holder, self._idle = self._idle, None
+        if holder is not None:
+            holder.sock.setblocking(True)
+            if holder.tell(payload, outputs):
+                return holder
+            # Somebody killed it, and nothing has begun.
+            holder.sock.close()
+        holder = self._fork()
+        holder.tell(payload, outputs)
+        return holder
+
+    def _fork(self) -> Holder:
+        ours, theirs = _socket.socketpair()
         pid = os.fork()
         if pid == 0:
             try:
-                become((inside, to_out, to_err), highest)
+                become_holder(theirs.fileno())
+                Turns(self._account).serve()
             finally:
-                os._exit(CANNOT_EXECUTE)
-        for descriptor in (inside, to_out, to_err):
-            os.close(descriptor)
-        return Held(pid, way_in, out, err)
+                os._exit(LOST)
+        theirs.close()
+        return Holder(pid, ours, ends=False)
+
+    def _launch(self, argv: list[str], out: int, err: int) -> Holder:
+        """A program that holds a command by itself."""
+        ours, theirs = _socket.socketpair()
+        pid = os.posix_spawnp(
+            argv[0],
+            argv,
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, descriptor, target)
+                for target, descriptor in enumerate((theirs.fileno(), out, err))
+            ],
+        )
+        theirs.close()
+        return Holder(pid, ours, ends=True)
 
     def _say(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
         if not self._unsent:
@@ -279,26 +349,19 @@ class Agent:
         self._unsent = b""
 
 
-def become(pipes: tuple[int, int, int], highest: int) -> None:
-    """In the child: a holder, with no descriptor open but its pipes; no higher one is."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for target, descriptor in enumerate(pipes):
+def become_holder(way_in: int) -> None:
+    """In the child: nothing stays open but its stdin."""
+    _signal.set_wakeup_fd(-1)
+    nothing = os.open("/dev/null", os.O_RDWR)
+    for target, descriptor in enumerate((way_in, nothing, nothing)):
         os.dup2(descriptor, target)
-    # Another holder's stdin held open here would keep its command alive.
-    os.closerange(3, highest + 1)
-    what = json.loads(read_exactly(int.from_bytes(read_exactly(HEAD_BYTES), "big")))
-    if what["argv"]:
-        os.execvp(what["argv"][0], what["argv"])
-    hold_command(*what["hold"])
-
-
-def read_exactly(size: int) -> bytes:
-    """So many bytes of stdin; the process ends where there are no more."""
-    data = b""
-    while len(data) < size:
-        data += os.read(0, size - len(data)) or os._exit(0)
-    return data
+    # The agent's stdout held open here would keep the channel, another holder's socket its command.
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # pathlib is slow to load
+        if int(name) > 2:
+            try:  # noqa: SIM105  # contextlib is slow to load
+                os.close(int(name))
+            except OSError:
+                pass
 
 
 def main() -> None:
@@ -307,5 +370,5 @@ def main() -> None:
         Agent().serve()
     except (BrokenPipeError, ConnectionResetError):
         os._exit(1)
-    # Holders end their commands when the pipes close with this process.
+    # Holders end their commands when their sockets close with this process.
     os._exit(0)

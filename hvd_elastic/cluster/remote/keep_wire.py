@@ -17,18 +17,21 @@ MARK = b"\x01hvd-elastic-agent\n"
 START, INPUT, CLOSE, FORGET, PING = 1, 2, 3, 4, 5
 # From an agent.
 OUT, ERR, EXIT, DRAINED, OVER, PONG = 12, 13, 14, 15, 16, 17
+# Instead of a command's beginning: why there is none; EXIT follows.
+REFUSED = 18
+REASON_BYTES = 4096
 # Both ways: so many bytes have been used.
 ROOM = 21
 # Between a call and the keeper.
 OPEN, OPENED, FAILED, GONE, LIVE = 31, 32, 33, 34, 35
 
-_HEAD = struct.Struct(">BII")
+HEAD = struct.Struct(">BII")
 _NUMBER = struct.Struct(">i")
 
 
 def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
     """One frame as bytes."""
-    return _HEAD.pack(kind, number, len(payload)) + payload
+    return HEAD.pack(kind, number, len(payload)) + payload
 
 
 def pack_number(value: int) -> bytes:
@@ -61,14 +64,14 @@ class Frames:
         """
         self._data += data
         found, at = [], 0
-        while len(self._data) - at >= _HEAD.size:
-            kind, number, size = _HEAD.unpack_from(self._data, at)
+        while len(self._data) - at >= HEAD.size:
+            kind, number, size = HEAD.unpack_from(self._data, at)
             if self._largest is not None and size > self._largest:
                 raise ValueError(f"a frame of {size} bytes")
-            end = at + _HEAD.size + size
+            end = at + HEAD.size + size
             if len(self._data) < end:
                 break
-            found.append((kind, number, bytes(self._data[at + _HEAD.size : end])))
+            found.append((kind, number, bytes(self._data[at + HEAD.size : end])))
             at = end
         del self._data[:at]
         return found

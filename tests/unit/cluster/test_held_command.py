@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.cluster import held_command
 from hvd_elastic.cluster.commands import CommandSettings, HowToRun, run_on_hosts
 from hvd_elastic.cluster.fanout import Outcome
 from hvd_elastic.cluster.hostfile import Host
@@ -65,6 +66,14 @@ def test_sudo_that_does_not_ask(programs: Path) -> None:
     settings = CommandSettings(HowToRun({"NAME": "it's"}, "/usr", sudo=True))
     (result,) = run_on_hosts(HERE, "echo $NAME; pwd", settings=settings)
     assert result.answer.stdout == b"it's\n/usr\n"
+
+
+def test_a_python_of_another_version_takes_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_command, "MAGIC_NUMBER", b"none")
+    _, text = held_command._read_holder()
+    monkeypatch.setattr(held_command, "_read_holder", lambda: (b"not read", text))
+    (result,) = run_on_hosts(HERE, "cat; exit 4", stdin=io.BytesIO(b"input"))
+    assert (result.answer.stdout, result.answer.exit_status) == (b"input", 4)
 
 
 def test_every_host_reads_the_input_from_its_beginning() -> None:

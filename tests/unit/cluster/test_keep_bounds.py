@@ -14,6 +14,8 @@ from hvd_elastic.cluster.remote.keep_wire import (
     OPENED,
     OUT,
     OVER,
+    REASON_BYTES,
+    REFUSED,
     ROOM,
     START,
     WINDOW_BYTES,
@@ -44,6 +46,7 @@ def test_a_command_as_it_should_be() -> None:
         (OVER, b"1"),
         (OUT, b""),
         (OUT, bytes(WINDOW_BYTES + 1)),
+        (REFUSED, bytes(REASON_BYTES + 1)),
         (ROOM, b""),
         (ROOM, pack_number(1)),
         (ROOM, pack_number(0)),
@@ -57,6 +60,8 @@ def test_what_must_not_come(kind: int, payload: bytes) -> None:
 
 def test_what_ends_ends_once() -> None:
     bounds = Bounds()
+    assert bounds.allow(REFUSED, b"why")
+    assert not bounds.allow(REFUSED, b"why")
     for kind, payload in (EXIT, pack_number(0)), (DRAINED, b""), (OVER, b""):
         assert bounds.allow(kind, payload)
         assert not bounds.allow(kind, payload)

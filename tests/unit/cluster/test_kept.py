@@ -11,6 +11,8 @@ from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.kept import KEY_BYTES, KeptGoneError, KeptHost, KeptHosts
 from hvd_elastic.cluster.remote.keep_wire import FAILED, GONE, LIVE, frame
 
+TAKERS = (lambda _: None,) * 3
+
 
 def test_a_reader_that_fails_leaves_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -23,12 +25,12 @@ def test_a_reader_that_fails_leaves_nobody_waiting(
     with keeper, KeptHosts(ours, SshOptions(tmp_path / "config"), None) as hosts:
         host = KeptHost(hosts, Host("node1"), bytes(KEY_BYTES))
 
-        running = host.hold((), lambda _: None, lambda _: None)
+        running = host.hold((), *TAKERS)
         keeper.sendall(frame(FAILED, 99))
         assert running.wait(60) == -1
         assert running.wait_drained(60)
         with pytest.raises(KeptGoneError):
-            host.hold((), lambda _: None, lambda _: None)
+            host.hold((), *TAKERS)
         assert failed.wait(60)
 
 
@@ -38,9 +40,7 @@ def test_what_is_stopped_and_turns_out_to_be_gone_is_not_begun_anew(tmp_path: Pa
     ours, keeper = socket.socketpair()
     keeper.sendall(frame(LIVE))
     with keeper, KeptHosts(ours, SshOptions(tmp_path / "config"), None) as hosts:
-        running = KeptHost(hosts, Host("node1"), bytes(KEY_BYTES)).hold(
-            (), lambda _: None, lambda _: None
-        )
+        running = KeptHost(hosts, Host("node1"), bytes(KEY_BYTES)).hold((), *TAKERS)
         with pytest.raises(TimeoutError):
             running.wait(0.01)
         keeper.sendall(frame(GONE, running.number))
