@@ -18,7 +18,7 @@ from hvd_elastic.model.lr_rules import Rule, rule_named
 from hvd_elastic.torch import context
 from hvd_elastic.torch.accumulation import GradientSum
 from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
 from hvd_elastic.torch.rate_scaling import rates_scaled
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ class GradientAverager:
         self._adaptation = adaptation
         self._statistics = GradientStatistics(self._optimizer)
         self._sampling = False
+        self._part_of = (0, 0)
+        self._part: list[torch.Tensor] = []
         # NaN and infinity spread over nearly all gradients, so the smallest one tells.
         self._canary = min(self._names, key=torch.Tensor.numel)
         adaptation.attach(self._statistics, self._rule)
@@ -238,8 +240,15 @@ class GradientAverager:
     def _end_statistics(self) -> None:
         if self._sampling:
             step, examples = self._context.progress.step, self._context.step_examples
-            self._statistics.end_step(step, examples, self._names, self._loss_scale)
+            self._statistics.end_step(step, examples, self._own_part(), self._loss_scale)
             self._sampling = False
+
+    def _own_part(self) -> Iterable[torch.Tensor]:
+        """Those whose averaged gradients this rank looks at: all have the same, one is enough."""
+        place = self._context.rank, self._context.size
+        if self._part_of != place:
+            self._part_of, self._part = place, parts_by_size(self._names, place[1])[place[0]]
+        return self._part
 
     def _step_adapted(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         adaptation = self._adaptation
