@@ -7,6 +7,7 @@ was taken. Schedulers, clipping and ``isinstance`` checks see nothing new.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -260,7 +261,8 @@ class GradientAverager:
         gradient = self._canary.grad
         # On another device, looking would wait for it.
         if gradient is not None and not gradient.is_cuda:
-            if not torch.isfinite(gradient).all():
+            # A sum that is finite is one of finite numbers; one that is not may have overflowed.
+            if not (math.isfinite(abs(gradient.sum().item())) or torch.isfinite(gradient).all()):
                 self.skip()
                 return None
             adaptation.finite()
