@@ -17,6 +17,7 @@ import socket
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class Adaptation:
         self._statistics: GradientStatistics | None = None
         self._tracker: NoiseTracker | None = None
         self._norms: tuple[list[float], list[float]] = ([0.0], [0.0])
-        self._seen: dict[tuple[int, int, float, int, float], deque[float]] = {}
+        self._seen: dict[tuple[int, int, float, int, float], deque[tuple[float, float]]] = {}
         self._model: StepTimeModel | None = None
         self._fitted_to: dict[tuple[int, int, float, int, float], tuple[int, float]] = {}
         self._largest = limits.initial_batch_size
@@ -316,7 +317,8 @@ class Adaptation:
             hosts = len({report[0] for report in reports})
             key = (hosts, ranks, atomic, extra, self._slowness(reports))
             kept = self._seen.setdefault(key, deque(maxlen=_KEPT_TIMES))
-            kept.append(float(np.median(times)))
+            own_s = float(max(report[2] for report in reports))
+            kept.append((float(np.median(times)), own_s))
 
     def _learn_noise(self, reports: Sequence[np.ndarray]) -> None:
         tracker = self._tracker
@@ -430,7 +432,7 @@ class Adaptation:
     def _fitted(self) -> StepTimeModel | None:
         """The step time, fitted anew where it is known better or has changed."""
         known = {
-            key: (min(len(times), _COUNTED_TIMES), float(np.median(times)))
+            key: (min(len(times), _COUNTED_TIMES), median(seconds for seconds, _ in times))
             for key, times in self._seen.items()
         }
         before = self._fitted_to
@@ -442,9 +444,12 @@ class Adaptation:
         ):
             self._model = fit_step_time(
                 [
-                    Observation(hosts, ranks, atomic, extra, seconds, slowness)
+                    Observation(
+                        *(hosts, ranks, atomic, extra, seconds, slowness),
+                        own_s=own_s if own_s > 0 else None,
+                    )
                     for (hosts, ranks, atomic, extra, slowness), times in self._seen.items()
-                    for seconds in times
+                    for seconds, own_s in times
                 ]
             )
             self._fitted_to = known
@@ -542,7 +547,14 @@ class Adaptation:
         if "balance" in state:  # not in checkpoints of before
             self._balance.load_state_dict(state["balance"])
         self._seen = {
-            (key[0], key[1], key[2], key[3], key[4]): deque(times, maxlen=_KEPT_TIMES)
+            (key[0], key[1], key[2], key[3], key[4]): deque(
+                # A checkpoint of before has no own times.
+                (
+                    tuple(each) if isinstance(each, list | tuple) else (each, math.nan)
+                    for each in times
+                ),
+                maxlen=_KEPT_TIMES,
+            )
             for key, times in state["seen"]
         }
         self._largest = state["largest"]

@@ -481,12 +481,12 @@ def test_step_times_are_fitted_anew_where_they_say_something_new() -> None:
     times = adaptation._seen.setdefault((1, 2, 15.0, 0, 1.0), deque(maxlen=8))
     models = []
     for seconds in [0.1] * 8 + [0.101] * 8 + [0.12] * 8:
-        times.append(seconds)
+        times.append((seconds, math.nan))
         models.append(adaptation._fitted())
     # The first four times, and when most of those remembered are 20 % longer.
     fits = [number for number in range(1, 24) if models[number] is not models[number - 1]]
     assert fits == [1, 2, 3, 19, 20]
-    adaptation._seen[(1, 2, 30.0, 0, 1.0)] = deque([0.2])
+    adaptation._seen[(1, 2, 30.0, 0, 1.0)] = deque([(0.2, 0.15)])
     assert adaptation._fitted() is not models[-1]
 
 
