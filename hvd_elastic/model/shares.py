@@ -69,8 +69,7 @@ def balanced_shares(
     ranks = len(speeds)
     most = examples if high is None else high
     if not ranks * low <= examples <= ranks * most:
-        size, larger = divmod(examples, ranks)
-        return tuple(size + (rank < larger) for rank in range(ranks))
+        return _equal_shares(examples, ranks)
 
     # What all have done after some time grows with it: look for the time at which it is enough.
     pace = np.asarray(speeds, np.float64)
@@ -86,6 +85,11 @@ def balanced_shares(
     while rest := examples - int(found.sum()):
         found[order[found[order] < most][:rest]] += 1
     return tuple(found.tolist())
+
+
+def _equal_shares(examples: int, ranks: int) -> tuple[int, ...]:
+    size, larger = divmod(examples, ranks)
+    return tuple(size + (rank < larger) for rank in range(ranks))
 
 
 def shares_in_passes(low: int, high: int, passes: int, share: int) -> tuple[int, int]:
@@ -375,7 +379,7 @@ class ShareBalance:
         """Examples of each rank in a full step, equal shares included."""
         if len(self.parts) == ranks:
             return self.parts
-        return balanced_shares(examples, [1.0] * ranks, low=0)
+        return _equal_shares(examples, ranks)
 
     def cut(self, examples: int, ranks: int, low: int = 1, high: int | None = None) -> None:
         """Make the shares of steps of ``examples``, as the last review had it."""
@@ -386,7 +390,7 @@ class ShareBalance:
     ) -> tuple[int, ...]:
         """Examples of each rank once shares are made as the last review had it."""
         if len(self.speeds) != ranks:
-            return balanced_shares(examples, [1.0] * ranks, low=0)
+            return _equal_shares(examples, ranks)
         return balanced_shares(examples, self.speeds, low, high, self.constant)
 
     def slowness_of(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -43,6 +44,8 @@ class Observation:
         slowness: of the slowest rank, relative to a reference rank of the run.
         steps: how many were timed.
         drift: relative standard deviation of what may have changed since they were timed.
+        own_s: of that, the slowest rank's own work in all passes, without waiting [s]; None: not
+            known.
     """
 
     hosts: int
@@ -53,12 +56,15 @@ class Observation:
     slowness: float = 1.0
     steps: int = 1
     drift: float = 0.0
+    own_s: float | None = None
 
     def __post_init__(self) -> None:
         if min(self.hosts, self.ranks, self.steps) < 1 or self.accumulation_steps < 0:
             raise ValueError(f"{self}: hosts, ranks and steps start at 1, accumulation_steps at 0")
         if not (self.step_s > 0 and self.atomic_batch_size > 0 and self.slowness > 0):
             raise ValueError(f"{self}: step_s, atomic_batch_size and slowness must be above 0")
+        if self.own_s is not None and not self.own_s > 0:
+            raise ValueError(f"{self}: own_s must be above 0, or None")
 
 
 @dataclass(frozen=True)
@@ -222,8 +228,10 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
 
     The priors are optimistic, so that what was never tried looks worth trying, and wide, which
     the uncertainty of its predictions says: a pass whose size was never varied is half constant
-    and half linear; the reduction costs a twentieth of a pass; hosts apart reduce 1.1 times as
-    slowly as ranks on one host; further ranks cost next to nothing.
+    and half linear; the reduction costs what ranks waited in a step, or a twentieth of a pass;
+    hosts apart reduce 1.1 times as slowly as ranks on one host; further ranks cost next to nothing.
+    What is waited for does not grow with the batch: so the first batch size already says something
+    of others.
 
     Args:
         observations: at least one. Those of one configuration are merged first.
@@ -237,12 +245,9 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
     if not observations:
         raise ValueError("no observation to fit a step time model to; one is needed at least")
     where, logs_seen, weights = _merged(observations)
-    grad_s = np.exp(logs_seen) / (where.slowness * (where.accumulation + 1))
-    smallest = int(np.argmin(where.atomic))
-    half = grad_s[smallest] / 2
-    alpha = 0.1 * half
-    beta = 0.02 * alpha
-    times = [half, half / where.atomic[smallest], alpha, beta, 1.1 * alpha, 1.1 * beta]
+    half, alpha, alpha_n = _first_guess(observations)
+    smallest = where.atomic.min()
+    times = [half, half / smallest, alpha, 0.02 * alpha, alpha_n, 0.02 * alpha_n]
     centre = np.append(np.log(times), _GAMMA_CENTRE)
     rows = np.diag([1 / _WIDE] * 6 + [1 / _GAMMA_WIDTH])
     # Across hosts it is judged by what it is on one host.
@@ -273,6 +278,28 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
         covariance=np.linalg.inv(precision),
         noise=noise,
     )
+
+
+def _first_guess(observations: Sequence[Observation]) -> tuple[float, float, float]:
+    """Half of a pass of the smallest size seen, and the reductions on one host and across [s]."""
+    smallest = min(seen.atomic_batch_size for seen in observations)
+    mine = [seen for seen in observations if seen.atomic_batch_size == smallest]
+    # The fewest passes overlap least with the reduction.
+    fewest = min(seen.accumulation_steps for seen in mine)
+    mine = [seen for seen in mine if seen.accumulation_steps == fewest]
+    # A rank alone waits for nobody.
+    told = [seen for seen in mine if seen.own_s is not None and seen.ranks > 1]
+    step_s = median(seen.step_s for seen in told or mine)
+    own_s = min(step_s, median(seen.own_s or step_s for seen in told)) if told else step_s
+    last_s = own_s / (fewest + 1)
+    half = last_s / mine[0].slowness / 2
+    # The reduction that makes the last pass longer by what was waited.
+    gamma = 1 + 9 / (1 + np.exp(-_GAMMA_CENTRE))
+    beyond = max(0.0, (step_s - own_s + last_s) ** gamma - last_s**gamma)
+    reduction_s = max(0.1 * half, float(beyond ** (1 / gamma)))
+    on_one = all(seen.hosts == 1 for seen in mine)
+    alpha = reduction_s if on_one else reduction_s / 1.1
+    return half, alpha, 1.1 * alpha
 
 
 def _merged(

@@ -40,6 +40,8 @@ class GradientSum:
 
     def give(self, parameters: Iterable[torch.Tensor], weight: float) -> None:
         """Make the gradients, times ``weight``, the whole sums; once a step."""
+        if weight == 1 and not self._sums:
+            return
         given: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []

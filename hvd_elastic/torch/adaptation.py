@@ -14,10 +14,10 @@ import logging
 import math
 import os
 import socket
-import time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,7 +61,9 @@ _PROBES_COST = 0.1
 _EVIDENCE = 20
 """Sampled steps before the plan follows the noise."""
 _HALF_LIFE_STEPS = 4
-_REFIT_S = 2.0
+_COUNTED_TIMES = 4
+"""More of one configuration say nothing new, unless their median moves by a fortieth."""
+_TIMES_MOVED = 0.025
 _GROWTH = 2
 """The batch grows at most by this factor at once: memory and step times beyond are guesses."""
 _WORTH_IT = 1.05
@@ -101,10 +103,9 @@ class Adaptation:
         self._statistics: GradientStatistics | None = None
         self._tracker: NoiseTracker | None = None
         self._norms: tuple[list[float], list[float]] = ([0.0], [0.0])
-        self._seen: dict[tuple[int, int, float, int, float], deque[float]] = {}
+        self._seen: dict[tuple[int, int, float, int, float], deque[tuple[float, float]]] = {}
         self._model: StepTimeModel | None = None
-        self._fitted_at = 0.0
-        self._fitted_to = 0
+        self._fitted_to: dict[tuple[int, int, float, int, float], tuple[int, float]] = {}
         self._largest = limits.initial_batch_size
         self._next_review = 0
         self._generation = -1
@@ -316,7 +317,8 @@ class Adaptation:
             hosts = len({report[0] for report in reports})
             key = (hosts, ranks, atomic, extra, self._slowness(reports))
             kept = self._seen.setdefault(key, deque(maxlen=_KEPT_TIMES))
-            kept.append(float(np.median(times)))
+            own_s = float(max(report[2] for report in reports))
+            kept.append((float(np.median(times)), own_s))
 
     def _learn_noise(self, reports: Sequence[np.ndarray]) -> None:
         tracker = self._tracker
@@ -330,9 +332,9 @@ class Adaptation:
             passes = sum(row[2] for row in rows)
             if len(rows) < len(reports) or passes < 2:
                 continue
-            local = np.sum([row[3 : 3 + tracker.quantities] for row in rows], axis=0)
+            local, total = np.sum([row[3:] for row in rows], axis=0).reshape(2, -1)
             skipped = tracker.skipped
-            tracker.add(local, rows[0][3 + tracker.quantities :], rows[0][1], passes)
+            tracker.add(local, total, rows[0][1], passes)
             self._bad_running = self._bad_running + 1 if tracker.skipped > skipped else 0
         if tracker.steps:
             self._norms = (tracker.squared_norm().tolist(), tracker.variance().tolist())
@@ -430,18 +432,29 @@ class Adaptation:
         return dataclasses.replace(self.limits, max_atomic_batch_size=self._atomic_bound)
 
     def _fitted(self) -> StepTimeModel | None:
-        if not self._seen:
-            return None
-        now = time.monotonic()
-        if self._model is None or len(self._seen) > self._fitted_to or now > self._fitted_at:
+        """The step time, fitted anew where it is known better or has changed."""
+        known = {
+            key: (min(len(times), _COUNTED_TIMES), median(seconds for seconds, _ in times))
+            for key, times in self._seen.items()
+        }
+        before = self._fitted_to
+        if any(
+            key not in before
+            or count != before[key][0]
+            or abs(math.log(seconds / before[key][1])) > _TIMES_MOVED
+            for key, (count, seconds) in known.items()
+        ):
             self._model = fit_step_time(
                 [
-                    Observation(hosts, ranks, atomic, extra, seconds, slowness)
+                    Observation(
+                        *(hosts, ranks, atomic, extra, seconds, slowness),
+                        own_s=own_s if own_s > 0 else None,
+                    )
                     for (hosts, ranks, atomic, extra, slowness), times in self._seen.items()
-                    for seconds in times
+                    for seconds, own_s in times
                 ]
             )
-            self._fitted_to, self._fitted_at = len(self._seen), now + _REFIT_S
+            self._fitted_to = known
         return self._model
 
     def _schedule(self, step: int) -> None:
@@ -536,7 +549,14 @@ class Adaptation:
         if "balance" in state:  # not in checkpoints of before
             self._balance.load_state_dict(state["balance"])
         self._seen = {
-            (key[0], key[1], key[2], key[3], key[4]): deque(times, maxlen=_KEPT_TIMES)
+            (key[0], key[1], key[2], key[3], key[4]): deque(
+                # A checkpoint of before has no own times.
+                (
+                    tuple(each) if isinstance(each, list | tuple) else (each, math.nan)
+                    for each in times
+                ),
+                maxlen=_KEPT_TIMES,
+            )
             for key, times in state["seen"]
         }
         self._largest = state["largest"]

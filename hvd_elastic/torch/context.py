@@ -317,7 +317,7 @@ class Context:
             return
         self._marked = True
         now = time.monotonic()
-        before = self.progress.as_dict()
+        epoch, position = self.progress.epoch, self.progress.position
         batch = self._in_flight[-1]
         self.progress.advance(batch.step_examples)
         if self.audit:
@@ -325,8 +325,8 @@ class Context:
                 "kind": "used",
                 "generation": self.generation,
                 "step": self.progress.step,
-                "epoch": before["epoch"],
-                "position": before["position"],
+                "epoch": epoch,
+                "position": position,
                 "indices": [i for i in self._read if i >= 0],
                 "padding": [-1 - i for i in self._read if i < 0],
             }

@@ -2,7 +2,7 @@
 
 For each sampled step a rank keeps two numbers for each parameter group: the weighted sum of the
 squared norms of its passes' gradients, before they are added up and averaged, and the squared norm
-of the mean over all ranks. They stay on the device until they are drained, all at once.
+of its part of the mean over all ranks. They stay on the device until they are drained, all at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["GradientStatistics"]
+__all__ = ["GradientStatistics", "parts_by_size"]
 
 _CHUNK_ELEMENTS = 4 << 20
 """Adam's gradients are divided in copies, of so many numbers at a time."""
@@ -41,6 +41,11 @@ class GradientStatistics:
         self._own: list[torch.Tensor] = []
         self._own_passes = 0
         self._rows: list[tuple[int, int, int, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def _device(self) -> torch.device:
+        """Of a part without a gradient."""
+        return next(iter(self._group_of)).device
 
     @property
     def groups(self) -> int:
@@ -83,7 +88,7 @@ class GradientStatistics:
         Args:
             step: optimizer steps taken before it.
             examples: of all ranks together.
-            parameters: that may have gradients.
+            parameters: of this rank's part, see :func:`parts_by_size`.
             loss_scale: what all gradients of the step were multiplied by, if they were.
         """
         found: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
@@ -110,7 +115,7 @@ class GradientStatistics:
 
         Returns:
             Shape (steps, 3 + 2 groups), float64, on the CPU: step, examples, own passes, own
-            weighted squared norms, squared norms of the mean.
+            weighted squared norms, squared norms of the mean of its part.
         """
         rows, self._rows = self._rows, []
         if not rows:
@@ -166,7 +171,7 @@ class GradientStatistics:
         return list(divisors)
 
     def _sums(self, norms: list[list[torch.Tensor]]) -> torch.Tensor:
-        device = next((n.device for group in norms for n in group), None)
+        device = next((n.device for group in norms for n in group), self._device)
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([torch.stack(group).sum() if group else zero for group in norms])
 
@@ -194,6 +199,20 @@ class GradientStatistics:
         group = self._optimizer.param_groups[self._group_of[parameter]]
         correction = 1 - group["betas"][1] ** state["step"]
         return (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])
+
+
+def parts_by_size(parameters: Iterable[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
+    """Parameters shared out so that all ranks have about as many elements to look at.
+
+    The mean gradient is the same on all ranks, and its squared norm the sum of those of the parts.
+    """
+    parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    elements = [0] * ranks
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+        fewest = elements.index(min(elements))
+        parts[fewest].append(parameter)
+        elements[fewest] += parameter.numel()
+    return parts
 
 
 def _chunks(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -19,7 +19,7 @@ from hvd_elastic.model.lr_rules import Rule, rule_named
 from hvd_elastic.torch import context
 from hvd_elastic.torch.accumulation import GradientSum
 from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ class GradientAverager:
         self._statistics = GradientStatistics(self._optimizer)
         self._sampling = False
         self._canaries = _canaries(list(self._names))
+        self._part_of = (0, 0)
+        self._part: list[torch.Tensor] = []
         adaptation.attach(self._statistics, self._rule)
         take_step = self._optimizer.step
 
@@ -241,8 +243,15 @@ class GradientAverager:
     def _end_statistics(self) -> None:
         if self._sampling:
             step, examples = self._context.progress.step, self._context.step_examples
-            self._statistics.end_step(step, examples, self._names, self._loss_scale)
+            self._statistics.end_step(step, examples, self._own_part(), self._loss_scale)
             self._sampling = False
+
+    def _own_part(self) -> Iterable[torch.Tensor]:
+        """Those whose averaged gradients this rank looks at: all have the same, one is enough."""
+        place = self._context.rank, self._context.size
+        if self._part_of != place:
+            self._part_of, self._part = place, parts_by_size(self._names, place[1])[place[0]]
+        return self._part
 
     def _step_adapted(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
         adaptation = self._adaptation
@@ -254,7 +263,7 @@ class GradientAverager:
         gradients = [p.grad for p in self._canaries if p.grad is not None]
         # On another device, looking would wait for it.
         if gradients and not any(gradient.is_cuda for gradient in gradients):
-            if not all(math.isfinite(_total(gradient)) for gradient in gradients):
+            if not all(map(_is_finite, gradients)):
                 self.skip()
                 return None
             adaptation.finite()
@@ -355,9 +364,12 @@ def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter for parameter in smallest if parameter.numel() <= most]
 
 
-def _total(gradient: torch.Tensor) -> float:
-    """Not finite if a number in it is not; sparse ones have no ``isfinite()``."""
-    return gradient.sum(dtype=torch.float32).item()
+def _is_finite(gradient: torch.Tensor) -> bool:
+    # A sum that is finite is one of finite numbers; one that is not may have overflowed.
+    if math.isfinite(abs(gradient.sum().item())):
+        return True
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(torch.isfinite(values).all())
 
 
 def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)

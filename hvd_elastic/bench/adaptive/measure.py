@@ -27,7 +27,10 @@ from hvd_elastic.model.step_time import Observation, fit_step_time
 
 __all__ = ["digits_rows", "main", "overhead_row", "prediction_errors", "rule_rows", "target_rows"]
 
-PARTS = "noise,digits,rules,overhead,times,target,examples"
+PARTS = "noise,digits,rules,overhead,times,target,distorted,examples"
+FIXED = (32, 64, 128, 256, 512)
+"""Batches of distorted digits beside the one that adapts."""
+PEERED = {"overhead", "target", "distorted"}
 SPLITS = 20
 """Random halves of the configurations that the step time is fitted to."""
 
@@ -285,17 +288,8 @@ def target_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_target(seeds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
-    """Time to a test accuracy on the digits, two ranks."""
-    found: list[dict[str, Any]] = []
-    # In turn, so that a busy moment of the machine hits all alike.
-    for seed in range(seeds):
-        found += run_job("target_job", 2, seed)
-        if peer is not None:
-            try:
-                found += peer.run_job("adaptdl_target.py", 2, seed)
-            except RunError as error:
-                found.append({"batch": AdaptDL.name, "seed": seed, "failed": str(error)})
+def with_trainings(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As :func:`target_rows`, each with its trainings, and printed."""
     rows = target_rows(found)
     for row in rows:
         row["trainings"] = [each for each in found if each["batch"] == row["batch"]]
@@ -314,6 +308,36 @@ def measure_target(seeds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
             f"last batch {row['last_batch']:.0f}",
             flush=True,
         )
+    return rows
+
+
+def measure_target(seeds: Sequence[int], peer: AdaptDL | None) -> list[dict[str, Any]]:
+    """Time to a test accuracy on the digits, two ranks."""
+    found: list[dict[str, Any]] = []
+    # In turn, so that a busy moment of the machine hits all alike.
+    for seed in seeds:
+        found += run_job("target_job", 2, seed)
+        if peer is not None:
+            found += _peer_training(peer, "adaptdl_target.py", seed)
+    return with_trainings(found)
+
+
+def measure_distorted(seeds: Sequence[int], peer: AdaptDL | None) -> list[dict[str, Any]]:
+    """Time to a test accuracy on distorted digits, two ranks."""
+    found: list[dict[str, Any]] = []
+    for seed in seeds:
+        for batch in ("adaptive", *FIXED, "horovod"):
+            found += run_job("distorted_job", 2, batch, seed)
+        if peer is not None:
+            found += _peer_training(peer, "adaptdl_distorted.py", seed)
+    return with_trainings(found)
+
+
+def _peer_training(peer: AdaptDL, script: str, seed: int) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = peer.run_job(script, 2, seed)
+    except RunError as error:
+        rows = [{"batch": AdaptDL.name, "seed": seed, "failed": str(error)}]
     return rows
 
 
@@ -369,6 +393,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=PARTS, help="which, separated by commas")
     parser.add_argument("--seeds", type=int, default=3, help="trainings for each row")
+    parser.add_argument("--first-seed", type=int, default=0, help="of target and distorted")
     parser.add_argument("--ranks", default="1,2,4", help="for the noise, the digits' included")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of steps for the overhead")
     parser.add_argument("--rates", default="100mbit,1gbit", help="of links, for the step times")
@@ -379,6 +404,7 @@ def main() -> None:
     args = parser.parse_args()
     wanted = args.parts.split(",")
     problems = args.problems.split(",")
+    target_seeds = range(args.first_seed, args.first_seed + args.seeds)
     ranks = [int(count) for count in args.ranks.split(",")]
     measure: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "noise": lambda: noise_rows(args.seeds, ranks),
@@ -386,14 +412,15 @@ def main() -> None:
         "rules": lambda: measure_rules(args.seeds),
         "overhead": lambda: measure_overhead(args.rounds, peer),
         "times": lambda: times_rows(args.rates.split(",")),
-        "target": lambda: measure_target(args.seeds, peer),
+        "target": lambda: measure_target(target_seeds, peer),
+        "distorted": lambda: measure_distorted(target_seeds, peer),
         "examples": lambda: measure_examples(args.seeds, problems),
     }
     if unknown := set(wanted) - set(measure):
         parser.error(f"--parts: {', '.join(sorted(unknown))}: valid are {PARTS}")
     if unknown := set(problems) - set(PROBLEMS):
         parser.error(f"--problems: {', '.join(sorted(unknown))}: valid are {known}")
-    peer = peer_if_there(not args.no_peers and bool({"overhead", "target"} & set(wanted)))
+    peer = peer_if_there(not args.no_peers and bool(PEERED & set(wanted)))
     versions = peer.versions() if peer is not None else {}
     for part in wanted:
         load = os.getloadavg()

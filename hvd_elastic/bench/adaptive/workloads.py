@@ -5,6 +5,7 @@ Peers import this in environments of their own, so it needs nothing of ours.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-__all__ = ["digits", "digits_network", "square_step", "take_turns", "warm_up", "wide_network"]
+__all__ = ["Race", "digits", "digits_network", "distorted_digits", "square_step", "take_turns"]
+__all__ += ["warm_up", "wide_network"]
 
 INITIAL, LARGEST, RATE, TARGET = 32, 512, 0.05, 0.98
 """Of the digits: global batch sizes, learning rate for the initial one, test accuracy wanted."""
 PASSES = 60
 """Over the data, after which the target counts as missed."""
+COPIES, DISTORTED_RATE, DISTORTED_TARGET = 10, 0.025, 0.975
+"""Of distorted digits: made of each, learning rate for the initial batch, accuracy wanted."""
+LOOK, MOST = 2048, 400_000
+"""The same: examples between looks at the accuracy, and after which the target is missed."""
 WIDTH, BATCH, STEPS, WARM = 1000, 64, 20, 260
 """Of the overhead: the network's width, the global batch, steps of a block, steps before all."""
 
@@ -34,6 +40,30 @@ def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
     return TensorDataset(inputs[~test], targets[~test]), (inputs[test], targets[test])
 
 
+def distorted_digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
+    """As :func:`digits`, of each digit ten, turned, resized and moved by chance."""
+    learned, test = digits()
+    images, labels = learned.tensors
+    return TensorDataset(*_distorted(images, labels, seed=1)), _distorted(*test, seed=2)
+
+
+def _distorted(
+    images: torch.Tensor, labels: torch.Tensor, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count, generator = COPIES * len(images), torch.Generator().manual_seed(seed)
+
+    def within(most: float) -> torch.Tensor:
+        return most * (2 * torch.rand(count, generator=generator) - 1)
+
+    angle, size = within(math.radians(20)), 1 + within(0.2)
+    cos, sin = torch.cos(angle) / size, torch.sin(angle) / size
+    across, down = within(0.25), within(0.25)  # a pixel of eight, in halves of the image
+    rows = [torch.stack([cos, -sin, across], 1), torch.stack([sin, cos, down], 1)]
+    many = images.repeat(COPIES, 1, 1, 1)
+    grid = F.affine_grid(torch.stack(rows, 1), list(many.shape), align_corners=False)
+    return F.grid_sample(many, grid, align_corners=False), labels.repeat(COPIES)
+
+
 def digits_network(channels: int = 32, hidden: int = 256) -> nn.Module:
     """That of ``scripts/examples/digits.py``, but wider, so that steps have more to compute."""
     twice = 2 * channels
@@ -42,6 +72,42 @@ def digits_network(channels: int = 32, hidden: int = 256) -> nn.Module:
         *(nn.Conv2d(channels, twice, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
         *(nn.Linear(twice * 4 * 4, hidden), nn.ReLU(), nn.Linear(hidden, 10)),
     )
+
+
+class Race:
+    """A training's way to an accuracy; the time of looking at that is charged to nobody.
+
+    Args:
+        judge: the accuracy now, the same on all ranks.
+    """
+
+    def __init__(self, judge: Callable[[], float]) -> None:
+        self._judge = judge
+        self._seconds, self._due = 0.0, LOOK
+        self.curve: list[tuple[float, int, float, int]] = []
+        """Of each look: seconds and examples so far, accuracy, batch."""
+
+    def start(self) -> None:
+        """The training begins, or goes on, now."""
+        self._began = time.perf_counter()
+
+    def over(self, examples: int, batch: int) -> bool:
+        """A step was taken; whether the training ends with it."""
+        if examples < self._due:
+            return False
+        self._seconds += time.perf_counter() - self._began
+        accuracy = self._judge()
+        self.curve.append((round(self._seconds, 4), examples, round(accuracy, 4), batch))
+        self._due = examples + LOOK
+        self.start()
+        return accuracy >= DISTORTED_TARGET or examples >= MOST
+
+    def result(self) -> dict[str, Any]:
+        """Fields of a row: ``seconds`` are None where the target was missed."""
+        seconds, examples, accuracy, batch = self.curve[-1]
+        reached = accuracy >= DISTORTED_TARGET
+        known = {"seconds": seconds if reached else None, "examples": examples}
+        return {**known, "last_batch": batch, "curve": self.curve}
 
 
 def wide_network() -> nn.Module:

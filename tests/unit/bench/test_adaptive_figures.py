@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from hvd_elastic.bench.adaptive import workloads
 from hvd_elastic.bench.adaptive.digits_job import Kind, brute_force, moments, single_gradients
 from hvd_elastic.bench.adaptive.examples import Look, examples_rows, median_error, predicted_ratio
 from hvd_elastic.bench.adaptive.jobs import run_together
@@ -126,6 +127,40 @@ def test_a_batch_that_misses_the_target_is_not_the_best_one() -> None:
     assert (sometimes["missed"], never["missed"], never["median"]) == (1, 1, None)
     assert (peer["failed"], peer["missed"], peer["median"]) == (1, 0, 12.0)
     assert (peer["times_best_fixed"], peer["times_adaptive"]) == (12.0 / 5.0, 12.0 / 4.0)
+
+
+def test_a_race_ends_at_its_target_and_looks_are_not_in_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    accuracies = [0.5, 0.975]
+
+    def judge() -> float:
+        clock[0] += 50
+        return accuracies.pop(0)
+
+    race = workloads.Race(judge)
+    race.start()
+    ended = []
+    for step in range(1, 5):
+        clock[0] += 2
+        ended.append(race.over(1500 * step, batch=1500))
+    assert ended == [False, False, False, True]
+    assert race.curve == [(4.0, 3000, 0.5, 1500), (8.0, 6000, 0.975, 1500)]
+    assert race.result()["seconds"] == 8.0
+
+
+def test_distorted_digits_are_new_ones_and_always_the_same() -> None:
+    learned, (images, labels) = workloads.distorted_digits()
+    again, _ = workloads.distorted_digits()
+    plain, (_, plain_labels) = workloads.digits()
+    assert torch.equal(learned.tensors[0], again.tensors[0])
+    assert len(learned) == workloads.COPIES * len(plain)
+    assert images.shape == (workloads.COPIES * len(plain_labels), 1, 8, 8)
+    assert torch.equal(labels, plain_labels.repeat(workloads.COPIES))
+    off = (learned.tensors[0][: len(plain)] - plain.tensors[0]).abs().mean()
+    assert 0.02 < off < 0.3
 
 
 def test_the_overhead_is_the_median_of_ratios_of_neighbouring_blocks() -> None:

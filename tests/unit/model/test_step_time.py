@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,3 +143,31 @@ def test_impossible_observations_are_refused(wrong: dict[str, float]) -> None:
 def test_nothing_cannot_be_fitted() -> None:
     with pytest.raises(ValueError, match="no observation"):
         fit_step_time([])
+
+
+def test_what_ranks_wait_for_is_not_expected_to_grow_with_the_batch() -> None:
+    """One size alone was seen: half of a step is a reduction, and shows as waiting."""
+    true = {32: 8.6e-3, 64: 10.1e-3, 128: 15.0e-3, 256: 23.4e-3}  # digits on two ranks
+    seen = Observation(1, 2, 16, 0, true[32], own_s=4.9e-3)
+    told, untold = fit_step_time([seen] * 3), fit_step_time([replace(seen, own_s=None)] * 3)
+    for batch, step_s in true.items():
+        assert told.predict(1, 2, batch / 2, 0).step_s == pytest.approx(step_s, rel=0.12)
+    assert untold.predict(1, 2, 128, 0).step_s > 1.5 * true[256]
+    # With another size seen both know better.
+    more = Observation(1, 2, 128, 0, true[256], own_s=21e-3)
+    for model in (fit_step_time([seen] * 3 + [more] * 3), fit_step_time([seen, more])):
+        assert model.predict(1, 2, 128, 0).step_s == pytest.approx(true[256], rel=0.1)
+        assert model.predict(1, 2, 16, 0).step_s == pytest.approx(true[32], rel=0.1)
+    # A rank alone waits for nobody, and what seems so is chance.
+    alone = [Observation(1, 1, 16, 0, 1e-2, own_s=0.9e-2)]
+    plain = [Observation(1, 1, 16, 0, 1e-2)]
+    assert fit_step_time(alone).alpha_r == fit_step_time(plain).alpha_r
+
+
+def test_ranks_that_wait_between_hosts_say_what_that_costs() -> None:
+    seen = Observation(2, 2, 16, 1, 0.05, own_s=0.02)
+    model = fit_step_time([seen] * 3)
+    assert model.predict(2, 2, 16, 1).step_s == pytest.approx(0.05, rel=0.05)
+    assert model.predict(2, 2, 32, 1).step_s < 0.065
+    with pytest.raises(ValueError, match="own_s must be above 0"):
+        replace(seen, own_s=0.0)

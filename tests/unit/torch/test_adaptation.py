@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -538,6 +539,21 @@ def test_unequal_hosts_and_lost_rows_in_the_reports() -> None:
     assert adaptation._slowness(found[:1]) == 1.0
     unknown = np.array([2.0, np.inf, np.nan, 0, 5])
     assert adaptation._slowness([fast, unknown]) == 1.0
+
+
+def test_step_times_are_fitted_anew_where_they_say_something_new() -> None:
+    adaptation = Adaptation(BatchLimits(30, 100), examples=100)
+    assert adaptation._fitted() is None
+    times = adaptation._seen.setdefault((1, 2, 15.0, 0, 1.0), deque(maxlen=8))
+    models = []
+    for seconds in [0.1] * 8 + [0.101] * 8 + [0.12] * 8:
+        times.append((seconds, math.nan))
+        models.append(adaptation._fitted())
+    # The first four times, and when most of those remembered are 20 % longer.
+    fits = [number for number in range(1, 24) if models[number] is not models[number - 1]]
+    assert fits == [1, 2, 3, 19, 20]
+    adaptation._seen[(1, 2, 30.0, 0, 1.0)] = deque([(0.2, 0.15)])
+    assert adaptation._fitted() is not models[-1]
 
 
 def test_epochs_are_counted_to_the_nearest_pass() -> None:

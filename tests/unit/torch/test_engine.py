@@ -120,6 +120,7 @@ def test_every_collective_at_three_ranks_and_again_at_two(stores: Any) -> None:
     """In the same processes; the third stays out of the second generation."""
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """
+from hvd_elastic.torch.engine import _LENGTH_BYTES, _SHORT_BYTES
 for env in generations:
     engine.start(env)
     r, n = engine.rank, engine.size
@@ -128,6 +129,11 @@ for env in generations:
     tensors = [torch.full((2, 2), float(r)), torch.tensor([r, r]), torch.empty(0)]
     engine.broadcast(tensors, n - 1)
     text = engine.broadcast_bytes(b"of rank %d" % r, 1).decode()
+    long = engine.broadcast_bytes(bytes([r + 1]) * 40_000 + b"end", 0)
+    assert long == bytes([1]) * 40_000 + b"end"
+    for size in (0, _SHORT_BYTES - _LENGTH_BYTES, _SHORT_BYTES):
+        fives = bytes([5]) * size
+        assert engine.broadcast_bytes(bytes(size) if r else fives, 0) == fives
     engine.barrier()
     said.append([n, mean, parts, [t.tolist() for t in tensors], text])
     engine.stop()

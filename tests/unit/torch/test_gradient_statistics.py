@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvd_elastic.torch import gradient_statistics
-from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
 
 
 def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -46,3 +46,21 @@ def test_chunks_hold_neighbours_of_one_type(monkeypatch: pytest.MonkeyPatch) -> 
     made = [torch.zeros(size) for size in (4, 4, 4, 30, 1)] + [torch.zeros(1).double()]
     sizes = [[len(each) for each in chunk] for chunk in gradient_statistics._chunks(made)]
     assert sizes == [[4, 4], [4], [30], [1], [1]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_ranks_parts_of_the_mean_add_up_to_all_of_it(ranks: int) -> None:
+    """Each looks at about as many elements as the others; one may have none to look at."""
+    made = parameters(torch.float64)
+    statistics = GradientStatistics(torch.optim.SGD([{"params": made[:2]}, {"params": made[2:]}]))
+    parts = parts_by_size(made, ranks)
+    for part in parts:
+        statistics.end_step(7, 32, part)
+    rows = statistics.drain()
+    assert rows[:, :3].tolist() == [[7, 32, 0]] * ranks
+    squares = [float(each.grad.square().sum()) for each in made if each.grad is not None]
+    expected = [sum(squares[:2]), sum(squares[2:])]
+    assert rows[:, 5:].sum(0).tolist() == pytest.approx(expected)
+    elements = [sum(each.numel() for each in part) for part in parts]
+    assert sum(elements) == 400
+    assert max(elements) <= max(300, 400 / ranks)

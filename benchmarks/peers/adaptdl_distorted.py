@@ -1,0 +1,79 @@
+"""One replica of AdaptDL, standalone, that learns distorted digits until the target.
+
+``python adaptdl_distorted.py OUT SEED`` in AdaptDL's environment, with its variables; replica 0
+writes how long it took. As ``hvd_elastic/bench/adaptive/distorted_job.py`` in all but the library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import adaptdl.env
+import adaptdl.torch
+import torch
+from adaptdl.torch import _metrics
+from torch.nn import functional as F
+
+from hvd_elastic.bench.adaptive.workloads import (
+    DISTORTED_RATE,
+    INITIAL,
+    LARGEST,
+    Race,
+    digits_network,
+    distorted_digits,
+    warm_up,
+)
+
+
+def learn(seed: int) -> dict[str, Any]:
+    """Train until the target with a batch that AdaptDL chooses, AdaScale being its default."""
+    replicas = adaptdl.env.num_replicas()
+    examples, (images, labels) = distorted_digits()
+    torch.manual_seed(seed)
+    network = digits_network()
+    sgd = torch.optim.SGD(network.parameters(), lr=DISTORTED_RATE, momentum=0.9)
+    model = adaptdl.torch.AdaptiveDataParallel(network, sgd)
+    loader = adaptdl.torch.AdaptiveDataLoader(examples, batch_size=INITIAL, shuffle=True)
+    # Without accumulation, with which this release sums gradients instead of averaging them.
+    loader.autoscale_batch_size(
+        LARGEST, local_bsz_bounds=(INITIAL // replicas, LARGEST // replicas)
+    )
+
+    def judge() -> float:
+        network.eval()
+        with torch.no_grad():
+            right = (network(images).argmax(1) == labels).float().mean()
+        network.train()
+        torch.distributed.all_reduce(right)
+        # The time of the look must not be in that of the step.
+        _metrics.profile_step_start(loader.current_local_bsz)
+        return float(right) / replicas
+
+    race, used, steps = Race(judge), 0, 0
+    race.start()
+    for _ in adaptdl.torch.remaining_epochs_until(10**6):
+        for inputs, targets in loader:
+            sgd.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            sgd.step()
+            used, steps = used + replicas * len(inputs), steps + 1
+            if race.over(used, loader.current_batch_size):
+                return {"batch": "AdaptDL", "seed": seed, **race.result(), "steps": steps}
+    raise AssertionError("the epochs were over before the training")
+
+
+def main() -> None:
+    """Run the job that the command line describes."""
+    out, seed = Path(sys.argv[1]), int(sys.argv[2])
+    adaptdl.torch.init_process_group("gloo")
+    warm_up()
+    row = learn(seed)
+    if adaptdl.env.replica_rank() == 0:
+        out.write_text(json.dumps([row]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
