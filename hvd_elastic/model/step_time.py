@@ -28,6 +28,9 @@ _WIDE = 1.0
 _REACH = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
 """Standard deviations from the fit at which predictions are looked at: less for a pass, whose two
 parts replace each other along a curve."""
+_FURTHER_RANK, _FURTHER_WIDTH = 0.05, 1.5
+"""What a rank beyond two costs of what two do: from next to nothing, where links are the limit, to
+as much, where it is the latency."""
 _GAMMA_CENTRE, _GAMMA_WIDTH = -1.5, 1.5
 
 
@@ -38,7 +41,7 @@ class Observation:
     Attributes:
         hosts, ranks: hosts and processes that trained together.
         atomic_batch_size: examples in one pass on one rank.
-        accumulation_steps: extra passes before the reduction.
+        accumulation_steps: extra passes before the reduction, on average over the steps.
         step_s: mean time of a step [s].
         slowness: of the slowest rank, relative to a reference rank of the run.
         steps: how many were timed.
@@ -48,7 +51,7 @@ class Observation:
     hosts: int
     ranks: int
     atomic_batch_size: float
-    accumulation_steps: int
+    accumulation_steps: float
     step_s: float
     slowness: float = 1.0
     steps: int = 1
@@ -223,7 +226,8 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
     The priors are optimistic, so that what was never tried looks worth trying, and wide, which
     the uncertainty of its predictions says: a pass whose size was never varied is half constant
     and half linear; the reduction costs a twentieth of a pass; hosts apart reduce 1.1 times as
-    slowly as ranks on one host; further ranks cost next to nothing.
+    slowly as ranks on one host; a rank beyond two costs a twentieth of
+    what two do, which is the least certain of all.
 
     Args:
         observations: at least one. Those of one configuration are merged first.
@@ -241,13 +245,14 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
     smallest = int(np.argmin(where.atomic))
     half = grad_s[smallest] / 2
     alpha = 0.1 * half
-    beta = 0.02 * alpha
+    beta = _FURTHER_RANK * alpha
     times = [half, half / where.atomic[smallest], alpha, beta, 1.1 * alpha, 1.1 * beta]
     centre = np.append(np.log(times), _GAMMA_CENTRE)
     rows = np.diag([1 / _WIDE] * 6 + [1 / _GAMMA_WIDTH])
-    # Across hosts it is judged by what it is on one host.
-    for across, on_one in ((4, 2), (5, 3)):
-        rows[across, across], rows[across, on_one] = 0.5, -0.5
+    # What further ranks cost is judged by what two do; across hosts that by what it is on one.
+    for further, two in ((3, 2), (5, 4)):
+        rows[further, further], rows[further, two] = 1 / _FURTHER_WIDTH, -1 / _FURTHER_WIDTH
+    rows[4, 4], rows[4, 2] = 0.5, -0.5
     offset = rows @ centre
 
     noise = 0.05
