@@ -235,7 +235,7 @@ def test_own_times_tell_what_of_a_step_is_the_reduction():
     limits = {"initial_batch_size": 64, "max_batch_size": 512}
     constant_s, example_s, reduction_s = 0.04, 0.004, 0.06
     evidence = Evidence()
-    now, step = 0.0, 0.0
+    now, step, step_s = 0.0, 0.0, 0.0
     for hosts in (["a"], ["a", "a", "b", "b", "c", "c", "d", "d"]):
         evidence.formed(hosts)
         batch = 64 if len(hosts) == 1 else 128
