@@ -14,7 +14,12 @@ from typing import Any
 
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.step_time import StepTimeModel
-from hvd_elastic.policy.autoscale import decide, remember, surroundings_changed
+from hvd_elastic.policy.autoscale import (
+    decide,
+    out_of_reach,
+    remember,
+    surroundings_changed,
+)
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory, Snapshot
@@ -117,6 +122,10 @@ class ScalingController:
         return self._paused
 
     # -- what follows ----------------------------------------------------------------------
+
+    def out_of_reach(self, now: float) -> str:
+        """Why a deadline cannot be met, before anything trains; see :func:`out_of_reach`."""
+        return out_of_reach(self.snapshot(now), now, self._config.objective)
 
     def due(self, now: float) -> bool:
         """Whether :meth:`look` would have something to look at."""

@@ -61,6 +61,7 @@ class Scaler:
         self._emit = emit
         self._generation = 0
         self._said: tuple[object, ...] = ()
+        self._looked = False
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
         """An event of the run."""
@@ -76,6 +77,11 @@ class Scaler:
         """Decide if it is time; what to tell the machine, if anything."""
         controller = self._controller
         controller.hosts_are(_offers(machine, hosts, self._pinned), now)
+        if not self._looked:
+            self._looked = True
+            late = controller.out_of_reach(now)
+            if late:
+                self._emit("warning", {"message": late})
         # While hosts are being left the machine moves; what it comes to is judged afterwards.
         leaving = any(member.host in machine.draining for member in members)
         if machine.phase is not Phase.RUNNING or leaving:

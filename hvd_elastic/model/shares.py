@@ -27,6 +27,9 @@ _WORTH_IT = 1.1
 """Steps have to become this many times as fast before shares change."""
 _PATIENCE = 3
 """Reviews running in which a rank has to be slow."""
+_SECOND_LOOK = 12
+"""Reviews with unequal shares, after which their mean tells what three could not."""
+_WORTH_IT_THEN = 1.03
 _NEARLY_EQUAL = 1.05
 """Equal shares are preferred where the slowest rank needs at most this much longer with them."""
 _HELPED = 1.03
@@ -78,12 +81,12 @@ def balanced_shares(
         middle = (short + long) / 2
         done = np.clip(pace * middle - constant, low, most).sum()
         short, long = (middle, long) if done < examples else (short, middle)
-    exact = np.clip(pace * long - constant, low, most)
-    found = np.floor(exact).astype(np.int64)
-    # The rest goes to those that lost most by rounding, the first of equals.
-    order = np.argsort(found - exact, kind="stable")
-    while rest := examples - int(found.sum()):
-        found[order[found[order] < most][:rest]] += 1
+    # The time is one in which a little too much is done: whole examples that fit into it, and the
+    # rest where the next one is done first. A slow rank's example takes as long as many others.
+    found = np.floor(np.clip(pace * short - constant, low, most)).astype(np.int64)
+    for _ in range(examples - int(found.sum())):
+        after = np.where(found < most, (found + 1 + constant) / pace, np.inf)
+        found[int(np.argmin(after))] += 1
     return tuple(found.tolist())
 
 
@@ -257,7 +260,8 @@ class ShareBalance:
     Times are chance in part, and of many ranks one is always the slowest. So a rank counts as slow
     by the least time that it took in three reviews running, while shares are cut by the means of
     the three. They change where steps would become 1.1 times as fast, and become equal again where
-    nobody would need 5 % longer for it.
+    nobody would need 5 % longer for it. Once twelve reviews have seen unequal shares they are cut
+    by the means of those, if that makes steps 1.03 times as fast.
 
     Not all work grows with its examples: a processor that works in blocks takes as long for 17 as
     for 32. So a change has to show that it helped. Where it did not, the shares are again what they
@@ -270,6 +274,9 @@ class ShareBalance:
         constant: so many examples were taken to take as long as what a rank does for any share.
         learnt: as many do, by what the last change brought.
         seen: own time of each rank for an example in the last reviews with these shares [s].
+        reviews: of steps of ``examples``, since such a change.
+        examples: of a step in these.
+        logs: sum of the logarithms of those times, until the second look.
         change: the last one, while it has not shown what it brought.
         in_vain: time for an example with which a change did not help [s]; empty: there was none.
         failures: changes in vain, since one helped.
@@ -290,6 +297,9 @@ class ShareBalance:
     constant: float = 0.0
     learnt: float = 0.0
     seen: tuple[tuple[float, ...], ...] = ()
+    reviews: int = 0
+    examples: int = 0
+    logs: tuple[float, ...] = ()
     change: _Change | None = None
     in_vain: tuple[float, ...] = ()
     failures: int = 0
@@ -322,6 +332,7 @@ class ShareBalance:
             return ""
         times = tuple(own / share for own, share in zip(own_s, shares, strict=True))
         self.seen = (*self.seen, times)[-_PATIENCE:]
+        self._sum_up(times, examples)
         if len(self.seen) < _PATIENCE:
             return ""
         least = [min(of_rank) for of_rank in zip(*self.seen, strict=True)]
@@ -364,15 +375,43 @@ class ShareBalance:
             self.speeds, self.seen = (), ()
             return "the ranks are equally fast, to 5 %"
         if before_s < _WORTH_IT * after_s:
-            return ""
+            return self._second_look(shares, step_s, low, high)
         limit_s = now_s / _HELPED
         self.change = _Change(self.speeds, self.constant, mean, shares, examples, limit_s)
         self.speeds, self.constant, self.seen = speeds, self.learnt, ()
+        self.reviews, self.logs = 0, ()
         slow, fast = took.index(max(took)), took.index(min(took))
         return (
             f"rank {slow} takes {took[slow]:.3g} s for {shares[slow]} examples and rank {fast} "
             f"{took[fast]:.3g} s for {shares[fast]}; steps of {after_s:.3g} s are expected "
             f"instead of {before_s:.3g} s"
+        )
+
+    def _sum_up(self, times: Sequence[float], examples: int) -> None:
+        if examples != self.examples or not self.speeds:
+            self.examples, self.reviews, self.logs = examples, 0, ()
+        self.reviews += 1
+        if self.reviews <= _SECOND_LOOK:
+            sums = self.logs or [0.0] * len(times)
+            self.logs = tuple(s + math.log(each) for s, each in zip(sums, times, strict=True))
+
+    def _second_look(self, shares: Sequence[int], step_s: float, low: int, high: int | None) -> str:
+        """Once there are many reviews: cut by their mean, where that is worth it."""
+        if self.reviews != _SECOND_LOOK or not self.speeds:
+            return ""
+        mean = [math.exp(total / self.reviews) for total in self.logs]
+        self.logs = ()
+        speeds = self._speeds(shares, mean)
+        best = balanced_shares(sum(shares), speeds, low, high, self.learnt)
+        now_s = max(share * each_s for share, each_s in zip(shares, mean, strict=True))
+        before_s = max(step_s, now_s)
+        after_s = before_s - (now_s - self._slowest_s(best, speeds))
+        if before_s < _WORTH_IT_THEN * after_s:
+            return ""
+        self.speeds, self.constant, self.seen = speeds, self.learnt, ()
+        return (
+            f"the mean of {self.reviews} reviews: steps of {after_s:.3g} s are expected instead of "
+            f"{before_s:.3g} s"
         )
 
     def parts_of(self, examples: int, ranks: int) -> tuple[int, ...]:
@@ -440,6 +479,7 @@ class ShareBalance:
     def forget(self) -> None:
         """Equal shares, until the ranks of another world were timed."""
         self.parts, self.speeds, self.seen = (), (), ()
+        self.reviews, self.examples, self.logs = 0, 0, ()
         self.constant = self.learnt = 0.0
         self.change, self.in_vain, self.failures, self.pause = None, (), 0, 0
 
@@ -453,10 +493,13 @@ class ShareBalance:
         self.seen = tuple(tuple(times) for times in state["seen"])
         self.in_vain, change = tuple(state["in_vain"]), state["change"]
         self.failures, self.pause = state["failures"], state["pause"]
-        self.constant, self.learnt = state["constant"], state["learnt"]
+        # Checkpoints of before have neither these nor those of the change.
+        self.constant, self.learnt = state.get("constant", 0.0), state.get("learnt", 0.0)
+        self.reviews, self.examples = state.get("reviews", 0), state.get("examples", 0)
+        self.logs = tuple(state.get("logs", ()))
         self.change = (
             None
-            if change is None
+            if change is None or "shares" not in change
             else _Change(
                 tuple(change["speeds"]),
                 change["constant"],

@@ -29,6 +29,9 @@ _WIDE = 1.0
 _REACH = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
 """Standard deviations from the fit at which predictions are looked at: less for a pass, whose two
 parts replace each other along a curve."""
+_FURTHER_RANK, _FURTHER_WIDTH = 0.05, 1.5
+"""What a rank beyond two costs of what two do: from next to nothing, where links are the limit, to
+as much, where it is the latency."""
 _GAMMA_CENTRE, _GAMMA_WIDTH = -1.5, 1.5
 
 
@@ -39,7 +42,7 @@ class Observation:
     Attributes:
         hosts, ranks: hosts and processes that trained together.
         atomic_batch_size: examples in one pass on one rank.
-        accumulation_steps: extra passes before the reduction.
+        accumulation_steps: extra passes before the reduction, on average over the steps.
         step_s: mean time of a step [s].
         slowness: of the slowest rank, relative to a reference rank of the run.
         steps: how many were timed.
@@ -51,7 +54,7 @@ class Observation:
     hosts: int
     ranks: int
     atomic_batch_size: float
-    accumulation_steps: int
+    accumulation_steps: float
     step_s: float
     slowness: float = 1.0
     steps: int = 1
@@ -229,9 +232,9 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
     The priors are optimistic, so that what was never tried looks worth trying, and wide, which
     the uncertainty of its predictions says: a pass whose size was never varied is half constant
     and half linear; the reduction costs what ranks waited in a step, or a twentieth of a pass;
-    hosts apart reduce 1.1 times as slowly as ranks on one host; further ranks cost next to nothing.
-    What is waited for does not grow with the batch: so the first batch size already says something
-    of others.
+    hosts apart reduce 1.1 times as slowly as ranks on one host; a rank beyond two costs a twentieth
+    of what two do, which is the least certain of all. What is waited for does not grow with the
+    batch: so the first batch size already says something of others.
 
     Args:
         observations: at least one. Those of one configuration are merged first.
@@ -247,12 +250,14 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
     where, logs_seen, weights = _merged(observations)
     half, alpha, alpha_n = _first_guess(observations)
     smallest = where.atomic.min()
-    times = [half, half / smallest, alpha, 0.02 * alpha, alpha_n, 0.02 * alpha_n]
+    beta, beta_n = _FURTHER_RANK * alpha, _FURTHER_RANK * alpha_n
+    times = [half, half / smallest, alpha, beta, alpha_n, beta_n]
     centre = np.append(np.log(times), _GAMMA_CENTRE)
     rows = np.diag([1 / _WIDE] * 6 + [1 / _GAMMA_WIDTH])
-    # Across hosts it is judged by what it is on one host.
-    for across, on_one in ((4, 2), (5, 3)):
-        rows[across, across], rows[across, on_one] = 0.5, -0.5
+    # What further ranks cost is judged by what two do; across hosts that by what it is on one.
+    for further, two in ((3, 2), (5, 4)):
+        rows[further, further], rows[further, two] = 1 / _FURTHER_WIDTH, -1 / _FURTHER_WIDTH
+    rows[4, 4], rows[4, 2] = 0.5, -0.5
     offset = rows @ centre
 
     noise = 0.05

@@ -21,7 +21,7 @@ from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_all
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
 from hvd_elastic.words import count, hosts_named
 
-__all__ = ["decide", "remember", "surroundings_changed"]
+__all__ = ["decide", "out_of_reach", "remember", "surroundings_changed"]
 
 _QUICK_CHANGES = 2
 """So many changes come quickly: the first tries of a run."""
@@ -70,6 +70,40 @@ def decide(
     if held:
         return Decision("stay", f"{why}; {held}", snapshot.current, wish=target, kept=kept)
     return Decision(_action(snapshot.current, target), why, target, kept=kept)
+
+
+def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
+    """Why a deadline cannot be met before anything trains, by what was measured earlier.
+
+    Args:
+        snapshot: the run; nothing need train.
+        now: [s].
+        objective: what the run is after.
+
+    Returns:
+        In words, with the fastest choice; empty: it can be met, or nobody knows.
+    """
+    unknown = snapshot.model is None or math.isnan(snapshot.noise_scale) or not snapshot.hosts
+    if objective.deadline_s is None or objective.target is None or unknown:
+        return ""
+    options = [option for option in _options(snapshot, objective) if option.slots]
+    scores = score_allocations(snapshot, options)
+    allowed = scores.goodput > 0
+    if objective.budget is not None:
+        allowed &= scores.rate <= objective.budget
+    if not allowed.any():
+        return ""
+    best = int(np.argmax(np.where(allowed, scores.goodput, -np.inf)))
+    left_s = max(0.0, snapshot.started_at + objective.deadline_s - now)
+    todo = max(0.0, objective.target - snapshot.done)
+    needed_s = todo / scores.goodput[best]
+    if needed_s <= left_s:
+        return ""
+    return (
+        f"the deadline cannot be met, by what this run has measured: {todo:.0f} useful examples "
+        f"take {needed_s:.0f} s and {left_s:.0f} s are left, on the fastest choice, "
+        f"{_describe(options[best], scores, best)}"
+    )
 
 
 def remember(memory: Memory, decision: Decision, current: Allocation, now: float) -> Memory:

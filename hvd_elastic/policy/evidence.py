@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
@@ -41,6 +41,10 @@ _NOISE_PATIENCE = 20
 _FIRST_PAUSE_S = 1.0
 _PAUSES = 8
 _CONFIGURATIONS = 48
+_PASSES = 16
+"""Sizes of a pass whose own times are kept."""
+_OWN_DRIFT = 0.05
+"""What a rank's own time may lack of that of a step it makes alone: the optimizer's on a GPU."""
 _DRIFT_PER_S = 0.4 / 3600
 _MOST_DRIFT = 0.5
 """Links are shared and change unseen while nothing is timed on them: when hosts come or go an hour
@@ -52,8 +56,17 @@ class _Configuration:
     hosts: int
     ranks: int
     batch: int
-    extra: int
+    extra: float
     slowness: float
+
+
+class _Told(NamedTuple):
+    """By a metrics event: when, and the run's progress; ``passes`` None: not told."""
+
+    at_s: float
+    step: float
+    examples: float
+    passes: float | None
 
 
 class Evidence:
@@ -83,9 +96,11 @@ class Evidence:
         self._slowness: dict[str, float] = {}
         self._rank_s: Sequence[Any] = ()
         self._times: dict[_Configuration, deque[float]] = {}
+        self._own: dict[_Configuration, deque[float]] = {}
         self._timed_at: dict[_Configuration, float] = {}
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
-        self._last: tuple[float, float, float] | None = None  # when, step, examples
+        self._last: _Told | None = None
+        self._passes = 1.0
         self._settling = _SETTLING
         self._uneven = 0
         self._measured = 0
@@ -93,6 +108,7 @@ class Evidence:
         self._windows = 0
         self._model: StepTimeModel | None = None
         self._fitted: dict[_Configuration, float] = {}
+        self._fitted_own: dict[_Configuration, float] = {}
         self._drift: dict[_Configuration, float] = {}
         self._noise_looked_at = math.nan
         self.news = False
@@ -109,6 +125,7 @@ class Evidence:
         self._ranks = tuple(hosts_of_ranks)
         self._shares = ()
         self._last = None
+        self._passes = self._planned_passes
         self._settling = _SETTLING
         self._uneven = 0
         self._measured = 0
@@ -138,6 +155,7 @@ class Evidence:
             return
         self.plan = BatchPlan(batch, extra)
         self._last = None
+        self._passes = self._planned_passes
         self._settling = _SETTLING
         limits = _limits(fields.get("limits"))
         if limits is not None:
@@ -156,14 +174,18 @@ class Evidence:
             self.noise_scale = noise
         self._note_shares(fields.get("shares"))
         self._note_speeds(fields.get("rank_s"), now)
+        told = _Told(now, step, examples, _number(fields.get("passes")))
         last = self._last
-        if last is None or step < last[1] or examples < last[2] or now < last[0]:
-            self._last = (now, step, examples)
+        if last is None or step < last.step or examples < last.examples or now < last.at_s:
+            self._last = told
             return
-        passed_s, steps, made = now - last[0], step - last[1], examples - last[2]
+        passed_s, steps, made = now - last.at_s, step - last.step, examples - last.examples
         if steps < 1 or passed_s < _WINDOW_S:
             return
-        self._last = (now, step, examples)
+        self._last = told
+        self._passes = self._planned_passes
+        if told.passes is not None and last.passes is not None:
+            self._passes = max(1.0, (told.passes - last.passes) / steps)
         self._note_window(passed_s / steps, made / steps, fields, now)
         self.done += made * self._efficiency()
 
@@ -192,7 +214,7 @@ class Evidence:
             self._allocation.hosts,
             self._allocation.slots,
             plan.global_batch_size,
-            plan.accumulation_steps,
+            round(4 * self._passes) / 4 - 1,  # where not all steps are alike, the rest is chance
             self.steps_slowness,
         )
         times = self._times.setdefault(key, deque(maxlen=_KEPT))
@@ -230,8 +252,9 @@ class Evidence:
         told = [_number(seconds, _SHORTEST_S) or 0.0 for seconds in rank_s]
         self._uneven = self._uneven + 1 if max(told) > _UNEVEN * median(told) else 0
         if self.plan is not None and all(told):
-            passes, examples = self.plan.accumulation_steps + 1, self._examples(self.plan)
+            passes, examples = round(self._passes), self._examples(self.plan)
             self._constant.note(self._ranks, passes, examples, told)
+            self._note_passes(self.plan, examples, told)
         by_host: dict[str, list[float]] = {}
         for host, value, load in zip(self._ranks, told, self._loads(), strict=True):
             if value:
@@ -243,10 +266,38 @@ class Evidence:
             if abs(math.log(slowness / before.get(host, 1.0))) > 2 * _MOVED:
                 self._forget_what_was_timed_meanwhile()
 
+    def _note_passes(
+        self, plan: BatchPlan, examples: Sequence[float], own_s: Sequence[float]
+    ) -> None:
+        """What the fastest of several ranks took for their own work: a step alone takes as long.
+
+        So what a step takes beyond that is known to be the reduction.
+        """
+        if len(own_s) < 2:
+            return  # the step itself was timed
+        fastest = min(self.slowness(host) for host in self._ranks)
+        of_fastest = [
+            (made, took_s)
+            for host, made, took_s in zip(self._ranks, examples, own_s, strict=True)
+            if self.slowness(host) == fastest
+        ]
+        made, took_s = (median(values) for values in zip(*of_fastest, strict=True))
+        key = _Configuration(1, 1, round(made), plan.accumulation_steps, fastest)
+        if key.batch < 1:
+            return
+        times = self._own.pop(key, deque(maxlen=_KEPT))
+        times.append(took_s * key.batch / made)
+        self._own[key] = times
+        if _has_shifted(times):
+            self._own = {key: deque(list(times)[-_SHIFT_WINDOWS:], maxlen=_KEPT)}
+        while len(self._own) > _PASSES:
+            del self._own[next(iter(self._own))]
+
     def _forget_what_was_timed_meanwhile(self) -> None:
         """A host in use turned out slow: until that was known, the wrong speed was noted."""
         world = (self._allocation.hosts, self._allocation.slots)
         self._times = {k: v for k, v in self._times.items() if (k.hosts, k.ranks) != world}
+        self._own = {}
         self._measured = 0
         self.news = True
 
@@ -262,6 +313,8 @@ class Evidence:
             if key.hosts > 1 and other.hosts == 1
         }
         self._times = {**kept, key: deque(recent, maxlen=_KEPT)}
+        if key.hosts == 1:
+            self._own = {}
         self._model = None
         self.news = True
 
@@ -329,35 +382,28 @@ class Evidence:
         middle = {key: median(times) for key, times in self._times.items()}
         if not middle:
             return None
-        moved = self._model is None or middle.keys() != self._fitted.keys()
-        if moved or any(
-            abs(math.log(middle[key] / self._fitted[key])) > _MOVED / 2 for key in middle
-        ):
+        own = {key: median(times) for key, times in self._own.items()}
+        if self._model is None or _moved(middle, self._fitted) or _moved(own, self._fitted_own):
             self._drop_what_is_contradicted(middle)
             self._model = self._fit(middle)
             self._fitted = {key: middle[key] for key in self._times}
+            self._fitted_own = own
         return self._model
 
     def _fit(
         self, middle: Mapping[_Configuration, float], but: Container[Any] = ()
     ) -> StepTimeModel:
-        return fit_step_time(
-            [
-                Observation(
-                    key.hosts,
-                    key.ranks,
-                    key.batch / key.ranks / (key.extra + 1),
-                    key.extra,
-                    middle[key],
-                    key.slowness,
-                    steps=len(times),
-                    drift=self._drift.get(key, 0.0),
-                )
-                for key, times in self._times.items()
-                for _ in range(min(len(times), 4))
-                if key not in but
-            ]
-        )
+        steps = [
+            _observed(key, middle[key], len(times), self._drift.get(key, 0.0))
+            for key, times in self._times.items()
+            for _ in range(min(len(times), 4))
+            if key not in but
+        ]
+        own = [
+            _observed(key, median(times), len(times), _OWN_DRIFT)
+            for key, times in self._own.items()
+        ]
+        return fit_step_time(steps + own)
 
     def _drop_what_is_contradicted(self, middle: Mapping[_Configuration, float]) -> None:
         """Old times across hosts that do not go with new ones: the link is not what it was."""
@@ -384,6 +430,10 @@ class Evidence:
         ranks = zip(self._ranks, self._loads(), strict=True)
         return round(max((self.slowness(host) * load for host, load in ranks), default=1.0), 1)
 
+    @property
+    def _planned_passes(self) -> float:
+        return 1.0 if self.plan is None else self.plan.accumulation_steps + 1.0
+
     def _examples(self, plan: BatchPlan) -> Sequence[float]:
         """Of each rank in a full step."""
         return self._shares or [plan.global_batch_size / len(self._ranks)] * len(self._ranks)
@@ -403,6 +453,19 @@ class Evidence:
         initial = self.limits.initial_batch_size
         size = max(self.plan.global_batch_size, initial)
         return float(statistical_efficiency(self.noise, initial, size))
+
+
+def _observed(key: _Configuration, step_s: float, windows: int, drift: float) -> Observation:
+    atomic = key.batch / key.ranks / (key.extra + 1)
+    return Observation(
+        key.hosts, key.ranks, atomic, key.extra, step_s, key.slowness, steps=windows, drift=drift
+    )
+
+
+def _moved(now: Mapping[_Configuration, float], fitted: Mapping[_Configuration, float]) -> bool:
+    return now.keys() != fitted.keys() or any(
+        abs(math.log(now[key] / fitted[key])) > _MOVED / 2 for key in now
+    )
 
 
 def _has_shifted(times: Sequence[float]) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.model.goodput import (
     BatchPlan,
+    PlanPatience,
     best_batch_plan,
     nearest_plan,
     score_plan,
@@ -40,7 +41,6 @@ _CALM_AFTER = 20.0
 metrics every second; between changes nothing comes of that."""
 _REVIEW_S = (2.0, 600.0)
 _OPTIMISM = 0.5
-_WORTH_IT = 1.05
 _GROWTH = 2
 _EVIDENCE_S = 3.0
 
@@ -108,6 +108,7 @@ class _Job:
     ) -> None:
         self.unequal_shares = unequal_shares
         self.balance = ShareBalance()
+        self.patience = PlanPatience()
         self.trace, self.cluster, self.rng = trace, cluster, rng
         self.limits = trace.workload.limits
         self.allocation = cluster.filled(Allocation(), min(trace.np, _offered(cluster)))
@@ -344,7 +345,7 @@ class _Simulation:
             return
         now = score_plan(model, job.plan, noise, limits.initial_batch_size, on, ranks, slow)
         hoped = best.goodput * math.exp(_OPTIMISM * (best.uncertainty - now.uncertainty))
-        if hoped > _WORTH_IT * now.goodput:
+        if job.patience.allows(hoped / now.goodput, best.goodput / now.goodput):
             self._plan(best.plan)
 
     def _report(self) -> None:

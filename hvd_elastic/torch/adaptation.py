@@ -27,6 +27,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import (
     BatchLimits,
     BatchPlan,
+    PlanPatience,
     best_batch_plan,
     nearest_plan,
     score_plan,
@@ -66,7 +67,6 @@ _COUNTED_TIMES = 4
 _TIMES_MOVED = 0.025
 _GROWTH = 2
 """The batch grows at most by this factor at once: memory and step times beyond are guesses."""
-_WORTH_IT = 1.05
 _OPTIMISM = 0.5
 _KEPT_TIMES = 8
 _BAD_STEPS = 10
@@ -91,6 +91,7 @@ class Adaptation:
         self.unequal_shares = unequal_shares
         self.own_times = OwnTimes()
         self._balance = ShareBalance()
+        self._patience = PlanPatience()
         self.plan = BatchPlan(limits.initial_batch_size)
         self.rule: Rule = adascale
         self.progress = 0.0
@@ -117,6 +118,7 @@ class Adaptation:
         self._announced = False
         self._rank_s: list[float | None] = []
         self._ranks = 1
+        self._passes_made = 0
 
     # -- during a step ---------------------------------------------------------------------
 
@@ -161,6 +163,11 @@ class Adaptation:
         if self._statistics is None or not self._statistics.ready:
             return False
         return step % self._sample_every == 0 or step % self._probe_every == 0
+
+    def step_begins(self, passes: int, waited_s: float) -> None:
+        """This rank makes its share of the step in so many passes; see :class:`OwnTimes`."""
+        self._passes_made += passes
+        self.own_times.step_begins(waited_s)
 
     def step_ends(self, examples: int, passes: int, waited_s: float) -> None:
         """The script came back for the next batch; see :meth:`OwnTimes.step_ends`."""
@@ -412,8 +419,8 @@ class Adaptation:
             return reason
         initial = limits.initial_batch_size
         now = score_plan(model, self.plan, noise, initial, hosts, ranks, slowness)
-        hoped = best.goodput * math.exp(_OPTIMISM * best.uncertainty)
-        if hoped > _WORTH_IT * now.goodput * math.exp(_OPTIMISM * now.uncertainty):
+        hoped = best.goodput * math.exp(_OPTIMISM * (best.uncertainty - now.uncertainty))
+        if self._patience.allows(hoped / now.goodput, best.goodput / now.goodput):
             reason = (
                 f"at a noise scale of {noise:.0f} examples, {best.goodput:.0f} useful examples/s "
                 f"are expected instead of {now.goodput:.0f}"
@@ -500,6 +507,8 @@ class Adaptation:
             found["skipped_steps"] = self.skipped_steps
         if self._rank_s:
             found["rank_s"] = self._rank_s
+        if self._ranks == 1:
+            found["passes"] = self._passes_made
         if self.unequal_shares and self._ranks > 1:
             size = self.plan.global_batch_size
             found["shares"] = list(self._balance.parts_of(size, self._ranks))
@@ -526,6 +535,7 @@ class Adaptation:
             "noise_scale": self._noise_scale,
             "rank_s": self._rank_s,
             "balance": self._balance.state_dict(),
+            "wished": self._patience.wished,
             "seen": [[list(key), list(times)] for key, times in self._seen.items()],
             "largest": self._largest,
             "next_review": self._next_review,
@@ -548,6 +558,7 @@ class Adaptation:
         self._rank_s = list(state.get("rank_s", []))
         if "balance" in state:  # not in checkpoints of before
             self._balance.load_state_dict(state["balance"])
+        self._patience.wished = state.get("wished", 0)
         self._seen = {
             (key[0], key[1], key[2], key[3], key[4]): deque(
                 # A checkpoint of before has no own times.

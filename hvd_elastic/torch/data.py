@@ -278,10 +278,11 @@ class DataLoader(Generic[_Batch]):
                 wanted, rank, size = self._batch_now(), context.rank, context.size
                 parts = self._shares.parts
                 share = step_slice(position, end, wanted, rank, size, _MIN_SHARE, parts=parts)
-                planner = self.adaptation or self.rebalancing
-                if planner is not None:
-                    planner.own_times.step_begins(context.waited_s)
                 passes = self._shares.passes(share, context.progress.step, context.size)
+                if self.adaptation is not None:
+                    self.adaptation.step_begins(len(passes), context.waited_s)
+                elif self.rebalancing is not None:
+                    self.rebalancing.own_times.step_begins(context.waited_s)
                 for number, (start, stop) in enumerate(passes, 1):
                     batch, indices = self._read(share, context, end, first=number == 1)
                     weight = share.weight * (stop - start) / (share.stop - share.start)

@@ -216,6 +216,54 @@ def test_nonsense_beside_good_steps_changes_nothing_known(fields):
     assert evidence.model() is not None
 
 
+def test_steps_in_two_passes_are_no_measurement_of_steps_in_one():
+    """One rank alone makes two passes of some steps, to see the noise of the gradients."""
+    limits = {"initial_batch_size": 64, "max_batch_size": 512}
+    constant_s, example_s = 0.04, 0.004
+    evidence = Evidence()
+    evidence.formed(["a"])
+    plan = {"global_batch_size": 64, "accumulation_steps": 0, "limits": limits}
+    evidence.note("batch_plan", plan, 0.0)
+    now, step, passes = 0.0, 0.0, 0.0
+    for passes_a_step, windows in ((2.0, 6), (1.125, 6)):
+        for _ in range(windows):
+            made = 2 / (passes_a_step * constant_s + 64 * example_s)
+            now, step, passes = now + 2, step + made, passes + made * passes_a_step
+            told = {"step": step, "examples": 64 * step, "passes": passes, "size": 1}
+            evidence.note("metrics", told, now)
+    model = evidence.model()
+    assert model is not None
+    assert model.alpha_c == pytest.approx(constant_s, rel=0.3)
+    assert float(model.step_s(1, 1, 64, 0)) == pytest.approx(constant_s + 64 * example_s, rel=0.05)
+
+
+def test_own_times_tell_what_of_a_step_is_the_reduction():
+    limits = {"initial_batch_size": 64, "max_batch_size": 512}
+    constant_s, example_s, reduction_s = 0.04, 0.004, 0.06
+    evidence = Evidence()
+    now, step, step_s = 0.0, 0.0, 0.0
+    for hosts in (["a"], ["a", "a", "b", "b", "c", "c", "d", "d"]):
+        evidence.formed(hosts)
+        batch = 64 if len(hosts) == 1 else 128
+        plan = {"global_batch_size": batch, "accumulation_steps": 0, "limits": limits}
+        evidence.note("batch_plan", plan, now)
+        own_s = constant_s + example_s * batch / len(hosts)
+        step_s = own_s + (reduction_s if len(hosts) > 1 else 0.0)
+        for window in range(8):
+            now, step = now + 2, step + 2 / step_s
+            told = {"step": step, "examples": batch * step, "size": len(hosts)}
+            rank_s = [own_s + 1e-6 * window] * len(hosts)
+            evidence.note("metrics", {**told, "rank_s": rank_s}, now)
+    model = evidence.model()
+    assert model is not None
+    for batch in (16, 64):
+        true_s = constant_s + example_s * batch
+        assert float(model.step_s(1, 1, batch, 0)) == pytest.approx(true_s, rel=0.1)
+    assert float(model.step_s(4, 8, 16, 0)) == pytest.approx(step_s, rel=0.05)
+    assert evidence.worlds == {(1, 1), (4, 8)}, "own times are of no world"
+    assert float(model.predict(2, 4, 16, 0).uncertainty) > 0.1, "what four cost was not seen"
+
+
 def test_a_change_of_shares_begins_another_measurement():
     evidence = Evidence()
     evidence.formed(["a", "b"])

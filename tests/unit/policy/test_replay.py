@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Decision, HostOffer
 from tests.unit.policy.known_runs import run_events, true_model
@@ -53,6 +55,24 @@ def test_times_noise_pauses_and_progress_are_those_of_the_run():
     assert 0 < evidence.done < events[-1]["examples"]
     assert evidence.measured == 0, "nothing trains until a generation is formed"
     assert not evidence.news
+
+
+@pytest.mark.parametrize(("deadline_s", "late"), [(600.0, True), (60_000.0, False)])
+def test_a_deadline_out_of_reach_is_known_before_a_resumed_run_trains(
+    deadline_s: float, late: bool
+) -> None:
+    goal = Objective("cost", deadline_s=deadline_s, target=1e7)
+    hosts = [dataclasses.replace(host, price=1.0) for host in HOSTS]
+    told = []
+    for past in (None, replay(run_events(SLOW_LINK, ALL))):
+        controller = ScalingController(ScalingConfig(objective=goal), 0.0, past)
+        controller.hosts_are(hosts, 0.0)
+        told.append(controller.out_of_reach(0.0))
+    assert not told[0], "nothing was measured"
+    assert bool(told[1]) is late
+    if late:
+        assert "600 s are left" in told[1]
+        assert "useful examples/s expected" in told[1], "with the best that can be done"
 
 
 def test_broken_and_foreign_events_are_left_out():

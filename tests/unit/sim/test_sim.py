@@ -117,6 +117,16 @@ def test_slow_ranks_get_smaller_shares_as_in_a_real_job():
     assert last.goodput > 0.85 * last.best, "with all six slots, which are not the best choice"
 
 
+@pytest.mark.parametrize("seed", [1, 4])
+def test_with_many_slow_ranks_it_is_near_the_best_whatever_chance_does(seed: int) -> None:
+    """Whole examples of slow ranks weigh much, and three reviews say little about each rank."""
+    hosts = tuple(HostOffer(f"n{n}", 4, 1.0, slowness=1.0 if n < 3 else 3.0) for n in range(5))
+    result = simulate(
+        dataclasses.replace(TRACE, hosts=hosts), ScalingConfig(), seed, with_best=True
+    )
+    assert result.samples[-1].goodput > 0.95 * result.samples[-1].best
+
+
 def test_a_slow_host_is_kept_or_dropped_by_what_it_brings():
     best = best_at(WORK, SLOW, 1.0, 500.0)
     assert best.goodput > best_at(WORK, SLOW, 1.0, 500.0, unequal_shares=False).goodput

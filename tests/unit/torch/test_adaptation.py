@@ -394,7 +394,18 @@ def test_what_is_known_goes_on_in_another_process(alone: Context) -> None:
     after.attach(before._statistics, before.rule)  # type: ignore[arg-type]
     after.load_state_dict(state)
     assert json.dumps(after.state_dict()) == json.dumps(before.state_dict())
-    assert after.metrics() == before.metrics()
+    assert after.metrics() == {**before.metrics(), "passes": 0}
+
+
+def test_the_only_rank_tells_its_passes(alone: Context) -> None:
+    model = torch.nn.Linear(20, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+    loader: Loader = hvd.DataLoader(regression(800), 10, max_batch_size=10)
+    assert loader.adaptation is not None
+    assert loader.adaptation.metrics()["passes"] == 0
+    steps(loader, optimizer, model, 1)
+    assert alone.progress.step == 80
+    assert loader.adaptation.metrics()["passes"] == 160, "at first, each step in two"
 
 
 class Others(LocalEngine):
