@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.cli.numbers import parse_duration
 from hvd_elastic.errors import HostfileError, UsageError
@@ -15,21 +15,9 @@ from hvd_elastic.words import count, hosts_named
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.objective import Objective
+    from hvd_elastic.policy.prices import PricedHost
 
-__all__ = ["ScalingOptions", "cheapest", "parse_budget"]
-
-
-class PricedHost(Protocol):
-    """A host of a hostfile, or of a trace."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def price(self) -> float | None: ...
+__all__ = ["ScalingOptions", "parse_budget"]
 
 
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
@@ -185,11 +173,13 @@ class ScalingOptions:
             raise UsageError("--objective cost needs a price for each host")
         if self.budget is None:
             return
+        from hvd_elastic.policy.prices import cheapest_hosts, hourly_price
+
         kept = {host.name for host in pinned}
-        price = sum(host.price or 0.0 for host in pinned)
         least = max(min_np, np or 0)
         missing = max(0, least - sum(host.slots for host in pinned))
-        price += cheapest([host for host in hosts if host.name not in kept], missing)
+        others = cheapest_hosts([host for host in hosts if host.name not in kept], missing)
+        price = math.inf if others is None else hourly_price([*pinned, *others])
         if price > parse_budget(self.budget):
             flag = "--np" if least == np else "--min-np"
             what = [f"{count(least, 'slot')} ({flag})"] if least > 1 else []
@@ -199,16 +189,3 @@ class ScalingOptions:
                 f"{' with '.join(what) or 'the cheapest host'} cost"
                 f"{'' if what else 's'} {price:g} per hour at the least. Give at least {price:g}/h"
             )
-
-
-def cheapest(hosts: Sequence[PricedHost], slots: int) -> float:
-    """The least that hosts with so many slots cost together [currency per hour].
-
-    Infinite where all together have fewer; each price must be known.
-    """
-    least = [0.0] + [math.inf] * slots
-    for host in hosts:
-        for wanted in range(slots, 0, -1):
-            rest = least[max(0, wanted - host.slots)]
-            least[wanted] = min(least[wanted], rest + (host.price or 0.0))
-    return least[slots]

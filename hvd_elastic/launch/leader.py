@@ -540,11 +540,23 @@ class Leader:
             with contextlib.suppress(OSError):  # what is wrong with it is told next
                 self._hostfile_stamp = _stamp(path)
             hostfile = parse_hostfile(path)
+            hosts = list(hostfile.hosts)
             if self._spec.objective == "cost":
                 require_prices(hostfile)
-            hosts = list(hostfile.hosts)
+                hosts = self._cheapest_first(hosts)
         self._hosts = {host.name: host for host in hosts}
         return hosts
+
+    def _cheapest_first(self, hosts: list[Host]) -> list[Host]:
+        """Until steps are timed, the order is all that keeps to a budget."""
+        from hvd_elastic.policy.prices import cheapest_hosts
+
+        spec = self._spec
+        pinned = [host for host in hosts if host.name in spec.pin_hosts]
+        others = [host for host in hosts if host.name not in spec.pin_hosts]
+        missing = max(spec.np or 0, spec.min_np) - sum(host.slots for host in pinned)
+        first = cheapest_hosts(others, max(0, missing)) or ()
+        return [*pinned, *first, *(host for host in others if host not in first)]
 
     def _hosts_changed(self, hosts: Iterable[Host]) -> ev.HostsChanged:
         slots = tuple(ev.HostSlots(host.name, host.slots) for host in hosts)

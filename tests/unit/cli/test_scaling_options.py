@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.cli.scaling_options import cheapest
-from hvd_elastic.policy.snapshot import HostOffer
 
 POLICY = ("--policy", "goodput", "--objective", "cost")
 
@@ -84,18 +78,3 @@ def refused(options: tuple[str, ...], hosts: str, tmp_path: Path, capsys: Any) -
         main(("run", "--hostfile", str(hostfile), *options, "--", "python", "train.py"))
     assert end.value.code == 2
     return " ".join(capsys.readouterr().err.split())
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=6),
-    st.integers(0, 12),
-)
-def test_the_cheapest_hosts_are_found(rows: list[tuple[int, int]], slots: int) -> None:
-    hosts = [HostOffer(f"n{i}", s, float(price)) for i, (s, price) in enumerate(rows)]
-    tried = [
-        sum(host.price or 0.0 for host in some)
-        for number in range(len(hosts) + 1)
-        for some in itertools.combinations(hosts, number)
-        if sum(host.slots for host in some) >= slots
-    ]
-    assert cheapest(hosts, slots) == min(tried, default=math.inf)

@@ -70,3 +70,23 @@ def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
     assert len(told) == 1
     assert f"the hosts stay: {hostfile} has no price= for host big; add it" in told[0]
     assert list(leader._hosts) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("np", "pinned", "first"), [(1, (), ["b"]), (3, (), ["c"]), (3, ("a",), ["a", "b"])]
+)
+def test_where_the_policy_minds_the_cost_the_cheapest_hosts_come_first(
+    tmp_path: Path, np: int, pinned: tuple[str, ...], first: list[str]
+) -> None:
+    """Before a step was timed nothing else keeps to the budget."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2 price=9\nb price=2\nc slots=4 price=3\nd price=2\n")
+    folder = RunFolder.create("r1", root=tmp_path)
+    spec = RunSpec(
+        ("true",), "/", hostfile=str(hostfile), policy="goodput", objective="cost", budget=20.0,
+        np=np, pin_hosts=pinned,
+    )  # fmt: skip
+    leader = Leader(spec, folder, {}, lambda _: None, lambda *_: None)
+    found = [host.name for host in leader._read_hostfile()]
+    assert found[: len(first)] == first
+    assert sorted(found) == ["a", "b", "c", "d"]

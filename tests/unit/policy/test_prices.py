@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_elastic.policy.prices import cheapest_hosts, hourly_price
+from hvd_elastic.policy.snapshot import HostOffer
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=6),
+    st.integers(0, 12),
+)
+def test_the_cheapest_hosts_are_found(rows: list[tuple[int, int]], slots: int) -> None:
+    hosts = [HostOffer(f"n{i}", s, float(price)) for i, (s, price) in enumerate(rows)]
+    tried = [
+        sum(host.price or 0.0 for host in some)
+        for number in range(len(hosts) + 1)
+        for some in itertools.combinations(hosts, number)
+        if sum(host.slots for host in some) >= slots
+    ]
+    found = cheapest_hosts(hosts, slots)
+    if found is None:
+        assert not tried
+    else:
+        assert sum(host.slots for host in found) >= slots
+        assert hourly_price(found) == min(tried)
