@@ -7,6 +7,7 @@ All here is a pure function of a few norms, and the smoothing of their noisy res
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ _PRECISION = 0.02
 """Relative standard error of the squared norm at which a horizon is long enough."""
 _AGREEMENT = 1.0
 """Standard errors around the mean of a horizon in which the longer ones must lie."""
-_SIZE_STEPS = 8
+_SIZE_STEPS = 4
 _OUTLIER = 10.0
 """A step whose gradient is this many times as large as those before counts for less."""
 _FEWEST = 12
@@ -237,6 +238,7 @@ class NoiseTracker:
     population: int | None
     steps: int = 0
     skipped: int = 0
+    _step: int | None = None
     _log_size: float | None = None
     _sums: _Sums = field(init=False)
 
@@ -244,9 +246,21 @@ class NoiseTracker:
         self._sums = _Sums.zeros(self.quantities + 1)
 
     def add(
-        self, local: ArrayLike, total: ArrayLike, global_batch_size: float, passes: float
+        self,
+        local: ArrayLike,
+        total: ArrayLike,
+        global_batch_size: float,
+        passes: float,
+        step: int | None = None,
     ) -> None:
-        """Take one step's norms, shape (quantities,); numbers that are not finite are skipped."""
+        """Take one step's norms; numbers that are not finite are skipped.
+
+        Args:
+            local, total: see :func:`squared_norm_and_variance`; shape (quantities,).
+            global_batch_size, passes: of the step.
+            step: its number. What lies between it and the one taken before makes that one older
+                too, or a trend would be bent where fewer steps are looked at. None: the next one.
+        """
         local, total = np.asarray(local, np.float64), np.asarray(total, np.float64)
         if not (np.isfinite(local).all() and np.isfinite(total).all()):
             self.skipped += 1
@@ -261,8 +275,10 @@ class NoiseTracker:
         # A gradient out of all proportion must not be all that is remembered.
         weight = global_batch_size * min(1.0, _OUTLIER * float(np.exp(before - size)))
         half_lives = self.half_life * 2.0 ** np.arange(_HORIZONS)
-        decay = 0.5 ** (global_batch_size / half_lives)
-        self._sums.add(norm, variance, weight, global_batch_size, decay)
+        passed = 1 if step is None or self._step is None else step - self._step
+        age = global_batch_size * max(1, passed)
+        self._sums.add(norm, variance, weight, age, 0.5 ** (age / half_lives))
+        self._step = step
         self.steps += 1
 
     def squared_norm(self) -> np.ndarray:
@@ -293,6 +309,12 @@ class NoiseTracker:
         variance = self.variance()[-1]
         return float(gradient_noise_scale((max(value, 0.0) + error) * variance, variance))
 
+    def uncertainty(self) -> float:
+        """Standard error of the squared norm of all together, relative; infinite if unknown."""
+        chosen = self._horizon()
+        mean, error = (float(each[chosen, -1]) for each in self._sums.mean())
+        return error / mean if mean > 0 and self._sums.enough()[chosen, -1] else math.inf
+
     def _horizon(self) -> int:
         """The first that is precise, or the last that agrees with all shorter ones (Lepski)."""
         means, errors = (each[:, -1] for each in self._sums.mean())
@@ -312,8 +334,8 @@ class NoiseTracker:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
         sums = {name: values.tolist() for name, values in vars(self._sums).items()}
-        kept = {"steps": self.steps, "skipped": self.skipped, "log_size": self._log_size}
-        return {**kept, "sums": sums}
+        kept = {"steps": self.steps, "skipped": self.skipped, "step": self._step}
+        return {**kept, "log_size": self._log_size, "sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave; another number of groups begins anew."""
@@ -323,5 +345,6 @@ class NoiseTracker:
         if sums.weight.shape != self._sums.weight.shape:
             return
         self.steps, self.skipped = state["steps"], state["skipped"]
+        self._step = state.get("step")  # not in checkpoints of before
         self._log_size = state["log_size"]
         self._sums = sums

@@ -55,10 +55,14 @@ log = logging.getLogger(__name__)
 
 _FIRST_STEPS = 200
 """Sampled steps until which every step is one that can say something of the noise."""
+_UNCERTAIN_STEPS = 400
+"""The same while the noise is known less well than to this relative standard error."""
+_UNCERTAIN = 0.05
 _SAMPLE_EVERY = 4
 _PROBE_EVERY = (2, 8)
 _PROBES_COST = 0.1
 """Share of the time that one rank alone gives for seeing the noise."""
+_YOUNG_STEPS = 10
 _EVIDENCE = 20
 """Sampled steps before the plan follows the noise."""
 _HALF_LIFE_STEPS = 4
@@ -335,13 +339,13 @@ class Adaptation:
         for report in reports:
             for row in report[_HEADER:].reshape(-1, 3 + 2 * tracker.quantities):
                 steps[row[0]].append(row)
-        for _, rows in sorted(steps.items()):
+        for number, rows in sorted(steps.items()):
             passes = sum(row[2] for row in rows)
             if len(rows) < len(reports) or passes < 2:
                 continue
             local, total = np.sum([row[3:] for row in rows], axis=0).reshape(2, -1)
             skipped = tracker.skipped
-            tracker.add(local, total, rows[0][1], passes)
+            tracker.add(local, total, rows[0][1], passes, int(number))
             self._bad_running = self._bad_running + 1 if tracker.skipped > skipped else 0
         if tracker.steps:
             self._norms = (tracker.squared_norm().tolist(), tracker.variance().tolist())
@@ -465,12 +469,15 @@ class Adaptation:
         return self._model
 
     def _schedule(self, step: int) -> None:
-        sampled = self._tracker.steps if self._tracker is not None else 0
-        early = sampled < _FIRST_STEPS
+        tracker = self._tracker
+        early = tracker is None or tracker.steps < _FIRST_STEPS
+        if tracker is not None and _FIRST_STEPS <= tracker.steps < _UNCERTAIN_STEPS:
+            early = tracker.uncertainty() > _UNCERTAIN
         self._sample_every = 1 if early else _SAMPLE_EVERY
         self._probe_every = 1 if early else self._affordable_probes()
         whole = [seconds for times in self._times.values() for seconds in times]
-        self._next_review = step + steps_to_review(whole)
+        # What is known of a young run changes quickly.
+        self._next_review = step + min(steps_to_review(whole), max(_YOUNG_STEPS, step // 4))
 
     def _affordable_probes(self) -> int:
         """A step in two passes costs the constant part of one more."""

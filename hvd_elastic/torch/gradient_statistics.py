@@ -16,6 +16,10 @@ __all__ = ["GradientStatistics", "parts_by_size"]
 
 _CHUNK_ELEMENTS = 4 << 20
 """Adam's gradients are divided in copies, of so many numbers at a time."""
+_MOMENT_STEPS = 6
+"""Gradients that Adam's second moment has to rest on. That of k normal ones is chi-squared with k
+degrees of freedom, and its inverse has no variance before k = 5: after fewer steps some elements
+with tiny moments make up all of the norm, and it is so long that later steps do not count."""
 
 
 class GradientStatistics:
@@ -41,6 +45,7 @@ class GradientStatistics:
         self._own: list[torch.Tensor] = []
         self._own_passes = 0
         self._rows: list[tuple[int, int, int, torch.Tensor, torch.Tensor]] = []
+        self._ready = not self._preconditioned
 
     @property
     def _device(self) -> torch.device:
@@ -54,10 +59,13 @@ class GradientStatistics:
 
     @property
     def ready(self) -> bool:
-        """Whether a step can be sampled; Adam's moments are there after the first one only."""
-        if not self._preconditioned:
-            return True
-        return any("exp_avg_sq" in self._optimizer.state.get(p, {}) for p in self._group_of)
+        """Whether a step can be sampled; Adam's moments have to rest on some gradients."""
+        if not self._ready:
+            states = [self._optimizer.state.get(p, {}) for p in self._group_of]
+            self._ready = any(
+                "exp_avg_sq" in state and state["step"] >= _MOMENT_STEPS for state in states
+            )
+        return self._ready
 
     def together(self, parameter: torch.Tensor) -> bool:
         """Whether its gradient is best seen with those of others: one kernel looks at many."""

@@ -138,6 +138,33 @@ def test_what_grows_by_a_constant_factor_is_told_as_of_now_whatever_the_history(
     assert tracker.noise_scale() == pytest.approx(noise, rel=0.02)
 
 
+def test_what_grows_is_told_as_of_now_where_fewer_steps_are_looked_at_in_the_end() -> None:
+    ratios, exact = [], 100.0 * np.exp(0.01 * np.arange(200))
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        tracker = NoiseTracker(1, half_life=4 * 128, population=None)
+        passes = rng.normal(size=(200, 8, 300)) * np.sqrt(exact / 300 / 16)[:, None, None]
+        passes[:, :, 0] += 1.0
+        local = np.square(passes).sum(2).mean(1) / exact
+        total = np.square(passes.mean(1)).sum(1) / exact
+        for step in range(200):
+            if step < 100 or step % 4 == 3:
+                tracker.add([local[step]], [total[step]], 128, 8, step)
+        ratios.append(tracker.noise_scale() / exact[-1])
+    assert 0.85 < float(np.median(ratios)) < 1.15
+
+
+def test_its_uncertainty_is_that_of_the_squared_norm_and_falls_with_the_steps() -> None:
+    tracker = NoiseTracker(1, half_life=4 * 32, population=None)
+    rng = np.random.default_rng(2)
+    feed(tracker, rng, 5, 32, 0.2)
+    assert tracker.uncertainty() == np.inf, "five steps that happen to agree prove nothing"
+    feed(tracker, rng, 95, 32, 0.2)
+    # Of products of the means of 16 examples: noise scale over 16 and the root of 100 elements.
+    once = 25 / 16 / 10 * np.sqrt(1 + 2 * 32 / 25 + (32 / 25) ** 2 / 100)
+    assert 0.3 * once / 10 < tracker.uncertainty() < 3 * once / 10
+
+
 def test_what_makes_gradient_and_noise_longer_alike_is_no_trend() -> None:
     tracker, rng = NoiseTracker(1, half_life=4 * 32, population=None), np.random.default_rng(1)
     for step in range(150):

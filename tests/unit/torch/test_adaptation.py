@@ -17,12 +17,13 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
-from hvd_elastic.model.lr_rules import Adjustment, Situation
+from hvd_elastic.model.lr_rules import Adjustment, Situation, unchanged
 from hvd_elastic.telemetry.audit import check_audit
 from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import LocalEngine
+from hvd_elastic.torch.gradient_statistics import GradientStatistics
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 
@@ -568,6 +569,23 @@ def test_step_times_are_fitted_anew_where_they_say_something_new() -> None:
     assert fits == [1, 2, 3, 19, 20]
     adaptation._seen[(1, 2, 30.0, 0, 1.0)] = deque([(0.2, 0.15)])
     assert adaptation._fitted() is not models[-1]
+
+
+@pytest.mark.parametrize(("noise_scale", "every_step"), [(600.0, True), (1.0, False)])
+def test_every_step_is_looked_at_for_longer_where_the_noise_is_uncertain(
+    noise_scale: float, every_step: bool
+) -> None:
+    weights = torch.nn.Parameter(torch.zeros(100))
+    adaptation = Adaptation(BatchLimits(32, 32), examples=6400)
+    adaptation.attach(GradientStatistics(torch.optim.SGD([weights], lr=0.1)), unchanged)
+    assert adaptation._tracker is not None
+    passes = np.random.default_rng(0).normal(size=(250, 2, 100)) * noise_scale**0.5 / 4
+    for gradients in passes + 1.0:
+        local, total = np.square(gradients).sum(1).mean(), np.square(gradients.mean(0)).sum()
+        adaptation._tracker.add([local], [total], 32, 2)
+    adaptation._schedule(250)
+    looked_at = [adaptation.sampled(step) for step in range(252, 256)]
+    assert looked_at == ([True] * 4 if every_step else [True, False, False, False])
 
 
 def test_epochs_are_counted_to_the_nearest_pass() -> None:

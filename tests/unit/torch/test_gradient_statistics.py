@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_elastic.model.noise_scale import NoiseTracker
 from hvd_elastic.torch import gradient_statistics
 from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
 
@@ -64,3 +65,29 @@ def test_the_ranks_parts_of_the_mean_add_up_to_all_of_it(ranks: int) -> None:
     elements = [sum(each.numel() for each in part) for part in parts]
     assert sum(elements) == 400
     assert max(elements) <= max(300, 400 / ranks)
+
+
+def test_the_first_steps_of_adam_do_not_spoil_what_is_known_of_its_noise() -> None:
+    ratios = []
+    for seed in range(12):
+        torch.manual_seed(seed)
+        weights = torch.nn.Parameter(torch.zeros(1000))
+        optimizer = torch.optim.Adam([weights], lr=0.0)
+        statistics = GradientStatistics(optimizer)
+        tracker = NoiseTracker(1, half_life=4 * 32, population=None)
+        for step in range(20):
+            # Single examples vary by 1 in each element: a noise scale of 25, whatever divides it.
+            passes = 0.2 + torch.randn(2, 1000) / 4
+            sampled = statistics.ready
+            for weights.grad in passes if sampled else ():
+                statistics.see([weights])
+                statistics.end_pass(0.5)
+            weights.grad = passes.mean(0)
+            if sampled:
+                statistics.end_step(step, 32, [weights])
+            optimizer.step()
+        for row in statistics.drain().numpy():
+            tracker.add(row[3:4], row[4:5], row[1], row[2], int(row[0]))
+        ratios.append(tracker.noise_scale() / 25)
+    assert min(ratios) > 0.9
+    assert max(ratios) < 1.1
