@@ -19,7 +19,7 @@ __all__ = ["NoiseTracker", "gradient_noise_scale", "squared_norm_and_variance"]
 _HORIZONS = 10
 _PRECISION = 0.02
 """Relative standard error of the squared norm at which a horizon is long enough."""
-_AGREEMENT = 1.0
+_AGREEMENT = 1.5
 """Standard errors around the mean of a horizon in which the longer ones must lie."""
 _SIZE_STEPS = 4
 _OUTLIER = 10.0
