@@ -153,19 +153,24 @@ def measure_rules(seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def overhead_row(bare: str, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def overhead_row(
+    library: str, network: str, bare: str, times: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
     """Step time with everything adaptive beside that of the optimizer alone.
 
     Args:
+        library: whose adapting it is.
+        network: what was trained.
         bare: what it is compared with.
         times: what a job of the overhead wrote: seconds of a step in each block, ``"bare"`` and
             ``"adaptive"`` in turn.
     """
     pairs = zip(times["adaptive"], times["bare"], strict=True)
     return {
+        "library": library,
+        "network": network,
         "bare": bare,
         "ranks": 2,
-        "parameters": 2_002_000,
         "bare_s": statistics.median(times["bare"]),
         "adaptive_s": statistics.median(times["adaptive"]),
         **spread([mine / theirs for mine, theirs in pairs]),
@@ -175,22 +180,28 @@ def overhead_row(bare: str, times: Mapping[str, Sequence[float]]) -> dict[str, A
 
 def measure_overhead(rounds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
     """What adapting costs here and, where it is there, in AdaptDL; two ranks."""
-    rows = [overhead_row("Horovod's optimizer", run_job("overhead_job", 2, rounds))]
+    horovod, ddp = "Horovod's optimizer", "DistributedDataParallel"
+    wide, resnet = "2 M parameters", "ResNet-50, pictures of 64 x 64"
+    rows = []
+    for name, network in (("wide", wide), ("resnet50", resnet)):
+        times = run_job("overhead_job", 2, rounds, name)
+        rows.append(overhead_row("ours", network, horovod, times))
     if peer is not None:
         try:
             times = peer.run_job("adaptdl_overhead.py", 2, rounds)
-            rows.append(overhead_row("DistributedDataParallel", times))
+            rows.append(overhead_row(AdaptDL.name, wide, ddp, times))
         except RunError as error:
-            rows.append({"bare": "DistributedDataParallel", "ranks": 2, "failed": str(error)})
-    for row, library in zip(rows, ("ours", AdaptDL.name), strict=False):
-        row["library"] = library
+            failed = {"library": AdaptDL.name, "network": wide, "bare": ddp, "ranks": 2}
+            rows.append({**failed, "failed": str(error)})
+    for row in rows:
         if "failed" in row:
-            print(f"{library}: failed: {row['failed']}", flush=True)
+            print(f"{row['library']}: failed: {row['failed']}", flush=True)
             continue
         print(
-            f"{library}: 2 M parameters, 2 ranks: {row['bare']} {1000 * row['bare_s']:.2f} ms, "
-            f"adaptive {1000 * row['adaptive_s']:.2f} ms; median of {rounds} ratios "
-            f"{row['median']:.3f}, from {row['lowest']:.3f} to {row['highest']:.3f}",
+            f"{row['library']}: {row['network']}, 2 ranks: {row['bare']} "
+            f"{1000 * row['bare_s']:.2f} ms, adaptive {1000 * row['adaptive_s']:.2f} ms; median of "
+            f"{rounds} ratios {row['median']:.3f}, from {row['lowest']:.3f} to "
+            f"{row['highest']:.3f}",
             flush=True,
         )
     return rows

@@ -1,13 +1,16 @@
 """One rank that takes turns between a bare Horovod optimizer and one that adapts, same batch.
 
-``python -m hvd_elastic.bench.adaptive.overhead_job OUT ROUNDS`` under a launcher; rank 0 writes the
-seconds of each block of steps to OUT.
+``python -m hvd_elastic.bench.adaptive.overhead_job OUT ROUNDS NETWORK`` under a launcher; rank 0
+writes the seconds of each block of steps to OUT.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +27,65 @@ from hvd_elastic.bench.adaptive.workloads import (
     take_turns,
     wide_network,
 )
+from hvd_elastic.bench.launchers import ROOT
 from hvd_elastic.torch import context
+
+
+def _resnet50() -> torch.nn.Module:
+    path = ROOT / "scripts/examples/imagenet_adaptive.py"
+    spec = importlib.util.spec_from_file_location("imagenet_adaptive", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    network: torch.nn.Module = example.ResNet(50, 64, 1000)
+    return network
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        network: makes it, always the same.
+        shape: of one example.
+        batch: examples of a step, of all ranks.
+        steps: of a block.
+    """
+
+    network: Callable[[], torch.nn.Module]
+    shape: tuple[int, ...]
+    batch: int
+    steps: int
+
+
+CASES = {
+    "wide": Case(wide_network, (WIDTH,), BATCH, STEPS),
+    "resnet50": Case(_resnet50, (3, 64, 64), 16, 4),
+}
 
 
 def main() -> None:
     """Run the job that the command line describes."""
-    out, rounds = Path(sys.argv[1]), int(sys.argv[2])
+    out, rounds, case = Path(sys.argv[1]), int(sys.argv[2]), CASES[sys.argv[3]]
     hvd.init()
     import horovod.torch as horovod
 
-    inputs = torch.randn(BATCH * (STEPS * rounds + WARM), WIDTH)
-    ours = wide_network()
+    inputs = torch.randn(case.batch * (case.steps * rounds + WARM), *case.shape)
+    ours = case.network()
     sgd = torch.optim.SGD(ours.parameters(), lr=1e-3)
     adapting = hvd.DistributedOptimizer(sgd, ours, lr_rule="adascale")
-    loader: Any = hvd.DataLoader(TensorDataset(inputs), BATCH, max_batch_size=BATCH)
+    loader: Any = hvd.DataLoader(TensorDataset(inputs), case.batch, max_batch_size=case.batch)
     times: dict[str, list[float]] = {}
 
     @hvd.run
     def train(_state: hvd.State) -> None:
-        theirs = wide_network()
+        theirs = case.network()
         plain = torch.optim.SGD(theirs.parameters(), lr=1e-3)
         bare = horovod.DistributedOptimizer(plain, named_parameters=theirs.named_parameters())
-        share = TensorDataset(inputs[: STEPS * BATCH // hvd.size()])
-        batches = DataLoader(share, BATCH // hvd.size())
+        share = case.batch // hvd.size()
+        batches = DataLoader(TensorDataset(inputs[: case.steps * share]), share)
 
         def bare_block() -> None:
             for (batch,) in batches:
@@ -55,14 +94,14 @@ def main() -> None:
         steps = iter(loader)
 
         def adaptive_block() -> None:
-            for _ in range(STEPS):
+            for _ in range(case.steps):
                 square_step(ours, adapting, next(steps)[0])
 
         # Until the noise is known, every step is looked at; that is over after these.
-        while context.current().progress.step < WARM - STEPS:
+        while context.current().progress.step < WARM - case.steps:
             adaptive_block()
         bare_block()
-        times.update(take_turns(rounds, bare_block, adaptive_block))
+        times.update(take_turns(rounds, bare_block, adaptive_block, case.steps))
 
     train(hvd.State(model=ours, optimizer=adapting))
     if hvd.rank() == 0:

@@ -27,7 +27,7 @@ COPIES, DISTORTED_RATE, DISTORTED_TARGET = 10, 0.025, 0.975
 """Of distorted digits: made of each, learning rate for the initial batch, accuracy wanted."""
 LOOK, MOST = 2048, 400_000
 """The same: examples between looks at the accuracy, and after which the target is missed."""
-WIDTH, BATCH, STEPS, WARM = 1000, 64, 20, 260
+WIDTH, BATCH, STEPS, WARM = 1000, 64, 20, 420
 """Of the overhead: the network's width, the global batch, steps of a block, steps before all."""
 
 
@@ -125,15 +125,15 @@ def square_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
 
 
 def take_turns(
-    rounds: int, bare: Callable[[], None], adaptive: Callable[[], None]
+    rounds: int, bare: Callable[[], None], adaptive: Callable[[], None], steps: int = STEPS
 ) -> dict[str, list[float]]:
-    """Blocks of ``STEPS`` steps of each, in turn; the time of a step in each block [s]."""
+    """Blocks of so many steps of each, in turn; the time of a step in each block [s]."""
     times: dict[str, list[float]] = {"bare": [], "adaptive": []}
     for _ in range(rounds):
         for name, block in (("bare", bare), ("adaptive", adaptive)):
             began = time.perf_counter()
             block()
-            times[name].append((time.perf_counter() - began) / STEPS)
+            times[name].append((time.perf_counter() - began) / steps)
     return times
 
 

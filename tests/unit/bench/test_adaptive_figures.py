@@ -165,7 +165,7 @@ def test_distorted_digits_are_new_ones_and_always_the_same() -> None:
 
 def test_the_overhead_is_the_median_of_ratios_of_neighbouring_blocks() -> None:
     times = {"bare": [1.0, 2.0, 4.0], "adaptive": [1.5, 2.2, 4.8]}
-    row = overhead_row("plain", times)
+    row = overhead_row("ours", "small", "plain", times)
     assert (row["bare_s"], row["adaptive_s"]) == (2.0, 2.2)
     assert [row["median"], row["lowest"], row["highest"]] == pytest.approx([1.2, 1.1, 1.5])
 
