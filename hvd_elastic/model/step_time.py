@@ -295,9 +295,10 @@ def _first_guess(observations: Sequence[Observation]) -> tuple[float, float, flo
     # A rank alone waits for nobody.
     told = [seen for seen in mine if seen.own_s is not None and seen.ranks > 1]
     step_s = median(seen.step_s for seen in told or mine)
+    slowness = median(seen.slowness for seen in told or mine)
     own_s = min(step_s, median(seen.own_s or step_s for seen in told)) if told else step_s
     last_s = own_s / (fewest + 1)
-    half = last_s / mine[0].slowness / 2
+    half = last_s / slowness / 2
     # The reduction that makes the last pass longer by what was waited.
     gamma = 1 + 9 / (1 + np.exp(-_GAMMA_CENTRE))
     beyond = max(0.0, (step_s - own_s + last_s) ** gamma - last_s**gamma)

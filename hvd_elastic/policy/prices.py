@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 __all__ = ["PricedHost", "cheapest_hosts", "hourly_price"]
 
 
@@ -31,13 +33,20 @@ def hourly_price(hosts: Sequence[PricedHost]) -> float:
 
 def cheapest_hosts(hosts: Sequence[_Host], slots: int) -> tuple[_Host, ...] | None:
     """The hosts with so many slots that cost least together; None where all have fewer."""
-    chosen: list[tuple[_Host, ...] | None] = [()] + [None] * slots
-    for host in hosts:
-        for wanted in range(slots, 0, -1):
-            rest = chosen[max(0, wanted - host.slots)]
-            if rest is None:
-                continue
-            found, with_it = chosen[wanted], (*rest, host)
-            if found is None or hourly_price(with_it) < hourly_price(found):
-                chosen[wanted] = with_it
-    return chosen[slots]
+    # The least that so many slots cost with the hosts so far, and which hosts made it so.
+    prices = np.full(slots + 1, np.inf)
+    prices[0] = 0.0
+    taken = np.zeros((len(hosts), slots + 1), bool)
+    wanted = np.arange(slots + 1)
+    for number, host in enumerate(hosts):
+        with_it = prices[np.maximum(0, wanted - host.slots)] + hourly_price([host])
+        taken[number] = with_it < prices
+        prices = np.minimum(prices, with_it)
+    if np.isinf(prices[slots]):
+        return None
+    chosen, missing = [], slots
+    for host, took in zip(reversed(hosts), taken[::-1], strict=True):
+        if took[missing]:
+            chosen.append(host)
+            missing = max(0, missing - host.slots)
+    return tuple(reversed(chosen))

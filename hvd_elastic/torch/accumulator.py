@@ -36,7 +36,7 @@ class Accumulator(Mapping[str, float]):
         name: tells several of them apart; the same on all ranks.
 
     Raises:
-        ScriptError: there is one of that name already.
+        ScriptError: there is one of that name already, or it is made in the training function.
     """
 
     def __init__(self, name: str = "accumulator") -> None:
@@ -44,6 +44,11 @@ class Accumulator(Mapping[str, float]):
         self._own: dict[str, Any] = {}
         self._sums: dict[str, float] = {}
         ctx, kept = context.current(), f"_accumulator.{name}"
+        if ctx.in_train:
+            raise ScriptError(
+                f"Accumulator {name!r} is made in the training function, which is called again "
+                "after a failure, and a worker that joins would not have its sums; make it before"
+            )
         if ctx.keeps(kept):
             raise ScriptError(
                 f"there is an Accumulator {name!r} already; make it once, outside of the training "

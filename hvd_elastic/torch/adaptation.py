@@ -328,7 +328,7 @@ class Adaptation:
             hosts = len({report[0] for report in reports})
             key = (hosts, ranks, atomic, extra, self._slowness(reports))
             kept = self._seen.setdefault(key, deque(maxlen=_KEPT_TIMES))
-            own_s = float(max(report[2] for report in reports))
+            own_s = float(np.max([report[2] for report in reports]))  # NaN if that of any is
             kept.append((float(np.median(times)), own_s))
 
     def _learn_noise(self, reports: Sequence[np.ndarray]) -> None:

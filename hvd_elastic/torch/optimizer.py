@@ -7,7 +7,7 @@ was taken. Schedulers, clipping and ``isinstance`` checks see nothing new.
 
 from __future__ import annotations
 
-import math
+import cmath
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -366,7 +366,7 @@ def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _is_finite(gradient: torch.Tensor) -> bool:
     # A sum that is finite is one of finite numbers; one that is not may have overflowed.
-    if math.isfinite(abs(gradient.sum().item())):
+    if cmath.isfinite(gradient.sum().item()):
         return True
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(torch.isfinite(values).all())

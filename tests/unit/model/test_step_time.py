@@ -171,3 +171,11 @@ def test_ranks_that_wait_between_hosts_say_what_that_costs() -> None:
     assert model.predict(2, 2, 32, 1).step_s < 0.065
     with pytest.raises(ValueError, match="own_s must be above 0"):
         replace(seen, own_s=0.0)
+
+
+def test_a_first_guess_does_not_depend_on_the_order_of_what_was_seen() -> None:
+    alone, slow = Observation(1, 1, 32, 0, 0.1), Observation(1, 2, 32, 0, 0.45, 4.0, own_s=0.4)
+    times = [
+        fit_step_time(seen).predict(1, 4, 64, 0).step_s for seen in ([alone, slow], [slow, alone])
+    ]
+    assert times[0] == pytest.approx(times[1], rel=1e-6)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,3 +28,19 @@ def test_the_cheapest_hosts_are_found(rows: list[tuple[int, int]], slots: int) -
     else:
         assert sum(host.slots for host in found) >= slots
         assert hourly_price(found) == min(tried)
+
+
+def test_many_hosts_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each number of slots: the leader of a thousand hosts would stand still for it."""
+    reads = []
+    price = HostOffer.__getattribute__
+
+    def counted(host: HostOffer, name: str) -> object:
+        if name == "price":
+            reads.append(host)
+        return price(host, name)
+
+    hosts = [HostOffer(f"n{i}", 8, 1 + i * 7 % 13) for i in range(40)]
+    monkeypatch.setattr(HostOffer, "__getattribute__", counted)
+    assert len(cheapest_hosts(hosts, 160) or ()) == 20
+    assert len(reads) == len(hosts)

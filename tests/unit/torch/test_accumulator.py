@@ -96,3 +96,15 @@ def test_two_of_one_name_are_refused(ctx: Context) -> None:
 def test_what_is_no_number(ctx: Context) -> None:
     with pytest.raises(ScriptError, match=r"shape \(2,\) is no number"):
         hvd.Accumulator().add(loss=torch.zeros(2))
+
+
+def test_one_in_the_training_function_is_refused_at_once(ctx: Context) -> None:
+    """And not only after a failure, when the function is called again."""
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        hvd.Accumulator()
+
+    with pytest.raises(ScriptError, match="made in the training function, which is called again"):
+        train(hvd.State(seen=1))
+    hvd.Accumulator()

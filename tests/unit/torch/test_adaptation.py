@@ -556,6 +556,22 @@ def test_unequal_hosts_and_lost_rows_in_the_reports() -> None:
     assert adaptation._slowness([fast, unknown]) == 1.0
 
 
+def test_own_times_count_where_those_of_all_ranks_are_known() -> None:
+    """A GPU may not have come to a mark yet, and the others may be faster."""
+    adaptation = Adaptation(BatchLimits(30, 100), examples=100)
+    known, faster = (np.array([1.0, np.inf, own_s, 0, 5]) for own_s in (0.2, 0.1))
+    unknown = np.array([1.0, np.inf, np.nan, 0, 5])
+    found = []
+    for reports in ([known, faster], [faster, unknown], [unknown, faster]):
+        adaptation._times[1].append(0.3)
+        adaptation._learn(reports, 2)
+        found.append(max(own_s for times in adaptation._seen.values() for _, own_s in times))
+        adaptation._seen.clear()
+    assert found[0] == 0.2
+    assert math.isnan(found[1])
+    assert math.isnan(found[2])
+
+
 def test_step_times_are_fitted_anew_where_they_say_something_new() -> None:
     adaptation = Adaptation(BatchLimits(30, 100), examples=100)
     assert adaptation._fitted() is None

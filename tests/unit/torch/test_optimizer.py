@@ -12,7 +12,7 @@ from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.engine import LocalEngine
-from hvd_elastic.torch.optimizer import DistributedOptimizer
+from hvd_elastic.torch.optimizer import DistributedOptimizer, _is_finite
 from hvd_elastic.torch.progress import InFlight
 
 
@@ -152,3 +152,18 @@ def test_a_closure_is_refused(alone: Context, adapts: bool) -> None:
         optimizer.step(lambda: 0.0)
     with pytest.raises(ScriptError, match=r"call backward\(\) before step\(\)"):
         optimizer.step(closure=lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        (torch.full((100,), 6e4, dtype=torch.float16), True),  # their sum overflows
+        (torch.tensor([1.0, float("inf")], dtype=torch.float16), False),
+        (torch.full((1,), 1.5e308 + 1.5e308j, dtype=torch.complex128), True),
+        (torch.tensor([complex(0, float("nan"))]), False),
+        (torch.zeros(0), True),
+        (torch.tensor([0.0, float("inf"), -float("inf")]).to_sparse(), False),
+    ],
+)
+def test_gradients_of_any_type_are_told_finite(values: torch.Tensor, finite: bool) -> None:
+    assert _is_finite(values) is finite
