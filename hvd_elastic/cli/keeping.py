@@ -208,7 +208,6 @@ class _Call:
         time.tzset()
 
     def run(self, command: Any) -> NoReturn:
-        threading.Thread(target=self._listen, daemon=True).start()
         ours, theirs = socket.socketpair()
         try:
             socket.send_fds(self._link, [keep_socket.ATTACH], [theirs.fileno()])
@@ -219,6 +218,8 @@ class _Call:
         # Held open here it would hide the end of the keeper.
         self._link.close()
         try:
+            # A signal that has come already is heard of from here on, where it is answered.
+            threading.Thread(target=self._listen, daemon=True).start()
             with clust.called_through(ours):
                 enter("runclust", command, self._words)
         except clust.CalledElsewhere:

@@ -46,7 +46,10 @@ def call(words: Sequence[str]) -> int | None:
 
 
 def _call(sock: _socket.socket, own: bytes, words: Sequence[str]) -> int | None:
+    told: list[int] = []
+
     def tell(number: int, _frame: object) -> None:
+        told.append(number)
         try:  # noqa: SIM105  # contextlib is slow to load
             sock.send(bytes([number]))
         except OSError:
@@ -69,6 +72,8 @@ def _call(sock: _socket.socket, own: bytes, words: Sequence[str]) -> int | None:
     if answer[1:] == ELSEWHERE or not answer:
         for number, handler in before.items():
             _signal.signal(number, handler)
+        for number in told:  # nobody has answered it
+            os.kill(os.getpid(), number)
         return None
     if len(answer) < ANSWER_BYTES:
         print("error: the keeper is gone, and with it what ran on the hosts", file=sys.stderr)

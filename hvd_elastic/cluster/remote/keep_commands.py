@@ -146,7 +146,9 @@ class Agent:
                 os.read(self._child_ended, READ_BYTES)
                 self._reap()
             for held in self._held.values():
-                if happened := events.get(held.holder.sock.fileno(), 0):
+                # The holder of one that has ended, but is not drained, may hold another.
+                happened = 0 if held.ended else events.get(held.holder.sock.fileno(), 0)
+                if happened:
                     if happened & select.POLLOUT:
                         self._pass_input(held)
                     if happened & ~select.POLLOUT:

@@ -60,14 +60,16 @@ class Input:
         return True
 
     def _unpack(self) -> None:
+        # Once the command reads no more, pieces are cut anywhere.
+        if self._way_in < 0:
+            return
         while len(self._waiting) < HELD_BYTES and len(self._arrived) >= 4 and not self.complete:
             size = int.from_bytes(self._arrived[:4], "big")
             if len(self._arrived) < 4 + size:
                 break
             self._waiting += self._arrived[4 : 4 + size]
             self._arrived = self._arrived[4 + size :]
-            # Once the command reads no more, pieces are cut anywhere.
-            self.complete = size == 0 and self._way_in >= 0
+            self.complete = size == 0
 
     def close(self) -> None:
         """The command reads no more, or has read all."""

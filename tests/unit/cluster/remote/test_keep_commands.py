@@ -23,9 +23,12 @@ from hvd_elastic.cluster.remote.keep_wire import (
     OUT,
     OVER,
     REFUSED,
+    ROOM,
     START,
+    WINDOW_BYTES,
     Frames,
     frame,
+    pack_number,
     unpack_number,
 )
 from tests.ssh.tools import is_alive, wait_until
@@ -152,6 +155,26 @@ def test_commands_side_by_side_and_a_holder_that_is_killed(agent: Agent) -> None
     os.kill(int(idle), signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{int(idle)}").exists(), "the holder's end")
     assert agent.run("echo on") == (0, "on\n")
+
+
+def test_a_holder_is_anothers_while_output_of_its_last_command_waits(agent: Agent) -> None:
+    """As where a call's output is read slowly and another call is made meanwhile."""
+    size = WINDOW_BYTES + (1 << 15)
+    first = agent.begin(f"echo $PPID; head -c {size} /dev/zero")
+    text, ended = b"", False
+    while not ended or len(text) < WINDOW_BYTES:
+        kind, of, payload = agent.hear()
+        assert of == first
+        text += payload if kind == OUT else b""
+        ended = ended or kind == EXIT
+    holder = text.split(b"\n")[0].decode()
+    assert agent.run("echo $PPID; exit 3") == (3, f"{holder}\n")
+    agent.say(ROOM, first, pack_number(WINDOW_BYTES))
+    while kind != OVER:
+        kind, of, payload = agent.hear()
+        assert of == first
+        text += payload if kind == OUT else b""
+    assert len(text) == len(holder) + 1 + size
 
 
 def test_the_end_of_the_agent_is_the_end_of_all(agent: Agent) -> None:
