@@ -54,11 +54,15 @@ class GradientAverager:
         self._adaptation: Adaptation | None = None
         self._sum = GradientSum()
         self._names: dict[torch.Tensor, str] = {}
+        self._frozen: dict[torch.Tensor, str] = {}
+        self._groups = len(optimizer.param_groups)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                name = names.get(id(parameter), f"parameter.{len(self._names)}")
                 if parameter.requires_grad:
-                    name = names.get(id(parameter), f"parameter.{len(self._names)}")
                     self._names[parameter] = f"gradient.{name}"
+                else:
+                    self._frozen[parameter] = name
         self._handles: dict[torch.Tensor, tuple[Any, torch.Tensor]] = {}
         self._unseen: dict[torch.Tensor, None] = {}
         self._averaged = False
@@ -121,6 +125,7 @@ class GradientAverager:
 
         # Schedulers expect a method of the optimizer, and to find their mark on it.
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            self._refuse_latecomers()
             _refuse_closure(*args, **options)
             if self._context.accumulating:
                 self.absorb()
@@ -327,9 +332,30 @@ class GradientAverager:
         self._handles[parameter] = (handle, reduced)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._refuse_latecomers()
         _refuse_closure(*args[1:], **options)
         self.synchronize()
         self._context.settle()
+
+    def _refuse_latecomers(self) -> None:
+        """Parameters that learn since later have gradients of this rank alone."""
+        late = [
+            name
+            for parameter, name in self._frozen.items()
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+        if late:
+            raise ScriptError(
+                f"parameter {late[0]} was frozen when DistributedOptimizer(...) was made, so its "
+                "gradients are not averaged. Have it learn from the start, with a learning rate of "
+                "0 until it shall"
+            )
+        if len(self._optimizer.param_groups) > self._groups:
+            raise ScriptError(
+                "optimizer.add_param_group() after DistributedOptimizer(...): gradients of what "
+                "was added are not averaged. Give the optimizer all groups before that, with a "
+                "learning rate of 0 until they shall learn"
+            )
 
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
         self.steps += 1

@@ -154,6 +154,26 @@ def test_a_closure_is_refused(alone: Context, adapts: bool) -> None:
         optimizer.step(closure=lambda: 0.0)
 
 
+@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_what_learns_only_later_is_refused(alone: Context, adapts: bool, added: bool) -> None:
+    """Its gradients would be those of one rank, and the ranks' weights differ without a word."""
+    model = torch.nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    first = [model.weight] if added else model.parameters()
+    optimizer = DistributedOptimizer(torch.optim.SGD(first, lr=1.0), model)
+    if adapts:
+        alone.adaptation = Adaptation(BatchLimits(8, 16), examples=64)
+        alone._adapt()
+    model.bias.requires_grad_(True)
+    if added:
+        optimizer.add_param_group({"params": [model.bias]})
+    hand_out(alone)
+    model(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(ScriptError, match="add_param_group" if added else "parameter bias was"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("values", "finite"),
     [
