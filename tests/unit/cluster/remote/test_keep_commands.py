@@ -161,7 +161,7 @@ def test_a_holder_is_anothers_while_output_of_its_last_command_waits(agent: Agen
     """As where a call's output is read slowly and another call is made meanwhile."""
     size = WINDOW_BYTES + (1 << 15)
     first = agent.begin(f"echo $PPID; head -c {size} /dev/zero")
-    text, ended = b"", False
+    text, ended, kind = b"", False, EXIT
     while not ended or len(text) < WINDOW_BYTES:
         kind, of, payload = agent.hear()
         assert of == first
