@@ -125,8 +125,7 @@ class GradientAverager:
 
         # Schedulers expect a method of the optimizer, and to find their mark on it.
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
-            self._refuse_latecomers()
-            _refuse_closure(*args, **options)
+            self._refuse_what_is_not_averaged(*args, **options)
             if self._context.accumulating:
                 self.absorb()
                 # Or a scheduler that is stepped after this warns that it came too early.
@@ -332,13 +331,19 @@ class GradientAverager:
         self._handles[parameter] = (handle, reduced)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._refuse_latecomers()
-        _refuse_closure(*args[1:], **options)
+        if self._adaptation is None:  # else step() has looked
+            self._refuse_what_is_not_averaged(*args[1:], **options)
         self.synchronize()
         self._context.settle()
 
-    def _refuse_latecomers(self) -> None:
-        """Parameters that learn since later have gradients of this rank alone."""
+    def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
+        """Gradients that come only in the step, and those of parameters that learn since later."""
+        if closure is not None:
+            raise ScriptError(
+                "optimizer.step(closure): the gradients are averaged before a step is taken, so "
+                "they have to be there; call backward() before step(). Optimizers that need a "
+                "closure (LBFGS) cannot be used"
+            )
         late = [
             name
             for parameter, name in self._frozen.items()
@@ -365,15 +370,6 @@ class GradientAverager:
             gain = self._gain if gain is None else gain
             self._adaptation.advance(gain, self._context.step_examples)
         self._context.step_done()
-
-
-def _refuse_closure(closure: object = None, **_: Any) -> None:
-    if closure is not None:
-        raise ScriptError(
-            "optimizer.step(closure): the gradients are averaged before a step is taken, so they "
-            "have to be there; call backward() before step(). Optimizers that need a closure "
-            "(LBFGS) cannot be used"
-        )
 
 
 def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
