@@ -27,6 +27,7 @@ from hvd_elastic.bench.adaptive.workloads import (
     Race,
     digits_network,
     distorted_digits,
+    share_right,
     warm_up,
 )
 from hvd_elastic.model.goodput import BatchPlan
@@ -41,10 +42,7 @@ def learn(batch: str, seed: int) -> dict[str, Any]:
     sgd = torch.optim.SGD(model.parameters(), lr=DISTORTED_RATE, momentum=0.9)
 
     def judge() -> float:
-        model.eval()
-        with torch.no_grad():
-            right = (model(images).argmax(1) == labels).float().mean()
-        model.train()
+        right = share_right(model, images, labels)
         # Ranks have batch norm statistics of their own; they have to end together.
         return float(hvd.allreduce(right.reshape(1), "accuracy"))
 

@@ -26,6 +26,7 @@ from hvd_elastic.bench.adaptive.workloads import (
     TARGET,
     digits,
     digits_network,
+    share_right,
     warm_up,
 )
 from hvd_elastic.model.goodput import BatchPlan
@@ -60,9 +61,7 @@ def learn(size: int | None, seed: int) -> dict[str, Any]:
                 F.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
             seconds += time.perf_counter() - began
-            model.eval()
-            with torch.no_grad():
-                right = (model(images).argmax(1) == labels).float().mean()
+            right = share_right(model, images, labels)
             # Ranks have batch norm statistics of their own; they have to end together.
             accuracy = float(hvd.allreduce(right.reshape(1), "accuracy"))
             if accuracy >= TARGET:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-__all__ = ["Race", "digits", "digits_network", "distorted_digits", "square_step", "take_turns"]
-__all__ += ["warm_up", "wide_network"]
+__all__ = ["Race", "digits", "digits_network", "distorted_digits", "share_right", "square_step"]
+__all__ += ["take_turns", "warm_up", "wide_network"]
 
 INITIAL, LARGEST, RATE, TARGET = 32, 512, 0.05, 0.98
 """Of the digits: global batch sizes, learning rate for the initial one, test accuracy wanted."""
@@ -72,6 +72,15 @@ def digits_network(channels: int = 32, hidden: int = 256) -> nn.Module:
         *(nn.Conv2d(channels, twice, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
         *(nn.Linear(twice * 4 * 4, hidden), nn.ReLU(), nn.Linear(hidden, 10)),
     )
+
+
+def share_right(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of the images, how many the network tells; it is one that trains, before and after."""
+    network.eval()
+    with torch.no_grad():
+        right = (network(images).argmax(1) == labels).float().mean()
+    network.train()
+    return right
 
 
 class Race:
