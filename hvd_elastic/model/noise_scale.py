@@ -16,20 +16,29 @@ from numpy.typing import ArrayLike
 
 __all__ = ["NoiseTracker", "gradient_noise_scale", "squared_norm_and_variance"]
 
-_HORIZONS = 10
-_PRECISION = 0.02
-"""Relative standard error of the squared norm at which a horizon is long enough."""
-_AGREEMENT = 1.5
-"""Standard errors around the mean of a horizon in which the longer ones must lie."""
 _SIZE_STEPS = 4
 _OUTLIER = 10.0
 """A step whose gradient is this many times as large as those before counts for less."""
-_FEWEST = 12
-_SHRINK = 1.5
-"""Standard errors up to which a trend is taken for noise altogether."""
-_STEEPEST = 4.0
-"""Change since the mean age that is believed; more is taken for noise."""
-_POWERS = 3
+_FEWEST = 8
+"""Steps before the filters begin: fewer that happen to agree prove nothing."""
+_WANDERS = (0.0, 0.01, 0.03, 0.1)
+"""How far the ratio may wander in a step of the initial batch size, by filter; relative."""
+_TRENDS = (0.0, 0.002)
+"""How steady a growth in such a step may be, by filter; relative."""
+_RESTLESS, _RESTLESS_BY = 2.5, 0.033
+"""The prior probability of a filter falls with how far the ratio may wander, with this power of one
+more than its multiple of the second number: mostly the noise of the norms looks like a change."""
+_DAMPING = 0.995
+"""Share of a trend that is left after such a step."""
+_MEMORY = 0.995
+"""Share of what a filter was right about that still counts after such a step."""
+_NOISE_STEPS = 100
+_VARIANCE_STEPS = 20
+"""Steps that the noise of the norms, and the variance, are smoothed over."""
+_FAR = 4.0
+"""Standard deviations beyond which what a step says counts as if it were there."""
+_LEAST_NOISE = 1e-6
+"""Relative noise of the norms where they seem to have none."""
 _TINY = 1e-100
 
 
@@ -105,145 +114,181 @@ def gradient_noise_scale(squared_norm: ArrayLike, variance: ArrayLike) -> np.nda
     return np.where(variance > 0, noise, 0.0)
 
 
-@dataclass
-class _Sums:
-    """Decayed sums over steps, from which the ratio of squared norm and variance is told.
+class _Filters:
+    """Follows the ratio ``|G|^2 / tr`` of some quantities through time, each by several filters.
 
-    Axes: power of a step's age [examples] 0 to 2, horizon, quantity. The last three are weighted
-    by the square of the weight.
+    A step's squared norm is the ratio times its variance, plus noise. A Kalman filter that takes
+    the ratio to change by a trend that dies away (Gardner and McKenzie 1985), and to wander beside
+    it, says what it is now and how sure that is. How much it changes nobody knows, so there is a
+    filter for each of several beliefs, and their mean is told, weighted by how likely each has made
+    what was seen, lately more than long ago (Magill 1965). So what lasts is averaged over all of
+    the past, a trend is followed without delay, and after a change the filters that believe in
+    changes take over.
+
+    The gain of a step rests on steps before it alone: were its own noise in it, the ratio would be
+    biased, since squared norm and variance of one step share theirs.
+
+    Arrays have an axis of filters and one of quantities. Time and weights are in steps of the
+    initial batch size.
+
+    Source: Kalman 1960; Harvey 1989, sections 2.3 and 3.2 (trends); the rest as above.
     """
 
-    weight: np.ndarray
-    norm: np.ndarray
-    variance: np.ndarray
-    weight2: np.ndarray
-    norm2: np.ndarray
-    both2: np.ndarray
-    variance2: np.ndarray
+    def __init__(self, quantities: int) -> None:
+        wanders, trends = (each.ravel()[:, None] for each in np.meshgrid(_WANDERS, _TRENDS))
+        self._wander, self._trend = wanders**2, trends**2
+        self._doubt = _RESTLESS * np.log1p(wanders / _RESTLESS_BY)
+        shape = (len(wanders), quantities)
+        self.first: list[list[list[float]]] = []
+        self.level, self.slope = np.zeros(shape), np.zeros(shape)
+        self.level_error, self.both_error = np.zeros(shape), np.zeros(shape)
+        self.slope_error, self.likely = np.zeros(shape), np.zeros(shape)
+        self.noise, self.variance = np.zeros(quantities), np.zeros(quantities)
+        self.steps = 0
 
-    @classmethod
-    def zeros(cls, quantities: int) -> _Sums:
-        shape = (_POWERS, _HORIZONS, quantities)
-        return cls(*(np.zeros(shape) for _ in range(7)))
+    def add(self, norm: np.ndarray, variance: np.ndarray, weight: float, age: float) -> None:
+        """Take a step's squared norm and variance, ``age`` after the one before."""
+        self.steps += 1
+        if self.steps <= _FEWEST:
+            weights = [weight] * len(norm)
+            self.first.append([norm.tolist(), variance.tolist(), weights])
+            if self.steps == _FEWEST:
+                self._begin()
+            return
+        self._get_older(age)
+        noise = self.noise / weight
+        expected = self.level * variance
+        spread = self.variance**2 * self.level_error + noise
+        off = norm - expected
+        mixed = (self.shares() * off).sum(0)
+        self.likely *= _MEMORY**age
+        self.likely -= (np.log(spread) + np.minimum(off**2 / spread, _FAR**2)) / 2
+        reach = _FAR * np.sqrt(spread)
+        off = np.clip(off, -reach, reach)
+        gain = self.level_error * self.variance / spread
+        slope_gain = self.both_error * self.variance / spread
+        self.level += gain * off
+        self.slope += slope_gain * off
+        self.slope_error -= slope_gain * self.variance * self.both_error
+        self.both_error -= gain * self.variance * self.both_error
+        self.level_error -= gain * self.variance * self.level_error
+        self.noise += (weight * mixed**2 - self.noise) / min(self.steps, _NOISE_STEPS)
+        self.noise = np.maximum(self.noise, self._least_noise())
+        self.variance += (variance - self.variance) / min(self.steps, _VARIANCE_STEPS)
 
-    def add(
-        self, norm: np.ndarray, variance: np.ndarray, weight: float, age: float, decay: np.ndarray
-    ) -> None:
-        """All steps before get older by ``age``, then the new one comes with age 0."""
-        once, twice = decay[:, None], decay[:, None] ** 2
-        square = weight**2
-        for sums, keep, now in (
-            (self.weight, once, weight),
-            (self.norm, once, weight * norm),
-            (self.variance, once, weight * variance),
-            (self.weight2, twice, square),
-            (self.norm2, twice, square * norm**2),
-            (self.both2, twice, square * norm * variance),
-            (self.variance2, twice, square * variance**2),
-        ):
-            sums[2] += age * (2 * sums[1] + age * sums[0])
-            sums[1] += age * sums[0]
-            sums *= keep
-            sums[0] += now
+    def _begin(self) -> None:
+        norms, variances, weights = np.moveaxis(np.array(self.first), 1, 0)
+        ratio = self._first_ratio()
+        whole = weights.sum(0)
+        self.variance = (weights * variances).sum(0) / whole
+        self.noise = (weights * (norms - ratio * variances) ** 2).mean(0)
+        self.level[:] = ratio
+        self.noise = np.maximum(self.noise, self._least_noise())
+        square = np.maximum(self.variance**2, _TINY)
+        self.level_error[:] = self.noise / whole / square
+        self.slope_error[:] = self._trend * self._scale()
+        self.first.clear()
 
-    def mean(self) -> tuple[np.ndarray, np.ndarray]:
-        """``|G|^2 / tr`` over the horizon, and its standard error."""
-        ratio = _ratio(self.norm[0], self.variance[0])
-        return ratio, self._error(ratio, 1.0, 0.0)
+    def _get_older(self, age: float) -> None:
+        """What is believed, an ``age`` later."""
+        scale, kept = self._scale(), _DAMPING**age
+        self.level = self.level + age * self.slope
+        self.slope = kept * self.slope
+        self.level_error = self.level_error + age * (2 * self.both_error + age * self.slope_error)
+        self.level_error += self._wander * age * scale
+        self.both_error = kept * (self.both_error + age * self.slope_error)
+        self.slope_error = kept**2 * self.slope_error + (1 - kept**2) * self._trend * scale
 
-    def now(self) -> np.ndarray:
-        """``|G|^2 / tr`` at age 0.
-
-        With weights w and ages a the ratio ``r = sum w |G|^2 / sum w tr`` is as late as the mean
-        age ``A = sum w a tr / sum w tr``. The one whose weights are multiplied by the age, r', is
-        as late as ``A' = sum w a^2 tr / sum w a tr``. What grows by a constant factor for each
-        example is ``r (r / r')^(A / (A' - A))`` now, to first order. With weights that decay for
-        ever A' = 2 A, and this is Brown's double smoothing of the past. With equal weights, which
-        is what a horizon longer than the history has, the exponent is 3: the end of the straight
-        line of least squares. What changes |G|^2 and tr alike, as Adam's moments do in the first
-        steps, changes neither ratio and is not taken for a trend.
-
-        The exponent is shrunk as much as what the two differ by may be noise.
-
-        Source: Brown 1959 (double smoothing); James and Stein 1961 (shrinking); ratios, and
-        histories shorter than the horizon: own derivation.
-        """
-        ratio, _ = self.mean()
-        older = _ratio(self.norm[1], self.variance[1])
-        age = _ratio(self.variance[1], self.variance[0])
-        older_age = _ratio(self.variance[2], self.variance[1])
-        known = self.enough() & (older_age > age) & (age > 0)
-        reach = np.divide(age, older_age - age, out=np.zeros(age.shape), where=known)
-        limit = _SHRINK * self._error(ratio, 1.0, -1.0)
-        off = np.abs(ratio - older)
-        share = np.divide(limit, off, out=np.ones(off.shape), where=off > limit)
-        reach *= 1 - share**2
-        both = (ratio > 0) & (older > 0)
-        trend = np.divide(ratio, older, out=np.ones(ratio.shape), where=both) ** reach
-        value: np.ndarray = ratio * np.clip(trend, 1 / _STEEPEST, _STEEPEST)
-        return value
-
-    def enough(self) -> np.ndarray:
-        """Whether there are so many steps that their agreement proves something (Kish 1965)."""
-        alike = _ratio(self.weight[0] ** 2, self.weight2[0])
-        found: np.ndarray = alike >= _FEWEST
+    def _scale(self) -> np.ndarray:
+        """Squares that changes are relative to: a ratio that may be 0 is as large as its error."""
+        found: np.ndarray = np.maximum(self.level**2, self.level_error)
         return found
 
-    def _error(self, ratio: np.ndarray, share: ArrayLike, older: ArrayLike) -> np.ndarray:
-        """Standard error of ``share`` times the ratio plus ``older`` times the older one."""
-        spread = self.norm2 - 2 * ratio * self.both2 + ratio**2 * self.variance2
-        first, second = _ratio(share, self.variance[0]), _ratio(older, self.variance[1])
-        square = first**2 * spread[0] + 2 * first * second * spread[1] + second**2 * spread[2]
-        found: np.ndarray = np.sqrt(np.maximum(square, 0.0))
+    def _least_noise(self) -> np.ndarray:
+        seen = np.abs(self.level).mean(0) * self.variance
+        found: np.ndarray = np.maximum((_LEAST_NOISE * seen) ** 2, _TINY)
         return found
 
+    def _first_ratio(self) -> np.ndarray:
+        norms, variances, weights = np.moveaxis(np.array(self.first), 1, 0)
+        return _ratio((weights * norms).sum(0), (weights * variances).sum(0))
 
-def _ratio(value: ArrayLike, by: np.ndarray) -> np.ndarray:
+    def shares(self) -> np.ndarray:
+        """How likely each filter is right."""
+        likely = self.likely - self._doubt
+        shares = np.exp(likely - likely.max(0))
+        found: np.ndarray = shares / shares.sum(0)
+        return found
+
+    def now(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The ratio, its standard error (infinite if unknown), and the variance; by quantity."""
+        if not self.steps:
+            nothing = np.zeros(len(self.noise))
+            return nothing, np.full(len(nothing), np.inf), nothing
+        if self.first:
+            _, variances, weights = np.moveaxis(np.array(self.first), 1, 0)
+            variance = (weights * variances).sum(0) / weights.sum(0)
+            return self._first_ratio(), np.full(len(variance), np.inf), variance
+        shares = self.shares()
+        ratio = (shares * self.level).sum(0)
+        square = (shares * (self.level_error + (self.level - ratio) ** 2)).sum(0)
+        return ratio, np.sqrt(square), self.variance
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        return {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in vars(self).items()
+            if not name.startswith("_")
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """What :meth:`state_dict` gave; whether it is of as many quantities and filters."""
+        if np.shape(state["level"]) != self.level.shape:
+            return False
+        for name, value in state.items():
+            isarray = isinstance(getattr(self, name), np.ndarray)
+            setattr(self, name, np.asarray(value) if isarray else value)
+        return True
+
+
+def _ratio(value: np.ndarray, by: np.ndarray) -> np.ndarray:
     """0 where there is nothing to divide by."""
-    value = np.broadcast_to(np.asarray(value, np.float64), by.shape)
     found: np.ndarray = np.divide(value, by, out=np.zeros(by.shape), where=by > _TINY)
     return found
 
 
 @dataclass
 class NoiseTracker:
-    """Smooths what single steps say, over as few examples as give a precise result.
+    """Smooths what single steps say, over as long as their noise asks for and no longer.
 
-    Squared norm and variance are averaged separately, each step weighted by its examples, with
-    weights that halve every ``half_life`` examples, for several half-lives at once. Sums of weights
-    are kept beside, so the means have no bias towards the start. The shortest half-life is used
-    whose squared norm is known to 2 %, or the longest that agrees with all shorter ones: while much
-    changes the estimate follows quickly, and where noise outweighs the gradient it is averaged for
-    longer. A mean over the past is late, and one that weighs old steps more is later; what they
-    differ by takes the delay out.
-
-    Gradients can shrink by orders of magnitude while their noise scale changes little, and a mean
-    would only see those of long ago. So each step is divided by how large the ones just before it
-    were: squared norm and variance are relative to that, and only their ratio has a meaning.
+    Gradients can shrink by orders of magnitude while their noise scale changes little. So each step
+    is divided by how large the ones just before it were: squared norm and variance are relative to
+    that, and only their ratio has a meaning. It is followed by :class:`_Filters`.
 
     Args:
         quantities: parameter groups; the statistics of all together are kept besides.
-        half_life: the shortest [examples]; each of the ten is twice the one before.
+        initial_batch_size: what ages of steps are counted in [examples].
         population: see :func:`squared_norm_and_variance`.
 
-    >>> tracker = NoiseTracker(quantities=1, half_life=320, population=None)
+    >>> tracker = NoiseTracker(quantities=1, initial_batch_size=8, population=None)
     >>> for _ in range(50):
     ...     tracker.add(local=[5.0], total=[3.0], global_batch_size=8, passes=2)
-    >>> float(tracker.noise_scale()), tracker.steps
+    >>> round(tracker.noise_scale(), 6), tracker.steps
     (16.0, 50)
     """
 
     quantities: int
-    half_life: float
+    initial_batch_size: float
     population: int | None
     steps: int = 0
     skipped: int = 0
     _step: int | None = None
     _log_size: float | None = None
-    _sums: _Sums = field(init=False)
+    _filters: _Filters = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sums = _Sums.zeros(self.quantities + 1)
+        self._filters = _Filters(self.quantities + 1)
 
     def add(
         self,
@@ -272,24 +317,22 @@ class NoiseTracker:
         before = size if self._log_size is None else self._log_size
         self._log_size = before + (size - before) / _SIZE_STEPS
         norm, variance = (each / np.exp(before) for each in found)
+        batch = global_batch_size / self.initial_batch_size
         # A gradient out of all proportion must not be all that is remembered.
-        weight = global_batch_size * min(1.0, _OUTLIER * float(np.exp(before - size)))
-        half_lives = self.half_life * 2.0 ** np.arange(_HORIZONS)
+        weight = batch * min(1.0, _OUTLIER * float(np.exp(before - size)))
         passed = 1 if step is None or self._step is None else step - self._step
-        age = global_batch_size * max(1, passed)
-        self._sums.add(norm, variance, weight, age, 0.5 ** (age / half_lives))
+        self._filters.add(norm, variance, weight, batch * max(1, passed))
         self._step = step
         self.steps += 1
 
     def squared_norm(self) -> np.ndarray:
         """``|G|^2`` for each parameter group, and for all together at the end; relative."""
-        value: np.ndarray = self._sums.now()[self._horizon()] * self.variance()
-        return value
+        ratio, _, variance = self._filters.now()
+        return ratio * variance
 
     def variance(self) -> np.ndarray:
         """``tr(Sigma)`` of one example for each group, and for all together; relative."""
-        chosen = self._horizon()
-        return _ratio(self._sums.variance[0], self._sums.weight[0])[chosen]
+        return self._filters.now()[2]
 
     def noise_scale(self) -> float:
         """Of all parameters together [examples]; NaN before the first step."""
@@ -304,47 +347,23 @@ class NoiseTracker:
         """
         if not self.steps:
             return float("nan")
-        chosen = self._horizon()
-        value, error = self._sums.now()[chosen, -1], self._sums.mean()[1][chosen, -1]
-        variance = self.variance()[-1]
-        return float(gradient_noise_scale((max(value, 0.0) + error) * variance, variance))
+        ratio, error, variance = (float(each[-1]) for each in self._filters.now())
+        return float(gradient_noise_scale((max(ratio, 0.0) + error) * variance, variance))
 
     def uncertainty(self) -> float:
         """Standard error of the squared norm of all together, relative; infinite if unknown."""
-        chosen = self._horizon()
-        mean, error = (float(each[chosen, -1]) for each in self._sums.mean())
-        return error / mean if mean > 0 and self._sums.enough()[chosen, -1] else math.inf
-
-    def _horizon(self) -> int:
-        """The first that is precise, or the last that agrees with all shorter ones (Lepski)."""
-        means, errors = (each[:, -1] for each in self._sums.mean())
-        # Few steps that happen to agree prove nothing.
-        enough = self._sums.enough()[:, -1]
-        first = int(np.argmax(enough)) if enough.any() else _HORIZONS - 1
-        low, high = -np.inf, np.inf
-        for horizon in range(first, _HORIZONS):
-            reach = _AGREEMENT * errors[horizon]
-            low, high = max(low, means[horizon] - reach), min(high, means[horizon] + reach)
-            if low > high:
-                return horizon - 1
-            if errors[horizon] <= _PRECISION * means[horizon]:
-                return horizon
-        return _HORIZONS - 1
+        ratio, error, _ = (float(each[-1]) for each in self._filters.now())
+        return error / ratio if ratio > 0 else math.inf
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
-        sums = {name: values.tolist() for name, values in vars(self._sums).items()}
         kept = {"steps": self.steps, "skipped": self.skipped, "step": self._step}
-        return {**kept, "log_size": self._log_size, "sums": sums}
+        return {**kept, "log_size": self._log_size, "filters": self._filters.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What :meth:`state_dict` gave; another number of groups begins anew."""
-        if "sums" not in state:  # a checkpoint of before has means without ages
-            return
-        sums = _Sums(**{name: np.asarray(values) for name, values in state["sums"].items()})
-        if sums.weight.shape != self._sums.weight.shape:
+        # A checkpoint of before has sums instead.
+        if "filters" not in state or not self._filters.load_state_dict(state["filters"]):
             return
         self.steps, self.skipped = state["steps"], state["skipped"]
-        self._step = state.get("step")  # not in checkpoints of before
-        self._log_size = state["log_size"]
-        self._sums = sums
+        self._step, self._log_size = state["step"], state["log_size"]

@@ -65,7 +65,6 @@ _PROBES_COST = 0.1
 _YOUNG_STEPS = 10
 _EVIDENCE = 20
 """Sampled steps before the plan follows the noise."""
-_HALF_LIFE_STEPS = 4
 _COUNTED_TIMES = 4
 """More of one configuration say nothing new, unless their median moves by a fortieth."""
 _TIMES_MOVED = 0.025
@@ -130,7 +129,7 @@ class Adaptation:
         """The optimizer whose gradients are looked at, and its learning-rate rule."""
         self._statistics, self.rule = statistics, rule
         self._tracker = NoiseTracker(
-            statistics.groups, _HALF_LIFE_STEPS * self.limits.initial_batch_size, self.examples
+            statistics.groups, self.limits.initial_batch_size, self.examples
         )
         self._norms = ([0.0] * (statistics.groups + 1), [0.0] * (statistics.groups + 1))
 

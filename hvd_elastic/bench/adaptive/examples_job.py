@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
@@ -45,6 +46,8 @@ class Training:
         examples: to learn from.
         loss: of the model's answers.
         judge: the loss that has to reach the level, or this rank's share of it.
+        warm_up: steps of the initial batch size until the full learning rate.
+        longest: gradients are clipped to this norm.
     """
 
     model: nn.Module
@@ -52,6 +55,8 @@ class Training:
     examples: TensorDataset
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     judge: Callable[[], torch.Tensor]
+    warm_up: int = 0
+    longest: float = math.inf
 
 
 class Writer(nn.Module):
@@ -118,7 +123,8 @@ def make(problem: str, rate: float) -> Training:
         return loss(writer(inputs), targets)
 
     adam = torch.optim.Adam(writer.parameters(), lr=rate)
-    return Training(writer, adam, examples, loss, judge_share)
+    # The warm-up and the clipping of the example.
+    return Training(writer, adam, examples, loss, judge_share, warm_up=100, longest=1.0)
 
 
 def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
@@ -128,6 +134,8 @@ def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
     problem, training = PROBLEMS[name], make(name, PROBLEMS[name].rate)
     optimizer = hvd.DistributedOptimizer(training.inner, training.model)
     loader = loader_with_plan(training.examples, BatchPlan(batch), problem.initial, seed)
+    start = 0.05 if training.warm_up else 1.0
+    warm_up = hvd.follow_progress(LinearLR(optimizer, start, total_iters=training.warm_up or 1))
     every = max(1, problem.look_examples // batch)
     curve: list[Look] = []
     own = 0
@@ -151,12 +159,15 @@ def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
             for inputs, targets in loader:
                 optimizer.zero_grad()
                 training.loss(training.model(inputs), targets).backward()
+                optimizer.synchronize()
+                nn.utils.clip_grad_norm_(training.model.parameters(), training.longest)
                 optimizer.step()
+                warm_up.step()
                 own, taken = own + len(inputs), taken + 1
                 if taken % every == 0 and look():
                     return
 
-    go_on(hvd.State(model=training.model, optimizer=optimizer))
+    go_on(hvd.State(model=training.model, optimizer=optimizer, warm_up=warm_up))
     row = {"problem": name, "batch": batch, "seed": seed, "level": problem.level}
     return {**row, "curve": curve}
 

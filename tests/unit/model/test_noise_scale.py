@@ -65,13 +65,13 @@ def feed(tracker: NoiseTracker, rng: np.random.Generator, steps: int, size: int,
 
 @pytest.mark.parametrize("size", [8, 64])
 def test_the_tracker_finds_the_noise_scale_at_any_batch_size(size: int) -> None:
-    tracker = NoiseTracker(1, half_life=50 * size, population=None)
+    tracker = NoiseTracker(1, initial_batch_size=size, population=None)
     feed(tracker, np.random.default_rng(3), 400, size, 0.2)
     assert tracker.noise_scale() == pytest.approx(100 / (100 * 0.04), rel=0.15)
 
 
 def test_the_tracker_follows_a_gradient_that_shrinks() -> None:
-    tracker = NoiseTracker(1, half_life=50 * 64, population=None)
+    tracker = NoiseTracker(1, initial_batch_size=64, population=None)
     rng = np.random.default_rng(4)
     for step in range(600):
         feed(tracker, rng, 1, 64, 0.5 * 0.997**step)
@@ -80,7 +80,7 @@ def test_the_tracker_follows_a_gradient_that_shrinks() -> None:
 
 
 def test_numbers_that_are_not_finite_are_skipped_and_counted() -> None:
-    tracker = NoiseTracker(2, half_life=100, population=None)
+    tracker = NoiseTracker(2, initial_batch_size=16, population=None)
     tracker.add([5.0, 5.0], [3.0, 3.0], 8, 2)
     before = tracker.noise_scale()
     for bad in (np.nan, np.inf):
@@ -90,14 +90,14 @@ def test_numbers_that_are_not_finite_are_skipped_and_counted() -> None:
 
 
 def test_its_state_goes_on_elsewhere() -> None:
-    one = NoiseTracker(1, half_life=100, population=50)
+    one = NoiseTracker(1, initial_batch_size=16, population=50)
     feed(one, np.random.default_rng(5), 20, 16, 0.5)
-    other = NoiseTracker(1, half_life=100, population=50)
+    other = NoiseTracker(1, initial_batch_size=16, population=50)
     other.load_state_dict(one.state_dict())
     for tracker in (one, other):
         feed(tracker, np.random.default_rng(6), 5, 16, 0.5)
     assert one.noise_scale() == other.noise_scale()
-    wider = NoiseTracker(2, half_life=100, population=50)
+    wider = NoiseTracker(2, initial_batch_size=16, population=50)
     wider.load_state_dict(one.state_dict())
     assert wider.steps == 0
 
@@ -117,7 +117,7 @@ def test_noise_that_grows_is_not_told_late_where_all_steps_are_needed(
     exact = first * np.exp(growth * np.arange(steps))
     for seed in range(16):
         rng = np.random.default_rng(seed)
-        tracker = NoiseTracker(1, half_life=4 * 32, population=None)
+        tracker = NoiseTracker(1, initial_batch_size=32, population=None)
         passes = rng.normal(size=(steps, 2, width)) * np.sqrt(exact / width / 16)[:, None, None]
         passes[:, :, 0] += 1.0
         local = np.square(passes).sum(2).mean(1) / exact
@@ -129,7 +129,7 @@ def test_noise_that_grows_is_not_told_late_where_all_steps_are_needed(
 
 
 def test_what_grows_by_a_constant_factor_is_told_as_of_now_whatever_the_history() -> None:
-    tracker = NoiseTracker(1, half_life=4 * 32, population=None)
+    tracker = NoiseTracker(1, initial_batch_size=32, population=None)
     noise = 50.0
     for _ in range(60):
         # No noise in the norms themselves, so that only the delay could be wrong.
@@ -142,7 +142,7 @@ def test_what_grows_is_told_as_of_now_where_fewer_steps_are_looked_at_in_the_end
     ratios, exact = [], 100.0 * np.exp(0.01 * np.arange(200))
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        tracker = NoiseTracker(1, half_life=4 * 128, population=None)
+        tracker = NoiseTracker(1, initial_batch_size=128, population=None)
         passes = rng.normal(size=(200, 8, 300)) * np.sqrt(exact / 300 / 16)[:, None, None]
         passes[:, :, 0] += 1.0
         local = np.square(passes).sum(2).mean(1) / exact
@@ -155,7 +155,7 @@ def test_what_grows_is_told_as_of_now_where_fewer_steps_are_looked_at_in_the_end
 
 
 def test_its_uncertainty_is_that_of_the_squared_norm_and_falls_with_the_steps() -> None:
-    tracker = NoiseTracker(1, half_life=4 * 32, population=None)
+    tracker = NoiseTracker(1, initial_batch_size=32, population=None)
     rng = np.random.default_rng(2)
     feed(tracker, rng, 5, 32, 0.2)
     assert tracker.uncertainty() == np.inf, "five steps that happen to agree prove nothing"
@@ -166,7 +166,7 @@ def test_its_uncertainty_is_that_of_the_squared_norm_and_falls_with_the_steps() 
 
 
 def test_what_makes_gradient_and_noise_longer_alike_is_no_trend() -> None:
-    tracker, rng = NoiseTracker(1, half_life=4 * 32, population=None), np.random.default_rng(1)
+    tracker, rng = NoiseTracker(1, initial_batch_size=32, population=None), np.random.default_rng(1)
     for step in range(150):
         # Adam's second moment rests on few gradients at first, and what is divided by it is long.
         longer = 1 + 50 / (1 + step) ** 2

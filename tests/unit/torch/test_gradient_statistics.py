@@ -74,7 +74,7 @@ def test_the_first_steps_of_adam_do_not_spoil_what_is_known_of_its_noise() -> No
         weights = torch.nn.Parameter(torch.zeros(1000))
         optimizer = torch.optim.Adam([weights], lr=0.0)
         statistics = GradientStatistics(optimizer)
-        tracker = NoiseTracker(1, half_life=4 * 32, population=None)
+        tracker = NoiseTracker(1, initial_batch_size=32, population=None)
         for step in range(20):
             # Single examples vary by 1 in each element: a noise scale of 25, whatever divides it.
             passes = 0.2 + torch.randn(2, 1000) / 4
