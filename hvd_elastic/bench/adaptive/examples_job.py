@@ -132,7 +132,7 @@ def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
     begin()
     torch.manual_seed(seed)
     problem, training = PROBLEMS[name], make(name, PROBLEMS[name].rate)
-    optimizer = hvd.DistributedOptimizer(training.inner, training.model)
+    optimizer: Any = hvd.DistributedOptimizer(training.inner, training.model)
     loader = loader_with_plan(training.examples, BatchPlan(batch), problem.initial, seed)
     start = 0.05 if training.warm_up else 1.0
     warm_up = hvd.follow_progress(LinearLR(optimizer, start, total_iters=training.warm_up or 1))

@@ -173,3 +173,26 @@ def test_what_makes_gradient_and_noise_longer_alike_is_no_trend() -> None:
         local, total = norms(rng.normal(0.2, 1.0, size=(32, 300)), [16, 16])
         tracker.add([longer * local], [longer * total], 32, 2)
     assert tracker.noise_scale() == pytest.approx(1 / 0.04, rel=0.1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.1, 0.2), (0.2, 0.1)])
+def test_a_noise_scale_that_jumps_is_followed(before: float, after: float) -> None:
+    # The noise scale is 100 before or after, and 25 at the other time, with a batch of 32.
+    ratios = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        tracker = NoiseTracker(1, initial_batch_size=32, population=None)
+        feed(tracker, rng, 300, 32, before)
+        feed(tracker, rng, 150, 32, after)
+        ratios.append(tracker.noise_scale() * after**2)
+    assert 0.75 < float(np.median(ratios)) < 1.33
+
+
+def test_its_uncertainty_is_about_how_far_off_it_is() -> None:
+    off = []
+    for seed in range(40):
+        tracker = NoiseTracker(1, initial_batch_size=32, population=None)
+        feed(tracker, np.random.default_rng(seed), 120, 32, 0.2)
+        off.append((25.0 / tracker.noise_scale() - 1) / tracker.uncertainty())
+    assert 0.4 < float(np.std(off)) < 1.3
+    assert abs(float(np.mean(off))) < 0.5
