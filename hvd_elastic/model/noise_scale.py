@@ -18,10 +18,10 @@ __all__ = ["NoiseTracker", "gradient_noise_scale", "squared_norm_and_variance"]
 
 _SIZE_STEPS = 4
 _OUTLIER = 10.0
-"""A step whose gradient is this many times as large as those before counts for less."""
+"""A step whose squared gradient is more than this many times those before counts as if it were."""
 _FEWEST = 8
 """Steps before the filters begin: fewer that happen to agree prove nothing."""
-_WANDERS = (0.0, 0.01, 0.03, 0.1)
+_WANDERS = (0.002, 0.01, 0.03, 0.1)
 """How far the ratio may wander in a step of the initial batch size, by filter; relative."""
 _TRENDS = (0.0, 0.002)
 """How steady a growth in such a step may be, by filter; relative."""
@@ -192,11 +192,12 @@ class _Filters:
     def _get_older(self, age: float) -> None:
         """What is believed, an ``age`` later."""
         scale, kept = self._scale(), _DAMPING**age
-        self.level = self.level + age * self.slope
+        ahead = (1 - kept) / (1 - _DAMPING)  # steps' worth of the trend
+        self.level = self.level + ahead * self.slope
         self.slope = kept * self.slope
-        self.level_error = self.level_error + age * (2 * self.both_error + age * self.slope_error)
-        self.level_error += self._wander * age * scale
-        self.both_error = kept * (self.both_error + age * self.slope_error)
+        self.level_error = self.level_error + self._wander * age * scale
+        self.level_error += ahead * (2 * self.both_error + ahead * self.slope_error)
+        self.both_error = kept * (self.both_error + ahead * self.slope_error)
         self.slope_error = kept**2 * self.slope_error + (1 - kept**2) * self._trend * scale
 
     def _scale(self) -> np.ndarray:
@@ -247,8 +248,8 @@ class _Filters:
         if np.shape(state["level"]) != self.level.shape:
             return False
         for name, value in state.items():
-            isarray = isinstance(getattr(self, name), np.ndarray)
-            setattr(self, name, np.asarray(value) if isarray else value)
+            is_array = isinstance(getattr(self, name), np.ndarray)
+            setattr(self, name, np.asarray(value) if is_array else value)
         return True
 
 
@@ -316,12 +317,11 @@ class NoiseTracker:
         # Its own size would bias a step: long gradients would count less.
         before = size if self._log_size is None else self._log_size
         self._log_size = before + (size - before) / _SIZE_STEPS
-        norm, variance = (each / np.exp(before) for each in found)
-        batch = global_batch_size / self.initial_batch_size
         # A gradient out of all proportion must not be all that is remembered.
-        weight = batch * min(1.0, _OUTLIER * float(np.exp(before - size)))
+        norm, variance = (each / np.exp(max(before, size - np.log(_OUTLIER))) for each in found)
+        batch = global_batch_size / self.initial_batch_size
         passed = 1 if step is None or self._step is None else step - self._step
-        self._filters.add(norm, variance, weight, batch * max(1, passed))
+        self._filters.add(norm, variance, batch, batch * max(1, passed))
         self._step = step
         self.steps += 1
 

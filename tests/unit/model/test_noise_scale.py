@@ -196,3 +196,13 @@ def test_its_uncertainty_is_about_how_far_off_it_is() -> None:
         off.append((25.0 / tracker.noise_scale() - 1) / tracker.uncertainty())
     assert 0.4 < float(np.std(off)) < 1.3
     assert abs(float(np.mean(off))) < 0.5
+
+
+def test_gradients_of_zero_and_of_any_size_are_no_end() -> None:
+    tracker, rng = NoiseTracker(1, initial_batch_size=32, population=None), np.random.default_rng(0)
+    for size in (0.0, 1.0, 1e30, 1e-30, 0.0, 1.0):
+        for _ in range(60):
+            local, total = norms(rng.normal(0.2, 1.0, size=(32, 100)), [16, 16])
+            tracker.add([size * local], [size * total], 32, 2)
+    assert tracker.noise_scale() == pytest.approx(25, rel=0.5)
+    assert np.isfinite(tracker.uncertainty())
