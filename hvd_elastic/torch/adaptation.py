@@ -43,6 +43,7 @@ from hvd_elastic.model.shares import (
 )
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.look_times import LookTimes
 from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import SETTLING_STEPS, announce_shares, steps_to_review
 
@@ -58,7 +59,13 @@ _FIRST_STEPS = 200
 _UNCERTAIN_STEPS = 400
 """The same while the noise is known less well than to this relative standard error."""
 _UNCERTAIN = 0.05
-_SAMPLE_EVERY = 4
+_CHANGING = 0.2
+"""Above this the noise is taken to change, if it was known better before."""
+_SAMPLE_EVERY = (4, 64)
+_LOOKS_COST = 0.003
+"""Share of the time that all ranks give for looking at gradients, once the noise is known."""
+_LOOKS_AFTER_CHANGE = 100
+"""Steps that are looked at as often as ever when the noise has become uncertain."""
 _PROBE_EVERY = (2, 8)
 _PROBES_COST = 0.1
 """Share of the time that one rank alone gives for seeing the noise."""
@@ -93,6 +100,7 @@ class Adaptation:
         self.examples = examples
         self.unequal_shares = unequal_shares
         self.own_times = OwnTimes()
+        self.look_times = LookTimes()
         self._balance = ShareBalance()
         self._patience = PlanPatience()
         self.plan = BatchPlan(limits.initial_batch_size)
@@ -115,6 +123,7 @@ class Adaptation:
         self._generation = -1
         self._wanted = False
         self._sample_every = self._probe_every = 1
+        self._certain_at = 0
         self._settling = SETTLING_STEPS
         self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._noise_scale = math.nan
@@ -468,15 +477,31 @@ class Adaptation:
         return self._model
 
     def _schedule(self, step: int) -> None:
-        tracker = self._tracker
-        early = tracker is None or tracker.steps < _FIRST_STEPS
-        if tracker is not None and _FIRST_STEPS <= tracker.steps < _UNCERTAIN_STEPS:
-            early = tracker.uncertainty() > _UNCERTAIN
-        self._sample_every = 1 if early else _SAMPLE_EVERY
-        self._probe_every = 1 if early else self._affordable_probes()
         whole = [seconds for times in self._times.values() for seconds in times]
+        self._sample_every = self._look_every(whole)
+        self._probe_every = 1 if self._sample_every == 1 else self._affordable_probes()
         # What is known of a young run changes quickly.
         self._next_review = step + min(steps_to_review(whole), max(_YOUNG_STEPS, step // 4))
+
+    def _look_every(self, step_s: Sequence[float]) -> int:
+        """Of so many steps one is looked at; ``step_s``: times of those since the last review."""
+        tracker = self._tracker
+        if tracker is None or tracker.steps < _FIRST_STEPS:
+            return 1
+        uncertainty = tracker.uncertainty()
+        if tracker.steps < _UNCERTAIN_STEPS and uncertainty > _UNCERTAIN:
+            return 1
+        certain = uncertainty <= _CHANGING
+        if certain:
+            self._certain_at = tracker.steps
+        often, seldom = _SAMPLE_EVERY
+        changing = not certain and tracker.steps < self._certain_at + _LOOKS_AFTER_CHANGE
+        if changing or self._bad_running:
+            return often
+        look_s = self.look_times.typical_s()
+        if not step_s or math.isnan(look_s):
+            return max(self._sample_every, often)
+        return min(max(math.ceil(look_s / (_LOOKS_COST * median(step_s))), often), seldom)
 
     def _affordable_probes(self) -> int:
         """A step in two passes costs the constant part of one more."""
@@ -546,6 +571,7 @@ class Adaptation:
             "largest": self._largest,
             "next_review": self._next_review,
             "sample_every": self._sample_every,
+            "certain_at": self._certain_at,
             "probe_every": self._probe_every,
         }
 
@@ -579,6 +605,7 @@ class Adaptation:
         self._largest = state["largest"]
         self._next_review = state["next_review"]
         self._sample_every = state["sample_every"]
+        self._certain_at = state.get("certain_at", 0)  # not in checkpoints of before
         self._probe_every = state["probe_every"]
 
 

@@ -180,7 +180,7 @@ class GradientAverager:
         self._averaged = True
         self._context.exchange()
         if self._adaptation is not None:
-            self._end_statistics()
+            self._end_statistics(self._adaptation)
 
     def absorb(self) -> None:
         """A pass is over and others follow in the step: add its gradients to the sum."""
@@ -190,7 +190,8 @@ class GradientAverager:
         self._begin_statistics(self._adaptation)
         weight = self._context.batch_weight()
         if self._sampling:
-            self._statistics.see(self._names)
+            with self._adaptation.look_times:
+                self._statistics.see(self._names)
             self._statistics.end_pass(weight / self._context.size)
         self._sum.take(self._names, weight)
 
@@ -211,43 +212,49 @@ class GradientAverager:
         alone = self._context.size == 1 and not self._context.accumulating
         useful = not (alone or self._giving_up)
         self._sampling = useful and adaptation.sampled(self._context.progress.step)
+        if self._sampling:
+            adaptation.look_times.step_begins()
 
     def _end_last_pass(self, adaptation: Adaptation) -> None:
         """All of the last pass's gradients are there, or never will be."""
         if self._context.size > 1:
             self._begin_statistics(adaptation)
-            self._see_and_begin(
+            left = (
                 parameter
                 for parameter in self._names
                 if parameter not in self._handles
                 and (self._sum.holds(parameter) or parameter.grad is not None)
             )
+            self._see_and_begin(adaptation, left)
             if self._sampling:
                 self._statistics.end_pass(self._context.batch_weight() / self._context.size)
             return
         if self._context.passes == 1:
             self._sampling = False
-        self._see_and_sum(self._names)
+        self._see_and_sum(adaptation, self._names)
         if self._sampling:
             self._statistics.end_pass(self._context.batch_weight())
-            self._end_statistics()
+            self._end_statistics(adaptation)
 
-    def _see_and_sum(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _see_and_sum(self, adaptation: Adaptation, parameters: Iterable[torch.Tensor]) -> None:
         if self._sampling:
-            self._statistics.see(parameters)
+            with adaptation.look_times:
+                self._statistics.see(parameters)
         self._sum.give(parameters, self._context.batch_weight())
 
-    def _see_and_begin(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _see_and_begin(self, adaptation: Adaptation, parameters: Iterable[torch.Tensor]) -> None:
         several = list(parameters)
-        self._see_and_sum(several)
+        self._see_and_sum(adaptation, several)
         for parameter in several:
             self._begin(parameter)
         self._unseen.clear()
 
-    def _end_statistics(self) -> None:
+    def _end_statistics(self, adaptation: Adaptation) -> None:
         if self._sampling:
             step, examples = self._context.progress.step, self._context.step_examples
-            self._statistics.end_step(step, examples, self._own_part(), self._loss_scale)
+            with adaptation.look_times:
+                self._statistics.end_step(step, examples, self._own_part(), self._loss_scale)
+            adaptation.look_times.step_ends()
             self._sampling = False
 
     def _own_part(self) -> Iterable[torch.Tensor]:
@@ -312,9 +319,9 @@ class GradientAverager:
             if self._sampling and self._statistics.together(parameter):
                 self._unseen[parameter] = None
                 if len(self._unseen) == _SEEN_TOGETHER:
-                    self._see_and_begin(self._unseen)
+                    self._see_and_begin(self._adaptation, self._unseen)
                 return
-            self._see_and_sum([parameter])
+            self._see_and_sum(self._adaptation, [parameter])
         self._begin(parameter)
 
     def _begin(self, parameter: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["DeviceEvent", "OwnTimes"]
+__all__ = ["DeviceEvent", "OwnTimes", "cuda_event"]
 
 _KEPT = 256
 
@@ -33,7 +33,8 @@ class DeviceEvent(Protocol):
         """From this mark to a later one that was reached too [ms]."""
 
 
-def _cuda_event() -> DeviceEvent | None:
+def cuda_event() -> DeviceEvent | None:
+    """A mark for the GPU; None where PyTorch has not used one."""
     if not torch.cuda.is_initialized():
         return None
     event: DeviceEvent = torch.cuda.Event(enable_timing=True)
@@ -58,7 +59,7 @@ class OwnTimes:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        new_event: Callable[[], DeviceEvent | None] = _cuda_event,
+        new_event: Callable[[], DeviceEvent | None] = cuda_event,
     ) -> None:
         self._clock = clock
         self._new_event = new_event

@@ -184,8 +184,10 @@ def measure_overhead(rounds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
     wide, resnet = "2 M parameters", "ResNet-50, pictures of 64 x 64"
     rows = []
     for name, network in (("wide", wide), ("resnet50", resnet)):
-        times = run_job("overhead_job", 2, rounds, name)
-        rows.append(overhead_row("ours", network, horovod, times))
+        found = run_job("overhead_job", 2, rounds, name)
+        for phase, every in (("first", 1), ("steady", found["look_every"])):
+            row = overhead_row("ours", network, horovod, found[phase])
+            rows.append({**row, "look_every": every})
     if peer is not None:
         try:
             times = peer.run_job("adaptdl_overhead.py", 2, rounds)
@@ -197,10 +199,12 @@ def measure_overhead(rounds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
         if "failed" in row:
             print(f"{row['library']}: failed: {row['failed']}", flush=True)
             continue
+        looks = f", one step in {row['look_every']} looked at" if "look_every" in row else ""
+        blocks = len(row["blocks"]["bare"])
         print(
-            f"{row['library']}: {row['network']}, 2 ranks: {row['bare']} "
+            f"{row['library']}: {row['network']}, 2 ranks{looks}: {row['bare']} "
             f"{1000 * row['bare_s']:.2f} ms, adaptive {1000 * row['adaptive_s']:.2f} ms; median of "
-            f"{rounds} ratios {row['median']:.3f}, from {row['lowest']:.3f} to "
+            f"{blocks} ratios {row['median']:.3f}, from {row['lowest']:.3f} to "
             f"{row['highest']:.3f}",
             flush=True,
         )

@@ -1,7 +1,8 @@
 """One rank that takes turns between a bare Horovod optimizer and one that adapts, same batch.
 
 ``python -m hvd_elastic.bench.adaptive.overhead_job OUT ROUNDS NETWORK`` under a launcher; rank 0
-writes the seconds of each block of steps to OUT.
+writes the seconds of each block of steps to OUT: of the first steps, while all are looked at, of
+those after that, and of how many of these one is looked at.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,12 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.bench.adaptive.workloads import (
     BATCH,
     STEPS,
-    WARM,
     WIDTH,
     square_step,
     take_turns,
     wide_network,
 )
 from hvd_elastic.bench.launchers import ROOT
-from hvd_elastic.torch import context
 
 
 def _resnet50() -> torch.nn.Module:
@@ -60,6 +59,8 @@ class Case:
     steps: int
 
 
+_BLOCKS = 4
+"""In a pass over the data."""
 CASES = {
     "wide": Case(wide_network, (WIDTH,), BATCH, STEPS),
     "resnet50": Case(_resnet50, (3, 64, 64), 16, 4),
@@ -72,12 +73,21 @@ def main() -> None:
     hvd.init()
     import horovod.torch as horovod
 
-    inputs = torch.randn(case.batch * (case.steps * rounds + WARM), *case.shape)
+    inputs = torch.randn(case.batch * case.steps * _BLOCKS, *case.shape)
     ours = case.network()
     sgd = torch.optim.SGD(ours.parameters(), lr=1e-3)
     adapting = hvd.DistributedOptimizer(sgd, ours, lr_rule="adascale")
     loader: Any = hvd.DataLoader(TensorDataset(inputs), case.batch, max_batch_size=case.batch)
-    times: dict[str, list[float]] = {}
+    found: dict[str, Any] = {}
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in hvd.epochs(sys.maxsize):
+            for (batch,) in loader:
+                yield batch
+
+    def look_every() -> int:
+        every: int = loader.adaptation.state_dict()["sample_every"]
+        return every
 
     @hvd.run
     def train(_state: hvd.State) -> None:
@@ -85,27 +95,35 @@ def main() -> None:
         plain = torch.optim.SGD(theirs.parameters(), lr=1e-3)
         bare = horovod.DistributedOptimizer(plain, named_parameters=theirs.named_parameters())
         share = case.batch // hvd.size()
-        batches = DataLoader(TensorDataset(inputs[: case.steps * share]), share)
+        plain_batches = DataLoader(TensorDataset(inputs[: case.steps * share]), share)
 
         def bare_block() -> None:
-            for (batch,) in batches:
+            for (batch,) in plain_batches:
                 square_step(theirs, bare, batch)
 
-        steps = iter(loader)
+        steps = batches()
 
         def adaptive_block() -> None:
             for _ in range(case.steps):
-                square_step(ours, adapting, next(steps)[0])
+                square_step(ours, adapting, next(steps))
 
-        # Until the noise is known, every step is looked at; that is over after these.
-        while context.current().progress.step < WARM - case.steps:
-            adaptive_block()
+        adaptive_block()
         bare_block()
-        times.update(take_turns(rounds, bare_block, adaptive_block, case.steps))
+        first: dict[str, list[float]] = {"bare": [], "adaptive": []}
+        # Until the noise is known, every step is looked at.
+        while look_every() == 1:
+            if len(first["bare"]) == rounds:
+                adaptive_block()
+                continue
+            times = take_turns(1, bare_block, adaptive_block, case.steps)
+            for name, seconds in times.items():
+                first[name] += seconds
+        steady = take_turns(rounds, bare_block, adaptive_block, case.steps)
+        found.update(first=first, steady=steady, look_every=look_every())
 
     train(hvd.State(model=ours, optimizer=adapting))
     if hvd.rank() == 0:
-        out.write_text(json.dumps(times), encoding="utf-8")
+        out.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

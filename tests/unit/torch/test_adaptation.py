@@ -24,6 +24,7 @@ from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.look_times import LookTimes
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 
@@ -600,8 +601,54 @@ def test_every_step_is_looked_at_for_longer_where_the_noise_is_uncertain(
         local, total = np.square(gradients).sum(1).mean(), np.square(gradients.mean(0)).sum()
         adaptation._tracker.add([local], [total], 32, 2)
     adaptation._schedule(250)
+    assert adaptation._sample_every == (1 if every_step else 4)
     looked_at = [adaptation.sampled(step) for step in range(252, 256)]
     assert looked_at == ([True] * 4 if every_step else [True, False, False, False])
+
+
+class Looks(LookTimes):
+    """Takes a time that was made up."""
+
+    seconds = math.nan
+
+    def typical_s(self) -> float:
+        return self.seconds
+
+
+def test_looking_costs_little_of_the_time_unless_something_changes() -> None:
+    weights = torch.nn.Parameter(torch.zeros(100))
+    adaptation = Adaptation(BatchLimits(32, 32), examples=6400)
+    adaptation.attach(GradientStatistics(torch.optim.SGD([weights], lr=0.1)), unchanged)
+    tracker, looks = adaptation._tracker, Looks()
+    adaptation.look_times = looks
+    assert tracker is not None
+    random = np.random.default_rng(0)
+
+    def interval(steps: int, mean: float, look_s: float) -> int:
+        """After so many steps more that were looked at, with a noise scale of ``mean ** -2``."""
+        for _ in range(steps):
+            gradients = random.normal(size=(2, 100)) / 4 + mean
+            local, total = np.square(gradients).sum(1).mean(), np.square(gradients.mean(0)).sum()
+            tracker.add([local], [total], 32, 2)
+        looks.seconds = look_s
+        adaptation._times[1] = [0.1]
+        adaptation._schedule(1000)
+        return adaptation._sample_every
+
+    assert interval(150, 1.0, look_s=0.01) == 1, "the noise is not known yet"
+    assert interval(100, 1.0, look_s=math.nan) == 4, "no look was timed in this process"
+    found = [interval(1, 1.0, look_s) for look_s in (0.0, 0.001, 0.005, 0.01, 0.05)]
+    assert found == [4, 4, 17, 34, 64], "0.3 % of the time, within bounds"
+    assert interval(1, 1.0, look_s=math.nan) == 64, "as before where nothing was timed"
+    other = Adaptation(BatchLimits(32, 32), examples=6400)
+    other.load_state_dict(json.loads(json.dumps(adaptation.state_dict())))
+    assert (other._sample_every, other._certain_at) == (64, tracker.steps)
+    assert interval(200, 1.0, look_s=0.01) == 34
+    changed = [interval(10, 0.02, look_s=0.01) for _ in range(15)]
+    assert changed[5] == 4, "as often as ever where the gradient is short all of a sudden"
+    assert changed[-1] == 34, "but not for ever, where nothing more is to be seen"
+    adaptation._bad_running = 1
+    assert interval(1, 1.0, look_s=0.01) == 4, "whether more steps are bad is to be known soon"
 
 
 def test_epochs_are_counted_to_the_nearest_pass() -> None:
