@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_elastic.bench.adaptive import rule_job
+from hvd_elastic.bench.adaptive import changes_job, rule_job
 from hvd_elastic.bench.adaptive.examples import crossing, examples_rows, median_error
 from hvd_elastic.bench.adaptive.jobs import ROOT, AdaptDL, run_job
 from hvd_elastic.bench.adaptive.problems import PROBLEMS, SCALES
@@ -23,11 +23,20 @@ from hvd_elastic.bench.figures import conditions, write_result
 from hvd_elastic.bench.launchers import STATIC, Order
 from hvd_elastic.bench.testbed import Testbed, make_testbed
 from hvd_elastic.errors import RunError
+from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.step_time import Observation, fit_step_time
 
-__all__ = ["digits_rows", "main", "overhead_row", "prediction_errors", "rule_rows", "target_rows"]
+__all__ = [
+    "changes_rows",
+    "digits_rows",
+    "main",
+    "overhead_row",
+    "prediction_errors",
+    "rule_rows",
+    "target_rows",
+]
 
-PARTS = "noise,digits,rules,overhead,times,target,distorted,examples"
+PARTS = "noise,digits,rules,overhead,times,changes,target,distorted,examples"
 FIXED = (32, 64, 128, 256, 512)
 """Batches of distorted digits beside the one that adapts."""
 PEERED = {"overhead", "target", "distorted"}
@@ -274,6 +283,104 @@ def _timed_on(bed: Testbed, slots: Mapping[str, int]) -> list[Observation]:
     return [Observation(**each) for each in json.loads(out.read_text(encoding="utf-8"))]
 
 
+def known_goodput(
+    batch: int, extra: int, at: Mapping[str, float], rest_s: float, ranks: int = 2
+) -> float:
+    """Useful examples/s of a batch in ``changes_job``.
+
+    Args:
+        batch: global batch size.
+        extra: passes of it beside the first.
+        at: ``noise_scale``, and times of a pass, as the job wrote them.
+        rest_s: of a step that no pass sleeps [s].
+    """
+    step_s = (extra + 1) * at["pass_s"] + at["example_s"] * batch / ranks + rest_s
+    useful = batch * statistical_efficiency(at["noise_scale"], changes_job.INITIAL, batch)
+    return float(useful / step_s)
+
+
+def changes_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How soon the batch goes where the new conditions want it.
+
+    Args:
+        found: what ``changes_job`` wrote.
+
+    Returns:
+        A row for each kind of change, over its seeds. ``steps``: from the change to the first batch
+        that is nearer to the best one and has more goodput, by what is known; None: there was none.
+        ``wrong``: changes before that to a batch with less goodput.
+    """
+    rows = []
+    for name in dict.fromkeys(each["change"] for each in found):
+        mine = [each for each in found if each["change"] == name]
+        trainings = [_first_right_change(each) for each in mine]
+        steps = [each["steps"] for each in trainings if each["steps"] is not None]
+        row: dict[str, Any] = {"change": name, "ranks": 2, "seeds": len(mine)}
+        for field in ("noise_scale", "pass_s", "example_s"):
+            row[field] = [statistics.median(each[when][field] for each in mine) for when in _WHEN]
+        for field in ("batch", "best_before", "best_now", "gain"):
+            row[field] = statistics.median(each[field] for each in trainings)
+        row["direction"] = "up" if row["best_now"] > row["batch"] else "down"
+        row["never"] = len(mine) - len(steps)
+        row["wrong"] = sum(each["wrong"] for each in trainings)
+        row |= spread(steps) if steps else {"median": None}
+        rows.append({**row, "trainings": trainings})
+    return rows
+
+
+_WHEN = ("before", "after")
+
+
+def _first_right_change(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a training did after its change, judged by what is known of it."""
+    rest_s, sizes = found["rest_s"], range(changes_job.INITIAL, changes_job.LARGEST + 1)
+    best = {
+        when: max(sizes, key=lambda size: known_goodput(size, 0, found[when], rest_s))
+        for when in _WHEN
+    }
+    now, target = found["after"], best["after"]
+    *_, held = (each for each in found["batches"] if each[0] <= found["step"])
+    before = known_goodput(held[1], held[2], now, rest_s)
+    row = {
+        "seed": found["seed"],
+        "batch": held[1],
+        "best_before": best["before"],
+        "best_now": target,
+        "gain": known_goodput(target, 0, now, rest_s) / before,
+        "steps": None,
+        "wrong": 0,
+        "rest_s": rest_s,
+        "batches": found["batches"],
+    }
+    at = held
+    for step, size, extra in found["batches"][found["batches"].index(held) + 1 :]:
+        goodput = known_goodput(size, extra, now, rest_s)
+        if goodput > before and abs(size - target) < abs(held[1] - target):
+            return {**row, "steps": step - found["step"]}
+        row["wrong"] += goodput < known_goodput(at[1], at[2], now, rest_s)
+        at = step, size, extra
+    return row
+
+
+def measure_changes(seeds: int) -> list[dict[str, Any]]:
+    """The first right change of the batch once there is evidence for it, two ranks."""
+    rows = changes_rows(run_job("changes_job", 2, seeds))
+    for row in rows:
+        first = "it never changed rightly"
+        if row["median"] is not None:
+            first = (
+                f"the first right change {row['median']:.0f} steps later, from {row['lowest']} to "
+                f"{row['highest']}, none in {row['never']} of {row['seeds']}"
+            )
+        print(
+            f"{row['change']}: the best batch goes from {row['best_before']:.0f} to "
+            f"{row['best_now']:.0f}, {row['direction']} from {row['batch']:.0f} and worth "
+            f"{row['gain']:.2f} times the goodput; {first}; {row['wrong']} wrong changes before",
+            flush=True,
+        )
+    return rows
+
+
 def target_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How long each way took to reach the target, against the best fixed batch.
 
@@ -427,6 +534,7 @@ def main() -> None:
         "rules": lambda: measure_rules(args.seeds),
         "overhead": lambda: measure_overhead(args.rounds, peer),
         "times": lambda: times_rows(args.rates.split(",")),
+        "changes": lambda: measure_changes(args.seeds),
         "target": lambda: measure_target(target_seeds, peer),
         "distorted": lambda: measure_distorted(target_seeds, peer),
         "examples": lambda: measure_examples(args.seeds, problems),

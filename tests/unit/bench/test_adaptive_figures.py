@@ -20,6 +20,7 @@ from hvd_elastic.bench.adaptive.digits_job import Kind, brute_force, moments, si
 from hvd_elastic.bench.adaptive.examples import Look, examples_rows, median_error, predicted_ratio
 from hvd_elastic.bench.adaptive.jobs import run_together
 from hvd_elastic.bench.adaptive.measure import (
+    changes_rows,
     digits_rows,
     overhead_row,
     prediction_errors,
@@ -107,6 +108,33 @@ def test_step_times_that_follow_the_model_are_foretold_and_others_are_not() -> N
     assert sorted(errors)[24] < 0.05
     jagged = [Observation(k, k, m, s, 0.01 * (1 + 9 * (m in (8, 128)))) for k, m, s in places]
     assert sorted(prediction_errors(jagged, splits=4))[24] > 0.3
+
+
+def test_a_right_change_goes_towards_the_best_batch_and_brings_more() -> None:
+    def training(seed: int, *batches: tuple[int, int, int]) -> dict[str, Any]:
+        before, after = (
+            {"noise_scale": noise, "pass_s": 0.008, "example_s": 1e-4} for noise in (50.0, 500.0)
+        )
+        known = {"change": "noise rises", "step": 300, "rest_s": 0.002}
+        return {**known, "seed": seed, "before": before, "after": after, "batches": batches}
+
+    first = (0, 32, 0), (20, 100, 0)
+    found = [
+        training(0, *first, (340, 80, 0), (380, 200, 0), (420, 316, 0)),
+        training(1, *first, (310, 1024, 15), (320, 130, 0)),
+        training(2, *first, (330, 99, 0)),
+    ]
+    (row,) = changes_rows(found)
+    # sqrt(2 a B / b) examples have the most goodput.
+    assert (row["best_before"], row["best_now"], row["batch"]) == (100, 316, 100)
+    assert [each["steps"] for each in row["trainings"]] == [80, 20, None]
+    assert [each["wrong"] for each in row["trainings"]] == [1, 1, 1]
+    assert (row["median"], row["lowest"], row["highest"], row["never"]) == (50, 20, 80, 1)
+    assert (row["direction"], row["wrong"]) == ("up", 3)
+    worth = [size * 532 / (500 + size) / (0.01 + 1e-4 * size / 2) for size in (316, 100)]
+    assert row["gain"] == pytest.approx(worth[0] / worth[1])
+    (never,) = changes_rows(found[2:])
+    assert never["median"] is None
 
 
 def test_a_batch_that_misses_the_target_is_not_the_best_one() -> None:
