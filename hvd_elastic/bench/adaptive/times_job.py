@@ -26,12 +26,15 @@ from hvd_elastic.torch import context
 
 WIDTH = 350
 """Two layers of it: a quarter of a million parameters, 1 MB of gradients."""
-ATOMIC, ACCUMULATIONS = (8, 32, 128, 512), (0, 1, 3)
-WARM, STEPS = 4, 12
+PLANS = list(itertools.product((8, 32, 128, 512), (0, 1, 3)))
+"""Examples in a pass, and passes beside the first."""
+ROUNDS, WARM, STEPS = 4, 4, 8
+"""All plans are gone through several times: what keeps the machine busy for a moment then hits a
+part of the steps of each, and not all steps of one."""
 
 
-def median_step_s(atomic: int, accumulation: int) -> float:
-    """Of steps in one plan [s]."""
+def times_of_steps(atomic: int, accumulation: int) -> list[float]:
+    """In one plan [s]."""
     begin()
     torch.manual_seed(0)
     layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)
@@ -59,7 +62,7 @@ def median_step_s(atomic: int, accumulation: int) -> float:
                 optimizer.step()
 
     train(hvd.State(model=model, optimizer=optimizer))
-    return statistics.median(times[WARM:])
+    return times[WARM:]
 
 
 def main() -> None:
@@ -67,10 +70,11 @@ def main() -> None:
     out, hosts = Path(sys.argv[1]), int(sys.argv[2])
     hvd.init()
     ranks = context.current().engine.size
-    found: list[Mapping[str, Any]] = [
-        asdict(Observation(hosts, ranks, atomic, extra, median_step_s(atomic, extra)))
-        for atomic, extra in itertools.product(ATOMIC, ACCUMULATIONS)
-    ]
+    rounds = [[times_of_steps(*plan) for plan in PLANS] for _ in range(ROUNDS)]
+    found: list[Mapping[str, Any]] = []
+    for (atomic, extra), times in zip(PLANS, zip(*rounds, strict=True), strict=True):
+        step_s = statistics.median(itertools.chain(*times))
+        found.append(asdict(Observation(hosts, ranks, atomic, extra, step_s)))
     write_rank_0(out, found)
 
 
