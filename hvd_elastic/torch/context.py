@@ -13,6 +13,7 @@ The same script runs four ways, told apart by the environment that the launcher 
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import shutil
 import time
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from hvd_elastic.torch.state import State
 
 __all__ = ["Context", "Left", "Mode", "current", "initialize"]
+
+log = logging.getLogger(__name__)
 
 _METRICS_INTERVAL_S = 0.25
 _REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them
@@ -395,6 +398,12 @@ class Context:
         self._metrics.update(metrics)
         if not self.in_train:
             self._send_metrics(time.monotonic(), force=True)
+
+    def warn(self, message: str) -> None:
+        """Something is wrong and training goes on: told in the records, and on the terminal."""
+        self.sink.send({"kind": "warning", "message": message})
+        if self.link is None:  # else the leader shows it
+            log.warning("%s", message)
 
     def _send_metrics(self, now: float, *, force: bool = False) -> None:
         if self.engine.rank != 0 or (now < self._metrics_due and not force):
