@@ -165,6 +165,9 @@ class GradientAverager:
         self._context.begin_exchange()
         for parameter in self._names:
             if parameter not in self._handles:
+                if parameter.grad is None and not parameter.requires_grad:
+                    self._say_frozen(parameter)
+                    continue
                 # Another rank may have used it, so this one takes part with a zero.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -172,7 +175,14 @@ class GradientAverager:
         if own_times is not None:
             own_times.work_ends()
         for parameter, (handle, reduced) in self._handles.items():
-            self._context.engine.wait(handle)
+            try:
+                self._context.engine.wait(handle)
+            except ScriptError as differing:
+                raise ScriptError(
+                    f"the ranks disagree about parameter {self._name_of(parameter)!r}: some have "
+                    "frozen it (requires_grad=False) and others not, or their models differ. "
+                    f"Freeze it on all ranks between the same two steps ({differing})"
+                ) from None
             gradient = parameter.grad
             if gradient is not None and reduced is not gradient:
                 gradient.copy_(reduced.reshape(gradient.shape))
@@ -300,7 +310,7 @@ class GradientAverager:
             return
         if parameter in self._handles or parameter in self._unseen or self._averaged:
             raise ScriptError(
-                f"the gradient of {self._names[parameter]!r} was computed twice before "
+                f"the gradient of {self._name_of(parameter)!r} was computed twice before "
                 "optimizer.step(): one backward pass per step is supported. Call step() after "
                 "each backward(), or use a larger batch."
             )
@@ -329,6 +339,19 @@ class GradientAverager:
         reduced = gradient.float() if gradient.dtype == torch.bfloat16 else gradient.contiguous()
         handle = self._context.engine.reduce_async(reduced, self._names[parameter])
         self._handles[parameter] = (handle, reduced)
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return self._names[parameter].removeprefix("gradient.")
+
+    def _say_frozen(self, parameter: torch.Tensor) -> None:
+        """It was frozen since: no rank has a gradient for it, and none gets one.
+
+        What takes its place in the exchange has a shape that no gradient of it has: ranks that
+        disagree are told by Horovod, all of them, instead of waiting for each other.
+        """
+        number = torch.zeros((1,) * (parameter.dim() + 1), device=parameter.device)
+        handle = self._context.engine.reduce_async(number, self._names[parameter])
+        self._handles[parameter] = (handle, number)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._adaptation is None:  # else step() has looked

@@ -99,6 +99,34 @@ def test_frozen_parameters_are_left_alone(alone: Context, two: TwoRanks) -> None
     assert frozen.weight.item() == 0
 
 
+@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_is_frozen_later_stays_as_it_is(
+    alone: Context, ranks: int, adapts: bool
+) -> None:
+    """With momentum and decay a zero gradient would move it."""
+    alone.engine = engine = TwoRanks(other=0.0)
+    engine.size = ranks
+    frozen, model = linear(), linear()
+    parameters = [*frozen.parameters(), *model.parameters()]
+    sgd = torch.optim.SGD(parameters, lr=0.5, momentum=0.9, weight_decay=0.1)
+    optimizer = DistributedOptimizer(sgd, lr_rule="none")
+    if adapts:
+        adaptation = Adaptation(BatchLimits(8, 16), examples=64)
+        alone.averager.adapt(adaptation)  # type: ignore[union-attr]
+    places = []
+    for learns in (True, False, False, True):
+        frozen.requires_grad_(learns)
+        optimizer.zero_grad()
+        hand_out(alone)
+        (model(torch.ones(1, 1)) + frozen(torch.ones(1, 1))).sum().backward()
+        optimizer.step()
+        assert (frozen.weight.grad is None) is not learns
+        places.append(frozen.weight.item())
+    assert places[0] == places[1] == places[2] != places[3]
+    assert alone.progress.step == 4
+
+
 def test_bfloat16_gradients_are_reduced_as_float(alone: Context, two: TwoRanks) -> None:
     model = linear().to(torch.bfloat16)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
