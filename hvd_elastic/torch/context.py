@@ -31,6 +31,7 @@ from hvd_elastic.torch.checkpointing import Checkpointing
 from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngine, LocalEngine
 from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.sink import Sink, open_sink
+from hvd_elastic.torch.uncaught import tell_uncaught
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.adaptation import Adaptation
@@ -96,8 +97,6 @@ class Context:
         self.options = AgentLink.options() if mode is Mode.AGENT else {}
         self.sink: Sink = open_sink(self.link)
         self.audit = bool(self.options.get("audit")) or self.sink.audit
-        self.reports_uncaught = False
-        """Whether an exception that ends the script is sent to the leader."""
         self.in_train = False
         self.check_host_updates: Callable[[], None] = lambda: None
         """Set for Horovod's own elastic driver: raises when the ranks are about to change."""
@@ -451,13 +450,17 @@ class Context:
             Left: this worker is not part of it.
         """
         self._change_agreed = False
-        for _, prepare in sorted(self._before_change.items()):
-            prepare()
+        self.prepare_change()
         if self._state is not None:
             self._state.save_plain()
         self.settle()
         self.engine.stop()
         self.follow()
+
+    def prepare_change(self) -> None:
+        """The world is about to change as planned: save what a rank that leaves has alone."""
+        for _, prepare in sorted(self._before_change.items()):
+            prepare()
 
     def follow(self) -> None:
         """Wait for the leader's next instruction and carry it out, until in a generation."""
@@ -612,6 +615,15 @@ class Context:
         """What is being trained; None before there is one."""
         return self._state
 
+    def script_failed(self, text: str) -> bool:
+        """An exception ends the script; whether the leader was told."""
+        message = {"kind": "script_error", "traceback": text, **self.progress.as_dict()}
+        try:
+            self.sink.send(message)
+        except OSError:  # the agent is gone
+            return False
+        return True
+
     # -- life ------------------------------------------------------------------------------
 
     def ready(self) -> None:
@@ -631,7 +643,10 @@ def initialize() -> Context:
     """The context of this process, made at the first call."""
     global _context
     if _context is None:
+        tell_uncaught()
         _context = Context(detect_mode(os.environ))
+        if _context.mode is Mode.AGENT:
+            tell_uncaught(_context.script_failed)
     return _context
 
 
@@ -647,5 +662,6 @@ def current() -> Context:
         ScriptError: ``init()`` was not called.
     """
     if _context is None:
+        tell_uncaught()
         raise ScriptError("call hvd_elastic.torch.init() first, before anything else of it")
     return _context
