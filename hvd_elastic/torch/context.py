@@ -193,7 +193,9 @@ class Context:
         return name in self._kept
 
     def register_averager(self, averager: GradientAverager) -> None:
-        """The optimizer whose steps count."""
+        """The optimizer whose steps count, instead of that of before."""
+        if self._averager is not None:
+            self._averager.retire()
         self._averager = averager
         self._adapt()
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_elastic.errors import ScriptError
+from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import GenerationBrokenError
@@ -134,7 +134,14 @@ def _run_static(ctx: Context, state: State, train: Callable[[], Result]) -> Resu
     _restore_newest(ctx)
     ctx.progress = state.sync(ctx.engine, 0, ctx.progress)
     ctx.start_alone()
-    result = train()
+    try:
+        result = train()
+    except GenerationBrokenError as error:
+        raise RunError(
+            f"rank {ctx.engine.rank} cannot go on, since another rank has ended or cannot be "
+            f"reached ({error}). What that one said before tells why; with ranks that stay the "
+            "same the job ends with it"
+        ) from error
     ctx.checkpoint(wait=True)
     ctx.close()
     return result
