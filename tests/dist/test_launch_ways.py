@@ -163,7 +163,8 @@ def test_horovodrun_elastic_with_a_slot_that_is_added_and_taken_away(
 
         until((folder / "audit.jsonl").exists)
         offer(2)
-        until(lambda: '"size":2' in (folder / "events.jsonl").read_text())
+        events = folder / "events.jsonl"
+        until(lambda: events.exists() and '"size":2' in events.read_text())
         offer(1)
         assert process.wait(DEADLINE_S) == 0, output.read_text(errors="replace")
     check(folder, {1, 2}, epochs=12)
