@@ -343,6 +343,7 @@ class ShareBalance:
             if now_s > change.limit_s:
                 self.speeds, self.constant = change.speeds, change.constant
                 self.learnt, self.seen, self.in_vain = 0.0, (), change.example_s
+                self.reviews, self.logs = 0, ()
                 self.pause = _PAUSE << min(self.failures, 10)
                 self.failures += 1
                 return f"the slowest rank takes {now_s:.3g} s: the last change did not help"

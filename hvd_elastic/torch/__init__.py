@@ -28,7 +28,7 @@ import torch
 from hvd_elastic.torch import context as _context
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.data import DataLoader
-from hvd_elastic.torch.elastic import epochs, report_uncaught, run
+from hvd_elastic.torch.elastic import epochs, run
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.schedule import follow_progress
@@ -57,9 +57,6 @@ __all__ = [
 def init() -> None:
     """Find out how this process was launched. Call it first."""
     ctx = _context.initialize()
-    if ctx.mode is _context.Mode.AGENT and not ctx.reports_uncaught:
-        report_uncaught(ctx)
-        ctx.reports_uncaught = True
     if torch.cuda.is_available():
         ctx.engine.check_device(local_rank(), torch.cuda.device_count())
         torch.cuda.set_device(device())

@@ -14,6 +14,12 @@ from hvd_elastic.torch import context
 __all__ = ["Accumulator"]
 
 
+class NoSumError(ScriptError, KeyError):
+    """What is asked for was not added, or not synchronised."""
+
+    __str__ = Exception.__str__  # a KeyError's puts quotes around the message
+
+
 class Accumulator(Mapping[str, float]):
     """Adds up numbers by name: on each rank as they come, over the ranks when asked to.
 
@@ -60,12 +66,20 @@ class Accumulator(Mapping[str, float]):
         """Add numbers, or tensors of one element, on this rank."""
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                if value.numel() != 1:
+                if value.numel() != 1 or value.is_complex():
                     raise ScriptError(
-                        f"Accumulator.add({name}=...): a tensor of shape {tuple(value.shape)} is "
-                        "no number; give its sum"
+                        f"Accumulator.add({name}=...): a tensor of shape {tuple(value.shape)} and "
+                        f"type {value.dtype} is no number; give its sum"
                     )
                 value = value.detach().reshape(()).double()
+            else:
+                try:
+                    value = float(value)
+                except (TypeError, ValueError):
+                    raise ScriptError(
+                        f"Accumulator.add({name}={value!r}): it must be a number, or a tensor of "
+                        "one element"
+                    ) from None
             self._own[name] = self._own.get(name, 0.0) + value
 
     def synchronize(self) -> None:
@@ -92,7 +106,20 @@ class Accumulator(Mapping[str, float]):
         self._sums.clear()
 
     def __getitem__(self, name: str) -> float:
-        return self._sums[name]
+        """The sum over all ranks.
+
+        Raises:
+            NoSumError: no rank had added one when :meth:`synchronize` was called; a KeyError.
+        """
+        try:
+            return self._sums[name]
+        except KeyError:
+            there = ", ".join(self._sums) or "nothing"
+            raise NoSumError(
+                f"Accumulator {self._name!r} has no sum {name!r}, it has {there}: add it on some "
+                "rank and call synchronize() on all before it is read. After a failure the loop of "
+                "an epoch may have nothing left to read and to add"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sums)

@@ -42,6 +42,7 @@ from hvd_elastic.model.shares import (
     shares_in_passes,
 )
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
+from hvd_elastic.torch.batch_bounds import bounds_at_odds
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.look_times import LookTimes
 from hvd_elastic.torch.own_times import OwnTimes
@@ -131,6 +132,7 @@ class Adaptation:
         self._rank_s: list[float | None] = []
         self._ranks = 1
         self._passes_made = 0
+        self._at_odds = ""
 
     # -- during a step ---------------------------------------------------------------------
 
@@ -303,8 +305,16 @@ class Adaptation:
                 why = why_shares or reason
                 announce_shares(context, self.plan.global_batch_size, self.parts, why)
         self._announced = True
+        if moved:
+            self._warn_of_bounds(context)
         if self._bad_running >= self._most_bad_steps:
             self.skip(step)
+
+    def _warn_of_bounds(self, context: Context) -> None:
+        """Once where the bounds cannot be kept to, and again in another such world."""
+        told, self._at_odds = self._at_odds, bounds_at_odds(self.limits, self._ranks)
+        if self._at_odds not in ("", told) and context.engine.rank == 0:
+            context.warn(self._at_odds)
 
     def _begin_anew(self) -> None:
         """Steps take another time from now on."""

@@ -209,5 +209,5 @@ class Checkpointing:
         if self._spool is not None:
             self._context.sink.send({"kind": "checkpoint_failed", "message": message})
         elif not self._failed:  # a disk that stays full is said once
-            self._context.sink.send({"kind": "warning", "message": message})
+            self._context.warn(message)
         self._failed = message

@@ -13,6 +13,7 @@ The same script runs four ways, told apart by the environment that the launcher 
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import shutil
 import time
@@ -30,6 +31,7 @@ from hvd_elastic.torch.checkpointing import Checkpointing
 from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngine, LocalEngine
 from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.sink import Sink, open_sink
+from hvd_elastic.torch.uncaught import tell_uncaught
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.adaptation import Adaptation
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from hvd_elastic.torch.state import State
 
 __all__ = ["Context", "Left", "Mode", "current", "initialize"]
+
+log = logging.getLogger(__name__)
 
 _METRICS_INTERVAL_S = 0.25
 _REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them
@@ -93,8 +97,6 @@ class Context:
         self.options = AgentLink.options() if mode is Mode.AGENT else {}
         self.sink: Sink = open_sink(self.link)
         self.audit = bool(self.options.get("audit")) or self.sink.audit
-        self.reports_uncaught = False
-        """Whether an exception that ends the script is sent to the leader."""
         self.in_train = False
         self.check_host_updates: Callable[[], None] = lambda: None
         """Set for Horovod's own elastic driver: raises when the ranks are about to change."""
@@ -191,7 +193,9 @@ class Context:
         return name in self._kept
 
     def register_averager(self, averager: GradientAverager) -> None:
-        """The optimizer whose steps count."""
+        """The optimizer whose steps count, instead of that of before."""
+        if self._averager is not None:
+            self._averager.retire()
         self._averager = averager
         self._adapt()
 
@@ -396,6 +400,12 @@ class Context:
         if not self.in_train:
             self._send_metrics(time.monotonic(), force=True)
 
+    def warn(self, message: str) -> None:
+        """Something is wrong and training goes on: told in the records, and on the terminal."""
+        self.sink.send({"kind": "warning", "message": message})
+        if self.link is None:  # else the leader shows it
+            log.warning("%s", message)
+
     def _send_metrics(self, now: float, *, force: bool = False) -> None:
         if self.engine.rank != 0 or (now < self._metrics_due and not force):
             return
@@ -442,13 +452,17 @@ class Context:
             Left: this worker is not part of it.
         """
         self._change_agreed = False
-        for _, prepare in sorted(self._before_change.items()):
-            prepare()
+        self.prepare_change()
         if self._state is not None:
             self._state.save_plain()
         self.settle()
         self.engine.stop()
         self.follow()
+
+    def prepare_change(self) -> None:
+        """The world is about to change as planned: save what a rank that leaves has alone."""
+        for _, prepare in sorted(self._before_change.items()):
+            prepare()
 
     def follow(self) -> None:
         """Wait for the leader's next instruction and carry it out, until in a generation."""
@@ -603,6 +617,15 @@ class Context:
         """What is being trained; None before there is one."""
         return self._state
 
+    def script_failed(self, text: str) -> bool:
+        """An exception ends the script; whether the leader was told."""
+        message = {"kind": "script_error", "traceback": text, **self.progress.as_dict()}
+        try:
+            self.sink.send(message)
+        except OSError:  # the agent is gone
+            return False
+        return True
+
     # -- life ------------------------------------------------------------------------------
 
     def ready(self) -> None:
@@ -622,7 +645,10 @@ def initialize() -> Context:
     """The context of this process, made at the first call."""
     global _context
     if _context is None:
+        tell_uncaught()
         _context = Context(detect_mode(os.environ))
+        if _context.mode is Mode.AGENT:
+            tell_uncaught(_context.script_failed)
     return _context
 
 
@@ -638,5 +664,6 @@ def current() -> Context:
         ScriptError: ``init()`` was not called.
     """
     if _context is None:
+        tell_uncaught()
         raise ScriptError("call hvd_elastic.torch.init() first, before anything else of it")
     return _context

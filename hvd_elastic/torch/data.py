@@ -9,14 +9,12 @@ nothing is skipped and nothing is read twice.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -27,15 +25,13 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.sharding import Slice, permutation, step_slice, steps_left
 from hvd_elastic.torch.adaptation import Adaptation
+from hvd_elastic.torch.batch_bounds import batch_limits, require_whole
 from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.rebalancing import Rebalancing
 
 __all__ = ["DataLoader", "TrainingContext"]
-
-log = logging.getLogger(__name__)
 
 _Batch = TypeVar("_Batch")
 
@@ -80,6 +76,9 @@ class TrainingContext(Protocol):
 
     def register_loader(self, loader: DataLoader[Any]) -> None:
         """A loader was made."""
+
+    def warn(self, message: str) -> None:
+        """Something is wrong and training goes on; one rank tells it."""
 
 
 class DataLoader(Generic[_Batch]):
@@ -151,8 +150,8 @@ class DataLoader(Generic[_Batch]):
         context: TrainingContext | None = None,
     ) -> None:
         self.examples = _examples(dataset)
-        _require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
-        _require_whole("seed", seed, 0, "the same on all ranks")
+        require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
+        require_whole("seed", seed, 0, "the same on all ranks")
         if drop_last and self.examples < batch_size:
             raise ScriptError(
                 f"drop_last=True leaves nothing to train on: the dataset has {self.examples} "
@@ -167,7 +166,7 @@ class DataLoader(Generic[_Batch]):
         self.adaptation: Adaptation | None = None
         self.rebalancing: Rebalancing | None = None
         if max_batch_size is not None:
-            limits = _limits(
+            limits = batch_limits(
                 batch_size, max_batch_size, atomic_batch_size_bounds, accumulation, self.examples
             )
             if drop_last:
@@ -274,7 +273,7 @@ class DataLoader(Generic[_Batch]):
                 if position >= end:
                     self._ended = (epoch, context.generation)
                     return
-                self._warn_of_idle_ranks(context.size)
+                self._warn_of_idle_ranks(context)
                 wanted, rank, size = self._batch_now(), context.rank, context.size
                 parts = self._shares.parts
                 share = step_slice(position, end, wanted, rank, size, _MIN_SHARE, parts=parts)
@@ -433,17 +432,17 @@ class DataLoader(Generic[_Batch]):
             )
         _last_reader = (context, now, self._token)
 
-    def _warn_of_idle_ranks(self, size: int) -> None:
-        if self.batch_size < size != self._warned_world:
+    def _warn_of_idle_ranks(self, context: TrainingContext) -> None:
+        batch, size = self._batch_now(), context.size
+        if batch < size != self._warned_world:
             self._warned_world = size
-            log.warning(
-                "batch_size %d is for all ranks together and there are %d: %d of them have no "
-                "example in a step; use a batch_size of at least %d",
-                self.batch_size,
-                size,
-                size - self.batch_size,
-                size,
-            )
+            if context.rank == 0:
+                context.warn(
+                    f"the batch of {batch} is for all ranks together and there are {size}: "
+                    f"{size - batch} of them have no example in a step; use a "
+                    f"{'batch_size' if self.adaptation is None else 'max_batch_size'} of at least "
+                    f"{size}"
+                )
 
 
 # Which loader read last: (context, (epoch, generation), its token). Progress is one number for the
@@ -622,59 +621,3 @@ def _examples(dataset: Any) -> int:
             f"the dataset ({kind}) is empty; check where it is read from on this host"
         )
     return examples
-
-
-def _limits(
-    batch_size: int,
-    max_batch_size: int,
-    bounds: tuple[int, int | None] | None,
-    accumulation: bool,
-    examples: int,
-) -> BatchLimits:
-    """Check what a batch that adapts must keep to."""
-    _require_whole("max_batch_size", max_batch_size, 1, "examples of all ranks in the largest step")
-    if max_batch_size < batch_size:
-        raise ScriptError(
-            f"DataLoader(batch_size={batch_size}, max_batch_size={max_batch_size}): the largest "
-            "batch is below the one to begin with; make max_batch_size at least batch_size"
-        )
-    if examples < batch_size:
-        raise ScriptError(
-            f"the dataset has {examples} examples, fewer than one global batch of {batch_size}; a "
-            f"batch that adapts needs batch_size of at most {examples}"
-        )
-    low: Any = 1
-    high: Any = None
-    if bounds is not None:
-        try:
-            low, high = bounds
-        except (TypeError, ValueError):
-            raise ScriptError(
-                f"DataLoader(atomic_batch_size_bounds={bounds!r}): it must be a pair, the fewest "
-                "and the most examples in a pass on one rank, for example (8, 128) or (8, None)"
-            ) from None
-    for number in (low, high):
-        if number is not None:
-            _require_whole("atomic_batch_size_bounds", number, 1, "examples in a pass on one rank")
-    if high is not None and low > high:
-        raise ScriptError(
-            f"DataLoader(atomic_batch_size_bounds=({low}, {high})): they exclude each other; the "
-            "first, the fewest examples in a pass, must be at most the second"
-        )
-    if low > max_batch_size:
-        raise ScriptError(
-            f"DataLoader(max_batch_size={max_batch_size}, atomic_batch_size_bounds=({low}, {high})"
-            "): not even one rank could have so few in a step; make the first bound at most "
-            "max_batch_size"
-        )
-    # A batch larger than the data set is one step an epoch, and that is as much as there is.
-    limits = BatchLimits(batch_size, min(max_batch_size, examples), low, high)
-    return limits if accumulation else replace(limits, max_accumulation_steps=0)
-
-
-def _require_whole(name: str, value: Any, least: int, meaning: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ScriptError(
-            f"DataLoader({name}={value!r}): it must be a whole number of at least {least} "
-            f"({meaning})"
-        )

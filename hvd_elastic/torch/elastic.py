@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_elastic.errors import HvdElasticError, ScriptError
+from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.torch import context
-from hvd_elastic.torch.context import Context, Left, Mode
+from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import GenerationBrokenError
 from hvd_elastic.torch.state import State
 
@@ -137,7 +134,14 @@ def _run_static(ctx: Context, state: State, train: Callable[[], Result]) -> Resu
     _restore_newest(ctx)
     ctx.progress = state.sync(ctx.engine, 0, ctx.progress)
     ctx.start_alone()
-    result = train()
+    try:
+        result = train()
+    except GenerationBrokenError as error:
+        raise RunError(
+            f"rank {ctx.engine.rank} cannot go on, since another rank has ended or cannot be "
+            f"reached ({error}). What that one said before tells why; with ranks that stay the "
+            "same the job ends with it"
+        ) from error
     ctx.checkpoint(wait=True)
     ctx.close()
     return result
@@ -147,6 +151,7 @@ def _run_with_horovod_elastic(ctx: Context, state: State, train: Callable[[], Re
     """Let Horovod's own driver change the ranks; our state and data stay exactly-once."""
     import horovod.torch as horovod
     from horovod.common.elastic import State as HorovodState
+    from horovod.common.exceptions import HostsUpdatedInterrupt
 
     class Adapter(HorovodState):
         def save(self) -> None:
@@ -166,7 +171,15 @@ def _run_with_horovod_elastic(ctx: Context, state: State, train: Callable[[], Re
             ctx.ranks_changed()
 
     adapter = Adapter(bcast_object=horovod.broadcast_object, get_rank=horovod.rank)
-    ctx.check_host_updates = adapter.check_host_updates
+
+    def check_host_updates() -> None:
+        try:
+            adapter.check_host_updates()
+        except HostsUpdatedInterrupt:  # on all ranks, since rank 0 has told them
+            ctx.prepare_change()
+            raise
+
+    ctx.check_host_updates = check_host_updates
 
     @horovod.elastic.run
     def again(_: Any) -> Result:
@@ -189,22 +202,3 @@ def _restore_newest(ctx: Context) -> None:
         )
         if newest is not None:
             ctx.restore_checkpoint(str(newest.path))
-
-
-def report_uncaught(ctx: Context) -> None:
-    """Send the traceback of an exception that ends this script to the leader."""
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not isinstance(error, (KeyboardInterrupt, Left)):
-            text = "".join(traceback.format_exception(kind, error, trace))
-            if isinstance(error, HvdElasticError):
-                text = f"{kind.__name__}: {error}\n"
-            message = {"kind": "script_error", "traceback": text, **ctx.progress.as_dict()}
-            with contextlib.suppress(OSError):  # the agent is gone
-                ctx.sink.send(message)
-                if previous is sys.__excepthook__:
-                    return  # the leader puts it into the log and on the terminal, once
-        previous(kind, error, trace)
-
-    sys.excepthook = hook

@@ -47,6 +47,8 @@ class Engine(Protocol):
     """Of the waits that came to a good end."""
     waited_s: float
     """All waits for other ranks together."""
+    copies_from_gpu: bool
+    """Whether what is on a GPU is reduced in a copy on the CPU."""
 
     def check_device(self, local_rank: int, devices: int) -> None:
         """Whether slot ``local_rank`` of a host with so many GPUs can exchange what is on its GPU.
@@ -82,7 +84,12 @@ class Engine(Protocol):
         """Begin averaging ``tensor`` in place over all ranks; returns a handle for `wait`."""
 
     def wait(self, handle: Any) -> torch.Tensor:
-        """The result of a begun collective; raises GenerationBrokenError when a member is gone."""
+        """The result of a begun collective.
+
+        Raises:
+            GenerationBrokenError: a member is gone.
+            ScriptError: the ranks gave it tensors of different types or shapes.
+        """
 
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Concatenation over ranks, in rank order, along the first dimension."""
@@ -116,6 +123,7 @@ class LocalEngine:
     waiting_since: float | None = None
     longest_wait_s = 0.0
     waited_s = 0.0
+    copies_from_gpu = False
 
     def check_device(self, local_rank: int, devices: int) -> None:
         """Nothing is exchanged."""
@@ -193,6 +201,7 @@ class HorovodEngine:
         self.waiting_since: float | None = None
         self.longest_wait_s = 0.0
         self.waited_s = 0.0
+        self.copies_from_gpu = not horovod.nccl_built()
 
     @property
     def horovod(self) -> Any:
@@ -296,7 +305,7 @@ class HorovodEngine:
         try:
             return self._horovod.allreduce_async_(tensor, name=name, op=self._horovod.Average)
         except self._failure as error:
-            raise GenerationBrokenError(_first_line(error)) from error
+            raise _ours(error) from error
 
     def wait(self, handle: Any) -> torch.Tensor:
         """See :class:`Engine`."""
@@ -304,7 +313,7 @@ class HorovodEngine:
         try:
             result: torch.Tensor = self._horovod.synchronize(handle)
         except self._failure as error:
-            raise GenerationBrokenError(_first_line(error)) from error
+            raise _ours(error) from error
         finally:
             waited_s = time.monotonic() - begin
             self.waited_s += waited_s
@@ -425,11 +434,18 @@ class HorovodEngine:
         try:
             yield
         except self._failure as error:
-            raise GenerationBrokenError(_first_line(error)) from error
+            raise _ours(error) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+def _ours(error: BaseException) -> GenerationBrokenError | ScriptError:
+    """What Horovod's failure means here."""
+    line = str(error).strip().split("\n")[0]
+    if line.startswith("Mismatched"):  # told to all ranks, none of which is gone
+        return ScriptError(
+            f"what the ranks exchange does not fit together: {line} All have to call the same "
+            "collectives under the same names, with tensors of one type and shape"
+        )
+    return GenerationBrokenError(line)
 
 
 def _sockets() -> dict[int, str]:

@@ -29,6 +29,10 @@ __all__ = ["DistributedOptimizer", "GradientAverager"]
 
 _SEEN_TOGETHER = 32
 """Gradients on a GPU that wait for each other before they are reduced, in a sampled step."""
+_NO_CLOSURE = (
+    "optimizer.step(closure): the gradients are averaged before a step is taken, so they have to "
+    "be there; call backward() before step(). Optimizers that need a closure (LBFGS) cannot be used"
+)
 _CANARIES = 8
 _CANARY_NUMBERS = 1 << 14
 
@@ -63,8 +67,9 @@ class GradientAverager:
                     self._names[parameter] = f"gradient.{name}"
                 else:
                     self._frozen[parameter] = name
-        self._handles: dict[torch.Tensor, tuple[Any, torch.Tensor]] = {}
+        self._handles: dict[torch.Tensor, tuple[Any, torch.Tensor, int]] = {}
         self._unseen: dict[torch.Tensor, None] = {}
+        self._retired = False
         self._averaged = False
         self._absorbed = -1
         self._giving_up = False
@@ -72,8 +77,7 @@ class GradientAverager:
         self._loss_scale: torch.Tensor | None = None
         self.steps = 0
         """Steps that have ended here, taken or left out."""
-        for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._ready)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
@@ -85,6 +89,12 @@ class GradientAverager:
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is this optimizer whose gradients are averaged."""
         return optimizer is self._optimizer
+
+    def retire(self) -> None:
+        """Another optimizer was given to :func:`DistributedOptimizer`: this one takes no step."""
+        for hook in self._hooks:
+            hook.remove()
+        self._retired = True
 
     def scaled_by(self, scaler: GradScaler, loss_scale: torch.Tensor) -> None:
         """The loss, and so the gradients, of the pass that begins are multiplied by this."""
@@ -165,14 +175,25 @@ class GradientAverager:
         self._context.begin_exchange()
         for parameter in self._names:
             if parameter not in self._handles:
+                if parameter.grad is None and not parameter.requires_grad:
+                    self._say_frozen(parameter)
+                    continue
                 # Another rank may have used it, so this one takes part with a zero.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self._begin(parameter)
         if own_times is not None:
             own_times.work_ends()
-        for parameter, (handle, reduced) in self._handles.items():
-            self._context.engine.wait(handle)
+        self._refuse_changed()
+        for parameter, (handle, reduced, _) in self._handles.items():
+            try:
+                self._context.engine.wait(handle)
+            except ScriptError as differing:
+                raise ScriptError(
+                    f"the ranks disagree about parameter {self._name_of(parameter)!r}: some have "
+                    "frozen it (requires_grad=False) and others not, or their models differ. "
+                    f"Freeze it on all ranks between the same two steps ({differing})"
+                ) from None
             gradient = parameter.grad
             if gradient is not None and reduced is not gradient:
                 gradient.copy_(reduced.reshape(gradient.shape))
@@ -307,7 +328,7 @@ class GradientAverager:
             return
         if parameter in self._handles or parameter in self._unseen or self._averaged:
             raise ScriptError(
-                f"the gradient of {self._names[parameter]!r} was computed twice before "
+                f"the gradient of {self._name_of(parameter)!r} was computed twice before "
                 "optimizer.step(): one backward pass per step is supported. Call step() after "
                 "each backward(), or use a larger batch."
             )
@@ -335,7 +356,35 @@ class GradientAverager:
         # Horovod's PyTorch binding knows no bfloat16, and reduces contiguous memory only.
         reduced = gradient.float() if gradient.dtype == torch.bfloat16 else gradient.contiguous()
         handle = self._context.engine.reduce_async(reduced, self._names[parameter])
-        self._handles[parameter] = (handle, reduced)
+        self._handles[parameter] = (handle, reduced, gradient._version)
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return self._names[parameter].removeprefix("gradient.")
+
+    def _refuse_changed(self) -> None:
+        """The script has changed gradients that are on their way: each rank would have others."""
+        engine = self._context.engine
+        for parameter, (_, _, version) in self._handles.items():
+            gradient = parameter.grad
+            if gradient is None or (gradient.is_cuda and engine.copies_from_gpu):
+                continue
+            if gradient._version != version:
+                raise ScriptError(
+                    f"the gradient of {self._name_of(parameter)!r} was changed while it was being "
+                    "averaged over the ranks, so they would go apart; call "
+                    "optimizer.synchronize() after backward() and before clipping, or changing "
+                    "gradients in another way"
+                )
+
+    def _say_frozen(self, parameter: torch.Tensor) -> None:
+        """It was frozen since: no rank has a gradient for it, and none gets one.
+
+        What takes its place in the exchange has a shape that no gradient of it has: ranks that
+        disagree are told by Horovod, all of them, instead of waiting for each other.
+        """
+        number = torch.zeros((1,) * (parameter.dim() + 1), device=parameter.device)
+        handle = self._context.engine.reduce_async(number, self._names[parameter])
+        self._handles[parameter] = (handle, number, 0)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._adaptation is None:  # else step() has looked
@@ -345,12 +394,14 @@ class GradientAverager:
 
     def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
         """Gradients that come only in the step, and those of parameters that learn since later."""
-        if closure is not None:
+        if self._retired:
             raise ScriptError(
-                "optimizer.step(closure): the gradients are averaged before a step is taken, so "
-                "they have to be there; call backward() before step(). Optimizers that need a "
-                "closure (LBFGS) cannot be used"
+                "optimizer.step(): another optimizer was given to DistributedOptimizer(...) after "
+                "this one, and a step of training is a step of one. Make one optimizer of all "
+                "parameters, with a group for each part: SGD([{'params': ...}, {'params': ...}])"
             )
+        if closure is not None:
+            raise ScriptError(_NO_CLOSURE)
         late = [
             name
             for parameter, name in self._frozen.items()
@@ -425,6 +476,13 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
         raise ScriptError(
             f"DistributedOptimizer() wraps a torch.optim optimizer, not a "
             f"{type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ScriptError(_NO_CLOSURE)
+    if hasattr(optimizer, "synchronize"):
+        raise ScriptError(
+            "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "
+            "by an earlier call or by horovod.torch; give it the one of torch.optim, once"
         )
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     averager = GradientAverager(optimizer, names, lr_rule)

@@ -132,17 +132,19 @@ def test_horovodrun(data: Path, folder: Path) -> None:
 
 
 @needs_horovodrun
-def test_horovodrun_elastic_with_a_slot_that_is_added(
+def test_horovodrun_elastic_with_a_slot_that_is_added_and_taken_away(
     data: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """Horovod's own driver changes the ranks; state and data follow."""
+    """Horovod's own driver changes the ranks; state, data and sums follow."""
     slots, discovery = tmp_path / "slots", tmp_path / "discover.sh"
     slots.write_text("localhost:1\n")
     discovery.write_text(f"#!/bin/sh\ncat {slots}\n")
     discovery.chmod(0o755)
     output = tmp_path / "output"
     options = ["-np", 1, "--min-np", 1, "--max-np", 2, "--network-interfaces", "lo"]
-    train = digits(data, "--step-time", 0.03, "--epochs", 12)
+    script = tmp_path / "counting.py"
+    script.write_text(_counting(DIGITS.read_text()))
+    train = [sys.executable, script, "--data", data, "--step-time", 0.03, "--epochs", 12]
     words = [HOROVODRUN, *options, "--host-discovery-script", discovery, *train]
     with ended(start(words, folder, output)) as process:
 
@@ -154,12 +156,34 @@ def test_horovodrun_elastic_with_a_slot_that_is_added(
                 assert time.monotonic() < deadline, said
                 time.sleep(0.05)
 
+        def offer(number: int) -> None:
+            new = tmp_path / "slots.new"
+            new.write_text(f"localhost:{number}\n")
+            new.replace(slots)
+
         until((folder / "audit.jsonl").exists)
-        new = tmp_path / "slots.new"
-        new.write_text("localhost:2\n")
-        new.replace(slots)
+        offer(2)
+        events = folder / "events.jsonl"
+        until(lambda: events.exists() and '"size":2' in events.read_text())
+        offer(1)
         assert process.wait(DEADLINE_S) == 0, output.read_text(errors="replace")
     check(folder, {1, 2}, epochs=12)
+    last = read_events(folder / "events.jsonl")[-1]
+    assert last["counted"] == 12 * audit_of(folder).examples
+
+
+def _counting(script: str) -> str:
+    """The script, with an Accumulator that is synchronised at the end alone."""
+    for before, after in {
+        "\n\n@hvd.run\n": "\ntotals = hvd.Accumulator()\n\n\n@hvd.run\n",
+        "state.commit(loss=loss)": "state.commit(loss=loss)\n            "
+        "totals.add(examples=len(images))",
+        "\nmodel.eval()": "\ntotals.synchronize()\nhvd.report(counted=totals['examples'])\n"
+        "model.eval()",
+    }.items():
+        assert script.count(before) == 1
+        script = script.replace(before, after)
+    return script
 
 
 def test_hvd_elastic_run(data: Path, tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ def test_a_change_that_was_disturbed_is_tried_again() -> None:
     while not (reason := ranks.reviewed()):
         pass
     assert "did not help" in reason
+    assert (ranks.balance.reviews, ranks.balance.logs) == (0, ()), "those were of other shares"
     ranks.slowness = [1.0, 3.0]
     assert any(ranks.reviewed() for _ in range(80))
     assert ranks.balance.parts == (48, 16)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -93,9 +95,19 @@ def test_two_of_one_name_are_refused(ctx: Context) -> None:
         hvd.Accumulator()
 
 
-def test_what_is_no_number(ctx: Context) -> None:
-    with pytest.raises(ScriptError, match=r"shape \(2,\) is no number"):
-        hvd.Accumulator().add(loss=torch.zeros(2))
+@pytest.mark.parametrize("value", [torch.zeros(2), torch.tensor(1j), "many", None, 1j])
+def test_what_is_no_number(ctx: Context, value: Any) -> None:
+    with pytest.raises(ScriptError, match=r"add\(loss=.*(is no number|must be a number)"):
+        hvd.Accumulator().add(loss=value)
+
+
+def test_a_sum_that_is_not_there_is_named(ctx: Context) -> None:
+    totals = hvd.Accumulator()
+    totals.add(hits=1)
+    with pytest.raises(ScriptError, match="'accumulator' has no sum 'hits', it has nothing: add"):
+        totals["hits"]
+    assert totals.get("hits") is None
+    assert "hits" not in totals
 
 
 def test_one_in_the_training_function_is_refused_at_once(ctx: Context) -> None:

@@ -492,10 +492,6 @@ def test_clipping_between_passes_sees_the_whole_gradient_once(alone: Context) ->
     ("options", "message"),
     [
         ({"max_batch_size": 8}, r"max_batch_size=8\): the largest batch is below"),
-        ({"max_batch_size": 64, "atomic_batch_size_bounds": (9, 8)}, "exclude each other"),
-        ({"max_batch_size": 64, "atomic_batch_size_bounds": 9}, "must be a pair"),
-        ({"max_batch_size": 64, "atomic_batch_size_bounds": (0, 8)}, "at least 1"),
-        ({"max_batch_size": 64, "atomic_batch_size_bounds": (65, None)}, "not even one rank"),
         ({"max_batch_size": 6.5}, "must be a whole number"),
         ({"max_batch_size": 64, "drop_last": True}, "leave drop_last out"),
         ({"atomic_batch_size_bounds": (1, 8)}, "give max_batch_size too"),

@@ -63,6 +63,7 @@ class FakeContext:
     handed: list[InFlight] = field(default_factory=list)
     marked: int = 0
     loaders: list[Any] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     boundary: Any = None
 
     def step_boundary(self) -> None:
@@ -81,6 +82,9 @@ class FakeContext:
 
     def register_loader(self, loader: Any) -> None:
         self.loaders.append(loader)
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
 
     def consume(self) -> None:
         """What the optimizer does after its step."""
@@ -455,11 +459,14 @@ def test_pytorch_refuses_its_own_options_at_once() -> None:
         DataLoader(Numbers(4), 2, prefetch_factor=2, context=FakeContext())
 
 
-def test_a_batch_smaller_than_the_world_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    loader: Any = DataLoader(Numbers(9), 3, context=FakeContext(size=4))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_smaller_than_the_world_is_warned_of_once(rank: int) -> None:
+    context = FakeContext(rank=rank, size=4)
+    loader: Any = DataLoader(Numbers(9), 3, context=context)
     list(loader)
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith("batch_size 3 is for all ranks together and there are 4: 1 of them")
+    assert len(context.warnings) == (rank == 0)
+    said = "the batch of 3 is for all ranks together and there are 4: 1 of them have no example"
+    assert all(warning.startswith(said) for warning in context.warnings)
 
 
 def test_an_error_of_the_dataset_reaches_the_script() -> None:

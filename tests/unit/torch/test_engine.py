@@ -145,6 +145,40 @@ for env in generations:
 
 
 @pytest.mark.dist
+def test_ranks_that_do_not_exchange_the_same_are_all_told(stores: Any) -> None:
+    """One has frozen a parameter that the other trains: no rank waits for the other for ever."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch import context
+from hvd_elastic.torch.optimizer import DistributedOptimizer
+os.environ.update(generations[0])
+ctx = context.initialize()
+model = torch.nn.Linear(1, 1)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+for both in (True, False):
+    model.weight.requires_grad_(ctx.engine.rank == 1 and not both)
+    optimizer.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    try:
+        optimizer.step()
+        said.append(model.weight.grad is None)
+    except ScriptError as error:
+        said.append(str(error))
+try:
+    ctx.engine.gather(torch.zeros(2, 1 + ctx.engine.rank), "g")
+except ScriptError as error:
+    said.append(str(error))
+"""
+    said = run_ranks(body, worlds(stores, 2))
+    assert said[0] == said[1]
+    frozen_on_both, frozen_on_one, gathered = said[0]
+    assert frozen_on_both is True
+    assert "the ranks disagree about parameter 'weight': some have" in frozen_on_one
+    assert "what the ranks exchange does not fit together: Mismatched ALLGATHER" in gathered
+
+
+@pytest.mark.dist
 def test_who_survives_a_kill_hears_of_it_and_can_go_on(stores: Any) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """

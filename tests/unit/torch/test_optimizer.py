@@ -99,6 +99,34 @@ def test_frozen_parameters_are_left_alone(alone: Context, two: TwoRanks) -> None
     assert frozen.weight.item() == 0
 
 
+@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_is_frozen_later_stays_as_it_is(
+    alone: Context, ranks: int, adapts: bool
+) -> None:
+    """With momentum and decay a zero gradient would move it."""
+    alone.engine = engine = TwoRanks(other=0.0)
+    engine.size = ranks
+    frozen, model = linear(), linear()
+    parameters = [*frozen.parameters(), *model.parameters()]
+    sgd = torch.optim.SGD(parameters, lr=0.5, momentum=0.9, weight_decay=0.1)
+    optimizer = DistributedOptimizer(sgd, lr_rule="none")
+    if adapts:
+        adaptation = Adaptation(BatchLimits(8, 16), examples=64)
+        alone.averager.adapt(adaptation)  # type: ignore[union-attr]
+    places = []
+    for learns in (True, False, False, True):
+        frozen.requires_grad_(learns)
+        optimizer.zero_grad()
+        hand_out(alone)
+        (model(torch.ones(1, 1)) + frozen(torch.ones(1, 1))).sum().backward()
+        optimizer.step()
+        assert (frozen.weight.grad is None) is not learns
+        places.append(frozen.weight.item())
+    assert places[0] == places[1] == places[2] != places[3]
+    assert alone.progress.step == 4
+
+
 def test_bfloat16_gradients_are_reduced_as_float(alone: Context, two: TwoRanks) -> None:
     model = linear().to(torch.bfloat16)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
@@ -122,6 +150,20 @@ def test_clipping_sees_the_average(alone: Context, two: TwoRanks) -> None:
     assert two.names == ["gradient.weight"], "reduced once"
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_clipping_what_is_on_its_way_is_refused(
+    alone: Context, two: TwoRanks, kind: torch.dtype
+) -> None:
+    """Without an error the ranks go apart."""
+    model = linear().to(kind)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    model(torch.ones(1, 1, dtype=kind)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ScriptError, match=r"'weight' was changed .* optimizer.synchronize\(\)"):
+        optimizer.step()
+
+
 def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
     alone: Context, two: TwoRanks
 ) -> None:
@@ -129,8 +171,24 @@ def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     hand_out(alone)
     model(torch.ones(1, 1)).sum().backward()
-    with pytest.raises(ScriptError, match=r"'gradient\.weight' was computed twice.*larger batch"):
+    with pytest.raises(ScriptError, match=r"'weight' was computed twice.*larger batch"):
         model(torch.ones(1, 1)).sum().backward()
+
+
+def test_one_optimizer_is_averaged_and_once(alone: Context, two: TwoRanks) -> None:
+    """Of two, one rank could have taken the step of the first alone when another one dies."""
+    model = linear()
+    first = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(ScriptError, match="averaged already, by an earlier call or by horovod"):
+        DistributedOptimizer(first)
+    second = DistributedOptimizer(torch.optim.SGD(linear().parameters(), lr=1.0))
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    assert two.names == []
+    with pytest.raises(ScriptError, match="another optimizer was given to DistributedOptimizer"):
+        first.step()
+    second.step()
+    assert alone.progress.step == 1
 
 
 def test_what_is_no_optimizer_is_refused(alone: Context) -> None:

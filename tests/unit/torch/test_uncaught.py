@@ -1,0 +1,74 @@
+"""What a script that ends with an exception leaves on the terminal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.uncaught import tell_uncaught
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.delenv("HVD_ELASTIC_TRACEBACK", raising=False)
+
+
+def uncaught(error: BaseException) -> None:
+    """As Python tells of it."""
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def test_a_mistake_is_its_message_alone_in_a_real_script() -> None:
+    program = "import hvd_elastic.torch as hvd; hvd.rank()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: call hvd_elastic.torch.init() first, before anything else of it\n"
+    )
+
+
+@pytest.mark.usefixtures("hook")
+def test_pythons_way_where_it_is_wanted_and_for_other_errors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_uncaught()
+    tell_uncaught()
+    uncaught(ScriptError("so it is"))
+    assert capsys.readouterr().err == "error: so it is\n"
+    uncaught(ValueError("no mistake of ours"))
+    said = capsys.readouterr().err
+    assert said == "ValueError: no mistake of ours\n"
+    monkeypatch.setenv("HVD_ELASTIC_TRACEBACK", "1")
+    uncaught(ScriptError("so it is"))
+    assert capsys.readouterr().err == "hvd_elastic.errors.ScriptError: so it is\n"
+
+
+def test_a_hook_of_the_scripts_own_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *told: shown.append(told[1]))
+    tell_uncaught()
+    error = ScriptError("so it is")
+    uncaught(error)
+    assert shown == [error]
+
+
+@pytest.mark.usefixtures("hook")
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_leader_shows_it_if_it_listens(capsys: pytest.CaptureFixture[str], listens: bool) -> None:
+    told: list[str] = []
+
+    def tell(text: str) -> bool:
+        told.append(text)
+        return listens
+
+    tell_uncaught()
+    tell_uncaught(tell)
+    uncaught(ScriptError("so it is"))
+    uncaught(KeyboardInterrupt())
+    assert told == ["ScriptError: so it is\n"]
+    assert ("error: so it is\n" in capsys.readouterr().err) is not listens
