@@ -7,6 +7,7 @@ writes how long it took. As ``hvd_elastic/bench/adaptive/distorted_job.py`` in a
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import adaptdl.torch
 import torch
 from adaptdl.torch import _metrics
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
 from hvd_elastic.bench.adaptive.workloads import (
     DISTORTED_RATE,
@@ -24,6 +26,7 @@ from hvd_elastic.bench.adaptive.workloads import (
     Race,
     digits_network,
     distorted_digits,
+    rate_left,
     share_right,
     warm_up,
 )
@@ -36,7 +39,8 @@ def learn(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     network = digits_network()
     sgd = torch.optim.SGD(network.parameters(), lr=DISTORTED_RATE, momentum=0.9)
-    model = adaptdl.torch.AdaptiveDataParallel(network, sgd)
+    schedule = LambdaLR(sgd, lambda _: rate_left(_metrics.get_progress()))
+    model = adaptdl.torch.AdaptiveDataParallel(network, sgd, schedule)
     loader = adaptdl.torch.AdaptiveDataLoader(examples, batch_size=INITIAL, shuffle=True)
     # Without accumulation, with which this release sums gradients instead of averaging them.
     loader.autoscale_batch_size(
@@ -57,8 +61,9 @@ def learn(seed: int) -> dict[str, Any]:
             sgd.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
             sgd.step()
+            schedule.step()
             used, steps = used + replicas * len(inputs), steps + 1
-            if race.over(used, loader.current_batch_size):
+            if race.over(used, loader.current_batch_size, model.gns.get_progress()):
                 return {"batch": "AdaptDL", "seed": seed, **race.result(), "steps": steps}
     raise AssertionError("the epochs were over before the training")
 
@@ -71,6 +76,9 @@ def main() -> None:
     row = learn(seed)
     if adaptdl.env.replica_rank() == 0:
         out.write_text(json.dumps([row]), encoding="utf-8")
+    torch.distributed.barrier()
+    # Its threads, left running, can abort the interpreter when it ends.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,6 @@ class Engine(Protocol):
     """Of the waits that came to a good end."""
     waited_s: float
     """All waits for other ranks together."""
-    copies_from_gpu: bool
-    """Whether what is on a GPU is reduced in a copy on the CPU."""
 
     def check_device(self, local_rank: int, devices: int) -> None:
         """Whether slot ``local_rank`` of a host with so many GPUs can exchange what is on its GPU.
@@ -123,7 +121,6 @@ class LocalEngine:
     waiting_since: float | None = None
     longest_wait_s = 0.0
     waited_s = 0.0
-    copies_from_gpu = False
 
     def check_device(self, local_rank: int, devices: int) -> None:
         """Nothing is exchanged."""
@@ -201,7 +198,6 @@ class HorovodEngine:
         self.waiting_since: float | None = None
         self.longest_wait_s = 0.0
         self.waited_s = 0.0
-        self.copies_from_gpu = not horovod.nccl_built()
 
     @property
     def horovod(self) -> Any:

@@ -362,13 +362,13 @@ class GradientAverager:
         return self._names[parameter].removeprefix("gradient.")
 
     def _refuse_changed(self) -> None:
-        """The script has changed gradients that are on their way: each rank would have others."""
-        engine = self._context.engine
+        """The script has changed gradients that are on their way: each rank would have others.
+
+        On a GPU, what reduces them may write to them in a way that looks the same.
+        """
         for parameter, (_, _, version) in self._handles.items():
             gradient = parameter.grad
-            if gradient is None or (gradient.is_cuda and engine.copies_from_gpu):
-                continue
-            if gradient._version != version:
+            if gradient is not None and not gradient.is_cuda and gradient._version != version:
                 raise ScriptError(
                     f"the gradient of {self._name_of(parameter)!r} was changed while it was being "
                     "averaged over the ranks, so they would go apart; call "

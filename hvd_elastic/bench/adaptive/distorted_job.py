@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -27,6 +28,7 @@ from hvd_elastic.bench.adaptive.workloads import (
     Race,
     digits_network,
     distorted_digits,
+    rate_left,
     share_right,
     warm_up,
 )
@@ -52,6 +54,7 @@ def learn(batch: str, seed: int) -> dict[str, Any]:
         learn_bare(race, model, sgd, examples, seed)
         return {**row, **race.result()}
     optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="adascale")
+    schedule = hvd.follow_progress(LambdaLR(optimizer, rate_left))
     loader: Any
     if batch == "adaptive":
         loader = hvd.DataLoader(examples, INITIAL, shuffle=True, seed=seed, max_batch_size=LARGEST)
@@ -66,11 +69,12 @@ def learn(batch: str, seed: int) -> dict[str, Any]:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
-                used = context.current().progress.examples
-                if race.over(used, loader.adaptation.plan.global_batch_size):
+                schedule.step()
+                used, adaptation = context.current().progress.examples, loader.adaptation
+                if race.over(used, adaptation.plan.global_batch_size, adaptation.progress):
                     return
 
-    train(hvd.State(model=model, optimizer=optimizer))
+    train(hvd.State(model=model, optimizer=optimizer, schedule=schedule))
     return {**row, **race.result(), "steps": context.current().progress.step}
 
 
@@ -83,7 +87,8 @@ def learn_bare(
     optimizer = horovod.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
     sampler: Any = DistributedSampler(examples, hvd.size(), hvd.rank(), seed=seed)
     loader = DataLoader(examples, INITIAL // hvd.size(), sampler=sampler)
-    used = 0
+    schedule = LambdaLR(optimizer, rate_left)
+    used, steps = 0, 0
     race.start()
     for epoch in range(10**6):
         sampler.set_epoch(epoch)
@@ -91,8 +96,9 @@ def learn_bare(
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
-            used += hvd.size() * len(inputs)
-            if race.over(used, INITIAL):
+            schedule.step()
+            used, steps = used + hvd.size() * len(inputs), steps + 1
+            if race.over(used, INITIAL, steps):
                 return
 
 

@@ -36,12 +36,15 @@ __all__ = [
     "target_rows",
 ]
 
-PARTS = "noise,digits,rules,overhead,times,changes,target,distorted,examples"
+PARTS = "noise,digits,rules,overhead,times,changes,distorted,examples"
 FIXED = (32, 64, 128, 256, 512)
 """Batches of distorted digits beside the one that adapts."""
-PEERED = {"overhead", "target", "distorted"}
+PEERED = {"overhead", "distorted"}
 SPLITS = 20
 """Random halves of the configurations that the step time is fitted to."""
+
+
+SPREAD = ("median", "lowest", "highest")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -384,30 +387,38 @@ def measure_changes(seeds: int) -> list[dict[str, Any]]:
 def target_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How long each way took to reach the target, against the best fixed batch.
 
+    A training that misses the target has taken longer than any that reaches it.
+
     Args:
-        found: what ``target_job`` wrote: ``batch`` (a size, ``"adaptive"``, or a peer's name),
-            ``seconds`` (None where the target was missed) and ``last_batch``, or ``failed`` with
-            the reason where the job died.
+        found: what ``distorted_job`` wrote: ``batch`` (a size, ``"adaptive"``, or a peer's name),
+            ``seconds`` (None where the target was missed), and ``whole_s``, ``accuracy`` and
+            ``last_batch`` at the end of its schedule, or ``failed`` with the reason where the job
+            died.
     """
     rows: list[dict[str, Any]] = []
     for batch in dict.fromkeys(row["batch"] for row in found):
         mine = [row for row in found if row["batch"] == batch]
         ended = [row for row in mine if "failed" not in row]
-        reached = [row["seconds"] for row in ended if row["seconds"] is not None]
+        seconds = [math.inf if row["seconds"] is None else row["seconds"] for row in ended]
         row: dict[str, Any] = {"batch": batch, "seeds": len(mine)}
-        row["missed"], row["failed"] = len(ended) - len(reached), len(mine) - len(ended)
-        row["last_batch"] = (
-            statistics.median(each["last_batch"] for each in ended) if ended else None
-        )
-        rows.append({**row, **(spread(reached) if reached else {"median": None})})
-    always = [row for row in rows if row["median"] and not row["missed"] and not row["failed"]]
-    fixed = [row["median"] for row in always if isinstance(row["batch"], int)]
-    ours = [row["median"] for row in always if row["batch"] == "adaptive"]
-    for row in rows:
-        for name, medians in (("times_best_fixed", fixed), ("times_adaptive", ours)):
-            known = medians and row["median"] is not None
-            row[name] = row["median"] / min(medians) if known else None
+        row["missed"], row["failed"] = seconds.count(math.inf), len(mine) - len(ended)
+        for field in ("last_batch", "accuracy", "whole_s"):
+            row[field] = statistics.median(each[field] for each in ended) if ended else None
+        found_s = spread(seconds) if ended else dict[str, float]()
+        rows.append({**row, **{name: _known(found_s.get(name)) for name in SPREAD}})
+    for field, than in (("median", ""), ("whole_s", "_whole")):
+        sure = [row for row in rows if row[field] and not row["failed"]]
+        fixed = [row[field] for row in sure if isinstance(row["batch"], int)]
+        ours = [row[field] for row in sure if row["batch"] == "adaptive"]
+        for row in rows:
+            for name, medians in (("times_best_fixed", fixed), ("times_adaptive", ours)):
+                known = medians and row[field] is not None
+                row[name + than] = row[field] / min(medians) if known else None
     return rows
+
+
+def _known(value: float | None) -> float | None:
+    return None if value is None or math.isinf(value) else value
 
 
 def with_trainings(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -419,48 +430,36 @@ def with_trainings(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if row["failed"]:
             why = next(each["failed"] for each in row["trainings"] if "failed" in each)
             print(f"{name}{row['failed']} of {row['seeds']} trainings failed: {why}", flush=True)
-        if row["median"] is None:
-            print(f"{name}the target was reached in none of {row['seeds']} trainings", flush=True)
+        if row["whole_s"] is None:
             continue
+        median, lowest, highest, fixed, adaptive = (
+            math.nan if row[field] is None else row[field]
+            for field in (*SPREAD, "times_best_fixed", "times_adaptive")
+        )
         print(
-            f"{name}{row['median']:.2f} s to the target, from {row['lowest']:.2f} to "
-            f"{row['highest']:.2f}, missed in {row['missed']} of {row['seeds']}; "
-            f"{row['times_best_fixed'] or math.nan:.2f} times the best fixed batch, "
-            f"{row['times_adaptive'] or math.nan:.2f} times the adaptive one; "
-            f"last batch {row['last_batch']:.0f}",
+            f"{name}{median:.2f} s to the target, from {lowest:.2f} to {highest:.2f}, missed in "
+            f"{row['missed']} of {row['seeds']}; {fixed:.2f} times the best fixed batch, "
+            f"{adaptive:.2f} times the adaptive one; whole training {row['whole_s']:.2f} s, "
+            f"accuracy {100 * row['accuracy']:.2f} %, last batch {row['last_batch']:.0f}",
             flush=True,
         )
     return rows
 
 
-def measure_target(seeds: Sequence[int], peer: AdaptDL | None) -> list[dict[str, Any]]:
-    """Time to a test accuracy on the digits, two ranks."""
-    found: list[dict[str, Any]] = []
-    # In turn, so that a busy moment of the machine hits all alike.
-    for seed in seeds:
-        found += run_job("target_job", 2, seed)
-        if peer is not None:
-            found += _peer_training(peer, "adaptdl_target.py", seed)
-    return with_trainings(found)
-
-
 def measure_distorted(seeds: Sequence[int], peer: AdaptDL | None) -> list[dict[str, Any]]:
     """Time to a test accuracy on distorted digits, two ranks."""
     found: list[dict[str, Any]] = []
+    # In turn, so that a busy moment of the machine hits all alike.
     for seed in seeds:
         for batch in ("adaptive", *FIXED, "horovod"):
             found += run_job("distorted_job", 2, batch, seed)
-        if peer is not None:
-            found += _peer_training(peer, "adaptdl_distorted.py", seed)
+        if peer is None:
+            continue
+        try:
+            found += peer.run_job("adaptdl_distorted.py", 2, seed)
+        except RunError as error:
+            found.append({"batch": AdaptDL.name, "seed": seed, "failed": str(error)})
     return with_trainings(found)
-
-
-def _peer_training(peer: AdaptDL, script: str, seed: int) -> list[dict[str, Any]]:
-    try:
-        rows: list[dict[str, Any]] = peer.run_job(script, 2, seed)
-    except RunError as error:
-        rows = [{"batch": AdaptDL.name, "seed": seed, "failed": str(error)}]
-    return rows
 
 
 def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]]:
@@ -515,7 +514,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=PARTS, help="which, separated by commas")
     parser.add_argument("--seeds", type=int, default=3, help="trainings for each row")
-    parser.add_argument("--first-seed", type=int, default=0, help="of target and distorted")
+    parser.add_argument("--first-seed", type=int, default=0, help="of distorted")
     parser.add_argument("--ranks", default="1,2,4", help="for the noise, the digits' included")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of steps for the overhead")
     parser.add_argument("--rates", default="100mbit,1gbit", help="of links, for the step times")
@@ -526,7 +525,7 @@ def main() -> None:
     args = parser.parse_args()
     wanted = args.parts.split(",")
     problems = args.problems.split(",")
-    target_seeds = range(args.first_seed, args.first_seed + args.seeds)
+    distorted_seeds = range(args.first_seed, args.first_seed + args.seeds)
     ranks = [int(count) for count in args.ranks.split(",")]
     measure: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "noise": lambda: noise_rows(args.seeds, ranks),
@@ -535,8 +534,7 @@ def main() -> None:
         "overhead": lambda: measure_overhead(args.rounds, peer),
         "times": lambda: times_rows(args.rates.split(",")),
         "changes": lambda: measure_changes(args.seeds),
-        "target": lambda: measure_target(target_seeds, peer),
-        "distorted": lambda: measure_distorted(target_seeds, peer),
+        "distorted": lambda: measure_distorted(distorted_seeds, peer),
         "examples": lambda: measure_examples(args.seeds, problems),
     }
     if unknown := set(wanted) - set(measure):
