@@ -21,11 +21,11 @@ _OUTLIER = 10.0
 """A step whose squared gradient is more than this many times those before counts as if it were."""
 _FEWEST = 8
 """Steps before the filters begin: fewer that happen to agree prove nothing."""
-_WANDERS = (0.002, 0.01, 0.03, 0.1)
+_WANDERS = (0.001, 0.005, 0.02, 0.1)
 """How far the ratio may wander in a step of the initial batch size, by filter; relative."""
-_TRENDS = (0.0, 0.002)
+_TRENDS = (0.0, 0.0015)
 """How steady a growth in such a step may be, by filter; relative."""
-_RESTLESS, _RESTLESS_BY = 2.5, 0.033
+_RESTLESS, _RESTLESS_BY = 3.0, 0.033
 """The prior probability of a filter falls with how far the ratio may wander, with this power of one
 more than its multiple of the second number: mostly the noise of the norms looks like a change."""
 _DAMPING = 0.995
@@ -170,10 +170,16 @@ class _Filters:
         self.level += gain * off
         self.slope += slope_gain * off
         self.slope_error -= slope_gain * self.variance * self.both_error
-        self.both_error -= gain * self.variance * self.both_error
-        self.level_error -= gain * self.variance * self.level_error
-        self.noise += (weight * mixed**2 - self.noise) / min(self.steps, _NOISE_STEPS)
+        self.slope_error = np.maximum(self.slope_error, 0.0)  # rounding
+        self.both_error *= noise / spread
+        self.level_error *= noise / spread
+        before = self.noise
+        self.noise = before + (weight * mixed**2 - before) / min(self.steps, _NOISE_STEPS)
         self.noise = np.maximum(self.noise, self._least_noise())
+        if self.steps < _NOISE_STEPS:
+            # How sure a filter is was told in a noise that was not known yet.
+            for errors in (self.level_error, self.both_error, self.slope_error):
+                errors *= self.noise / before
         self.variance += (variance - self.variance) / min(self.steps, _VARIANCE_STEPS)
 
     def _begin(self) -> None:
@@ -197,6 +203,7 @@ class _Filters:
         self.slope = kept * self.slope
         self.level_error = self.level_error + self._wander * age * scale
         self.level_error += ahead * (2 * self.both_error + ahead * self.slope_error)
+        self.level_error = np.maximum(self.level_error, 0.0)  # rounding
         self.both_error = kept * (self.both_error + ahead * self.slope_error)
         self.slope_error = kept**2 * self.slope_error + (1 - kept**2) * self._trend * scale
 

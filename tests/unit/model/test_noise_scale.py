@@ -206,3 +206,21 @@ def test_gradients_of_zero_and_of_any_size_are_no_end() -> None:
             tracker.add([size * local], [size * total], 32, 2)
     assert tracker.noise_scale() == pytest.approx(25, rel=0.5)
     assert np.isfinite(tracker.uncertainty())
+
+
+def test_first_steps_that_happen_to_agree_are_not_believed_for_long() -> None:
+    off = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        tracker = NoiseTracker(1, initial_batch_size=32, population=None)
+        ratios, variances = [], []
+        for _ in range(200):
+            local, total = norms(rng.normal(size=(32, 12)) + 0.1, [16, 16])
+            norm, variance = squared_norm_and_variance(local, total, 32, 2)
+            ratios.append(norm)
+            variances.append(variance)
+            tracker.add([local], [total], 32, 2)
+        # Nothing changes, so that no estimate is better than the plain mean.
+        off.append(tracker.squared_norm()[-1] / tracker.variance()[-1] / (np.mean(ratios) / 12))
+    assert 0.8 < float(np.median(off)) < 1.25
+    assert float(np.std(off)) < 0.35
