@@ -33,5 +33,5 @@ class Problem:
 
 PROBLEMS = {
     "digits": Problem(32, 0.025, 0.01, 512, 300_000),
-    "characters": Problem(32, 1e-3, 2.2, 1024, 400_000),
+    "characters": Problem(32, 1e-3, 2.4, 1024, 400_000),
 }
