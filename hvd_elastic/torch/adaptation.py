@@ -176,7 +176,8 @@ class Adaptation:
         """Whether the gradients of the step after ``step`` are looked at."""
         if self._statistics is None or not self._statistics.ready:
             return False
-        return step % self._sample_every == 0 or step % self._probe_every == 0
+        probing = self._ranks == 1 and self.plan.accumulation_steps == 0
+        return step % (self._probe_every if probing else self._sample_every) == 0
 
     def step_begins(self, passes: int, waited_s: float) -> None:
         """This rank makes its share of the step in so many passes; see :class:`OwnTimes`."""

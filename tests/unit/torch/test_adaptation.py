@@ -598,8 +598,24 @@ def test_every_step_is_looked_at_for_longer_where_the_noise_is_uncertain(
         adaptation._tracker.add([local], [total], 32, 2)
     adaptation._schedule(250)
     assert adaptation._sample_every == (1 if every_step else 4)
+    adaptation._ranks = 2
     looked_at = [adaptation.sampled(step) for step in range(252, 256)]
     assert looked_at == ([True] * 4 if every_step else [True, False, False, False])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "extra", "looked_at"), [(1, 0, [0, 2, 4, 6]), (1, 1, [0]), (2, 0, [0])]
+)
+def test_probes_are_for_one_rank_that_makes_one_pass(
+    ranks: int, extra: int, looked_at: list[int]
+) -> None:
+    """Others see the noise in any step, and look as seldom as the cost of it says."""
+    weights = torch.nn.Parameter(torch.zeros(1))
+    adaptation = Adaptation(BatchLimits(32, 32), examples=6400)
+    adaptation.attach(GradientStatistics(torch.optim.SGD([weights], lr=0.1)), unchanged)
+    adaptation._ranks, adaptation.plan = ranks, BatchPlan(32, extra)
+    adaptation._sample_every, adaptation._probe_every = 64, 2
+    assert [step for step in range(8) if adaptation.sampled(step)] == looked_at
 
 
 class Looks(LookTimes):

@@ -56,6 +56,24 @@ def test_a_chain_of_schedules_moves_with_progress(alone: Context) -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05**2)
 
 
+@pytest.mark.parametrize("within", ["itself", "a chain", "a sequence"])
+def test_one_cycle_stays_at_its_end(alone: Context, within: str) -> None:
+    """The last pass over the data goes on for some steps more, at which OneCycleLR would raise."""
+    adaptation = alone.adaptation = Adaptation(BatchLimits(10, 100), examples=100)
+    optimizer, other = halving()
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8.0, total_steps=20)
+    schedule: torch.optim.lr_scheduler.LRScheduler = cycle
+    if within == "a chain":
+        schedule = torch.optim.lr_scheduler.ChainedScheduler([other, cycle])
+    elif within == "a sequence":
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [other, cycle], [5])
+    hvd.follow_progress(schedule)
+    adaptation.progress = 60.0
+    schedule.step()
+    assert cycle.last_epoch == 19
+    assert 0 <= optimizer.param_groups[0]["lr"] < 0.01
+
+
 def test_it_counts_steps_or_epochs(alone: Context) -> None:
     with pytest.raises(ScriptError, match="must be 'step' or 'epoch'"):
         hvd.follow_progress(halving()[1], "minute")  # type: ignore[arg-type]
