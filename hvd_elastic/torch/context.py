@@ -32,6 +32,7 @@ from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngin
 from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.sink import Sink, open_sink
 from hvd_elastic.torch.uncaught import tell_uncaught
+from hvd_elastic.words import plural
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.adaptation import Adaptation
@@ -107,6 +108,7 @@ class Context:
         self.voided = False
         """Whether the step in flight counts for nothing, since it did not fit into some memory."""
         self._void = False
+        self._left_out = False
         self._kept: dict[str, Any] = {}
         self._before_change: dict[str, Callable[[], None]] = {}
         self._state: State | None = None
@@ -239,6 +241,8 @@ class Context:
         self._marked = False
         self._exchanged = False
         self.voided = False
+        if self._averager is not None:
+            self._averager.forget()
 
     @property
     def accumulating(self) -> bool:
@@ -277,7 +281,7 @@ class Context:
             heard = self.link is not None and self.link.pending(self.generation)
             wishes = [1.0 if heard else 0.0, *self._checkpoints.wishes()]
             if adaptive:
-                wishes.append(float(self._void))
+                wishes += [float(self._void), float(self._left_out)]
             flag = torch.tensor(wishes)
             self._flag = (self.engine.reduce_async(flag, "hvd_elastic.change"), flag)
 
@@ -294,8 +298,12 @@ class Context:
             handle, _ = self._flag
             self._flag = None
             change, *wishes = self.engine.wait(handle).tolist()
+            left_out = 0
             if self.adaptation is not None:
+                left_out = round(wishes.pop() * self.engine.size)
                 self.voided = wishes.pop() > 0
+            if 0 < left_out < self.engine.size and not self.voided:
+                self.refuse_left_out()
             self._change_agreed |= change > 0
             self._checkpoints.agree(wishes)
         else:
@@ -306,6 +314,25 @@ class Context:
         if self.voided and self.adaptation is not None:
             self._marked = True  # nothing of it counts, and all ranks do it again
             self.adaptation.want_review()
+
+    def refuse_left_out(self) -> None:
+        """The ranks have found that they do not make the same step: all of them call this.
+
+        Raises:
+            ScriptError: some leave it out and others do not; names them.
+        """
+        own = torch.tensor([int(self._left_out)])
+        told = self.engine.gather(own, "hvd_elastic.left_out").tolist()
+        ranks = [str(rank) for rank, left_out in enumerate(told) if left_out]
+        if ranks:
+            raise ScriptError(
+                f"step {self.progress.step + 1} was left out on {plural('rank', len(ranks))} "
+                f"{', '.join(ranks)} alone, of {len(told)}: the loop body went on to the next "
+                "batch without optimizer.step(), and from then on ranks would hold different "
+                "weights. Take every step on all ranks; where the batch adapts, and with "
+                "hvd.GradScaler, one with gradients that are not finite is left out on all of "
+                "them by itself. Else have all decide alike, by hvd.allreduce"
+            )
 
     def _gather_read(self) -> None:
         # Padding is marked by its sign: it was read, and counted with weight 0.
@@ -363,15 +390,24 @@ class Context:
         """The loop body came back for more without a step of our optimizer."""
         if self.accumulating:  # the loop was left between two passes: this step was never made
             self.step_failed()
-        if not self._marked:
-            if self.adaptation is not None and self._averager is not None:
-                self._averager.synchronize()
+        self._step_left_out(over=True)
+
+    def _step_left_out(self, *, over: bool) -> None:
+        """The step in flight ends without our optimizer's; ``over``: the loop body has ended."""
+        if self._marked:
+            return
+        self._left_out = True
+        try:
+            if over and self.adaptation is not None and self._averager is not None:
+                self._averager.synchronize()  # somebody may want to call the step off
+            elif self._averager is not None:
+                self._averager.leave_out()
             self.exchange()
+        finally:
+            self._left_out = False
         # Called off, it does not count.
         if not self._marked:
             self.step_done()
-        if self._averager is not None:
-            self._averager.forget()
 
     def commit(self, metrics: Mapping[str, Any]) -> None:
         """See :meth:`State.commit`."""
@@ -379,9 +415,7 @@ class Context:
         if self._has_loader:
             if self.accumulating:
                 return
-            if not self._marked:
-                self.exchange()
-                self.step_done()
+            self._step_left_out(over=False)
             if self._state is not None:
                 self._state.save_plain()
             return

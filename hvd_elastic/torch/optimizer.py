@@ -185,10 +185,13 @@ class GradientAverager:
         if own_times is not None:
             own_times.work_ends()
         self._refuse_changed()
-        for parameter, (handle, reduced, _) in self._handles.items():
+        # The last first: it tells whether another rank leaves the step out, and has no others then.
+        for parameter in reversed(self._names):
+            handle, reduced, _ = self._handles[parameter]
             try:
                 self._context.engine.wait(handle)
             except ScriptError as differing:
+                self._context.refuse_left_out()
                 raise ScriptError(
                     f"the ranks disagree about parameter {self._name_of(parameter)!r}: some have "
                     "frozen it (requires_grad=False) and others not, or their models differ. "
@@ -202,6 +205,28 @@ class GradientAverager:
         self._context.exchange()
         if self._adaptation is not None:
             self._end_statistics(self._adaptation)
+
+    def leave_out(self) -> None:
+        """The script goes on without a gradient for the batch in flight: do all ranks?
+
+        It is said in the place of a gradient, in a shape that none has. If another rank has a
+        gradient there, Horovod tells all of them; steps that are taken cost nothing more.
+
+        Raises:
+            ScriptError: not all ranks do; names those that do.
+        """
+        begun = self._averaged or self._handles or self._unseen
+        if self._context.size == 1 or begun or not self._names:
+            return
+        parameter = next(reversed(self._names))
+        number = torch.zeros((1,) * (parameter.dim() + 2), device=parameter.device)
+        engine = self._context.engine
+        handle = engine.reduce_async(number, self._names[parameter])
+        try:
+            engine.wait(handle)
+        except ScriptError:
+            self._context.refuse_left_out()
+            raise
 
     def absorb(self) -> None:
         """A pass is over and others follow in the step: add its gradients to the sum."""

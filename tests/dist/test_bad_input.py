@@ -17,7 +17,7 @@ import pytest
 from hvd_elastic.cluster.virtual import VirtualCluster
 from hvd_elastic.launch.checkpoints import complete_checkpoint
 from tests.dist import jobs
-from tests.dist.jobs import Job, assert_nothing_left, call, hostfile_of, write_script
+from tests.dist.jobs import TINY, Job, assert_nothing_left, call, hostfile_of, write_script
 from tests.small_disk import mounted
 from tests.unit.launch.test_checkpoints import spooled
 
@@ -250,6 +250,27 @@ def test_script_that_raises_ends_the_run_with_its_traceback_once(
     logs = [path.read_text() for path in (job.folder / "logs").iterdir()]
     assert any(error in text for text in logs), "it is in the worker's log too"
     assert_nothing_left(mark=job.mark, cluster=hosts)
+
+
+def test_step_that_one_rank_leaves_out_alone_ends_the_run(home: Path) -> None:
+    """All ranks leave out every third step, which is their right, and one the tenth."""
+    text = TINY.replace(
+        "            optimizer.zero_grad()\n",
+        "            skipped = (state.steps + left_out) % 3 == 2\n"
+        "            if skipped or (state.steps + left_out == 9 and hvd.rank() == 1):\n"
+        "                left_out += 1\n"
+        "                continue\n"
+        "            optimizer.zero_grad()\n",
+    ).replace("def train(state):\n", "def train(state):\n    left_out = 0\n")
+    script = write_script(home, text)
+    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
+    with Job(*options, "--", sys.executable, script, home=home) as job:
+        assert job.wait() == 1, job.text
+    assert "ScriptError: step 10 was left out on rank 1 alone, of 2:" in job.text
+    assert "have all decide alike, by hvd.allreduce" in job.text
+    assert "Traceback" not in job.text
+    (finished,) = job.events("run_finished")
+    assert finished["steps"] == 9
 
 
 def test_script_that_one_host_does_not_have(

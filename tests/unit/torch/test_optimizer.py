@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,78 @@ def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
     model(torch.ones(1, 1)).sum().backward()
     with pytest.raises(ScriptError, match=r"'weight' was computed twice.*larger batch"):
         model(torch.ones(1, 1)).sum().backward()
+
+
+class LeftOut(LocalEngine):
+    """Of two ranks this is the second; the first leaves the step out, or takes it."""
+
+    rank, size = 1, 2
+
+    def __init__(self, first: bool) -> None:
+        self.first = first
+        self.shapes: list[tuple[int, ...]] = []
+
+    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+        self.shapes.append(tuple(tensor.shape))
+        if name == "hvd_elastic.change":
+            tensor[-1] += self.first
+            return tensor.div_(2)
+        return tensor
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        if handle.dim() > 2 and not self.first:
+            raise ScriptError("what the ranks exchange does not fit together: Mismatched shapes.")
+        result: torch.Tensor = handle
+        return result
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.cat([torch.tensor([int(self.first)]), tensor])
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_step_that_one_rank_alone_leaves_out_is_an_error(
+    alone: Context, adapts: bool, commits: bool
+) -> None:
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    adaptation = Adaptation(BatchLimits(8, 16), examples=64)
+    if adapts:
+        alone.adaptation = adaptation
+        alone.averager.adapt(adaptation)  # type: ignore[union-attr]
+    alone.register_loader(SimpleNamespace(adaptation=alone.adaptation, rebalancing=None))
+
+    def goes_on(other_too: bool) -> None:
+        alone.engine = LeftOut(other_too)
+        hand_out(alone)
+        if commits:
+            alone.commit({})
+        else:
+            alone.mark_consumed()
+
+    goes_on(other_too=True)
+    assert alone.progress.step == 1
+    alone.engine = LeftOut(first=False)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert alone.progress.step == 2
+    with pytest.raises(ScriptError, match=r"step 3 was left out on rank 1 alone, of 2.*allreduce"):
+        goes_on(other_too=False)
+
+
+def test_a_step_that_is_called_off_may_be_left_out(alone: Context) -> None:
+    """One rank had no memory for it, and another one would not have taken it."""
+    alone.engine = LeftOut(first=False)
+    model = linear()
+    DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    alone.adaptation = Adaptation(BatchLimits(8, 16), examples=64)
+    alone.averager.adapt(alone.adaptation)  # type: ignore[union-attr]
+    hand_out(alone)
+    alone._void = True
+    alone.mark_consumed()
+    assert alone.voided
+    assert alone.progress.step == 0
 
 
 def test_one_optimizer_is_averaged_and_once(alone: Context, two: TwoRanks) -> None:
