@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
-from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
+from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time, has_shifted
 from hvd_elastic.policy.constant_part import ConstantPart
 from hvd_elastic.policy.place import HostSpeeds
 from hvd_elastic.policy.snapshot import Allocation
@@ -222,7 +222,7 @@ class Evidence:
         self._timed_at[key] = now
         self._drift.pop(key, None)
         self._measured += 1
-        if _has_shifted(times):
+        if has_shifted(times, _SHIFT_WINDOWS, _SHIFT_WINDOWS, _SHIFT):
             self._forget_what_is_out_of_date(key)
         while len(self._times) > _CONFIGURATIONS:
             del self._times[next(iter(self._times))]
@@ -288,7 +288,7 @@ class Evidence:
         times = self._own.pop(key, deque(maxlen=_KEPT))
         times.append(took_s * key.batch / made)
         self._own[key] = times
-        if _has_shifted(times):
+        if has_shifted(times, _SHIFT_WINDOWS, _SHIFT_WINDOWS, _SHIFT):
             self._own = {key: deque(list(times)[-_SHIFT_WINDOWS:], maxlen=_KEPT)}
         while len(self._own) > _PASSES:
             del self._own[next(iter(self._own))]
@@ -466,16 +466,6 @@ def _moved(now: Mapping[_Configuration, float], fitted: Mapping[_Configuration, 
     return now.keys() != fitted.keys() or any(
         abs(math.log(now[key] / fitted[key])) > _MOVED / 2 for key in now
     )
-
-
-def _has_shifted(times: Sequence[float]) -> bool:
-    """Whether the last windows all lie on one side of those before, and far from them."""
-    recent = list(times)[-_SHIFT_WINDOWS:]
-    before = list(times)[:-_SHIFT_WINDOWS]
-    if len(before) < _SHIFT_WINDOWS:
-        return False
-    middle = median(before)
-    return min(recent) > _SHIFT * middle or max(recent) * _SHIFT < middle
 
 
 def _limits(told: Any) -> BatchLimits | None:

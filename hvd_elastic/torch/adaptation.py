@@ -41,7 +41,7 @@ from hvd_elastic.model.shares import (
     effective_slowness,
     shares_in_passes,
 )
-from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
+from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time, has_shifted
 from hvd_elastic.torch.batch_bounds import bounds_at_odds
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.look_times import LookTimes
@@ -76,6 +76,9 @@ _EVIDENCE = 20
 _COUNTED_TIMES = 4
 """More of one configuration say nothing new, unless their median moves by a fortieth."""
 _TIMES_MOVED = 0.025
+_SHIFT, _SHIFT_REVIEWS = 1.5, 3
+"""Where steps take so many times as long as before, or the other way round, nothing is decided and
+the next review comes soon; after so many of that kind all that was timed before is out of date."""
 _GROWTH = 2
 """The batch grows at most by this factor at once: memory and step times beyond are guesses."""
 _OPTIMISM = 0.5
@@ -128,7 +131,7 @@ class Adaptation:
         self._settling = SETTLING_STEPS
         self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._noise_scale = math.nan
-        self._announced = False
+        self._announced = self._doubted = False
         self._rank_s: list[float | None] = []
         self._ranks = 1
         self._passes_made = 0
@@ -340,6 +343,7 @@ class Adaptation:
             self._memory_bound = min(self._memory_bound or int(bound), int(bound))
         self._learn_noise(reports)
         self._rank_s = [float(r[2]) if math.isfinite(r[2]) else None for r in reports]
+        self._doubted = False
         for passes, times in self._times.items():
             # With unequal shares this rank's passes need not be those of the others.
             extra = self.plan.accumulation_steps if self.parts else passes - 1
@@ -349,6 +353,12 @@ class Adaptation:
             kept = self._seen.setdefault(key, deque(maxlen=_KEPT_TIMES))
             own_s = float(np.max([report[2] for report in reports]))  # NaN if that of any is
             kept.append((float(np.median(times)), own_s))
+            seconds = [step_s for step_s, _ in kept]
+            self._doubted |= has_shifted(seconds, 1, _SHIFT_REVIEWS, _SHIFT)
+            if has_shifted(seconds, _SHIFT_REVIEWS, _SHIFT_REVIEWS, _SHIFT):
+                recent = list(kept)[-_SHIFT_REVIEWS:]
+                self._seen = {key: deque(recent, maxlen=_KEPT_TIMES)}
+                self._doubted = False
 
     def _learn_noise(self, reports: Sequence[np.ndarray]) -> None:
         tracker = self._tracker
@@ -423,6 +433,8 @@ class Adaptation:
             if self._memory_bound is not None and atomic > self._memory_bound:
                 reason = f"a pass of {atomic} examples did not fit into the memory of a rank"
             self.plan = nearest
+        if self._doubted:
+            return reason  # is it a change, or a busy moment?
         model = self._fitted()
         tracker = self._tracker
         if model is None or tracker is None or tracker.steps < _EVIDENCE:
@@ -491,8 +503,9 @@ class Adaptation:
         whole = [seconds for times in self._times.values() for seconds in times]
         self._sample_every = self._look_every(whole)
         self._probe_every = 1 if self._sample_every == 1 else self._affordable_probes()
-        # What is known of a young run changes quickly.
-        self._next_review = step + min(steps_to_review(whole), max(_YOUNG_STEPS, step // 4))
+        # What is known of a young run changes quickly, and so does what was just found wrong.
+        most = _YOUNG_STEPS if self._doubted else max(_YOUNG_STEPS, step // 4)
+        self._next_review = step + min(steps_to_review(whole), most)
 
     def _look_every(self, step_s: Sequence[float]) -> int:
         """Of so many steps one is looked at; ``step_s``: times of those since the last review."""

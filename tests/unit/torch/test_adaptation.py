@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -582,6 +582,29 @@ def test_step_times_are_fitted_anew_where_they_say_something_new() -> None:
     assert fits == [1, 2, 3, 19, 20]
     adaptation._seen[(1, 2, 30.0, 0, 1.0)] = deque([(0.2, 0.15)])
     assert adaptation._fitted() is not models[-1]
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.4, 1.2])
+def test_times_of_before_a_change_are_looked_at_soon_and_forgotten(factor: float) -> None:
+    adaptation = Adaptation(BatchLimits(30, 100), examples=100)
+    reports = [np.array([1.0, np.inf, np.nan, 0, 5])] * 2
+    adaptation._seen[(1, 2, 30.0, 0, 1.0)] = deque([(0.02, math.nan)])
+    waits, sizes, doubts = [], [], []
+    for step_s in [0.01] * 4 + [0.01 * factor] * 3 + [0.01 * factor] * 2:
+        adaptation._times = defaultdict(list, {1: [step_s]})
+        adaptation._learn(reports, 2)
+        adaptation._schedule(1000)
+        waits.append(adaptation._next_review - 1000)
+        sizes.append(len(adaptation._seen))
+        doubts.append(adaptation._doubted)
+    assert any(doubts) == (factor != 1.2)
+    if factor == 1.2:
+        assert waits == [50] * 9
+        assert sizes == [2] * 9
+        return
+    assert waits == [50] * 4 + [10] * 2 + [50] * 3
+    assert sizes == [2] * 6 + [1] * 3
+    assert [step_s for step_s, _ in adaptation._seen[(1, 2, 15.0, 0, 1.0)]] == [0.01 * factor] * 5
 
 
 @pytest.mark.parametrize(("noise_scale", "every_step"), [(600.0, True), (1.0, False)])
