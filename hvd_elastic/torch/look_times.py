@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from hvd_elastic.torch.own_times import DeviceEvent, cuda_event
+from hvd_elastic.torch.device_times import DeviceEvent, KnownTimes, cuda_event
 
 __all__ = ["LookTimes"]
 
@@ -36,8 +35,7 @@ class LookTimes:
         self._began: DeviceEvent | float = 0.0
         self._spent_s = 0.0
         self._marks: list[tuple[DeviceEvent, DeviceEvent]] = []
-        self._pending: deque[list[tuple[DeviceEvent, DeviceEvent]]] = deque(maxlen=_KEPT)
-        self._known: deque[float] = deque(maxlen=_KEPT)
+        self._times = KnownTimes(_KEPT)
 
     def step_begins(self) -> None:
         """A step that will be looked at."""
@@ -61,13 +59,11 @@ class LookTimes:
     def step_ends(self) -> None:
         """All of the step was looked at."""
         if self._marks:
-            self._pending.append(self._marks)
+            self._times.add_marks(self._marks)
         else:
-            self._known.append(self._spent_s)
+            self._times.add(self._spent_s)
 
     def typical_s(self) -> float:
         """The median of the last steps that were looked at [s]; NaN: none is known yet."""
-        while self._pending and self._pending[0][-1][1].query():
-            pairs = self._pending.popleft()
-            self._known.append(sum(first.elapsed_time(last) for first, last in pairs) / 1000)
-        return median(self._known) if self._known else math.nan
+        times = self._times.read()
+        return median(times) if times else math.nan

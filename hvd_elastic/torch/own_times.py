@@ -8,37 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Any, Protocol
 
-import torch
+from hvd_elastic.torch.device_times import DeviceEvent, KnownTimes, cuda_event
 
-__all__ = ["DeviceEvent", "OwnTimes", "cuda_event"]
+__all__ = ["OwnTimes"]
 
 _KEPT = 256
-
-
-class DeviceEvent(Protocol):
-    """A mark in the work of a device, as :class:`torch.cuda.Event`."""
-
-    def record(self) -> None:
-        """Put the mark behind all work that was given to the device so far."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it; does not wait."""
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """From this mark to a later one that was reached too [ms]."""
-
-
-def cuda_event() -> DeviceEvent | None:
-    """A mark for the GPU; None where PyTorch has not used one."""
-    if not torch.cuda.is_initialized():
-        return None
-    event: DeviceEvent = torch.cuda.Event(enable_timing=True)
-    return event
 
 
 class OwnTimes:
@@ -67,8 +44,7 @@ class OwnTimes:
         self._waited_s = 0.0
         self._marks: tuple[DeviceEvent, DeviceEvent] | None = None
         self._worked = False
-        self._pending: deque[tuple[DeviceEvent, DeviceEvent]] = deque(maxlen=_KEPT)
-        self._known: deque[float] = deque(maxlen=_KEPT)
+        self._times = KnownTimes(_KEPT)
 
     def step_begins(self, waited_s: float) -> None:
         """The reading of a step's share begins.
@@ -101,23 +77,18 @@ class OwnTimes:
         whole = self._clock() - self._began
         if counts and self._worked:
             if self._marks is None:
-                self._known.append(whole - (waited_s - self._waited_s))
+                self._times.add(whole - (waited_s - self._waited_s))
             else:
-                self._pending.append(self._marks)
+                self._times.add_marks([self._marks])
         self._marks = None
         return whole
 
     def typical_s(self) -> float:
         """The median of the steps timed since the last call [s]; NaN: there are none."""
-        # The device does its work in order: where it has not come to a mark, all later ones wait.
-        while self._pending and self._pending[0][1].query():
-            first, last = self._pending.popleft()
-            self._known.append(first.elapsed_time(last) / 1000)
-        found = median(self._known) if self._known else math.nan
-        self._known.clear()
-        return found
+        times = self._times.read()
+        self._times.clear_known()
+        return median(times) if times else math.nan
 
     def forget(self) -> None:
         """What was timed is out of date."""
-        self._pending.clear()
-        self._known.clear()
+        self._times.clear()
