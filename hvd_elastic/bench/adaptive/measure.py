@@ -42,9 +42,9 @@ FIXED = (32, 64, 128, 256, 512)
 PEERED = {"overhead", "distorted"}
 SPLITS = 20
 """Random halves of the configurations that the step time is fitted to."""
-
-
 SPREAD = ("median", "lowest", "highest")
+_WHEN = ("before", "after")
+"""A change, as ``changes_job`` names what it wrote."""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -329,9 +329,6 @@ def changes_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         row |= spread(steps) if steps else {"median": None}
         rows.append({**row, "trainings": trainings})
     return rows
-
-
-_WHEN = ("before", "after")
 
 
 def _first_right_change(found: Mapping[str, Any]) -> dict[str, Any]:
