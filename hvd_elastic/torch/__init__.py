@@ -92,10 +92,13 @@ def report(**metrics: Any) -> None:
 def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
     """The mean (or sum) of ``tensor`` over all ranks, as a new tensor; all ranks must call it."""
     ctx = _context.current()
+    ctx.rollback.collective_begins(name)
     result = ctx.engine.wait(ctx.engine.reduce_async(tensor.detach().clone(), f"user.{name}"))
     return result if average else result * ctx.size
 
 
 def allgather(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """All ranks' tensors one after the other along the first dimension, in rank order."""
-    return _context.current().engine.gather(tensor.detach(), f"user.{name}")
+    ctx = _context.current()
+    ctx.rollback.collective_begins(name)
+    return ctx.engine.gather(tensor.detach(), f"user.{name}")

@@ -60,7 +60,7 @@ class Accumulator(Mapping[str, float]):
                 f"there is an Accumulator {name!r} already; make it once, outside of the training "
                 'function, and give others names of their own: Accumulator("hits")'
             )
-        ctx.keep(kept, self, before_change=self.synchronize)
+        ctx.keep(kept, self, before_change=self._add_up)
 
     def add(self, **values: float | torch.Tensor) -> None:
         """Add numbers, or tensors of one element, on this rank."""
@@ -87,6 +87,10 @@ class Accumulator(Mapping[str, float]):
 
         A rank that has added nothing, since it was not there yet, counts as 0.
         """
+        context.current().rollback.collective_begins(self._name, changes_state=True)
+        self._add_up()
+
+    def _add_up(self) -> None:
         engine = context.current().engine
         added = [{name: float(value) for name, value in self._own.items()}]
         if engine.size > 1:
@@ -126,6 +130,15 @@ class Accumulator(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self._sums)
+
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, float]]:
+        """Return what :meth:`roll_back` takes: numbers are replaced, never changed in place."""
+        return dict(self._own), dict(self._sums)
+
+    def roll_back(self, values: tuple[dict[str, Any], dict[str, float]]) -> None:
+        """Go back to an earlier :meth:`snapshot`."""
+        own, sums = values
+        self._own, self._sums = dict(own), dict(sums)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums over all ranks."""

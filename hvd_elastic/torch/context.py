@@ -30,6 +30,8 @@ from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.checkpointing import Checkpointing
 from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngine, LocalEngine
 from hvd_elastic.torch.progress import InFlight, Progress
+from hvd_elastic.torch.replica_check import check_replicas
+from hvd_elastic.torch.rollback import Rollback
 from hvd_elastic.torch.sink import Sink, open_sink
 from hvd_elastic.torch.uncaught import tell_uncaught
 from hvd_elastic.words import plural
@@ -117,6 +119,7 @@ class Context:
         self._in_flight: list[InFlight] = []
         self._marked = True
         self._exchanged = False
+        self._uncommitted = False
         self._flag: tuple[Any, torch.Tensor] | None = None
         self._change_agreed = False
         self._read: list[int] = []
@@ -128,6 +131,7 @@ class Context:
         self._last_step: float | None = None
         self._rescaled_from: float | None = None
         self._announce_pause = False
+        self.rollback = Rollback(self)
         self._checkpoints = Checkpointing(self)
         self._started = time.monotonic()
         if mode is Mode.STATIC or mode is Mode.HOROVOD_ELASTIC:
@@ -314,6 +318,7 @@ class Context:
         if self.voided and self.adaptation is not None:
             self._marked = True  # nothing of it counts, and all ranks do it again
             self.adaptation.want_review()
+        check_replicas(self)
 
     def refuse_left_out(self) -> None:
         """The ranks have found that they do not make the same step: all of them call this.
@@ -344,10 +349,12 @@ class Context:
 
     def step_done(self) -> None:
         """The optimizer took its step: what was in flight is consumed."""
+        now = time.monotonic()
         if self._marked:
+            if not self._in_flight and self.in_train:
+                self._step_without_loader(now)
             return
         self._marked = True
-        now = time.monotonic()
         epoch, position = self.progress.epoch, self.progress.position
         batch = self._in_flight[-1]
         self.progress.advance(batch.step_examples)
@@ -367,6 +374,46 @@ class Context:
             if self.engine.rank == 0:
                 self.sink.send(record)
         self._step_finished(now)
+
+    def _step_without_loader(self, now: float) -> None:
+        """The optimizer took a step with examples that our loader did not hand out.
+
+        Raises:
+            ScriptError: the run is audited, and nobody knows what was read.
+        """
+        if self.progress.step == 0 and not self._uncommitted and self.mode is not Mode.ALONE:
+            what = (
+                "optimizer.step() was called for a batch that does not come from "
+                "hvd_elastic.torch.DataLoader"
+            )
+            remedy = (
+                "Read the training data with hvd_elastic.torch.DataLoader(dataset, batch_size, "
+                "shuffle=True) in place of torch.utils.data.DataLoader, with the batch size of all "
+                "ranks together and without a DistributedSampler"
+            )
+            if self.audit:
+                raise ScriptError(f"{what}, so no audit (--audit) can be made. {remedy}")
+            if self.engine.rank == 0:
+                self.warn(
+                    f"{what}: examples are not shared out among the ranks, every rank trains on "
+                    "what its own loader gives it; a worker that joins or is replaced begins with "
+                    "the first batch of its own; and hosts join or leave only where the script "
+                    f"calls state.commit(). {remedy}"
+                )
+        self._end_uncommitted(now)
+        self._uncommitted = True
+        self._exchanged = False
+
+    def _end_uncommitted(self, now: float) -> None:
+        """Count a step without our loader that the script did not commit."""
+        if self._uncommitted:
+            self._uncommitted = False
+            self.progress.advance(0)
+            self._step_finished(now)
+
+    def function_returned(self) -> None:
+        """The training function has returned."""
+        self._end_uncommitted(time.monotonic())
 
     def _step_finished(self, now: float) -> None:
         if self._announce_pause:
@@ -412,20 +459,17 @@ class Context:
     def commit(self, metrics: Mapping[str, Any]) -> None:
         """See :meth:`State.commit`."""
         self._metrics.update(metrics)
-        if self._has_loader:
-            if self.accumulating:
-                return
-            self._step_left_out(over=False)
-            if self._state is not None:
-                self._state.save_plain()
+        if self._has_loader and not self._uncommitted:
+            if not self.accumulating:
+                self._step_left_out(over=False)
             return
         # A script that reads its data itself: this is where its steps end.
+        self._uncommitted = False
         self.exchange()
         self.progress.advance(0)
         self._step_finished(time.monotonic())
         self._exchanged = False
-        if self._state is not None:
-            self._state.save_plain()
+        self.rollback.save()
         self.step_boundary()
 
     def report(self, metrics: Mapping[str, Any]) -> None:
@@ -487,8 +531,7 @@ class Context:
         """
         self._change_agreed = False
         self.prepare_change()
-        if self._state is not None:
-            self._state.save_plain()
+        self.rollback.save()
         self.settle()
         self.engine.stop()
         self.follow()
@@ -535,6 +578,7 @@ class Context:
         self.progress = self._state.sync(
             self.engine, instruction.root_rank, self.progress, self._has_state
         )
+        self.rollback.synchronized()
         self._whole = True
         now = self._step_began = time.monotonic()
         self._announce_pause = root
@@ -545,7 +589,8 @@ class Context:
 
     def _has_state(self, theirs: Progress) -> bool:
         # Until the synchronisation is through, the state is a mixture, unless both are the same.
-        self._whole = self._whole and theirs == self.progress
+        self._whole = self._whole and theirs == self.progress and not self.rollback.partial
+        self.rollback.other_is_at(theirs)
         return self._whole
 
     def _refuse_aborted(self) -> None:
@@ -596,12 +641,11 @@ class Context:
         self.engine.stop(broken=True)
         self.settle()
         self.step_failed()
-        if self._state is not None:
-            self._state.restore_plain()
+        newness = self.rollback.fail()
         for record in self._used:
             self.sink.send(record)
         self._checkpoints.broken()
-        self._say("broken", error=str(error))
+        self._say("broken", error=str(error), state=newness)
 
     def _say(self, kind: str, **fields: Any) -> None:
         step = self.progress.step if self._whole else -1

@@ -40,6 +40,22 @@ _Batch = TypeVar("_Batch")
 _MIN_SHARE = 2
 
 
+class LoopWatch(Protocol):
+    """Is told where the loop stands; :class:`hvd_elastic.torch.rollback.Rollback` is one."""
+
+    def loop_begins(self) -> bool:
+        """The loader is iterated; whether there may be something to read in this epoch."""
+
+    def body_ended(self) -> None:
+        """The script came back for the next batch, and the step of the last one is made."""
+
+    def loop_ended(self) -> None:
+        """All batches of the epoch were handed out, and the script came back for more."""
+
+    def loop_left(self) -> None:
+        """The script, or an exception in it, left the loop before its end."""
+
+
 class TrainingContext(Protocol):
     """What the loader needs of the training context.
 
@@ -48,11 +64,14 @@ class TrainingContext(Protocol):
         rank, size, generation: this process's place in the world as it is now.
         audit: whether the indices that were really read shall be reported.
         waited_s: for other ranks, since this process began [s].
+        rollback: is told where the loop stands.
     """
 
     progress: Progress
     audit: bool
 
+    @property
+    def rollback(self) -> LoopWatch: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -120,11 +139,14 @@ class DataLoader(Generic[_Batch]):
             adapts.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, prefetch_factor,
         persistent_workers, multiprocessing_context: as in PyTorch.
+        sampler, batch_sampler, generator: of PyTorch's loader; refused, since who reads what
+            follows from ``seed`` alone.
         context: the training context; the process's own by default.
 
     Raises:
-        ScriptError: the dataset is iterable-style, empty, or otherwise cannot be read by index;
-            batch_size or seed is out of range; the bounds of the batch exclude each other.
+        ScriptError: a sampler is given; the dataset is iterable-style, empty, or otherwise cannot
+            be read by index; batch_size or seed is out of range; the bounds of the batch exclude
+            each other.
     """
 
     def __init__(
@@ -147,8 +169,12 @@ class DataLoader(Generic[_Batch]):
         accumulation: bool = True,
         unequal_shares: bool | None = None,
         multiprocessing_context: Any = None,
+        sampler: object = None,
+        batch_sampler: object = None,
+        generator: object = None,
         context: TrainingContext | None = None,
     ) -> None:
+        _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler, generator=generator)
         self.examples = _examples(dataset)
         require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
         require_whole("seed", seed, 0, "the same on all ranks")
@@ -254,6 +280,8 @@ class DataLoader(Generic[_Batch]):
                 "is iterated again; iterate it once inside each turn of `for epoch in "
                 "hvd.epochs(...)`, which moves on to the next epoch"
             )
+        if not context.rollback.loop_begins():
+            return
         try:
             self._claim(context)
             while True:
@@ -261,6 +289,7 @@ class DataLoader(Generic[_Batch]):
                 # does after the loop: a newcomer could not take part in that.
                 if position >= self._end(position):
                     self._ended = (epoch, context.generation)
+                    context.rollback.loop_ended()
                     return
                 context.step_boundary()
                 if context.progress.epoch != epoch:
@@ -272,6 +301,7 @@ class DataLoader(Generic[_Batch]):
                 end = self._end(position)
                 if position >= end:
                     self._ended = (epoch, context.generation)
+                    context.rollback.loop_ended()
                     return
                 self._warn_of_idle_ranks(context)
                 wanted, rank, size = self._batch_now(), context.rank, context.size
@@ -308,7 +338,11 @@ class DataLoader(Generic[_Batch]):
                 progress = context.progress
                 if (progress.epoch, progress.position) == (epoch, position):
                     context.mark_consumed()
+                context.rollback.body_ended()
                 position = context.progress.position
+        except GeneratorExit:
+            context.rollback.loop_left()
+            raise
         finally:
             # Also if the loop is left early or by an error.
             self._stop_reading(keep_processes=self._persistent)
@@ -599,6 +633,16 @@ def _is_tcp(descriptor: int) -> bool:
     )
     inherited.detach()
     return found
+
+
+def _refuse_samplers(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ScriptError(
+                f"DataLoader({name}={type(value).__name__}): leave it out: shuffle=True, seed=... "
+                "draw the order of an epoch, and each rank is given its share of every batch, so "
+                "no DistributedSampler and no set_epoch() is needed"
+            )
 
 
 def _examples(dataset: Any) -> int:

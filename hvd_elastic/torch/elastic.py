@@ -15,6 +15,7 @@ from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import GenerationBrokenError
+from hvd_elastic.torch.progress import Phase
 from hvd_elastic.torch.state import State
 
 __all__ = ["epochs", "run"]
@@ -47,14 +48,18 @@ def run(
                 f"not with a {type(state).__name__}"
             )
         ctx = context.current()
+        _refuse_unwrapped(ctx, state)
         if warmup is not None:
             warmup()
 
         def train() -> Result:
             while True:
                 ctx.in_train = True
+                ctx.rollback.function_entered()
                 try:
-                    return function(state, *args, **kwargs)
+                    result = function(state, *args, **kwargs)
+                    ctx.function_returned()
+                    return result
                 except (MemoryError, RuntimeError) as error:
                     if not _out_of_memory(error):
                         raise
@@ -76,7 +81,29 @@ def run(
     return wrapper
 
 
+def _refuse_unwrapped(ctx: Context, state: State) -> None:
+    """Refuse optimizers whose gradients nobody averages: the ranks' weights would differ."""
+    for name, optimizer in state.named_optimizers().items():
+        if ctx.averager is not None and ctx.averager.owns(optimizer):
+            continue
+        kind = type(optimizer).__name__
+        if ctx.averager is not None:
+            raise ScriptError(
+                f"State({name}=...): this {kind} is not the optimizer given to "
+                "hvd_elastic.torch.DistributedOptimizer last, so its gradients are not averaged, "
+                "and the ranks would go apart. Scripts with several optimizers (GANs, "
+                "actor-critic) are not supported yet"
+            )
+        raise ScriptError(
+            f"State({name}=...): this {kind} was not given to "
+            "hvd_elastic.torch.DistributedOptimizer, so its gradients are not averaged, and the "
+            f"ranks would go apart; write {name} = hvd.DistributedOptimizer({name}, model)"
+        )
+
+
 def _enough(ctx: Context, count: int) -> bool:
+    if ctx.progress.phase is Phase.DONE:
+        return True
     if ctx.adaptation is not None:
         return ctx.adaptation.enough(ctx.progress.epoch, count) or count <= 0
     return ctx.progress.epoch >= count
@@ -105,9 +132,7 @@ def epochs(count: int) -> Iterator[int]:
     while not _enough(ctx, count):
         epoch = ctx.progress.epoch
         yield epoch
-        ctx.mark_consumed()
-        if ctx.progress.epoch == epoch:  # else a state taken over on the way is in another one
-            ctx.progress.next_epoch()
+        ctx.rollback.epoch_turns(epoch)
 
 
 def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
@@ -119,11 +144,13 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
                 ctx.follow()
                 pending = False
             result = train()
+            phase = ctx.rollback.function_returned()
             ctx.engine.barrier()  # nobody leaves while another may still need it
         except GenerationBrokenError as error:
             ctx.broken(error)
             pending = True
             continue
+        ctx.progress.phase = phase
         ctx.checkpoint(wait=True)
         ctx.close()
         ctx.sink.send({"kind": "finished", **ctx.progress.as_dict()})
@@ -133,6 +160,7 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
 def _run_static(ctx: Context, state: State, train: Callable[[], Result]) -> Result:
     _restore_newest(ctx)
     ctx.progress = state.sync(ctx.engine, 0, ctx.progress)
+    ctx.rollback.synchronized()
     ctx.start_alone()
     try:
         result = train()
@@ -155,17 +183,18 @@ def _run_with_horovod_elastic(ctx: Context, state: State, train: Callable[[], Re
 
     class Adapter(HorovodState):
         def save(self) -> None:
-            state.save_plain()
+            ctx.rollback.save()
 
         def restore(self) -> None:
             ctx.step_failed()
-            state.restore_plain()
+            ctx.rollback.fail()
 
         def sync(self) -> None:
             ctx.ranks_changed()
             if ctx.generation == 1:
                 _restore_newest(ctx)
             ctx.progress = state.sync(ctx.engine, 0, ctx.progress)
+            ctx.rollback.synchronized()
 
         def reset(self) -> None:
             ctx.ranks_changed()

@@ -47,6 +47,8 @@ class Engine(Protocol):
     """Of the waits that came to a good end."""
     waited_s: float
     """All waits for other ranks together."""
+    broken: bool
+    """Whether a collective has failed since the communicator was made."""
 
     def check_device(self, local_rank: int, devices: int) -> None:
         """Whether slot ``local_rank`` of a host with so many GPUs can exchange what is on its GPU.
@@ -121,6 +123,7 @@ class LocalEngine:
     waiting_since: float | None = None
     longest_wait_s = 0.0
     waited_s = 0.0
+    broken = False
 
     def check_device(self, local_rank: int, devices: int) -> None:
         """Nothing is exchanged."""
@@ -198,6 +201,7 @@ class HorovodEngine:
         self.waiting_since: float | None = None
         self.longest_wait_s = 0.0
         self.waited_s = 0.0
+        self.broken = False
 
     @property
     def horovod(self) -> Any:
@@ -230,6 +234,7 @@ class HorovodEngine:
             self._rendezvous = (os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port)
         self._before = set(_sockets().values())
         self._settled.clear()
+        self.broken = False
         try:
             self._horovod.init()
         except (ValueError, RuntimeError) as error:
@@ -301,7 +306,7 @@ class HorovodEngine:
         try:
             return self._horovod.allreduce_async_(tensor, name=name, op=self._horovod.Average)
         except self._failure as error:
-            raise _ours(error) from error
+            raise self._ours(error) from error
 
     def wait(self, handle: Any) -> torch.Tensor:
         """See :class:`Engine`."""
@@ -309,7 +314,7 @@ class HorovodEngine:
         try:
             result: torch.Tensor = self._horovod.synchronize(handle)
         except self._failure as error:
-            raise _ours(error) from error
+            raise self._ours(error) from error
         finally:
             waited_s = time.monotonic() - begin
             self.waited_s += waited_s
@@ -430,18 +435,18 @@ class HorovodEngine:
         try:
             yield
         except self._failure as error:
-            raise _ours(error) from error
+            raise self._ours(error) from error
 
-
-def _ours(error: BaseException) -> GenerationBrokenError | ScriptError:
-    """What Horovod's failure means here."""
-    line = str(error).strip().split("\n")[0]
-    if line.startswith("Mismatched"):  # told to all ranks, none of which is gone
-        return ScriptError(
-            f"what the ranks exchange does not fit together: {line} All have to call the same "
-            "collectives under the same names, with tensors of one type and shape"
-        )
-    return GenerationBrokenError(line)
+    def _ours(self, error: BaseException) -> GenerationBrokenError | ScriptError:
+        """What Horovod's failure means here."""
+        line = str(error).strip().split("\n")[0]
+        if line.startswith("Mismatched"):  # told to all ranks, none of which is gone
+            return ScriptError(
+                f"what the ranks exchange does not fit together: {line} All have to call the same "
+                "collectives under the same names, with tensors of one type and shape"
+            )
+        self.broken = True
+        return GenerationBrokenError(line)
 
 
 def _sockets() -> dict[int, str]:

@@ -422,8 +422,8 @@ class GradientAverager:
         if self._retired:
             raise ScriptError(
                 "optimizer.step(): another optimizer was given to DistributedOptimizer(...) after "
-                "this one, and a step of training is a step of one. Make one optimizer of all "
-                "parameters, with a group for each part: SGD([{'params': ...}, {'params': ...}])"
+                "this one, and a step of training is a step of one. Scripts with several "
+                "optimizers (GANs, actor-critic) are not supported yet"
             )
         if closure is not None:
             raise ScriptError(_NO_CLOSURE)

@@ -9,9 +9,23 @@ horovod, so that state, loader and checkpoints can share it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from enum import IntEnum
 
-__all__ = ["InFlight", "Progress"]
+__all__ = ["InFlight", "Phase", "Progress"]
+
+
+class Phase(IntEnum):
+    """Which part of an epoch the script is in; what it did there is done once for the state."""
+
+    HEAD = 0
+    """Before the loader's loop: since the last turn of ``epochs()``, or since the start."""
+    LOOP = 1
+    """In the loader's loop."""
+    TAIL = 2
+    """After the loader's loop and before the next turn of ``epochs()``."""
+    DONE = 3
+    """The training function has returned."""
 
 
 @dataclass
@@ -23,20 +37,22 @@ class Progress:
         epoch: number of the current epoch, from 0.
         position: examples of the current epoch consumed, by all ranks together.
         examples: examples consumed since training began, by all ranks together.
+        phase: the part of the epoch that the script is in.
 
     >>> progress = Progress()
     >>> progress.advance(64)
     >>> progress
-    Progress(step=1, epoch=0, position=64, examples=64)
+    Progress(step=1, epoch=0, position=64, examples=64, phase=<Phase.HEAD: 0>)
     >>> progress.next_epoch()
-    >>> Progress.from_dict(progress.as_dict())
-    Progress(step=1, epoch=1, position=0, examples=64)
+    >>> Progress.from_dict(progress.as_state()) == progress
+    True
     """
 
     step: int = 0
     epoch: int = 0
     position: int = 0
     examples: int = 0
+    phase: Phase = Phase.HEAD
 
     def advance(self, step_examples: int) -> None:
         """One step was taken on ``step_examples`` examples of all ranks together (>= 0)."""
@@ -50,27 +66,46 @@ class Progress:
         """The epoch is over: the next one starts at its first position."""
         self.epoch += 1
         self.position = 0
+        self.phase = Phase.HEAD
 
     def as_dict(self) -> dict[str, int]:
-        """Plain numbers, for a checkpoint or a broadcast."""
-        return asdict(self)
+        """The counts, for events."""
+        return {name: getattr(self, name) for name in _COUNTS}
+
+    def as_state(self) -> dict[str, int]:
+        """Everything as plain numbers, for a checkpoint or a broadcast."""
+        return {**self.as_dict(), "phase": int(self.phase)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Progress:
-        """What :meth:`as_dict` gave. Unknown keys are ignored, so that a newer file still loads.
+        """Return what :meth:`as_state` was called on.
+
+        Unknown keys are ignored, so that a newer file still loads. An older one has no phase: it
+        was written in the loop.
 
         Raises:
-            ValueError: a field is missing, or is not a whole number >= 0; names it.
+            ValueError: a count is missing, or a field is not a whole number in its range; names it.
         """
         numbers: dict[str, int] = {}
-        for field in fields(cls):
-            value = values.get(field.name)
+        for name in _COUNTS:
+            value = values.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(
-                    f"progress field {field.name!r} is {value!r}, it must be a whole number >= 0"
+                    f"progress field {name!r} is {value!r}, it must be a whole number >= 0"
                 )
-            numbers[field.name] = value
-        return cls(**numbers)
+            numbers[name] = value
+        found = values.get("phase", Phase.LOOP if numbers["position"] else Phase.HEAD)
+        try:
+            phase = Phase(found)
+        except ValueError:
+            raise ValueError(
+                f"progress field 'phase' is {found!r}, it must be a whole number from 0 to "
+                f"{max(Phase)}"
+            ) from None
+        return cls(**numbers, phase=phase)
+
+
+_COUNTS = ("step", "epoch", "position", "examples")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ one furthest ahead gives its live tensors to the others.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +19,7 @@ from hvd_elastic.torch.checkpoint import Content, take_stock
 from hvd_elastic.torch.engine import Engine, dump_plain, load_plain
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.progress import Progress
+from hvd_elastic.torch.rollback import Snapshot
 from hvd_elastic.torch.spread import spread
 
 __all__ = ["State"]
@@ -38,9 +39,10 @@ class State:
         model: a module; its live parameters and buffers are broadcast.
         optimizer: an optimizer.
         values: anything else, read and set as attributes. An object with ``state_dict()`` and
-            ``load_state_dict()`` (a scheduler, a scaler, a second model) is kept by reference;
-            the rest must be plain data (numbers, strings, lists, dicts, tensors), which is put
-            back to its value at the last :meth:`commit` when a step has to be done again.
+            ``load_state_dict()`` (a scheduler, a second model) is kept by reference; the rest
+            must be plain data (numbers, strings, lists, dicts, tensors). When a step or the code
+            between two epochs has to be done again, plain values, objects that are not modules,
+            and the learning rates of optimizers are put back to what they were before.
 
     Raises:
         ScriptError: a value is neither, or a gradient scaler of PyTorch's own; names it.
@@ -67,7 +69,8 @@ class State:
                 self._plain[name] = value
         for name, value in self._plain.items():
             _check_plain(name, value)
-        self._committed = copy.deepcopy(self._plain)
+        self._large: set[str] = set()
+        self._saved = self.take_snapshot()
         self._context = context.current()
         self._context.register_state(self)
 
@@ -87,14 +90,12 @@ class State:
             self._plain[name] = value
 
     def commit(self, **metrics: Any) -> None:
-        """Say that the loop body is done with this step.
+        """Send numbers (``loss=loss``) to the run's metrics, and end a step that no optimizer took.
 
-        In a script that does not use our ``DataLoader`` this is also where the world may change:
-        call it once a step, at the end of the loop body, and keep the position in the data among
-        the values of the state.
-
-        Costs no copy of the model. Numbers given as keywords (``loss=loss``) go to the run's
-        metrics; a tensor is read only when metrics are due.
+        A tensor is read only when metrics are due. With our ``DataLoader`` nothing else happens:
+        the state is saved when the loop body has ended. In a script that does not use it, this is
+        where a step ends and the world may change: call it once a step, at the end of the loop
+        body, and keep the position in the data among the values of the state.
         """
         self._context.commit(metrics)
 
@@ -104,13 +105,33 @@ class State:
         """Treat something of the library's as one of the values; the name starts with ``_``."""
         self._objects[name] = item
 
-    def save_plain(self) -> None:
-        """Remember the plain values as they are now."""
-        self._committed = copy.deepcopy(self._plain)
+    def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
+        """Return a copy of what :meth:`roll_back` puts back; see :class:`Snapshot`."""
+        return Snapshot(self._plain, self._objects, self._large, tensors=tensors)
 
-    def restore_plain(self) -> None:
-        """Put the plain values back to the last :meth:`save_plain`."""
-        self._plain = copy.deepcopy(self._committed)
+    def save_values(self, snapshot: Snapshot | None = None) -> None:
+        """Take a point to go back to: now, or that of an earlier :meth:`take_snapshot`."""
+        self._saved = snapshot or self.take_snapshot()
+
+    def roll_back(self) -> None:
+        """Go back to the last :meth:`save_values`."""
+        self._saved.restore(self._plain, self._objects)
+
+    def module_versions(self) -> int:
+        """Return a number that grows whenever a tensor of a module is changed in place."""
+        return sum(
+            tensor._version
+            for item in self.named_modules().values()
+            for tensor in chain(item.parameters(), item.buffers())
+        )
+
+    def named_modules(self) -> dict[str, torch.nn.Module]:
+        """Return the modules by name."""
+        return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
+
+    def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers by name."""
+        return {n: i for n, i in self._objects.items() if isinstance(i, torch.optim.Optimizer)}
 
     def sync(
         self,
@@ -137,10 +158,10 @@ class State:
             skeleton = _strip({"objects": own, "plain": self._plain}, tensors)
             lasting = self.lasting()
             known = [tensor.data_ptr() in lasting for tensor in tensors]
-            header = {"skeleton": skeleton, "known": known, "progress": progress.as_dict()}
+            header = {"skeleton": skeleton, "known": known, "progress": progress.as_state()}
             engine.broadcast_bytes(dump_plain(header), root_rank)
             spread(tensors, known, True, engine, root_rank)
-            self.save_plain()
+            self.save_values()
             return progress
         header = load_plain(engine.broadcast_bytes(b"", root_rank))
         theirs = Progress.from_dict(header["progress"])
@@ -154,9 +175,8 @@ class State:
         """Everything as it is now, for a checkpoint; rank 0 copies what ranks may differ in."""
         objects = {name: item.state_dict() for name, item in self._objects.items()}
         shared = self.lasting()
-        for item in self._objects.values():
-            if isinstance(item, torch.nn.Module):
-                shared |= {parameter.data_ptr() for parameter in item.parameters()}
+        for item in self.named_modules().values():
+            shared |= {parameter.data_ptr() for parameter in item.parameters()}
         values = {"objects": objects, "plain": self._plain}
         return take_stock(values, shared, copy_own=copy_own)
 
@@ -166,17 +186,16 @@ class State:
         That is what optimizers optimize, and their own state.
         """
         found: set[int] = set()
-        for item in self._objects.values():
-            if isinstance(item, torch.optim.Optimizer):
-                for group in item.param_groups:
-                    found |= {parameter.data_ptr() for parameter in group["params"]}
-                for values in item.state.values():
-                    found |= {v.data_ptr() for v in values.values() if torch.is_tensor(v)}
+        for item in self.named_optimizers().values():
+            for group in item.param_groups:
+                found |= {parameter.data_ptr() for parameter in group["params"]}
+            for values in item.state.values():
+                found |= {v.data_ptr() for v in values.values() if torch.is_tensor(v)}
         return found
 
     def waits_before_step(self) -> bool:
         """Whether every optimizer in it calls :meth:`Context.settle` before its step."""
-        optimizers = [i for i in self._objects.values() if isinstance(i, torch.optim.Optimizer)]
+        optimizers = self.named_optimizers().values()
         return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
 
     def load(self, payload: dict[str, Any], path: str) -> Progress:
@@ -205,7 +224,7 @@ class State:
                     f"the state of {name!r} from {source} does not fit this script: {error}"
                 ) from error
         self._plain.update(values["plain"])
-        self.save_plain()
+        self.save_values()
 
 
 def _check_fits(name: str, item: _Stateful, found: dict[str, Any], path: str) -> None:

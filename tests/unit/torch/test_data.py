@@ -12,7 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -50,6 +50,19 @@ class NumbersAtOnce(Numbers):
         return [(i, 10 * i) for i in indices]
 
 
+class FakeLoopWatch:
+    """Undoes nothing."""
+
+    def loop_begins(self) -> bool:
+        return True
+
+    def body_ended(self) -> None: ...
+
+    def loop_ended(self) -> None: ...
+
+    def loop_left(self) -> None: ...
+
+
 @dataclass
 class FakeContext:
     """One rank's context; ``boundary`` runs at each step boundary, as a rescale would."""
@@ -65,6 +78,7 @@ class FakeContext:
     loaders: list[Any] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     boundary: Any = None
+    rollback: FakeLoopWatch = field(default_factory=FakeLoopWatch)
 
     def step_boundary(self) -> None:
         if self.boundary is not None:
@@ -112,9 +126,7 @@ class World:
             context.rank, context.size, context.generation = rank, size, self.generation
         for rank in range(len(self.ranks), size):
             # A newcomer takes its progress from the others.
-            context = FakeContext(
-                rank, size, self.generation, progress=Progress(**self.progress.as_dict())
-            )
+            context = FakeContext(rank, size, self.generation, progress=replace(self.progress))
             loader: Any = DataLoader(
                 Numbers(self.n), self.batch_size, context=context, **self.options
             )
@@ -137,7 +149,7 @@ class World:
                 self.read += values.tolist()
         for context, _, _ in self.ranks:
             context.consume()
-        self.progress = Progress(**self.ranks[0][0].progress.as_dict())
+        self.progress = replace(self.ranks[0][0].progress)
         assert all(context.progress == self.progress for context, _, _ in self.ranks)
         self.steps += 1
         return True

@@ -141,15 +141,15 @@ def test_one_rank_that_lacks_the_state_is_enough_to_send_it() -> None:
     assert everything(twin) == everything(root)
 
 
-def test_plain_values_go_back_to_the_last_commit() -> None:
+def test_plain_values_go_back_to_what_was_saved() -> None:
     state = State(seen=[1], best=0.1)
-    state.commit()
+    state.save_values()
     state.seen.append(2)
     state.best = 0.9
-    state.restore_plain()
+    state.roll_back()
     assert (state.seen, state.best) == ([1], 0.1)
     state.seen.append(3)
-    state.restore_plain()
+    state.roll_back()
     assert state.seen == [1], "what is given back is a copy"
 
 

@@ -1,0 +1,132 @@
+"""Parameters of two ranks are compared now and then; a second model plays the second rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.context import Context
+from hvd_elastic.torch.progress import Progress
+from hvd_elastic.torch.replica_check import check_replicas
+
+
+class Told(Exception):  # noqa: N818
+    """Carries what the other rank gives to a collective."""
+
+
+class Pair:
+    """The engine of one of two ranks."""
+
+    size = 2
+
+    def __init__(self, other: torch.nn.Module | None, step: int) -> None:
+        self._other, self._step = other, step
+        self.collectives: list[str] = []
+
+    def _others(self, name: str) -> torch.Tensor:
+        assert self._other is not None
+        engine = Pair(None, self._step)
+        engine.wanted = name  # type: ignore[attr-defined]
+        try:
+            check_replicas(world(self._other, self._step, engine))
+        except Told as told:
+            found: torch.Tensor = told.args[0]
+            return found
+        raise AssertionError(f"the other rank does not take part in {name}")
+
+    def _take(self, tensor: torch.Tensor, name: str) -> None:
+        self.collectives.append(name)
+        if self._other is None and name == self.wanted:  # type: ignore[attr-defined]
+            raise Told(tensor)
+
+    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+        self._take(tensor, name)
+        return (tensor + self._others(name)) / 2 if self._other is not None else tensor + 1e9
+
+    def wait(self, handle: torch.Tensor) -> torch.Tensor:
+        if self._other is None:  # found different, so that the next collective is reached
+            handle[:, 2] = float("inf")
+        return handle
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        self._take(tensor, name)
+        return torch.cat([tensor, self._others(name)])
+
+
+def world(model: torch.nn.Module, step: int, engine: Pair) -> Context:
+    state = SimpleNamespace(named_modules=lambda: {"model": model})
+    made: Any = SimpleNamespace(progress=Progress(step=step), engine=engine, state=state)
+    found: Context = made
+    return found
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    )
+
+
+def check(mine: torch.nn.Module, other: torch.nn.Module, step: int) -> list[str]:
+    engine = Pair(other, step)
+    check_replicas(world(mine, step, engine))
+    return engine.collectives
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
+def test_ranks_that_hold_the_same_are_left_alone(kind: torch.dtype) -> None:
+    """Buffers, rounding and the memory format may differ."""
+    mine, other = network().to(kind), network().to(kind)
+    other[1].running_mean.add_(1)
+    other.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + torch.finfo(kind).eps)
+    for step in (1, 2, 4, 256, 512, 1024):
+        assert check(mine, other, step) == ["hvd_elastic.replicas"]
+
+
+def test_it_is_due_often_at_first_and_seldom_later() -> None:
+    model = network()
+    due = [step for step in range(1600) if check(model, model, step)]
+    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536]
+
+
+def test_one_parameter_that_differs_by_a_percent_is_named() -> None:
+    mine, other = network(), network()
+    with torch.no_grad():
+        other[3].weight[1].mul_(1.03)
+    with pytest.raises(ScriptError) as error:
+        check(mine, other, 4)
+    assert "after step 4 the ranks hold different parameters: rank 1 differ" in str(error.value)
+    assert "in model.3.weight (1 of 6 parameters" in str(error.value)
+
+
+def test_a_model_of_many_large_tensors_is_seen_through_in_turns() -> None:
+    """A check looks at a part of it, and the parts change."""
+    sizes = [10_000] * 40
+    mine = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for size in sizes])
+    other = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for size in sizes])
+    with torch.no_grad():
+        other[39][-3000:] += 0.5
+    steps = [512 * number for number in range(1, 20)]
+    found = []
+    for step in steps:
+        try:
+            check(mine, other, step)
+        except ScriptError as error:
+            found.append(str(error))
+    assert 0 < len(found) < len(steps)
+    assert all("model.39 (1 of 40" in text for text in found)
+
+
+def test_numbers_that_are_not_finite_on_all_ranks_are_no_difference() -> None:
+    mine, other = network(), network()
+    for model in (mine, other):
+        with torch.no_grad():
+            model[3].bias.fill_(float("nan"))
+    assert check(mine, other, 2) == ["hvd_elastic.replicas"]

@@ -1,0 +1,281 @@
+"""What a script changes in its state is changed once, at whatever call a step or an epoch fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch import context
+from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.engine import GenerationBrokenError
+from hvd_elastic.torch.progress import Phase, Progress
+
+
+class Meter:
+    """A helper object of a script."""
+
+    def __init__(self, numbers: int = 0) -> None:
+        self.values = [0.0] * numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
+class Training:
+    """One process that fails at the given calls of the library, and goes on as a worker does.
+
+    Attributes:
+        calls: the calls at which it could have failed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
+        self.context = made = Context(Mode.ALONE)
+        self.calls: list[str] = []
+        self.newness: list[int] = []
+        self.warnings: list[str] = []
+        monkeypatch.setattr(context, "_context", made)
+        monkeypatch.setattr(made, "warn", self.warnings.append)
+        exchange, reduce_async = made.exchange, made.engine.reduce_async
+
+        def fail(name: str) -> None:
+            self.calls.append(name)
+            if len(self.calls) in failing:
+                raise GenerationBrokenError("another rank is gone")
+
+        def failing_exchange() -> None:
+            if not made._exchanged:
+                fail("exchange")
+            exchange()
+
+        def failing_reduce(tensor: torch.Tensor, name: str) -> Any:
+            if name.startswith("user."):
+                fail("allreduce")
+            return reduce_async(tensor, name)
+
+        monkeypatch.setattr(made, "exchange", failing_exchange)
+        monkeypatch.setattr(made.engine, "reduce_async", failing_reduce)
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 1).double()
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer = hvd.DistributedOptimizer(sgd, self.model)
+        data = TensorDataset(torch.randn(8, 3).double())
+        self.loader: hvd.DataLoader[Any] = hvd.DataLoader(data, 2, shuffle=True)
+
+    def step(self, inputs: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def run(self, function: Callable[[hvd.State], None], state: hvd.State) -> None:
+        """Call the function until it returns, as ``hvd.run`` does under an agent."""
+        rollback = self.context.rollback
+        rollback.synchronized()
+        self.context.in_train = True
+        while True:
+            rollback.function_entered()
+            try:
+                function(state)
+                rollback.function_returned()
+                self.context.exchange()
+                return
+            except GenerationBrokenError:
+                self.context.generation += 1
+                self.context.step_failed()
+                self.newness.append(rollback.fail())
+                rollback.synchronized()
+
+
+def everything_once(training: Training) -> dict[str, Any]:
+    """Train with all that a script does around its steps; returns the state at the end."""
+    model, optimizer = training.model, training.optimizer
+    swa, meter, totals = AveragedModel(model), Meter(), hvd.Accumulator()
+    by_step, by_epoch = ExponentialLR(optimizer, 0.99), StepLR(optimizer, 1, 0.5)
+    story: list[Any] = []
+
+    def train(state: hvd.State) -> None:
+        for epoch in hvd.epochs(4):
+            optimizer.param_groups[0]["weight_decay"] += 0.01
+            state.begun += 1
+            state.batches = 0
+            for (inputs,) in training.loader:
+                state.batches += 1
+                state.seen += len(inputs)
+                totals.add(seen=len(inputs))
+                training.step(inputs)
+                by_step.step()
+                state.commit()
+                if epoch % 2 and state.batches == 3:
+                    break
+            by_epoch.step()
+            swa.update_parameters(model)
+            state.bad += 1
+            state.commit()
+            mean = hvd.allreduce(torch.tensor([float(epoch)]), "first").item()
+            totals.synchronize()
+            meter.values.append(totals["seen"])
+            totals.clear()
+            state.history.append(mean)
+            hvd.allreduce(torch.tensor([1.0]), "second")
+            state.history.append(-mean)
+        hvd.allreduce(torch.tensor([1.0]), "third")
+        story.append("returned")
+
+    values = {"swa": swa, "meter": meter, "by_step": by_step, "by_epoch": by_epoch}
+    state = hvd.State(
+        model=model, optimizer=optimizer, begun=0, batches=0, seen=0, bad=0, history=[], **values
+    )
+    training.run(train, state)
+    return {
+        "model": {name: tensor.tolist() for name, tensor in model.state_dict().items()},
+        "momentum": [v["momentum_buffer"].tolist() for v in optimizer.state.values()],
+        "swa": {name: tensor.tolist() for name, tensor in swa.state_dict().items()},
+        "rates": [optimizer.param_groups[0][name] for name in ("lr", "weight_decay")],
+        "steps": [by_step.last_epoch, by_epoch.last_epoch, meter.values],
+        "plain": [state.begun, state.seen, state.bad, state.history],
+        "progress": training.context.progress,
+    }
+
+
+def test_a_failure_at_any_call_leaves_the_state_of_an_undisturbed_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    undisturbed = Training(monkeypatch)
+    wanted = everything_once(undisturbed)
+    calls = len(undisturbed.calls)
+    assert set(undisturbed.calls) == {"exchange", "allreduce"}
+    assert calls > 20
+    for call in range(1, calls + 1):
+        disturbed = Training(monkeypatch, call, call + 3)
+        assert everything_once(disturbed) == wanted, (call, undisturbed.calls[call - 1])
+
+
+def test_a_collective_between_the_step_and_the_end_of_the_body_keeps_what_came_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step cannot be undone, so the rest of the body is missing once; it is said beforehand."""
+    training = Training(monkeypatch, 6)
+
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for (inputs,) in training.loader:
+                training.step(inputs)
+                state.before += 1
+                hvd.allreduce(torch.tensor([1.0]), "loss")
+                state.after += 1
+
+    state = hvd.State(model=training.model, optimizer=training.optimizer, before=0, after=0)
+    monkeypatch.setattr(training.context.engine, "size", 2)  # one alone cannot fail here
+    training.run(train, state)
+    assert training.calls[5] == "allreduce"
+    assert (state.before, state.after) == (4, 3)
+    assert training.newness == [0], "a survivor that got through the body is preferred"
+    (warning,) = training.warnings
+    assert "after of the State changes in the loop body after the collective 'loss'" in warning
+
+
+def test_a_collective_that_nothing_follows_is_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(monkeypatch)
+
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for (inputs,) in training.loader:
+                hvd.allreduce(torch.tensor([1.0]), "before")
+                training.step(inputs)
+                state.seen += 1
+                hvd.allreduce(torch.tensor([1.0]), "after")
+
+    monkeypatch.setattr(training.context.engine, "size", 2)
+    training.run(train, hvd.State(model=training.model, optimizer=training.optimizer, seen=0))
+    assert not training.warnings
+
+
+def test_survivors_that_are_least_far_are_preferred_except_in_the_rest_of_a_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So nobody skips a part of an epoch of which another rank has not seen the end."""
+    training = Training(monkeypatch)
+    context = training.context
+    state = hvd.State(model=training.model, optimizer=training.optimizer)
+    newness = {}
+    for phase in Phase:
+        context.progress = Progress(step=3, phase=phase)
+        context.rollback.save()
+        newness[phase] = context.rollback.fail()
+    context.progress.step += 1
+    assert context.rollback.fail() < newness[Phase.DONE] < newness[Phase.LOOP]
+    assert newness[Phase.LOOP] < newness[Phase.HEAD] < newness[Phase.TAIL]
+    assert state.take_snapshot().first_difference(state.take_snapshot()) is None
+
+
+def test_one_that_went_on_to_the_next_epoch_comes_back_to_the_end_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(monkeypatch)
+    context = training.context
+    totals, meter = hvd.Accumulator(), Meter()
+    hvd.State(model=training.model, optimizer=training.optimizer, meter=meter)
+    context.in_train = True
+    context.progress = Progress(step=4, position=8, examples=8)
+    totals.add(seen=8)
+    context.rollback.loop_ended()
+    end = Progress(step=4, position=8, examples=8, phase=Phase.TAIL)
+    assert context.progress == end
+    totals.synchronize()
+    meter.values.append(totals["seen"])
+    totals.clear()
+    context.rollback.epoch_turns(0)
+    assert context.progress == Progress(step=4, epoch=1, examples=8)
+    context.rollback.fail()
+    assert context.progress.epoch == 1, "its own point to go back to is the turn"
+    context.rollback.other_is_at(end)
+    assert meter.values == []
+    totals.synchronize()
+    assert totals["seen"] == 8, "what this rank alone had added is there again"
+
+
+def test_large_helper_objects_are_copied_at_the_end_of_an_epoch_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(monkeypatch)
+    large, small = Meter(200_000), Meter()
+    state = hvd.State(model=training.model, optimizer=training.optimizer, large=large, small=small)
+
+    def change_and_undo(**how: bool) -> tuple[float, int]:
+        large.values[0], small.values = 1.0, [1.0]
+        snapshot = state.take_snapshot(**how)
+        large.values[0], small.values = 2.0, [1.0, 2.0]
+        state.save_values(snapshot)
+        state.roll_back()
+        return large.values[0], len(small.values)
+
+    assert change_and_undo() == (2.0, 1)
+    assert change_and_undo(tensors=True) == (1.0, 1)
+
+
+def test_what_cannot_be_copied_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+    state = hvd.State(model=training.model, optimizer=training.optimizer)
+    state.hook = lambda: None
+    with pytest.raises(ScriptError, match=r"State: 'hook' cannot be copied"):
+        state.take_snapshot()
+
+
+def test_progress_of_an_older_checkpoint_was_written_in_the_loop() -> None:
+    counts = {"step": 3, "epoch": 1, "position": 4, "examples": 12}
+    assert Progress.from_dict(counts).phase is Phase.LOOP
+    assert Progress.from_dict({**counts, "position": 0}).phase is Phase.HEAD
+    with pytest.raises(ValueError, match="'phase' is 9, it must be a whole number from 0 to 3"):
+        Progress.from_dict({**counts, "phase": 9})
