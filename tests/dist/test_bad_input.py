@@ -273,6 +273,44 @@ def test_step_that_one_rank_leaves_out_alone_ends_the_run(home: Path) -> None:
     assert finished["steps"] == 9
 
 
+def test_parameters_that_an_unwrapped_optimizer_changes_end_the_run_by_name(home: Path) -> None:
+    """It is not in the State, so nobody knows of it; the parameters tell."""
+    text = TINY.replace(
+        "loader = hvd.DataLoader(",
+        "head = torch.nn.Linear(2, 2)\n"
+        "plain = torch.optim.SGD(head.parameters(), lr=0.1)\n"
+        "loader = hvd.DataLoader(",
+    )
+    text = text.replace("cross_entropy(model(inputs)", "cross_entropy(head(model(inputs))")
+    text = text.replace("optimizer.step()\n", "optimizer.step()\n            plain.step()\n")
+    text = text.replace("State(model=model,", "State(model=model, head=head,")
+    script = write_script(home, text)
+    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
+    with Job(*options, "--", sys.executable, script, "--epochs", 9, home=home) as job:
+        assert job.wait() == 1, job.text
+    assert "hold different parameters: rank 1 differs from rank 0 in head." in job.text
+    assert "Traceback" not in job.text
+    (finished,) = job.events("run_finished")
+    assert finished["steps"] <= 8
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_loader_of_pytorch_left_in_is_told_in_the_first_step(home: Path, audit: bool) -> None:
+    """Without --audit training goes on, and its steps are counted."""
+    text = TINY.replace("hvd.DataLoader(data,", "torch.utils.data.DataLoader(data,")
+    text = text.replace("            state.commit(loss=loss)\n", "")
+    script = write_script(home, text)
+    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0, *(["--audit"] if audit else [])]
+    with Job(*options, "--", sys.executable, script, "--epochs", 2, home=home) as job:
+        assert job.wait() == (1 if audit else 0), job.text
+    assert "for a batch that does not come from hvd_elastic.torch.DataLoader" in job.text
+    assert "without a DistributedSampler" in job.text
+    assert "Traceback" not in job.text
+    (finished,) = job.events("run_finished")
+    assert finished["steps"] == (0 if audit else 20)
+    assert len(job.events("warning")) == (0 if audit else 1)
+
+
 def test_script_that_one_host_does_not_have(
     home: Path, tmp_path: Path, hosts: VirtualCluster
 ) -> None:

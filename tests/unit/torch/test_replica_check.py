@@ -86,14 +86,14 @@ def test_ranks_that_hold_the_same_are_left_alone(kind: torch.dtype) -> None:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1 + torch.finfo(kind).eps)
-    for step in (1, 2, 4, 256, 512, 1024):
+    for step in (1, 2, 4, 256, 1024, 2048):
         assert check(mine, other, step) == ["hvd_elastic.replicas"]
 
 
 def test_it_is_due_often_at_first_and_seldom_later() -> None:
     model = network()
-    due = [step for step in range(1600) if check(model, model, step)]
-    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1536]
+    due = [step for step in range(2500) if check(model, model, step)]
+    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
 
 
 def test_one_parameter_that_differs_by_a_percent_is_named() -> None:
@@ -102,7 +102,9 @@ def test_one_parameter_that_differs_by_a_percent_is_named() -> None:
         other[3].weight[1].mul_(1.03)
     with pytest.raises(ScriptError) as error:
         check(mine, other, 4)
-    assert "after step 4 the ranks hold different parameters: rank 1 differ" in str(error.value)
+    assert "after step 4 the ranks hold different parameters: rank 1 differs from rank 0" in str(
+        error.value
+    )
     assert "in model.3.weight (1 of 6 parameters" in str(error.value)
 
 
@@ -113,7 +115,7 @@ def test_a_model_of_many_large_tensors_is_seen_through_in_turns() -> None:
     other = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for size in sizes])
     with torch.no_grad():
         other[39][-3000:] += 0.5
-    steps = [512 * number for number in range(1, 20)]
+    steps = [1024 * number for number in range(1, 20)]
     found = []
     for step in steps:
         try:
