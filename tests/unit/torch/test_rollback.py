@@ -53,6 +53,8 @@ class Training:
             if len(self.calls) in failing:
                 raise GenerationBrokenError("another rank is gone")
 
+        self.fail = fail
+
         def failing_exchange() -> None:
             if not made._exchanged:
                 fail("exchange")
@@ -87,7 +89,7 @@ class Training:
             try:
                 function(state)
                 rollback.function_returned()
-                self.context.exchange()
+                self.fail("barrier")
                 return
             except GenerationBrokenError:
                 self.context.generation += 1
@@ -153,11 +155,46 @@ def test_a_failure_at_any_call_leaves_the_state_of_an_undisturbed_training(
     undisturbed = Training(monkeypatch)
     wanted = everything_once(undisturbed)
     calls = len(undisturbed.calls)
-    assert set(undisturbed.calls) == {"exchange", "allreduce"}
+    assert set(undisturbed.calls) == {"exchange", "allreduce", "barrier"}
     assert calls > 20
     for call in range(1, calls + 1):
         disturbed = Training(monkeypatch, call, call + 3)
         assert everything_once(disturbed) == wanted, (call, undisturbed.calls[call - 1])
+
+
+def test_a_checkpoint_from_the_tail_of_an_epoch_is_resumed_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All workers die in the tail: the state that they leave is that of the end of the loop."""
+
+    def train(training: Training, state: hvd.State) -> None:
+        for _ in hvd.epochs(2):
+            for (inputs,) in training.loader:
+                training.step(inputs)
+            state.bad += 1
+            state.commit()
+            hvd.allreduce(torch.tensor([1.0]), "accuracy")
+
+    def make(*failing: int) -> tuple[Training, hvd.State]:
+        training = Training(monkeypatch, *failing)
+        return training, hvd.State(model=training.model, optimizer=training.optimizer, bad=15)
+
+    first, left = make(5)
+    first.context.in_train = True
+    with pytest.raises(GenerationBrokenError):
+        train(first, left)
+    first.context.step_failed()
+    first.context.rollback.fail()
+    payload = {
+        "objects": {"model": left.model.state_dict(), "optimizer": left.optimizer.state_dict()},
+        "plain": {"bad": left.bad},
+        "progress": first.context.progress.as_state(),
+    }
+    second, state = make()
+    second.context.progress = state.load(payload, "its checkpoint")
+    second.run(lambda state: train(second, state), state)
+    assert state.bad == 17
+    assert second.calls == ["allreduce", *["exchange"] * 4, "allreduce", "barrier"]
 
 
 def test_a_collective_between_the_step_and_the_end_of_the_body_keeps_what_came_before_it(
