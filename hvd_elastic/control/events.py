@@ -149,7 +149,8 @@ class FoundWorker:
         ready: it was warm once.
         generation, joined: the last one it was announced into, and the last one it joined.
         waiting: it broke off or was held since.
-        holds_state, step: whether its state is whole; how far it was when it began to wait.
+        holds_state, step, state: whether its state is whole; how far it was when it began to wait,
+            as in :class:`WorkerBroken`.
         finished: its training function returned.
         leaving: it was told to leave or killed.
         killed: why it was killed; empty: it was not.
@@ -164,6 +165,7 @@ class FoundWorker:
     waiting: bool = False
     holds_state: bool = False
     step: int = 0
+    state: int = 0
     finished: bool = False
     leaving: bool = False
     killed: str = ""
@@ -233,12 +235,14 @@ class WorkerBroken:
         step: optimizer steps its live state has taken; -1: it holds no whole state (the
             synchronisation was interrupted, or it never had one).
         cause: in words, for the log.
+        state: orders the states of one step; the higher is the newer one.
     """
 
     worker: str
     generation: int
     step: int
     cause: str = ""
+    state: int = 0
 
 
 @dataclass(frozen=True)
@@ -248,6 +252,7 @@ class WorkerHeld:
     worker: str
     generation: int
     step: int
+    state: int = 0
 
 
 @dataclass(frozen=True)

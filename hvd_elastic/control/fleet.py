@@ -93,6 +93,8 @@ class Worker:
     holds_state: bool = False
     step: int = 0
     """Optimizer steps of its state, as it said when it last began to wait."""
+    rank_of_state: int = 0
+    """Orders the states of one step; the higher is the newer one."""
     finished: bool = False
     leaving: bool = False
     leave_by: float | None = None
@@ -112,6 +114,11 @@ class Worker:
     def place(self) -> str:
         """What users call it: the slot, whichever process sits there."""
         return worker_name(*self.slot)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far its state is; compared between workers that wait."""
+        return self.step, self.rank_of_state
 
     @property
     def seat(self) -> Seat:
@@ -258,6 +265,7 @@ class Fleet:
                 joined_at=now if worker.joined else None,
                 holds_state=worker.holds_state,
                 step=worker.step,
+                rank_of_state=worker.state,
                 finished=worker.finished,
                 leaving=worker.leaving,
                 killed=worker.killed,
@@ -316,7 +324,7 @@ class Fleet:
         worker.saved = None
         # It has the others' state and moves with them; steps are compared only between workers
         # that broke off, and each of those says its own.
-        worker.step = 0
+        worker.step = worker.rank_of_state = 0
         if worker.joined_at is None:
             worker.joined_at = now
         self._slot(worker.slot).failures = 0

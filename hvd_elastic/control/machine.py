@@ -159,7 +159,7 @@ class RunMachine:
     def state_holders(self) -> list[Worker]:
         """Live workers with a whole state, in the order in which to ask for a checkpoint of it."""
         members = [w for w in self._live() if w.stage is Stage.MEMBER and not w.finished]
-        waiting = sorted(self._fleet.present(Stage.WAITING), key=lambda worker: -worker.step)
+        waiting = sorted(self._fleet.present(Stage.WAITING), key=lambda w: w.progress, reverse=True)
         # Members that train write together; those of a broken generation have not answered yet.
         both = [*members, *waiting] if self._phase in _TOGETHER else [*waiting, *members]
         return [worker for worker in both if worker.holds_state]
@@ -351,7 +351,7 @@ class RunMachine:
                 self._fell_out(worker, event.generation, cause, now)
             return
         worker.holds_state = worker.holds_state and event.step >= 0
-        worker.step = max(event.step, 0)
+        worker.step, worker.rank_of_state = max(event.step, 0), event.state
         if worker.stage is not Stage.MEMBER:
             return
         if self._phase is Phase.REGROUPING:
@@ -622,8 +622,8 @@ class RunMachine:
     def _keeper(self) -> Worker | None:
         """The worker outside the desired slots whose state is newer than any inside."""
         holders = [w for w in self._fleet.present(Stage.WAITING) if w.holds_state]
-        newest = max((worker.step for worker in holders), default=0)
-        best = [worker for worker in holders if worker.step == newest]
+        newest = max((worker.progress for worker in holders), default=None)
+        best = [worker for worker in holders if worker.progress == newest]
         if not best or any(worker.slot in self._desired or worker.saved for worker in best):
             return None
         return best[0]
@@ -742,7 +742,7 @@ class RunMachine:
         members = assign_ranks((worker.seat for worker in workers), self._hosts)
         rank = {member.worker: member.rank for member in members}
         holders = [worker for worker in workers if worker.holds_state]
-        root = max(holders, key=lambda w: (w.step, -rank[w.name]), default=None)
+        root = max(holders, key=lambda w: (w.progress, -rank[w.name]), default=None)
         reason = describe_change(
             [(m.host, m.slot) for m in self._formed],
             [(m.host, m.slot) for m in members],

@@ -903,10 +903,12 @@ class Leader:
 
     def _said_broken(self, worker: str, said: Message) -> None:
         cause = said.get("error", "")
-        self._tell(ev.WorkerBroken(worker, said["generation"], said["step"], cause))
+        state = said.get("state", 0)
+        self._tell(ev.WorkerBroken(worker, said["generation"], said["step"], cause, state))
 
     def _said_held(self, worker: str, said: Message) -> None:
-        self._tell(ev.WorkerHeld(worker, said["generation"], said["step"]))
+        state = said.get("state", 0)
+        self._tell(ev.WorkerHeld(worker, said["generation"], said["step"], state))
 
     def _said_finished(self, worker: str, said: Message) -> None:
         self._note_progress(said)

@@ -31,7 +31,8 @@ class WorkerFacts:
         generation: the last one it was announced into.
         joined: the last one it joined.
         waiting: it broke off or was held since.
-        holds_state, step: whether its state is whole, and how far it was when it began to wait.
+        holds_state, step, state: whether its state is whole, and how far it was when it began to
+            wait.
         finished: its training function returned.
         leaving: it was told to leave or killed.
         killed: why it was killed; empty: it was not.
@@ -45,6 +46,7 @@ class WorkerFacts:
     waiting: bool = False
     holds_state: bool = False
     step: int = 0
+    state: int = 0
     finished: bool = False
     leaving: bool = False
     killed: str = ""
@@ -159,12 +161,12 @@ class Ledger:
                 facts.ready = True
             case "joined":
                 facts.joined = max(facts.joined, message["message"]["generation"])
-                facts.holds_state, facts.step = True, 0
+                facts.holds_state, facts.step, facts.state = True, 0, 0
             case "broken" | "held":
                 step = message["message"]["step"]
                 facts.waiting = message["message"]["generation"] >= facts.generation
                 facts.holds_state = facts.holds_state and step >= 0
-                facts.step = max(step, 0)
+                facts.step, facts.state = max(step, 0), message["message"].get("state", 0)
             case "finished":
                 facts.finished = True
 

@@ -552,6 +552,37 @@ def test_root_is_the_lowest_rank_among_equals():
     assert announced(play.broken("b:0.1", 7)).root == "b:0.1"
 
 
+def test_root_among_equals_is_the_one_whose_state_is_newer():
+    play = start("a", "b", "c", "d")
+    play.killed("a:0.1")
+    play.tell(ev.WorkerBroken("b:0.1", 1, 7), ev.WorkerBroken("c:0.1", 1, 7, state=2))
+    assert announced(play.tell(ev.WorkerBroken("d:0.1", 1, 7, state=1))).root == "c:0.1"
+
+
+def test_root_is_by_step_before_it_is_by_state():
+    play = start("a", "b", "c")
+    play.killed("a:0.1")
+    play.tell(ev.WorkerBroken("b:0.1", 1, 6, state=9))
+    assert announced(play.broken("c:0.1", 7)).root == "c:0.1"
+
+
+def test_state_of_an_earlier_generation_does_not_count():
+    play = start("a", "b", "c", restart_backoff_s=(100,))
+    play.killed("a:0.1")
+    play.tell(ev.WorkerBroken("b:0.1", 1, 7), ev.WorkerBroken("c:0.1", 1, 7, state=1))
+    play.joined("b:0.1", "c:0.1")
+    play.tell(ev.Tick(), after=100)
+    assert announced(play.ready("a:0.2")).root == "b:0.1"
+
+
+def test_newer_state_of_the_same_step_is_kept_though_its_host_left():
+    play = start("a", "b", min_np=1)
+    play.broken("a:0.1", 7)
+    play.hosts("a")
+    new = announced(play.tell(ev.WorkerBroken("b:0.1", 1, 7, state=1)))
+    assert ([m.worker for m in new.members], new.root) == (["a:0.1", "b:0.1"], "b:0.1")
+
+
 def test_broken_before_the_death_that_caused_it_is_known():
     play = start("a", "b", "c")
     assert play.broken("a:0.1", 7) == [Abort(1, "worker a:0 broke off: a collective failed")]
@@ -1179,10 +1210,11 @@ def test_next_leader_finds_a_generation_that_broke():
         waiting=True,
         holds_state=True,
         step=7,
+        state=1,
     )
     play, answer = successor(found(start("a", "b", "c"), b=waits))
     assert [type(command) for command in answer] == [Abort]
-    play.broken("a:0.1", 6)
+    play.broken("a:0.1", 7)
     assert announced(play.broken("c:0.1", 6)).root == "b:0.1"
 
 

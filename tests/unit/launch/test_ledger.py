@@ -69,8 +69,9 @@ def test_an_announcement_proves_that_its_leader_had_heard_what_led_to_it() -> No
 
 def test_a_worker_that_broke_off_waits_with_its_step() -> None:
     ledger = trained()
-    ledger.acknowledged(said(ledger, "broken", generation=1, step=4))
-    assert (facts(ledger)["waiting"], facts(ledger)["step"]) == (True, 4)
+    ledger.acknowledged(said(ledger, "broken", generation=1, step=4, state=1))
+    known = facts(ledger)
+    assert (known["waiting"], known["step"], known["state"]) == (True, 4, 1)
     assert facts(ledger)["holds_state"]
     ledger.acknowledged(said(ledger, "broken", generation=1, step=-1))
     assert not facts(ledger)["holds_state"]
