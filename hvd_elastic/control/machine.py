@@ -375,8 +375,13 @@ class RunMachine:
         if self._finishing_since is not None:
             return
         self._finishing_since = now
-        # Nobody will meet the newcomers, and a standby's troubles are of no interest any more.
-        self._fleet.dismiss_if(lambda w: not w.holds_state and not w.finished, *Stage)
+        # A worker finishes after a barrier of its generation: who is in it has joined, even if that
+        # was not told yet. Nobody will meet other newcomers, and standbys are not needed any more.
+        together = worker.joined == self._generation
+        self._fleet.dismiss_if(
+            lambda w: not (w.holds_state or w.finished or (together and w.stage is Stage.MEMBER)),
+            *Stage,
+        )
         for newcomer in self._fleet.workers.values():
             if newcomer.leaving and newcomer.member_of == self._generation and not newcomer.joined:
                 self._kill(newcomer, "training is over")
@@ -386,6 +391,9 @@ class RunMachine:
         if worker.killed:
             return
         cause = f"worker {worker.place} {cause}"
+        if worker.finished:
+            cause += " after its training function had returned"
+            self._endings.badly(worker.name, cause)
         in_the_way = worker.member_of == self._generation > 0 and not worker.finished
         if not in_the_way or worker.leaving:
             self._kill(worker, cause)
@@ -780,7 +788,11 @@ class RunMachine:
         """Some worker's training is done: those that broke off still get to their end."""
         workers = self._fleet.present(*Stage)
         unfinished = [w for w in workers if w.stage is Stage.WAITING and not w.finished]
-        if not any(worker.finished or worker.holds_state for worker in workers):
+        # How those that finished end is part of the verdict, also where they were told to leave;
+        # killing does not end a process on a dead disk.
+        ending = any(w.finished and not w.killed for w in self._fleet.workers.values())
+        training = any(w.holds_state or w.stage is Stage.MEMBER for w in workers)
+        if not ending and not training:
             chief = self._formed[0].worker if self._formed else ""
             self._out.send(self._endings.verdict(chief))
         elif self._phase is Phase.ASSEMBLING and unfinished:
