@@ -53,6 +53,7 @@ from hvd_elastic.words import count, hosts_named, plural, worker_name
 __all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
 
 _LAST_HOPE = 5  # times the patience, with members that alone hold the state
+_START_SPREAD = 0.15  # by so much longer than the first may others take that start with it
 _NOT_ASKED_FOR = 3  # above every cost of a slot
 _MAX_PASSES = 100  # far above what is ever needed: a pass that asks for nothing is the last
 
@@ -730,7 +731,14 @@ class RunMachine:
     def _window_is_over(self, newcomers: Sequence[Worker], staying: int, now: float) -> bool:
         if staying + len(newcomers) >= len(self._desired):
             return True
-        end = min(worker.ready_at for worker in newcomers) + self._config.join_window_s
+        first = min(newcomers, key=lambda worker: worker.ready_at)
+        took_s = first.ready_at - first.started_at
+        end = first.ready_at + self._config.join_window_s
+        limit = first.ready_at + self._config.longest_join_window_s
+        for worker in self._fleet.present(Stage.STARTING):
+            if worker.slot in self._desired and worker.started_at + took_s <= limit:
+                due = worker.started_at + (1 + _START_SPREAD) * took_s
+                end = max(end, min(due, limit))
         if now < end:
             self._out.wake(end)
         return now >= end

@@ -367,6 +367,37 @@ def test_newcomers_that_are_nearly_ready_are_waited_for_once():
     assert members(play.joined("a:0.1", "b:0.1", "b:1.1"))[-1] == "c:0.1"
 
 
+def grows_by_two(warm_s: float) -> Play:
+    """b and c are started together; b became ready after ``warm_s``."""
+    play = start("a")
+    play.hosts("a", "b", "c")
+    play.tell(ev.AgentReady("b"), ev.AgentReady("c"))
+    assert play.ready("b:0.1", after=warm_s) == []
+    return play
+
+
+def test_newcomers_that_were_started_together_join_together():
+    play = grows_by_two(10)
+    assert play.tell(ev.Tick(), after=0.5) == []
+    assert members(play.ready("c:0.1", after=0.8)) == ["a:0.1", "b:0.1", "c:0.1"]
+
+
+@pytest.mark.parametrize(("warm_s", "waits_s"), [(1, 0.5), (10, 1.5), (100, 3)])
+def test_newcomer_waits_for_a_slow_one_by_how_long_starts_take(warm_s, waits_s):
+    play = grows_by_two(warm_s)
+    assert play.machine.deadline() == pytest.approx(warm_s + waits_s)
+    assert members(play.tell(ev.Tick(), after=waits_s)) == ["a:0.1", "b:0.1"]
+
+
+def test_newcomer_does_not_wait_for_one_that_was_started_later():
+    play = start("a")
+    play.hosts("a", "b", "c")
+    play.tell(ev.AgentReady("b"))
+    play.tell(ev.AgentReady("c"), after=4)
+    play.ready("b:0.1", after=6)
+    assert members(play.tell(ev.Tick(), after=0.5)) == ["a:0.1", "b:0.1"]
+
+
 def test_only_one_generation_forms_at_a_time():
     play = start("a")
     play.hosts("a", "b")
