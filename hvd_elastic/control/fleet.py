@@ -83,6 +83,7 @@ class Worker:
     name: str
     slot: SlotId
     stage: Stage = Stage.STARTING
+    started_at: float = 0.0
     ready_at: float = 0.0
     member_of: int = 0
     """The generation it was last announced into."""
@@ -259,6 +260,7 @@ class Fleet:
                 worker.worker,
                 slot,
                 stage,
+                started_at=now,
                 ready_at=now,
                 member_of=worker.generation,
                 joined=worker.joined,
@@ -376,7 +378,7 @@ class Fleet:
                 continue
             history.incarnations += 1
             name = f"{slot[0]}:{slot[1]}.{history.incarnations}"
-            self.workers[name] = Worker(name, slot)
+            self.workers[name] = Worker(name, slot, started_at=now)
             self._out.send(StartWorker(name, *slot))
 
     def stop_idle_agents(self, desired: Sequence[SlotId]) -> None:

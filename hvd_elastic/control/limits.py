@@ -16,7 +16,8 @@ class MachineConfig:
         np: number wanted; None: as many as allowed.
         pinned: hosts whose slots are taken before all others.
         spares: warm standbys beyond that number, to take a lost worker's place at once.
-        join_window_s: how long a ready newcomer waits for others that are nearly ready.
+        join_window_s: how long a ready newcomer waits for others, whatever is known of them.
+        longest_join_window_s: how long it waits for others that were started when it was.
         start_grace_s: how long the start waits for the rest once ``min_np`` are ready.
         restart_backoff_s: delays before a slot's next worker after 1, 2, … deaths in a row.
         max_worker_failures: deaths in a row before ever joining, after which a slot is given up.
@@ -39,6 +40,7 @@ class MachineConfig:
     pinned: tuple[str, ...] = ()
     spares: int = 0
     join_window_s: float = 0.5
+    longest_join_window_s: float = 3.0
     start_grace_s: float = 5.0
     restart_backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 5.0, 10.0)
     max_worker_failures: int = 3

@@ -53,6 +53,7 @@ from hvd_elastic.words import count, hosts_named, plural, worker_name
 __all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
 
 _LAST_HOPE = 5  # times the patience, with members that alone hold the state
+_START_SPREAD = 0.15  # by so much longer than the first may others take that start with it
 _NOT_ASKED_FOR = 3  # above every cost of a slot
 _MAX_PASSES = 100  # far above what is ever needed: a pass that asks for nothing is the last
 
@@ -375,8 +376,13 @@ class RunMachine:
         if self._finishing_since is not None:
             return
         self._finishing_since = now
-        # Nobody will meet the newcomers, and a standby's troubles are of no interest any more.
-        self._fleet.dismiss_if(lambda w: not w.holds_state and not w.finished, *Stage)
+        # A worker finishes after a barrier of its generation: who is in it has joined, even if that
+        # was not told yet. Nobody will meet other newcomers, and standbys are not needed any more.
+        together = worker.joined == self._generation
+        self._fleet.dismiss_if(
+            lambda w: not (w.holds_state or w.finished or (together and w.stage is Stage.MEMBER)),
+            *Stage,
+        )
         for newcomer in self._fleet.workers.values():
             if newcomer.leaving and newcomer.member_of == self._generation and not newcomer.joined:
                 self._kill(newcomer, "training is over")
@@ -386,6 +392,9 @@ class RunMachine:
         if worker.killed:
             return
         cause = f"worker {worker.place} {cause}"
+        if worker.finished:
+            cause += " after its training function had returned"
+            self._endings.badly(worker.name, cause)
         in_the_way = worker.member_of == self._generation > 0 and not worker.finished
         if not in_the_way or worker.leaving:
             self._kill(worker, cause)
@@ -722,7 +731,14 @@ class RunMachine:
     def _window_is_over(self, newcomers: Sequence[Worker], staying: int, now: float) -> bool:
         if staying + len(newcomers) >= len(self._desired):
             return True
-        end = min(worker.ready_at for worker in newcomers) + self._config.join_window_s
+        first = min(newcomers, key=lambda worker: worker.ready_at)
+        took_s = first.ready_at - first.started_at
+        end = first.ready_at + self._config.join_window_s
+        limit = first.ready_at + self._config.longest_join_window_s
+        for worker in self._fleet.present(Stage.STARTING):
+            if worker.slot in self._desired and worker.started_at + took_s <= limit:
+                due = worker.started_at + (1 + _START_SPREAD) * took_s
+                end = max(end, min(due, limit))
         if now < end:
             self._out.wake(end)
         return now >= end
@@ -780,7 +796,11 @@ class RunMachine:
         """Some worker's training is done: those that broke off still get to their end."""
         workers = self._fleet.present(*Stage)
         unfinished = [w for w in workers if w.stage is Stage.WAITING and not w.finished]
-        if not any(worker.finished or worker.holds_state for worker in workers):
+        # How those that finished end is part of the verdict, also where they were told to leave;
+        # killing does not end a process on a dead disk.
+        ending = any(w.finished and not w.killed for w in self._fleet.workers.values())
+        training = any(w.holds_state or w.stage is Stage.MEMBER for w in workers)
+        if not ending and not training:
             chief = self._formed[0].worker if self._formed else ""
             self._out.send(self._endings.verdict(chief))
         elif self._phase is Phase.ASSEMBLING and unfinished:

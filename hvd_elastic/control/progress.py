@@ -21,6 +21,8 @@ _SLOW_FACTOR = 10.0
 _SLOW_AT_LEAST_S = 30.0
 _HOPELESS_FACTOR = 20.0
 _HOPELESS_AT_LEAST_S = 600.0
+_AFTER_TRAINING_S = 60.0
+"""A process that ends has no heartbeat any more, and nobody waits for it in a collective."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ProgressWatch:
         self._failure_timeout_s = failure_timeout_s
         self._activities: dict[str, Activity] = {}
         self._named: set[tuple[str, int]] = set()
+        self._finished: set[str] = set()
 
     def note(self, worker: str, activity: Activity) -> None:
         """A heartbeat."""
@@ -65,12 +68,16 @@ class ProgressWatch:
         """It is gone."""
         self._activities.pop(worker, None)
 
+    def finished(self, worker: str) -> None:
+        """Its training function returned."""
+        self._finished.add(worker)
+
     def silent(self) -> list[WorkerSilent]:
         """Workers that give no sign of life."""
         return [
             WorkerSilent(worker, f"gave no sign of life for {activity.silent_s:.1f} s")
             for worker, activity in self._activities.items()
-            if activity.silent_s >= self._failure_timeout_s
+            if activity.silent_s >= self._silence_limit(worker)
         ]
 
     def stuck(
@@ -123,6 +130,11 @@ class ProgressWatch:
                 longest = max(other.longest_step_s for other in seen.values())
                 found.append((worker, activity.step_s, longest))
         return found
+
+    def _silence_limit(self, worker: str) -> float:
+        if worker not in self._finished:
+            return self._failure_timeout_s
+        return max(self._failure_timeout_s, _AFTER_TRAINING_S)
 
     def _wait_limit(self, activities: Collection[Activity]) -> float:
         longest = max(activity.longest_wait_s for activity in activities)

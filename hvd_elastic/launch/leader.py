@@ -468,6 +468,9 @@ class Leader:
         self._workers = dict(adoption.workers)
         self._took_over = bool(self._workers)
         self._members = event.members
+        for found in event.workers:
+            if found.finished:
+                self._watch.finished(found.worker)
         self._tell(event)
         for agent, host, message in adoption.postponed:
             self._heard(agent, host, message)
@@ -912,6 +915,7 @@ class Leader:
 
     def _said_finished(self, worker: str, said: Message) -> None:
         self._note_progress(said)
+        self._watch.finished(worker)
         self._tell(ev.WorkerFinished(worker))
 
     def _said_script_error(self, worker: str, said: Message) -> None:

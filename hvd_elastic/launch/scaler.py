@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Scaler:
         config = ScalingConfig(spec.min_np, spec.max_np, objective_of(spec))
         self._controller = ScalingController(config, started_at, replay(past))
         self._controller.pause(_why_paused(past))
-        self._asked: Allocation | None = None
+        self._asked = _last_asked(past)
         """Slots that were decided on and are not in use yet."""
         self._pinned = frozenset(spec.pin_hosts)
         self._emit = emit
@@ -98,8 +99,7 @@ class Scaler:
         if snapshot.current == self._asked:
             self._asked = None
         if decision.action == "stay":
-            self._say_once(decision, snapshot)
-            return None
+            return self._stay(decision, snapshot, members)
         np = decision.target.slots
         if decision.target != self._asked:  # else it was told, and its slots are still starting
             self._asked = decision.target
@@ -118,18 +118,31 @@ class Scaler:
         self._said = ()
         self._emit("decision", {"action": "resume", "reason": why})
 
-    def _say_once(self, decision: Decision, snapshot: Snapshot) -> None:
-        """That it stays as it is: once for each generation, and no waiting for measurements.
+    def _stay(
+        self, decision: Decision, snapshot: Snapshot, members: Sequence[Member]
+    ) -> TargetChanged | None:
+        """Give back slots that were asked for and have not joined; emit the decision once.
 
-        Once more where nothing keeps to the objective any longer, or something does again.
+        Once means: in each generation, and again where slots are given back, where nothing keeps
+        to the objective any longer, or something does again. Waiting for measurements is no
+        decision.
         """
-        said = (self._generation, decision.known, decision.kept)
         if decision.wish is not None or not decision.known:
-            return
-        self._asked = None
-        if said != self._said:
-            self._said = said
-            self._emit("decision", _fields(decision, snapshot))
+            return None
+        said = (self._generation, decision.known, decision.kept)
+        offered = {host.name for host in snapshot.hosts}
+        if self._asked is None or not offered.issuperset(host for host, _ in self._asked.counts):
+            # A host that failed is tried again only while its slots are wanted.
+            if said != self._said:
+                self._said = said
+                self._emit("decision", _fields(decision, snapshot))
+            return None
+        self._asked, self._said = None, said
+        reason = f"{decision.reason}; slots that were still starting are given back"
+        np = snapshot.current.slots
+        given_back = dataclasses.replace(decision, reason=reason)
+        self._emit("decision", {**_fields(given_back, snapshot), "np": np})
+        return TargetChanged(np, _slots(snapshot.current, members))
 
 
 def _fields(decision: Decision, snapshot: Snapshot) -> dict[str, Any]:
@@ -147,6 +160,14 @@ def _why_paused(past: Sequence[Mapping[str, Any]]) -> str:
         if record.get("kind") == "decision":
             return str(record.get("reason")) if record.get("action") == "pause" else ""
     return ""
+
+
+def _last_asked(past: Sequence[Mapping[str, Any]]) -> Allocation | None:
+    """The slots of the run's last decision, if that was to change them."""
+    for record in reversed(past):
+        if record.get("kind") == "decision":
+            return Allocation.of(dict(record["target"])) if "np" in record else None
+    return None
 
 
 def _offers(machine: RunMachine, hosts: Iterable[Host], pinned: frozenset[str]) -> list[HostOffer]:

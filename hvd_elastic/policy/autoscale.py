@@ -111,7 +111,8 @@ def remember(memory: Memory, decision: Decision, current: Allocation, now: float
     if decision.action == "stay":
         wish = decision.wish
         if wish is None:
-            return dataclasses.replace(memory, wish=None, wished=0)
+            asked = None if decision.known else memory.asked  # its slots are given back
+            return dataclasses.replace(memory, wish=None, wished=0, asked=asked)
         same = memory.wish is not None and _action(current, wish) == _action(current, memory.wish)
         return dataclasses.replace(memory, wish=wish, wished=memory.wished + 1 if same else 1)
     # Slots may take minutes to start; asking for the same ones meanwhile changes nothing.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.dist.conftest import StartJob
@@ -164,3 +166,49 @@ def test_a_spare_takes_the_place_of_a_killed_worker_in_one_pause(
     job.wait_steps(5)
     assert not job.kinds("rescale_started", since)[1:], "the new spare waits"
     job.finish()
+
+
+STOPS_AT_ITS_END = """
+import os, signal, sys, time
+import torch
+import hvd_elastic.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+data = torch.utils.data.TensorDataset(torch.randn(40, 2), torch.randn(40, 1))
+loader = hvd.DataLoader(data, 4)
+if os.environ["HVD_ELASTIC_HOST"] == sys.argv[1]:
+    time.sleep(600)
+
+
+@hvd.run
+def train(state):
+    for _ in hvd.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+
+train(hvd.State(model, optimizer))
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_worker_that_is_silent_after_training_is_given_time_to_end(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, *_ = stage.hosts
+    script = stage.folder / "stops_at_its_end.py"
+    script.write_text(STOPS_AT_ITS_END, encoding="utf-8")
+    job = start_job({a: 1, b: 1}, *FAST, script=[sys.executable, str(script), b])
+    job.wait_event("checkpoint", 0)
+    worker = psutil.Process(job.worker(a).pid)
+    job.wait_for(lambda: worker.status() == psutil.STATUS_STOPPED, "the worker is stopped")
+    wait_out_the_timeout(job)
+    worker.resume()
+    assert job.wait() == 0, job.story()
+    assert job.kinds("run_finished")[-1]["status"] == "succeeded", job.story()
+    assert job.kinds("rescale_started")[-1]["to_size"] == 1, "the other never became ready"
+    job.check_nothing_left()

@@ -367,6 +367,37 @@ def test_newcomers_that_are_nearly_ready_are_waited_for_once():
     assert members(play.joined("a:0.1", "b:0.1", "b:1.1"))[-1] == "c:0.1"
 
 
+def grows_by_two(warm_s: float) -> Play:
+    """b and c are started together; b became ready after ``warm_s``."""
+    play = start("a")
+    play.hosts("a", "b", "c")
+    play.tell(ev.AgentReady("b"), ev.AgentReady("c"))
+    assert play.ready("b:0.1", after=warm_s) == []
+    return play
+
+
+def test_newcomers_that_were_started_together_join_together():
+    play = grows_by_two(10)
+    assert play.tell(ev.Tick(), after=0.5) == []
+    assert members(play.ready("c:0.1", after=0.8)) == ["a:0.1", "b:0.1", "c:0.1"]
+
+
+@pytest.mark.parametrize(("warm_s", "waits_s"), [(1, 0.5), (10, 1.5), (100, 3)])
+def test_newcomer_waits_for_a_slow_one_by_how_long_starts_take(warm_s, waits_s):
+    play = grows_by_two(warm_s)
+    assert play.machine.deadline() == pytest.approx(warm_s + waits_s)
+    assert members(play.tell(ev.Tick(), after=waits_s)) == ["a:0.1", "b:0.1"]
+
+
+def test_newcomer_does_not_wait_for_one_that_was_started_later():
+    play = start("a")
+    play.hosts("a", "b", "c")
+    play.tell(ev.AgentReady("b"))
+    play.tell(ev.AgentReady("c"), after=4)
+    play.ready("b:0.1", after=6)
+    assert members(play.tell(ev.Tick(), after=0.5)) == ["a:0.1", "b:0.1"]
+
+
 def test_only_one_generation_forms_at_a_time():
     play = start("a")
     play.hosts("a", "b")
@@ -974,6 +1005,72 @@ def test_training_ends_while_a_newcomer_is_being_taken_in():
     (end,) = play.ended("b:0.1")
     assert isinstance(end, Finish)
     assert end.status == "succeeded"
+
+
+def starts_alone(**config) -> Play:
+    """a trains alone; b, which the run is wanted on too, is still starting."""
+    play = Play("a", "b", **config)
+    play.tell(ev.AgentReady("a"), ev.AgentReady("b"))
+    play.ready("a:0.1")
+    assert members(play.tell(ev.Tick(), after=5)) == ["a:0.1"]
+    play.joined("a:0.1")
+    return play
+
+
+def finish_of(commands: list[cmd.Command]) -> Finish:
+    (end,) = commands
+    assert isinstance(end, Finish)
+    return end
+
+
+def test_run_ends_well_though_its_second_worker_becomes_ready_after_training():
+    play = starts_alone()
+    assert play.tell(ev.WorkerFinished("a:0.1")) == [Leave("b:0.1")]
+    assert play.ready("b:0.1") == []
+    assert finish_of(play.ended("a:0.1")).status == "succeeded"
+
+
+def test_run_does_not_wait_for_a_worker_that_starts_when_all_have_finished():
+    play = start("a", "b")
+    play.hosts("a", "b", "c")
+    play.tell(ev.AgentReady("c"))
+    assert play.tell(ev.WorkerFinished("a:0.1"), ev.WorkerFinished("b:0.1")) == [Leave("c:0.1")]
+    play.ended("a:0.1")
+    assert finish_of(play.ended("b:0.1")).status == "succeeded"
+
+
+def test_worker_that_finished_while_it_was_told_to_leave_is_waited_for():
+    play = start("a", "b")
+    play.hosts("b")
+    play.killed("b:0.1")  # the one that was to stay; its host's agent still answers
+    play.tell(ev.WorkerFinished("a:0.1"))
+    assert finish_of(play.ended("a:0.1")).status == "succeeded"
+
+
+def test_worker_that_is_silent_after_its_end_is_named_when_it_is_killed():
+    play = starts_alone()
+    play.tell(ev.WorkerFinished("a:0.1"))
+    kill, end = play.tell(ev.WorkerSilent("a:0.1", "gave no sign of life for 60.0 s"))
+    assert isinstance(kill, KillWorker)
+    assert end == Finish(
+        "failed",
+        "rank 0 did not come to its end: worker a:0 gave no sign of life for 60.0 s after its "
+        "training function had returned; resume to complete the run",
+    )
+
+
+def test_member_whose_joining_is_told_late_is_not_taken_for_one_that_waits():
+    play = start("b")
+    play.hosts("a", "b")
+    play.tell(ev.AgentReady("a"))
+    assert members(play.ready("a:0.1")) == ["a:0.1", "b:0.1"]
+    # Training is over at once; the connection to a is slower than that to b.
+    play.joined("b:0.1")
+    assert play.tell(ev.WorkerFinished("b:0.1")) == []
+    assert play.ended("b:0.1") == []
+    play.joined("a:0.1")
+    play.tell(ev.WorkerFinished("a:0.1"))
+    assert finish_of(play.ended("a:0.1")).status == "succeeded"
 
 
 def test_member_that_joined_too_late_is_freed_when_the_others_finished():

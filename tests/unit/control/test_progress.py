@@ -46,6 +46,14 @@ def test_a_silent_worker_is_named_when_the_timeout_is_over() -> None:
     assert judge.silent() == []
 
 
+def test_a_worker_that_has_finished_may_be_silent_for_longer() -> None:
+    judge = watch(a=Activity(silent_s=59.0), b=Activity(silent_s=6.0))
+    judge.finished("a")
+    assert [found.worker for found in judge.silent()] == ["b"]
+    judge.note("a", Activity(silent_s=60.0))
+    assert [found.worker for found in judge.silent()] == ["a", "b"]
+
+
 def test_nobody_is_stuck_while_one_computes() -> None:
     judge = watch(a=waits(400), b=waits(400), c=computes(400))
     assert judge.stuck(GENERATION, MEMBERS) == []

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import pytest
+
 from hvd_elastic.cluster.hostfile import Host
-from hvd_elastic.control.commands import Member
-from hvd_elastic.control.machine import Phase, RunMachine
+from hvd_elastic.control import events as ev
+from hvd_elastic.control.commands import Command, Leave, Member, StartAgent, StartWorker
+from hvd_elastic.control.machine import HostSlots, MachineConfig, Phase, RunMachine
+from hvd_elastic.control.scaling import ScalingController
 from hvd_elastic.launch.scaler import Scaler
 from hvd_elastic.launch.spec import RunSpec
+from hvd_elastic.policy.snapshot import Allocation, Decision
 
 HOSTS = [Host("a", slots=1), Host("b", slots=1)]
 
@@ -46,3 +51,93 @@ def test_a_change_is_told_once_while_its_slots_start() -> None:
     assert before > 1, "who starts slowly is asked for again"
     assert asked > before
     assert [decision["action"] for decision in told] == ["grow", "pause", "resume", "grow"]
+
+
+HERE, BOTH = Allocation((("a", 1),)), Allocation((("a", 1), ("b", 1)))
+GROW, STAY = Decision("grow", "more", BOTH), Decision("stay", "enough", HERE)
+
+
+class Follows:
+    """A run on host a whose policy decides as the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.decision = STAY
+        monkeypatch.setattr(ScalingController, "_decide", lambda *_: self.decision)
+        self.now = 0.0
+        self.told: list[Mapping[str, Any]] = []
+        self.machine = RunMachine(MachineConfig(np=1))
+        self.tell(ev.HostsChanged((HostSlots("a", 1), HostSlots("b", 1))))
+        self.tell(ev.AgentReady("a"))
+        self.tell(ev.WorkerReady("a:0.1", 1.0))
+        self.tell(ev.WorkerJoined("a:0.1", 1))
+        self.scaler = self.new_scaler()
+
+    def new_scaler(self) -> Scaler:
+        past = [{"kind": "decision", "mono": 0.0, **fields} for fields in self.told]
+        spec = RunSpec(("true",), "/", policy="goodput")
+        return Scaler(spec, lambda _, fields: self.told.append(fields), 0.0, past)
+
+    def tell(self, event: ev.Event) -> list[Command]:
+        return self.machine.handle(event, self.now)
+
+    def decide(self, decision: Decision) -> list[Command]:
+        """What is asked of hosts and workers after the policy has decided this."""
+        self.decision, self.now = decision, self.now + 60
+        change = self.scaler.look(self.machine, HOSTS, self.machine.members, self.now)
+        return [] if change is None else self.tell(change)
+
+    def grow(self) -> None:
+        self.decide(GROW)
+        assert StartWorker("b:0.1", "b", 0) in self.tell(ev.AgentReady("b"))
+
+
+def test_a_decision_to_stay_calls_starting_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Follows(monkeypatch)
+    run.decide(STAY)
+    run.grow()
+    assert run.decide(STAY) == [Leave("b:0.1")]
+    assert [(d["action"], d["reason"]) for d in run.told] == [
+        ("stay", "enough"),
+        ("grow", "more"),
+        ("stay", "enough; slots that were still starting are given back"),
+    ]
+    assert run.told[-1]["np"] == 1, "what a leader that resumes the run goes by"
+    assert run.decide(STAY) == []
+    assert len(run.told) == 3
+
+
+def test_starting_slots_are_left_alone_while_nothing_is_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Follows(monkeypatch)
+    run.grow()
+    assert run.decide(Decision("stay", "too little is measured", HERE, known=False)) == []
+    assert run.decide(Decision("stay", "waiting", HERE, wish=BOTH)) == []
+
+
+def test_the_next_leader_calls_starting_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Follows(monkeypatch)
+    run.grow()
+    run.scaler = run.new_scaler()
+    assert run.decide(STAY) == [Leave("b:0.1")]
+
+
+def test_slots_that_joined_are_not_called_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Follows(monkeypatch)
+    run.grow()
+    run.tell(ev.WorkerReady("b:0.1", 1.0))
+    for worker in ("a:0.1", "b:0.1"):
+        run.tell(ev.WorkerJoined(worker, 2))
+    assert run.decide(Decision("stay", "enough", BOTH)) == []
+
+
+def test_a_host_that_failed_is_tried_again_though_the_policy_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Follows(monkeypatch)
+    run.decide(GROW)
+    run.tell(ev.AgentFailed("b", "unreachable"))
+    assert run.decide(STAY) == []
+    assert run.tell(ev.Tick()) == [StartAgent("b")]
+    run.tell(ev.AgentReady("b"))
+    assert run.decide(STAY) == [Leave("b:0.1")]
