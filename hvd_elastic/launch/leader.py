@@ -1109,10 +1109,15 @@ class Leader:
             restored |= {"step": newest.step, "epoch": newest.epoch, "examples": newest.examples}
         self._said_used("", restored)
         by_host = {member.host: member.worker for member in reversed(command.members)}
-        self._announce(command, by_host.get(brought.host), brought.manifest or None)
+        path = None if newest is None else str(newest.path)
+        self._announce(command, by_host.get(brought.host), brought.manifest or None, path)
 
     def _announce(
-        self, command: cmd.Announce, root_worker: str | None, restore: str | None = None
+        self,
+        command: cmd.Announce,
+        root_worker: str | None,
+        restore: str | None = None,
+        checkpoint: str | None = None,
     ) -> None:
         """Tell the members; ``root_worker``: whose state all take, or the checkpoint it loads."""
         if command.generation != self._machine.generation:
@@ -1137,6 +1142,7 @@ class Leader:
                         "root_rank": root,
                         "life": self._id,
                         "restore": restore,
+                        "checkpoint": checkpoint,
                     }
                 )
 
