@@ -251,7 +251,7 @@ def _read_environment(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-@over_hosts(excludes_files=True)
+@over_hosts()
 def copy(
     chosen: Chosen,
     places: Annotated[
@@ -270,7 +270,7 @@ def copy(
         typer.Option(
             "--exclude",
             metavar="PATTERN",
-            help="Leave these out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
+            help="Leave these files out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
         ),
     ] = None,
     checksum: Annotated[
@@ -342,6 +342,13 @@ def copy(
         # Path would make the current folder of it.
         name = "source" if pull is None else "destination"
         raise UsageError(f"{name} '': it is empty. Is a variable of your script not set?")
+    for pattern in exclude or ():
+        if any(host.name == pattern for host in chosen.hosts):
+            raise UsageError(
+                f"--exclude {pattern}: {pattern} is a host, and --exclude leaves out files. To leave "
+                f"out the host write --exclude-hosts {pattern}, to leave out a file of this name "
+                f"--exclude /{pattern}"
+            )
     source = Path(places[0])
     pulled = None
     if pull is not None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cli.clust import _is_nothing, copyclust_main, killclust_main
+from hvd_elastic.cli.clust import (
+    _is_nothing,
+    checkclust_main,
+    copyclust_main,
+    killclust_main,
+    runclust_main,
+)
 
 
 @pytest.mark.parametrize(("name", "nothing"), [("null", True), ("zero", False)])
@@ -60,3 +67,49 @@ def test_an_empty_run_is_none(
         killclust_main()
     assert caught.value.code == 2
     assert "--run '': it is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (runclust_main, ["--exclude", "127.0.0.1", "true"]),
+        (killclust_main, ["--exclude", "127.0.0.1", "--all"]),
+        (checkclust_main, ["--exclude", "127.0.0.1"]),
+        (copyclust_main, ["--exclude", "127.0.0.1", "/etc/hosts", "/data"]),
+    ],
+)
+def test_exclude_leaves_out_files_and_never_hosts(
+    tmp_path: Path,
+    main: Callable[[], None],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+    monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "hosts"), *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "--exclude-hosts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--exclude-hosts", "-x"])
+def test_hosts_are_left_out_alike_by_all_tools(
+    tmp_path: Path,
+    option: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+    places = ["/etc/hosts", "/data"]
+    for main, words in (
+        (runclust_main, ["true"]),
+        (killclust_main, ["--all"]),
+        (checkclust_main, []),
+        (copyclust_main, places),
+    ):
+        monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "hosts"), option, "x", *words])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 2
+        assert "--exclude-hosts: host 'x' is not in" in capsys.readouterr().err
