@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from hvd_elastic.cli.clust import (
     killclust_main,
     runclust_main,
 )
+from hvd_elastic.telemetry.runfolder import RunFolder
 
 
 @pytest.mark.parametrize(("name", "nothing"), [("null", True), ("zero", False)])
@@ -113,3 +115,29 @@ def test_hosts_are_left_out_alike_by_all_tools(
             main()
         assert caught.value.code == 2
         assert "--exclude-hosts: host 'x' is not in" in capsys.readouterr().err
+
+
+def test_a_run_that_is_nowhere_is_an_error_and_one_that_has_ended_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    RunFolder.create("killed-1")
+    (tmp_path / "hosts").write_text("localhost\n")
+
+    def end(run: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["killclust", str(tmp_path / "hosts"), "--run", run])
+        with pytest.raises(SystemExit) as caught:
+            killclust_main()
+        return int(caught.value.code or 0), capsys.readouterr().err
+
+    status, error = end("kiled-1")
+    assert status == 1
+    assert "no host has a process or folder of a run 'kiled-1', and there is no such run" in error
+    assert "Did you mean 'killed-1'? See: hvd-elastic list" in error
+    assert end("killed-1") == (0, "")
+    # A run of another machine's leader, which has processes here.
+    elsewhere = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, "HVD_ELASTIC_RUN_ID": "killed-elsewhere"}
+    )
+    assert end("killed-elsewhere") == (0, "")
+    assert elsewhere.wait(timeout=30) < 0
