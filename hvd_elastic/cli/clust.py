@@ -272,7 +272,7 @@ def copy(
         typer.Option(
             "--exclude",
             metavar="PATTERN",
-            help="Leave these files out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
+            help="Leave files out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
         ),
     ] = None,
     checksum: Annotated[
@@ -347,8 +347,8 @@ def copy(
     for pattern in exclude or ():
         if any(host.name == pattern for host in chosen.hosts):
             raise UsageError(
-                f"--exclude {pattern}: {pattern} is a host, and --exclude leaves out files. To leave "
-                f"out the host write --exclude-hosts {pattern}, to leave out a file of this name "
+                f"--exclude {pattern}: {pattern} is a host, and --exclude leaves out files. Leave "
+                f"the host out by --exclude-hosts {pattern}, a file of this name by "
                 f"--exclude /{pattern}"
             )
     source = Path(places[0])

@@ -44,7 +44,7 @@ class MetadataService(BaseHTTPRequestHandler):
     token = "AQAEAJrZ0-x_8=="
     notice = ""
 
-    def do_PUT(self) -> None:  # noqa: N802
+    def do_PUT(self) -> None:
         seconds = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
         if self.path != "/latest/api/token":
             self._answer(404, "")
@@ -53,7 +53,7 @@ class MetadataService(BaseHTTPRequestHandler):
         else:
             self._answer(200, self.token)
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         if self.headers.get("X-aws-ec2-metadata-token") != self.token:
             self._answer(401, "401 - Unauthorized")
         elif self.path != "/latest/meta-data/spot/instance-action" or not self.notice:
@@ -67,7 +67,7 @@ class MetadataService(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *_: object) -> None:
         """Keep the output of the tests clean."""
 
 
@@ -87,7 +87,9 @@ def metadata_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_the_documented_command_for_aws_asks_with_a_token(
     metadata_service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (line,) = re.findall("^hvd-elastic run .*spot/instance-action.*$", COMMANDS.read_text(), re.M)
+    (line,) = re.findall(
+        "^hvd-elastic run .*spot/instance-action.*$", COMMANDS.read_text(), re.MULTILINE
+    )
     words = shlex.split(line)
     command = words[words.index("--preemption-command") + 1]
     assert "169.254.169.254" in command
