@@ -106,6 +106,8 @@ def plan(
     except ValueError as error:
         raise RunError(f"run {folder.run_id}: {error}") from error
     notes = _notes(evidence, found, todo)
+    if hosts is None:
+        notes.append("The sizes are those that the run's hostfile allows; --hosts N shows others.")
     path = _write(folder, found, notes, out)
     if json_output:
         print(json.dumps(_as_json(folder, evidence, found, todo, path), indent=2))

@@ -53,6 +53,7 @@ def test_without_a_number_of_hosts_the_sizes_of_the_hostfile(
     _, out, _ = call(capsys, "seen")
     rows = [line.split()[:2] for line in out.split("\n\n")[0].splitlines()[1:]]
     assert rows == [["1*", "1"], ["1*", "2"], ["2", "3"], ["2*", "4"]]
+    assert "--hosts N shows others" in out
     page = (folder.path / "plan.html").read_text(encoding="utf-8")
     data = re.search(r'id="run-data">(.*?)</script>', page)
     assert data is not None
