@@ -114,6 +114,8 @@ class LazyGroup(typer.core.TyperGroup):
         return typer.core.TyperCommand(cmd_name, help=entry.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # Typer suggests what resembles a mistyped name from among these.
+        self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else COMMANDS[name].load(name), rest
 

@@ -6,6 +6,7 @@ The same functions stand behind ``hvd-elastic cluster run|copy|kill|check|trust`
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import signal
@@ -39,11 +40,12 @@ from hvd_elastic.cluster.hostfile import Host, parse_hosts
 from hvd_elastic.cluster.keeping import attach, attach_through, stop_keepers
 from hvd_elastic.cluster.kept import KeptHosts
 from hvd_elastic.cluster.ssh import is_local
-from hvd_elastic.errors import UsageError
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.words import count
 
 if TYPE_CHECKING:
     from hvd_elastic.cluster.copy import Copied
+    from hvd_elastic.cluster.procs import Ended
 
 __all__ = [
     "CalledElsewhere",
@@ -251,7 +253,7 @@ def _read_environment(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-@over_hosts(excludes_files=True)
+@over_hosts()
 def copy(
     chosen: Chosen,
     places: Annotated[
@@ -270,7 +272,7 @@ def copy(
         typer.Option(
             "--exclude",
             metavar="PATTERN",
-            help="Leave these out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
+            help="Leave files out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
         ),
     ] = None,
     checksum: Annotated[
@@ -342,6 +344,13 @@ def copy(
         # Path would make the current folder of it.
         name = "source" if pull is None else "destination"
         raise UsageError(f"{name} '': it is empty. Is a variable of your script not set?")
+    for pattern in exclude or ():
+        if any(host.name == pattern for host in chosen.hosts):
+            raise UsageError(
+                f"--exclude {pattern}: {pattern} is a host, and --exclude leaves out files. Leave "
+                f"the host out by --exclude-hosts {pattern}, a file of this name by "
+                f"--exclude /{pattern}"
+            )
     source = Path(places[0])
     pulled = None
     if pull is not None:
@@ -525,14 +534,44 @@ def kill(
         _check_pattern(user_processes)
     printer = Printer(chosen.hosts)
     target = Target(run_id, strays, user_processes)
-    results = kill_run(chosen.hosts, target, chosen.ssh, grace, chosen.dry_run, chosen.fanout)
+    seen: list[HostResult[Ended]] = []
+
+    def keep_results() -> Iterator[HostResult[Ended]]:
+        for result in kill_run(
+            chosen.hosts, target, chosen.ssh, grace, chosen.dry_run, chosen.fanout
+        ):
+            seen.append(result)
+            yield result
+
     finish(
         chosen,
-        results,
+        keep_results(),
         printer,
         describe_ended,
         lambda result: show_ended(result, printer, chosen.dry_run),
     )
+    if run_id is not None and not any(map(_has_traces, seen)):
+        _check_run_is_known(run_id)
+
+
+def _has_traces(result: HostResult[Ended]) -> bool:
+    # Files of other kinds do not tell which run left them.
+    files = [file for file in result.answer.files if file.kind == "temporary folder"]
+    return bool(result.answer.processes or files)
+
+
+def _check_run_is_known(run_id: str) -> None:
+    from hvd_elastic.config import runs_folder
+    from hvd_elastic.telemetry.runfolder import list_runs
+
+    known = [run.run_id for run in list_runs()]
+    if run_id not in known:
+        alike = difflib.get_close_matches(run_id, known, 1)
+        hint = f"Did you mean '{alike[0]}'?" if alike else "Is it misspelt?"
+        raise RunError(
+            f"no host has a process or folder of a run '{run_id}', and there is no such run in "
+            f"{runs_folder()}. {hint} See: hvd-elastic list"
+        )
 
 
 def _check_pattern(text: str) -> None:

@@ -85,5 +85,8 @@ def _usage_words(error: Any) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
         return message
     context = getattr(error, "ctx", None)
-    hint = "" if context is None else f". See: {context.command_path} --help"
-    return f"error: {message[:1].lower()}{message[1:].rstrip('.')}{hint}"
+    message = message[:1].lower() + message[1:].rstrip(".")
+    if context is None:
+        return f"error: {message}"
+    end = "" if message.endswith("?") else "."  # after "Did you mean 'run'?"
+    return f"error: {message}{end} See: {context.command_path} --help"

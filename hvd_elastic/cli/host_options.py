@@ -29,12 +29,9 @@ _FANOUT = Annotated[int, whole_number_option("--fanout", "-f", help="Hosts at a 
 _HOSTS = Annotated[
     str | None, typer.Option("--hosts", metavar="LIST", help="Only these, as in gpu[01-04],login.")
 ]
-_EXCLUDE = Annotated[
-    str | None, typer.Option("--exclude", metavar="LIST", help="All but these, as --hosts.")
-]
 _EXCLUDE_HOSTS = Annotated[
     str | None,
-    typer.Option("--exclude-hosts", metavar="LIST", help="All hosts but these, as --hosts."),
+    typer.Option("--exclude-hosts", "-x", metavar="LIST", help="All hosts but these, as --hosts."),
 ]
 _DRY_RUN = Annotated[
     bool, typer.Option("--dry-run", help="Show what would be done, change nothing.")
@@ -90,20 +87,17 @@ def over_hosts(
     *,
     fanout: int = DEFAULT_FANOUT,
     without: Sequence[str] = (),
-    excludes_files: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the hostfile and the shared options, read, as its first argument.
 
     Args:
         fanout: the default of ``--fanout``.
         without: names of shared options that make no sense for this command.
-        excludes_files: ``--exclude`` is the command's own; hosts are left out by
-            ``--exclude-hosts``.
     """
     shared: dict[str, tuple[Any, Any]] = {
         "fanout": (_FANOUT, fanout),
         "hosts": (_HOSTS, None),
-        "exclude_hosts": (_EXCLUDE_HOSTS if excludes_files else _EXCLUDE, None),
+        "exclude_hosts": (_EXCLUDE_HOSTS, None),
         "dry_run": (_DRY_RUN, False),
         "as_json": (_JSON, False),
         "ssh_config": (_SSH_CONFIG, None),

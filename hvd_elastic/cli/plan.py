@@ -31,8 +31,12 @@ def plan(
         typer.Argument(metavar="[RUN]", help="a run id (default: the newest run)"),
     ] = None,
     hosts: Annotated[
-        int, whole_number_option("--hosts", help="up to so many hosts, there or not")
-    ] = 16,
+        int | None,
+        whole_number_option(
+            "--hosts",
+            help="up to so many hosts, there or not (default: the sizes that the hostfile allows)",
+        ),
+    ] = None,
     slots: Annotated[
         int | None,
         whole_number_option("--slots", help="of each host (default: those of the run's hosts)"),
@@ -70,7 +74,7 @@ def plan(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Predict throughput, goodput, time and cost for 1 to N hosts, and how sure that is.
+    """Predict throughput, goodput, time and cost of other sizes, and how sure that is.
 
     It rests on the step times and the gradient noise that the run has measured. Sizes that were
     timed are marked with *.
@@ -102,6 +106,8 @@ def plan(
     except ValueError as error:
         raise RunError(f"run {folder.run_id}: {error}") from error
     notes = _notes(evidence, found, todo)
+    if hosts is None:
+        notes.append("The sizes are those that the run's hostfile allows; --hosts N shows others.")
     path = _write(folder, found, notes, out)
     if json_output:
         print(json.dumps(_as_json(folder, evidence, found, todo, path), indent=2))
@@ -159,7 +165,7 @@ def _notes(evidence: Evidence, found: Sequence[Forecast], todo: float | None) ->
     worlds = sorted(evidence.worlds)
     timed = ", ".join(f"{count(s, 'slot')} on {count(h, 'host')}" for h, s in worlds[:6])
     notes = [f"* timed by this run. In all: {timed}{' and more' if len(worlds) > 6 else ''}."]
-    if all(hosts < 2 for hosts, _ in worlds) and len(found) > 1:
+    if all(hosts < 2 for hosts, _ in worlds) and found[-1].hosts > 1:
         notes.append(
             "Hosts were never timed together: what the link between them costs is a guess."
         )

@@ -114,7 +114,7 @@ def select_hosts(hostfile: Hostfile, only: str | None, exclude: str | None) -> l
         HostfileError: a list cannot be read.
     """
     chosen = {host.name for host in hostfile}
-    for flag, text in (("--hosts", only), ("--exclude", exclude)):
+    for flag, text in (("--hosts", only), ("--exclude-hosts", exclude)):
         if text is None:
             continue
         named = set()
@@ -129,7 +129,7 @@ def select_hosts(hostfile: Hostfile, only: str | None, exclude: str | None) -> l
         chosen = chosen & named if flag == "--hosts" else chosen - named
     hosts = [host for host in hostfile if host.name in chosen]
     if not hosts:
-        raise UsageError(f"--hosts and --exclude leave no host of {hostfile.source}")
+        raise UsageError(f"--hosts and --exclude-hosts leave no host of {hostfile.source}")
     return hosts
 
 

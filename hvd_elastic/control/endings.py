@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import WorkerExited
 
-__all__ = ["Endings", "how_it_ended"]
+__all__ = ["Endings", "explain_script_error", "how_it_ended"]
 
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
 _LAST_SIGNAL = 31
+
+# How scripts end that expect what torchrun sets up.
+_EXPECTS_TORCHRUN = re.compile(
+    r"^(ValueError|RuntimeError): (Error initializing torch\.distributed using env://"
+    r"|Default process group has not been initialized|FSDP needs a non-CPU accelerator)"
+    r"|^KeyError: '(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
+    re.MULTILINE,
+)
+_FRAME = re.compile(r'File "(?P<file>[^"<]+)", line (?P<line>\d+)')
+_INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3")
 
 
 def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
@@ -27,6 +39,31 @@ def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
     if signal is not None:
         return None, f"was killed by signal {signal}"
     return None, "ended for an unknown reason"
+
+
+def explain_script_error(traceback: str) -> str | None:
+    """What to change in a script that failed because torchrun did not start it; else None.
+
+    >>> explain_script_error("KeyError: 'RANK'").partition(";")[0]
+    'this expects the process group of torchrun'
+    """
+    if not _EXPECTS_TORCHRUN.search(traceback):
+        return None
+    frames = [match for match in _FRAME.finditer(traceback) if not _INSTALLED.search(match["file"])]
+    place = f"{frames[-1]['file']}, line {frames[-1]['line']}: " if frames else ""
+    if re.search("fsdp|fully_shard", traceback, re.IGNORECASE):
+        return (
+            f"{place}this expects the process group of torchrun, and nothing here shards a model; "
+            "remove FSDP and init_process_group, and use hvd.init() and "
+            "hvd.DistributedOptimizer(optimizer, model) of hvd_elastic.torch instead, or keep "
+            "torchrun for a model that needs more than one device (docs/migration.md)"
+        )
+    return (
+        f"{place}this expects the process group of torchrun; remove init_process_group, "
+        "DistributedDataParallel, and RANK, LOCAL_RANK and the like, and use hvd.init(), "
+        "hvd.DistributedOptimizer(optimizer, model), hvd.rank() and hvd.local_rank() of "
+        "hvd_elastic.torch instead (docs/migration.md shows both side by side)"
+    )
 
 
 class Endings:

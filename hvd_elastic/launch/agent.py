@@ -577,6 +577,7 @@ class Agent:
                         "env": values,
                         "root_rank": message["root_rank"],
                         "restore": message.get("restore"),
+                        "checkpoint": message.get("checkpoint"),
                         "life": message["life"],
                     }
                 )

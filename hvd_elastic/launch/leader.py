@@ -26,7 +26,7 @@ from hvd_elastic.cluster.hostfile import Host, parse_hostfile, require_prices
 from hvd_elastic.cluster.ssh import SshOptions, is_local, own_address_towards
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.endings import how_it_ended
+from hvd_elastic.control.endings import explain_script_error, how_it_ended
 from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Activity, ProgressWatch
@@ -873,8 +873,12 @@ class Leader:
         if status and not self._failure_shown:
             self._failure_shown = True
             tail = self._log_tail(host, slot) or f"exit status {status}, nothing printed"
-            fields = {"host": host, "local_rank": slot, "traceback": tail}
-            self._emit("script_failed", fields)
+            explained = explain_script_error(tail)
+            if explained is not None:
+                self._tell(ev.ScriptFailed(worker, explained))
+            else:
+                fields = {"host": host, "local_rank": slot, "traceback": tail}
+                self._emit("script_failed", fields)
         self._tell(exited)
 
     def _log_tail(self, host: str, slot: int) -> str:
@@ -924,7 +928,8 @@ class Leader:
         self._failure_shown = True
         if said.get("step", 0) > self._progress["step"]:
             self._note_progress(said)
-        self._tell(ev.ScriptFailed(worker, said["traceback"]))
+        traceback = said["traceback"]
+        self._tell(ev.ScriptFailed(worker, explain_script_error(traceback) or traceback))
 
     def _said_metrics(self, _: str, said: Message) -> None:
         self._note_progress(said)
@@ -1115,10 +1120,15 @@ class Leader:
             restored |= {"step": newest.step, "epoch": newest.epoch, "examples": newest.examples}
         self._said_used("", restored)
         by_host = {member.host: member.worker for member in reversed(command.members)}
-        self._announce(command, by_host.get(brought.host), brought.manifest or None)
+        path = None if newest is None else str(newest.path)
+        self._announce(command, by_host.get(brought.host), brought.manifest or None, path)
 
     def _announce(
-        self, command: cmd.Announce, root_worker: str | None, restore: str | None = None
+        self,
+        command: cmd.Announce,
+        root_worker: str | None,
+        restore: str | None = None,
+        checkpoint: str | None = None,
     ) -> None:
         """Tell the members; ``root_worker``: whose state all take, or the checkpoint it loads."""
         if command.generation != self._machine.generation:
@@ -1143,6 +1153,7 @@ class Leader:
                         "root_rank": root,
                         "life": self._id,
                         "restore": restore,
+                        "checkpoint": checkpoint,
                     }
                 )
 

@@ -73,8 +73,9 @@ class Rival:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.led_since))
         end = f"which {why}, ends" if why else "ends, and has started nothing"
         run, said = self.run_id, f"{self.what} {self.led_by} since {since}"
+        heard = f"{self.heard_s:.1f} s ago" if self.heard_s >= 0.05 else "just now"
         return (
-            f"run {run} has a leader: {said}, which was heard of {self.heard_s:.1f} s ago. Two "
+            f"run {run} has a leader: {said}, which was heard from {heard}. Two "
             f"would undo each other's work, so this one {end}. Look at the run there (hvd-elastic "
             f"status {run}), or end it there (hvd-elastic stop {run}). If that process is gone, "
             f"this is known after {self.forgotten_s:g} s: try again then"

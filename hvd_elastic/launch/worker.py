@@ -40,6 +40,7 @@ class Instruction:
         env: Horovod's rank variables for it.
         root_rank: whose state everybody takes.
         restore: checkpoint that the root loads first; None for none.
+        checkpoint: path of the checkpoint that ``restore`` is a copy of, for messages.
         life: tells the generations that one leader counts from those of another.
     """
 
@@ -48,6 +49,7 @@ class Instruction:
     env: Mapping[str, str] | None = None
     root_rank: int = 0
     restore: str | None = None
+    checkpoint: str | None = None
     life: str = ""
 
 

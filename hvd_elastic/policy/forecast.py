@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,9 @@ __all__ = ["Forecast", "forecast"]
 _SPREAD = 1.2816
 """Standard deviations either way that hold 80 % of a normal distribution."""
 
+_EVERY_SIZE = 16
+"""Up to so many slots, every number of them is a size of its own; a table of more is no help."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -33,7 +36,7 @@ class Forecast:
         efficiency: statistical efficiency, in (0, 1].
         goodput: their product [useful examples/s].
         low, high: the goodput is between them with 80 % probability, by the model.
-        speedup: goodput over that of one host.
+        speedup: goodput over that of the first entry.
         rate: price of the hosts [currency per hour]; None: not known.
         time_s: until the target is reached [s]; None: there is none.
         cost: of that time; None: no target or no price.
@@ -58,12 +61,12 @@ class Forecast:
 def forecast(
     evidence: Evidence,
     hosts: Sequence[HostOffer],
-    most_hosts: int,
+    most_hosts: int | None = None,
     slots: int | None = None,
     price: float | None = None,
     target: float | None = None,
 ) -> list[Forecast]:
-    """One entry for each number of hosts from 1 on that a batch plan exists for.
+    """One entry for each size that a batch plan exists for, the smallest first.
 
     The noise scale is taken to stay what it was last.
 
@@ -71,7 +74,8 @@ def forecast(
         evidence: of a run.
         hosts: those there are; beyond them, and with ``slots``, more of the same kind are thought
             of.
-        most_hosts: up to so many.
+        most_hosts: each number of whole hosts up to this; None: the sizes that ``hosts`` allow, by
+            slots where there are few and by whole hosts where there are many.
         slots: of each host; None: those the hosts have.
         price: of each host [currency per hour]; None: those the hosts have.
         target: useful examples still to be made.
@@ -94,9 +98,8 @@ def forecast(
     offers = _offers(evidence, hosts, most_hosts, slots, price)
     found: list[Forecast] = []
     alone = math.nan
-    for number in range(1, most_hosts + 1):
-        used = offers[:number]
-        ranks = sum(host.slots for host in used)
+    for used in _sizes(offers, by_slots=most_hosts is None):
+        number, ranks = len(used), sum(host.slots for host in used)
         slow = partial(_pace, evidence, [(host.slowness, host.slots) for host in used])
         best = best_batch_plan(model, noise, limits, number, ranks, slow)
         if best is None:
@@ -145,7 +148,7 @@ def _pace(
 def _offers(
     evidence: Evidence,
     hosts: Sequence[HostOffer],
-    most_hosts: int,
+    most_hosts: int | None,
     slots: int | None,
     price: float | None,
 ) -> list[HostOffer]:
@@ -162,6 +165,19 @@ def _offers(
     known.sort(key=lambda host: (host.slowness, -host.slots))
     kinds = [(host.slots, host.price) for host in known] or [(slots or 1, price)]
     common = max(kinds, key=kinds.count)
-    more = [HostOffer("", *common) for _ in range(most_hosts - len(known))]
+    wanted = max(1, len(known)) if most_hosts is None else most_hosts
+    more = [HostOffer("", *common) for _ in range(wanted - len(known))]
     fast = [host for host in known if host.slowness == 1]
-    return [*fast, *more, *known[len(fast) :]]
+    return [*fast, *more, *known[len(fast) :]][:wanted]
+
+
+def _sizes(offers: Sequence[HostOffer], *, by_slots: bool) -> list[list[HostOffer]]:
+    """The hosts of each size, with the slots in use there."""
+    whole = [list(offers[:number]) for number in range(1, len(offers) + 1)]
+    if not by_slots or sum(host.slots for host in offers) > _EVERY_SIZE:
+        return whole
+    return [
+        [*hosts[:-1], replace(hosts[-1], slots=slots)]
+        for hosts in whole
+        for slots in range(1, hosts[-1].slots + 1)
+    ]

@@ -38,7 +38,7 @@ def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]
         + "</section>",
         f"<footer>Written {date} by hvd_elastic from the run's events.</footer>",
     ]
-    data = {"charts": charts, "marks": [], "x_name": "hosts"}
+    data = {"charts": charts, "marks": [], "x_name": _size_name(forecasts)}
     return render_page(f"{run_id}: plan", "\n".join(body), data)
 
 
@@ -111,12 +111,14 @@ def _chart(
     high: Sequence[float],
 ) -> dict[str, Any]:
     name, title, unit, color = words
+    noun = _size_name(forecasts)
+    sizes = [f.hosts if noun == "hosts" else f.slots for f in forecasts]
     return {
         "name": name,
         "title": title,
         "unit": unit,
         "color": color,
-        "x": [f.hosts for f in forecasts],
+        "x": sizes,
         "y": _short(values),
         "low": _short(low),
         "high": _short(high),
@@ -125,8 +127,13 @@ def _chart(
         "from_zero": True,
         "height": 220,
         "log": False,
-        "summary": f"{number_words(values[-1])} with {count(forecasts[-1].hosts, 'host')}",
+        "summary": f"{number_words(values[-1])} with {count(sizes[-1], noun[:-1])}",
     }
+
+
+def _size_name(forecasts: Sequence[Forecast]) -> str:
+    """What tells the entries apart."""
+    return "hosts" if len({f.hosts for f in forecasts}) == len(forecasts) else "slots"
 
 
 def _short(values: Sequence[float]) -> list[float]:

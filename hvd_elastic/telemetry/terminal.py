@@ -65,6 +65,7 @@ class RunView(Closing):
         self._started: float | None = None
         self._state = ""
         self._rescaling_to: int | None = None
+        self._rescaling_generation: object = None
         self._shown_at = float("-inf")
         self._unshown = False
         self._console: Console | None = None
@@ -129,9 +130,11 @@ class RunView(Closing):
                 self._rescaled(self._rescaling_to)
         elif kind == "rescale_started":
             self._rescaling_to = event.get("to_size")
+            self._rescaling_generation = event.get("generation")
             self._state = f"rescaling {event.get('from_size')} → {self._rescaling_to}"
         elif kind == "rescale_finished":
-            self._rescaled(int(event.get("size") or 0))
+            if self._rescaling_to is None or event.get("generation") == self._rescaling_generation:
+                self._rescaled(int(event.get("size") or 0))
         elif kind == "waiting":
             self._state = "waiting"
         elif kind == "stop_requested":

@@ -51,10 +51,9 @@ class Narrator:
         """The lines for this event; mostly none or one."""
         kind = event.get("kind")
         if kind == "rescale_started":
-            # An earlier one that broke before a step was done keeps its line: its cause counts.
-            broken = [Line(text, "change") for text in self._reasons.values()]
-            self._reasons = {int(event.get("generation") or 0): _rescale_words(event)}
-            return broken
+            # Its first step may be reported only after the next rescale has begun.
+            self._reasons[int(event.get("generation") or 0)] = _rescale_words(event)
+            return []
         if kind == "rescale_finished":
             return self._rescale_finished(event)
         if kind == "run_finished":
@@ -62,7 +61,8 @@ class Narrator:
             more = [Line(way_on, "note")] if way_on else []
             return [*self._unfinished(), _run_finished(event), *more]
         line = _tell(str(kind), event)
-        return [] if line is None else [line]
+        before = self._unfinished() if kind in ("run_started", "waiting") else []
+        return before if line is None else [*before, line]
 
     def _unfinished(self) -> list[Line]:
         lines = [Line(f"{text} (not finished)", "change") for text in self._reasons.values()]
@@ -70,12 +70,15 @@ class Narrator:
         return lines
 
     def _rescale_finished(self, event: Mapping[str, Any]) -> list[Line]:
-        size, pause_s = event.get("size"), event.get("pause_s")
-        reason = self._reasons.pop(int(event.get("generation") or 0), count(size, "slot"))
-        self._reasons = {}
+        generation, size = int(event.get("generation") or 0), event.get("size")
+        pause_s = event.get("pause_s")
+        reason = self._reasons.pop(generation, count(size, "slot"))
+        # Earlier ones that broke before a step was done get a line too: their causes count.
+        broken = [number for number in self._reasons if number < generation]
+        lines = [Line(self._reasons.pop(number), "change") for number in broken]
         if pause_s is None:
-            return [Line(f"training on {count(size, 'slot')}: {reason}", "good")]
-        return [Line(f"{reason} (pause {duration_words(float(pause_s))})", "change")]
+            return [*lines, Line(f"training on {count(size, 'slot')}: {reason}", "good")]
+        return [*lines, Line(f"{reason} (pause {duration_words(float(pause_s))})", "change")]
 
 
 def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:

@@ -574,7 +574,7 @@ class Context:
         self._refuse_aborted()
         root = self.engine.rank == instruction.root_rank
         if root and instruction.restore:
-            self.restore_checkpoint(instruction.restore)
+            self.restore_checkpoint(instruction.restore, instruction.checkpoint)
         self.progress = self._state.sync(
             self.engine, instruction.root_rank, self.progress, self._has_state
         )
@@ -670,10 +670,10 @@ class Context:
 
     # -- checkpoints -----------------------------------------------------------------------
 
-    def restore_checkpoint(self, path: str) -> None:
-        """Take the state from a checkpoint and say so."""
+    def restore_checkpoint(self, path: str, copy_of: str | None = None) -> None:
+        """Take the state from a checkpoint and say so; ``copy_of``: what the user calls it."""
         assert self._state is not None
-        self.progress = self._state.load(load_checkpoint(path), path)
+        self.progress = self._state.load(load_checkpoint(path), copy_of or path)
         if self.mode is Mode.AGENT:  # brought into the spool for this alone
             shutil.rmtree(Path(path).parent, ignore_errors=True)
         self.sink.send({"kind": "restored", "path": path, **self.progress.as_dict()})

@@ -336,6 +336,35 @@ def test_script_that_trains_with_nothing_of_ours(home: Path) -> None:
     assert_nothing_left(mark=job.mark)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "import torch.distributed as dist\ndist.init_process_group('gloo')\n",
+            "line 2: this expects the process group of torchrun; remove init_process_group, ",
+        ),
+        (
+            "import torch\nimport hvd_elastic.torch as hvd\nhvd.init()\n"
+            "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n",
+            "line 4: this expects the process group of torchrun; remove init_process_group, ",
+        ),
+    ],
+    ids=["before-init", "after-init"],
+)
+def test_script_that_expects_torchrun_is_told_what_to_use(
+    home: Path, text: str, words: str
+) -> None:
+    script = write_script(home, text)
+    with Job(*ONE_PROCESS, "--", sys.executable, script, home=home) as job:
+        assert job.wait() == 1
+    assert f"in worker localhost:0: {script}, {words}" in job.text
+    assert "hvd.DistributedOptimizer(optimizer, model)" in job.text
+    assert "Traceback" not in job.text
+    (failed,) = job.events("script_failed")
+    assert failed["traceback"].startswith(str(script))
+    assert_nothing_left(mark=job.mark)
+
+
 def test_network_interface_that_no_host_has(home: Path, script: Path) -> None:
     options = [*ONE_PROCESS, "--network-interface", "nope0"]
     with Job(*options, "--", sys.executable, script, home=home) as job:

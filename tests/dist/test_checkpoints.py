@@ -260,6 +260,7 @@ def test_a_checkpoint_of_another_model_ends_the_run_and_loses_nothing(
     assert job.wait() == 1
     said = job.output.read_text()
     assert "model.layers.0.weight is (16, 8) in the checkpoint and (20, 8) in this script" in said
+    assert f"checkpoint {folder_of(job)}/step-" in said, "not the copy in the spool"
     assert "Traceback" not in said
     assert sorted(path.name for path in folder_of(job).iterdir()) == held
     job.check_nothing_left()

@@ -78,7 +78,7 @@ def test_a_host_that_hangs_does_not_hold_up_the_others(tools: Tools) -> None:
 
 
 def test_statuses_and_usage(tools: Tools) -> None:
-    result = tools("runclust", str(tools.hostfile), "--exclude", "node[3-8]", "exit 3")
+    result = tools("runclust", str(tools.hostfile), "--exclude-hosts", "node[3-8]", "exit 3")
     assert result.returncode == 1
     assert "host node1: exit status 3" in result.stderr
     assert "2 failed (node[1-2])" in result.stderr

@@ -566,6 +566,34 @@ def test_no_line_of_a_system_file_changes(home: Path) -> None:
 
 
 @pytest.mark.root
+def test_hosts_keep_their_etc_when_the_machine_replaces_files_of_its_own(
+    home: Path, tmp_path: Path
+) -> None:
+    """The machine's /etc is a copy here, in a mount namespace of the test's own."""
+    if NO_NAMESPACES:
+        pytest.skip(NO_NAMESPACES)
+    etc = tmp_path / "etc"
+    subprocess.run(["cp", "-a", "/etc", str(etc)], check=True)
+    shadow = (etc / "shadow").read_text().splitlines()
+    shadow = ["root:!:" + line.split(":", 2)[2] if line[:5] == "root:" else line for line in shadow]
+    (etc / "shadow").write_text("\n".join(shadow) + "\n")
+    script = f"""
+        set -e
+        mount -n --bind {etc} /etc
+        {sys.executable} -m hvd_elastic.cli.virtclust up 2x1 --name keeps > /dev/null
+        for name in hosts shadow; do
+            cp -p /etc/$name /etc/$name.new
+            mv /etc/$name.new /etc/$name
+        done
+        ssh -F {home}/virtual/keeps/ssh_config keeps-1 getent hosts keeps-2
+    """
+    command = ["unshare", "--mount", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["keeps-2"]
+
+
+@pytest.mark.root
 @pytest.mark.parametrize("free_pages", [0, 1, 3, 5, 8, 12])
 def test_up_on_a_full_disk(tmp_path: Path, free_pages: int) -> None:
     """However little is left, and so whatever file it is that cannot be written."""

@@ -51,7 +51,28 @@ mirror() {
         fi
     done
 }
-mirror "" "$new" "proc sys run tmp data"
+mirror "" "$new" "proc sys run tmp data etc"
+
+# The host's /etc is a folder of its own that links to the entries of the machine's. Mounting over
+# the machine's files would not last: the kernel takes such a mount away in every namespace when the
+# machine renames another file over the one below it.
+etc=/.etc.$VC_HOST
+mkdir "$new$etc" "$new/etc"
+mount -n --rbind /etc "$new$etc"
+set --
+for entry in /etc/* /etc/.[!.]*; do
+    case ${entry##*/} in hosts | shadow) continue ;; esac
+    if [ -e "$entry" ] || [ -L "$entry" ]; then
+        set -- "$@" "$etc/${entry##*/}"
+    fi
+done
+[ $# = 0 ] || ln -s "$@" "$new/etc"
+: > "$new/etc/hosts"
+mount -n --bind "$VC_CLUSTER/etc_hosts" "$new/etc/hosts"
+# Without PAM, sshd turns away an account whose password is locked with '!'.
+if [ -e /etc/shadow ]; then
+    (umask 077 && sed 's/^root:![^:]*:/root:*:/' /etc/shadow > "$new/etc/shadow")
+fi
 
 mkdir "$new/proc" "$new/sys" "$new/run" "$new/tmp" "$new/data"
 mount -n -t proc proc "$new/proc"
@@ -62,12 +83,10 @@ else
     mount -n --rbind /sys "$new/sys"
 fi
 mount -n -t tmpfs -o mode=755 run "$new/run"
-mirror /run "$new/run" "sshd utmp lock netns virtclust virtclust.hosts virtclust.old"
+mirror /run "$new/run" "sshd utmp lock netns virtclust virtclust.old"
 mkdir -m 1777 "$new/run/lock"
 mkdir "$new/run/sshd" "$new/run/virtclust" "$new/run/virtclust.old"
 mount -n --bind "$VC_FOLDER" "$new/run/virtclust"
-: > "$new/run/virtclust.hosts"
-mount -n --bind "$VC_CLUSTER/etc_hosts" "$new/run/virtclust.hosts"
 mount -n --bind "$VC_FOLDER/tmp" "$new/tmp"
 mount -n --bind "$VC_FOLDER/data" "$new/data"
 printf '%s\n' "$VC_SHARES" | while IFS= read -r share; do
@@ -89,7 +108,6 @@ rmdir /run/virtclust.old
 mount -n --make-private /
 
 echo "$VC_HOST" > /proc/sys/kernel/hostname
-[ ! -e /etc/hosts ] || mount -n --bind /run/virtclust.hosts /etc/hosts
 [ ! -d /dev/shm ] || mount -n -t tmpfs -o mode=1777 shm /dev/shm
 # Logins with a terminal are noted in the host's own books.
 for book in wtmp btmp lastlog; do
@@ -98,11 +116,6 @@ for book in wtmp btmp lastlog; do
         mount -n --bind "/run/virtclust.$book" "/var/log/$book"
     fi
 done
-# Without PAM, sshd turns away an account whose password is locked with '!'.
-if grep -q '^root:!' /etc/shadow 2>/dev/null; then
-    (umask 077 && sed 's/^root:![^:]*:/root:*:/' /etc/shadow > /run/virtclust.shadow)
-    mount -n --bind /run/virtclust.shadow /etc/shadow
-fi
 
 echo ready
 exec < /dev/null > /run/virtclust/host.log 2>&1

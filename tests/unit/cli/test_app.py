@@ -69,9 +69,20 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"hvd-elastic {__version__}\n"
 
 
-def test_an_unknown_command_is_wrong_usage(capsys):
-    assert status_of("rnu") == 2
-    assert capsys.readouterr().err == "error: no such command 'rnu'. See: hvd-elastic --help\n"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("atach",), "no such command 'atach'. Did you mean 'attach'? See: hvd-elastic --help"),
+        (("zzz",), "no such command 'zzz'. See: hvd-elastic --help"),
+        (
+            ("cluster", "kil"),
+            "no such command 'kil'. Did you mean 'kill'? See: hvd-elastic cluster --help",
+        ),
+    ],
+)
+def test_an_unknown_command_is_wrong_usage(capsys, words, said):
+    assert status_of(*words) == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
 
 
 @pytest.mark.parametrize(("error", "status"), [(RunError, 1), (UsageError, 2)])

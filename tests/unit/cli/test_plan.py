@@ -47,6 +47,23 @@ def test_the_table(capsys: pytest.CaptureFixture[str], folder: RunFolder) -> Non
     assert f"plots: {folder.path}/plan.html" in out
 
 
+def test_without_a_number_of_hosts_the_sizes_of_the_hostfile(
+    capsys: pytest.CaptureFixture[str], folder: RunFolder
+) -> None:
+    _, out, _ = call(capsys, "seen")
+    rows = [line.split()[:2] for line in out.split("\n\n")[0].splitlines()[1:]]
+    assert rows == [["1*", "1"], ["1*", "2"], ["2", "3"], ["2*", "4"]]
+    assert "--hosts N shows others" in out
+    page = (folder.path / "plan.html").read_text(encoding="utf-8")
+    data = re.search(r'id="run-data">(.*?)</script>', page)
+    assert data is not None
+    shown = json.loads(data[1])
+    assert (shown["x_name"], shown["charts"][0]["x"]) == ("slots", [1, 2, 3, 4])
+    # A table of hundreds of sizes is no help.
+    _, out, _ = call(capsys, "seen", "--slots", "64")
+    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["1", "64"], ["2", "128"]]
+
+
 def test_json_and_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.html"
     options = ("--hosts", "8", "--price", "2", "--target-examples", "5e6", "--json")

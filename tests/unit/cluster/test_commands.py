@@ -34,7 +34,7 @@ def test_hosts_are_chosen_in_hostfile_order(
     ("only", "exclude", "message"),
     [
         ("gpu9", None, r"--hosts: host 'gpu9' is not in my.hosts \(gpu1, "),
-        (None, "nobody", "--exclude: host 'nobody'"),
+        (None, "nobody", "--exclude-hosts: host 'nobody'"),
         ("gpu1", "gpu1", "leave no host"),
     ],
 )

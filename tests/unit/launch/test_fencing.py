@@ -59,12 +59,18 @@ def test_one_that_has_begun_nothing_ends_at_the_first_refusal(tmp_path: Path, si
     assert finish.status == "failed"
     for words in (
         "run met has a leader: host n2 is led by process 7 on alpha since ",
-        "which was heard of 0.5 s ago",
+        "which was heard from 0.5 s ago",
         "ends, and has started nothing",
         "hvd-elastic stop met",
         "after 5 s: try again",
     ):
         assert words in finish.message
+
+
+def test_one_that_was_heard_from_at_this_moment_is_no_zero_seconds_old(tmp_path: Path) -> None:
+    finish = met(tmp_path, since=50.0, began=False, heard_s=0.02)
+    assert finish is not None
+    assert "which was heard from just now. Two would" in finish.message
 
 
 def test_of_two_that_train_the_later_one_ends(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
     for agent in run.agents.values():
         (message,) = agent.sent
         assert (message["root_rank"], message["restore"]) == (1, "/spool/restore-1/step.json")
+        assert message["checkpoint"] == str(info.path), "what messages name is not the spool's copy"
     run.leader._said_restored("b:0.1", {"kind": "restored", "step": 20})
     assert len(run.audit()) == 1, "steps may be on record by now, which stay valid"
 

@@ -138,12 +138,36 @@ def test_a_rescale_that_never_finished_keeps_its_line() -> None:
     started = {"kind": "rescale_started", "generation": 2, "reason": "node3 joined"}
     assert narrator.tell(started) == []
     again = {**started, "generation": 3, "reason": "node3 died"}
-    assert [line.text for line in narrator.tell(again)] == ["node3 joined"]
+    assert narrator.tell(again) == []
+    formed = {"kind": "rescale_finished", "generation": 3, "size": 2, "pause_s": 1.5}
+    lines = [line.text for line in narrator.tell(formed)]
+    assert lines == ["node3 joined", "node3 died (pause 1.5 s)"]
+    assert narrator.tell({**started, "generation": 4, "reason": "node3 died"}) == []
     end = narrator.tell({"kind": "run_finished", "status": "failed", "steps": 1, "message": "why"})
     assert [line.text for line in end] == [
         "node3 died (not finished)",
         "run failed after 1 step: why",
     ]
+
+
+def test_rescales_that_overlap_keep_their_reasons() -> None:
+    """The next one is announced before the first step of the one before it is reported."""
+    events: list[dict[str, object]] = [
+        {"kind": "rescale_started", "generation": 2, "from_size": 1, "to_size": 2, "reason": "b"},
+        {"kind": "rescale_started", "generation": 3, "from_size": 2, "to_size": 3, "reason": "c"},
+        {"kind": "rescale_finished", "generation": 2, "size": 2, "pause_s": 0.25},
+        {"kind": "rescale_finished", "generation": 3, "size": 3, "pause_s": 0.5},
+    ]
+    narrator = Narrator()
+    told = [line.text for event in events for line in narrator.tell(event)]
+    assert told == ["b (pause 0.25 s)", "c (pause 0.50 s)"]
+    stream = io.StringIO()
+    view = RunView(stream, live=True, clock=FakeClock())
+    for event in events[:3]:
+        view.show(event)
+    assert "rescaling 2 → 3" in ESCAPES.sub("", stream.getvalue()).rpartition("\r")[2]
+    view.show(events[3])
+    view.close()
 
 
 def test_every_kind_of_event_can_be_told_bare() -> None:
