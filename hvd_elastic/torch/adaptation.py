@@ -47,6 +47,7 @@ from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.look_times import LookTimes
 from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import SETTLING_STEPS, announce_shares, steps_to_review
+from hvd_elastic.torch.schedule import ScheduleChecks
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
@@ -136,6 +137,7 @@ class Adaptation:
         self._ranks = 1
         self._passes_made = 0
         self._at_odds = ""
+        self._schedule_checks = ScheduleChecks()
 
     # -- during a step ---------------------------------------------------------------------
 
@@ -261,6 +263,7 @@ class Adaptation:
 
     def review_if_due(self, context: Context) -> None:
         """Between two steps; collective where it is due, which all ranks know alike."""
+        self._schedule_checks.look(context, self)
         moved = context.generation != self._generation
         step = context.progress.step
         if not (moved or self._wanted or step >= self._next_review):

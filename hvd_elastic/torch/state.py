@@ -104,6 +104,10 @@ class State:
         """Treat something of the library's as one of the values; the name starts with ``_``."""
         self._objects[name] = item
 
+    def objects(self) -> dict[str, _Stateful]:
+        """What is kept by reference, by name."""
+        return dict(self._objects)
+
     def save_plain(self) -> None:
         """Remember the plain values as they are now."""
         self._committed = copy.deepcopy(self._plain)
