@@ -23,6 +23,10 @@ from hvd_elastic.words import count, hosts_named
 
 __all__ = ["decide", "out_of_reach", "remember", "surroundings_changed"]
 
+_NOTABLE = 0.005
+"""What brings less than this part more is told as bringing no more."""
+_SURE = 0.1
+"""Above this standard deviation of its logarithm a goodput is told with its uncertainty."""
 _QUICK_CHANGES = 2
 """So many changes come quickly: the first tries of a run."""
 
@@ -69,7 +73,9 @@ def decide(
     held = _held_back(snapshot, how, target, ranking, now)
     if held:
         return Decision("stay", f"{why}; {held}", snapshot.current, wish=target, kept=kept)
-    return Decision(_action(snapshot.current, target), why, target, kept=kept)
+    goodput, batch = float(scores.goodput[best]), int(scores.batch[best])
+    action = _action(snapshot.current, target)
+    return Decision(action, why, target, kept=kept, goodput=goodput, batch=batch)
 
 
 def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
@@ -212,9 +218,14 @@ def _rank(
     net = np.where(fits, net, -np.inf)
     best = int(np.argmax(net))
     if net[best] < how.min_gain * here * horizon or best == 0:
-        return _Ranking(0, _why_stay(options, scores, net, here * horizon, limit), must=False)
+        per = "for each unit of money" if by_deadline else ""
+        stay = _why_stay(
+            options, scores, 3600 * value if per else value, net, per, snapshot.pause_s
+        )
+        return _Ranking(0, f"{stay}{limit and '; '}{limit}", must=False)
+    sure = f", give or take {100 * math.expm1(unsure[best]):.0f} %," if unsure[best] > _SURE else ""
     why = (
-        f"{_describe(options[best], scores, best)} instead of {goodput[0]:.0f} on "
+        f"{_describe(options[best], scores, best)}{sure} instead of {goodput[0]:.0f} on "
         f"{count(options[0].slots, 'slot')}"
     )
     if by_deadline:
@@ -224,15 +235,16 @@ def _rank(
             "of money"
         )
     if not by_deadline and goodput[best] < (1 + how.min_gain) * goodput[0]:
+        # What a try or slots that become free are worth is no rate of training: no sum is told.
         freed = int(scores.slots[0] - scores.slots[best])
-        known = f"known to {100 * math.expm1(unsure[best]):.0f} %"
-        why += f", {known}: " + (
+        why += ": " + (
             f"giving back {count(freed, 'slot')} of little use" if freed > 0 else "worth trying"
         )
-    why += (
-        f"; net of a pause of {snapshot.pause_s:.2g} s and of what slots are worth, "
-        f"{100 * net[best] / (here * horizon):.1f} % better over {horizon:.0f} s"
-    )
+    else:
+        why += (
+            f"; net of a pause of {snapshot.pause_s:.2g} s and of what slots are worth, "
+            f"{100 * net[best] / (here * horizon):.1f} % better over {horizon:.0f} s"
+        )
     return _Ranking(best, f"{why}{limit and '; '}{limit}", must=False)
 
 
@@ -325,19 +337,43 @@ def _describe(option: Allocation, scores: Scores, index: int) -> str:
 
 
 def _why_stay(
-    options: Sequence[Allocation], scores: Scores, net: np.ndarray, scale: float, limit: str
+    options: Sequence[Allocation],
+    scores: Scores,
+    value: np.ndarray,
+    net: np.ndarray,
+    per: str,
+    pause_s: float,
 ) -> str:
-    text = f"{scores.goodput[0]:.0f} useful examples/s on {count(options[0].slots, 'slot')}"
-    others = np.where(np.arange(len(net)) > 0, net, -np.inf)
+    """Compare the current option with the best other one that is allowed, in one quantity.
+
+    Args:
+        options: the current one first.
+        scores: of the options.
+        value: what is compared: goodput, or useful examples ``per`` unit of money.
+        net: -inf where an option is not allowed.
+        per: empty for goodput.
+        pause_s: of a rescale.
+    """
+    slots = [count(option.slots, "slot") for option in options]
+    text = f"{scores.goodput[0]:.0f} useful examples/s on {slots[0]}"
+    if per:
+        text += f", {value[0]:.0f} {per}"
+    others = np.where(np.isfinite(net), value, -np.inf)
+    others[0] = -np.inf
     second = int(np.argmax(others))
-    if len(options) > 1 and np.isfinite(others[second]):
-        text += (
-            f"; the best other choice, {scores.goodput[second]:.0f} on "
-            f"{count(options[second].slots, 'slot')}, would bring "
-            f"{100 * net[second] / scale if scale else 0:+.1f} % net of its pause and of what "
-            "slots are worth"
-        )
-    return f"{text}{limit and '; '}{limit}"
+    if not np.isfinite(others[second]):
+        return text
+    more = value[second] / value[0] - 1
+    if more < _NOTABLE:
+        next_best = f"next: {value[second]:.0f} on {slots[second]}"
+        return f"{text}; no other choice is expected to bring more ({next_best})"
+    further = options[second].slots - options[0].slots
+    cost = f"a pause of {pause_s:.2g} s"
+    cost += f" and {count(further, 'further slot')}" if further > 0 else ""
+    return (
+        f"{text}; {slots[second]} on {count(options[second].hosts, 'host')} would bring "
+        f"{value[second]:.0f}, {100 * more:.1f} % more, which is not worth {cost}"
+    )
 
 
 def _held_back(
