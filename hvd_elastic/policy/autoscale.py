@@ -314,7 +314,7 @@ def _rank(
         )
     elif goodput[best] >= (1 + how.min_gain) * goodput[0]:
         more = 100 * (goodput[best] / goodput[0] - 1)
-        why += f": {more:.0f} % more for {_cost_words(options, best, snapshot.pause_s)}"
+        why += f", which is {more:.0f} % more for {_cost_words(options, best, snapshot.pause_s)}"
     else:
         freed = int(scores.slots[0] - scores.slots[best])
         why += ": " + (
@@ -430,7 +430,7 @@ def _why_stay(
         pause_s: of a rescale.
     """
     slots = [count(option.slots, "slot") for option in options]
-    text = f"{scores.goodput[0]:.0f} useful examples/s on {slots[0]}"
+    text = f"{scores.goodput[0]:.0f} useful examples/s expected on {slots[0]}"
     if per:
         text += f", {value[0]:.0f} {per}"
     others = np.where(np.isfinite(net), value, -np.inf)
@@ -441,7 +441,7 @@ def _why_stay(
     more = value[second] / value[0] - 1
     if more < _NOTABLE:
         next_best = f"next: {value[second]:.0f} on {slots[second]}"
-        return f"{text}; no other choice is expected to bring more ({next_best})"
+        return f"{text}, and no more on any other slots ({next_best})"
     return (
         f"{text}; {slots[second]} on {count(options[second].hosts, 'host')} would bring "
         f"{value[second]:.0f}, {100 * more:.1f} % more, which is not worth "

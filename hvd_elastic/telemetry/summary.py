@@ -366,8 +366,11 @@ def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
         run.epochs = epoch + 1
     if "global_batch_size" in record:
         # Left out where it is infinite or not known any more: the last one is out of date.
-        for name in {"noise_scale", "efficiency", "goodput"} - record.keys():
-            run.last.pop(name, None)
+        for name in {"noise_scale", "efficiency", "goodput"} & run.last.keys() - record.keys():
+            del run.last[name]
+            series = run.series.setdefault(name, MetricSeries())
+            series.at_s.append(at_s)
+            series.values.append(math.nan)
     for name, value in record.items():
         own = name not in METRIC_FIELDS
         if name in {"t", "mono", "kind", "step", "epoch", "examples"}:

@@ -34,7 +34,10 @@ def test_grows_where_examples_take_the_time():
 def test_stays_where_more_slots_bring_nothing():
     found = decide(snapshot(PAYS_NOT, {"n0": 1}), 100.0, None, AT_ONCE)
     assert (found.action, found.target.slots) == ("stay", 1)
-    assert "126 useful examples/s on 1 slot; 5 slots on 3 hosts would bring 128" in found.reason
+    assert (
+        "126 useful examples/s expected on 1 slot; 5 slots on 3 hosts would bring 128"
+        in found.reason
+    )
     assert "1.5 % more, which is not worth a pause of 0.5 s and 4 further slots" in found.reason
 
 
@@ -51,9 +54,9 @@ def test_a_decision_to_stay_compares_what_it_names(
     seen = snapshot(well_known(*times, 64), current, hosts=hosts, pause_s=pause_s, max_np=most)
     reason = decide(seen, 100.0, None, AT_ONCE).reason
     found = re.fullmatch(
-        r"(\d+) useful examples/s on \d slots; (?:"
-        r"no other choice is expected to bring more \(next: (\d+) on \d slots?\)|"
-        r"\d slots? on \d hosts? would bring (\d+), ([\d.]+) % more, which is not worth .*)",
+        r"(\d+) useful examples/s expected on \d slots(?:"
+        r", and no more on any other slots \(next: (\d+) on \d slots?\)|"
+        r"; \d slots? on \d hosts? would bring (\d+), ([\d.]+) % more, which is not worth .*)",
         reason,
     )
     assert found is not None, reason

@@ -61,12 +61,14 @@ def test_a_batch_that_adapts_has_a_panel_and_tiles_that_mean_something() -> None
          "limits": limits, "reason": "there is noise"},
         {**metrics, "t": 2.0, "step": 2, "global_batch_size": 128},
         {"t": 3.0, "kind": "prediction_missed", "reason": "777 were predicted"},
+        *({"t": t, "kind": "metrics", "step": 3, "global_batch_size": 128} for t in (3.0, 4.0)),
     ]  # fmt: skip
     page = render_report(summarize(events), check_audit([]))
     charts = payload(page)["charts"]
     assert isinstance(charts, list)
     assert [chart["name"] for chart in charts] == ["global_batch_size", "noise_scale", "efficiency"]
-    assert charts[0]["y"] == [64, 128]
+    assert charts[0]["y"] == [64, 128, 128, 128]
+    assert charts[1]["y"] == [300, 300, None], "no line is drawn where nothing is known"
     assert "<h2>Batch</h2>" in page
     assert "relative to one in a batch of 64" in page
     assert "<b>128</b><span>batch, 64 at first</span>" in page
