@@ -34,7 +34,7 @@ __all__ = [
 
 _NOTABLE = 0.005
 """What brings less than this part more is told as bringing no more."""
-_SURE = 0.1
+_SURE = 0.05
 """Above this standard deviation of its logarithm a goodput is told with its uncertainty."""
 _MISSED = 0.8
 """A change that brought less than this part of what was predicted is told to have missed it."""
@@ -177,9 +177,10 @@ def compare_prediction(
     if size < (1 - _DIFFERS) * decision.batch:
         causes.append(f"the batch is {size:.0f} examples, not {decision.batch}")
     if useful[0] < (1 - _DIFFERS) * useful[1]:
+        before = "infinite" if math.isinf(then.noise_scale) else f"{then.noise_scale:.0f}"
         causes.append(
-            f"the gradient noise scale is {now.noise_scale:.0f} examples, not "
-            f"{then.noise_scale:.0f}, so larger batches bring less"
+            f"the gradient noise scale is {now.noise_scale:.0f} examples, not {before}, so larger "
+            "batches bring less"
         )
     why = ": " + "; ".join(causes) if causes else ""
     return Miss(
@@ -317,9 +318,10 @@ def _rank(
         why += f", which is {more:.0f} % more for {_cost_words(options, best, snapshot.pause_s)}"
     else:
         freed = int(scores.slots[0] - scores.slots[best])
-        why += ": " + (
-            f"giving back {count(freed, 'slot')} of little use" if freed > 0 else "worth trying"
-        )
+        less = 1 - goodput[best] / goodput[0]
+        brought = f"{100 * less:.0f} % of it" if less >= _NOTABLE else "nothing"
+        give_back = f"giving back {count(freed, 'slot')} that brought {brought}"
+        why += f": {give_back if freed > 0 else 'worth trying'}"
     return _Ranking(best, f"{why}{limit and '; '}{limit}", must=False)
 
 
