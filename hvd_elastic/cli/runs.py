@@ -487,6 +487,8 @@ def _status_rows(
     own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
     if own:
         rows.append(("metrics", ", ".join(f"{k} {number_words(v)}" for k, v in own.items())))
+    if summary.batch_plan:
+        rows.append(("batch", _batch_words(summary)))
     if summary.hosts:
         rows.append(("hosts", " ".join(f"{name}:{slots}" for name, slots in summary.hosts)))
     if summary.shares:
@@ -500,6 +502,8 @@ def _status_rows(
     decided = [said.text for said in summary.decisions if said.kind == "decision"]
     if decided:
         rows.append(("decision", decided[-1]))
+    if summary.missed:
+        rows.append(("missed", summary.missed))
     if summary.checkpoints:
         last = summary.checkpoints[-1]
         rows.append(("checkpoint", f"step {last.step}, {last.path}"))
@@ -535,6 +539,21 @@ def _time_left_words(summary: RunSummary, found: Draining) -> str:
         return "being left"
     left_s = summary.started + found.at_s + found.leave_in_s - time.time()
     return f"being left, {duration_words(left_s)} remain" if left_s > 0 else "being left, overdue"
+
+
+def _batch_words(summary: RunSummary) -> str:
+    from hvd_elastic.telemetry.wording import number_words
+
+    plan = summary.batch_plan
+    text = f"{number_words(plan.get('global_batch_size'))} examples"
+    limits = plan.get("limits")
+    if isinstance(limits, dict):
+        initial, most = (limits.get(f"{name}_batch_size") for name in ("initial", "max"))
+        text += f" ({number_words(initial)} at first, at most {number_words(most)})"
+    for name, unit in (("noise_scale", " examples"), ("efficiency", "")):
+        if name in summary.last:
+            text += f", {name.replace('_', ' ')} {number_words(summary.last[name])}{unit}"
+    return text
 
 
 def _rescale_words(summary: RunSummary) -> str:

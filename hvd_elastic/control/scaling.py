@@ -15,6 +15,8 @@ from typing import Any
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.autoscale import (
+    Miss,
+    compare_prediction,
     decide,
     out_of_reach,
     remember,
@@ -75,6 +77,10 @@ class ScalingController:
         self._rests_on: tuple[Any, ...] = ()
         self._model_then: StepTimeModel | None = None
         self._noise_then = math.nan
+        self._change: tuple[Decision, Snapshot] | None = None
+        """The last change and what it rested on, until what it brought is known."""
+        self.miss: Miss | None = None
+        """What the last :meth:`look` found of a change that brought much less than predicted."""
 
     # -- what happened ---------------------------------------------------------------------
 
@@ -141,12 +147,32 @@ class ScalingController:
         snapshot = self.snapshot(now)
         parameters = self._config.parameters
         decision = self._decide(snapshot, now)
+        changes = decision.action != "stay"
+        self.miss = self._compare(snapshot, 1 if changes else parameters.evidence)
+        asked = None if self._change is None else self._change[0].target
+        if changes and decision.target != asked:  # else its slots are still starting
+            self._change = decision, snapshot
+        elif asked != snapshot.current and not changes and decision.known and not decision.wish:
+            self._change = None  # called off before its slots trained
         self._memory = remember(self._memory, decision, snapshot.current, now)
         wait_s = min(max(_LOOK_S, (now - self._formed_at) / _CALM_AFTER), _CALM_LOOK_S)
         if decision.wish is not None or self.evidence.measured < parameters.evidence:
             wait_s = _LOOK_S
         self._look_at = now + wait_s
         return decision, snapshot
+
+    def _compare(self, snapshot: Snapshot, windows: int) -> Miss | None:
+        """Whether the last change brought what was predicted, once so many windows were timed."""
+        timed = self.evidence.present
+        if self._change is None or timed is None:
+            return None
+        if min(timed.steps, self.evidence.measured) < windows:
+            return None
+        decision, then = self._change
+        if snapshot.current != decision.target or math.isnan(snapshot.noise_scale):
+            return None
+        self._change = None
+        return compare_prediction(decision, then, snapshot, timed)
 
     def _decide(self, snapshot: Snapshot, now: float) -> Decision:
         """The last decision again, where nothing that it rests on is new."""

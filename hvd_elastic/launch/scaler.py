@@ -96,6 +96,8 @@ class Scaler:
         if found is None:
             return None
         decision, snapshot = found
+        if controller.miss is not None:
+            self._emit("prediction_missed", dataclasses.asdict(controller.miss))
         if snapshot.current == self._asked:
             self._asked = None
         if decision.action == "stay":

@@ -15,14 +15,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_elastic.model.goodput import statistical_efficiency
+from hvd_elastic.model.step_time import Observation
 from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.place import placements, sizes_to_try
 from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
 from hvd_elastic.words import count, hosts_named
 
-__all__ = ["decide", "out_of_reach", "remember", "surroundings_changed"]
+__all__ = [
+    "Miss",
+    "compare_prediction",
+    "decide",
+    "out_of_reach",
+    "remember",
+    "surroundings_changed",
+]
 
+_NOTABLE = 0.005
+"""What brings less than this part more is told as bringing no more."""
+_SURE = 0.05
+"""Above this standard deviation of its logarithm a goodput is told with its uncertainty."""
+_MISSED = 0.8
+"""A change that brought less than this part of what was predicted is told to have missed it."""
+_DIFFERS = 0.1
+"""Parts of a prediction that are off by more are named as the cause."""
 _QUICK_CHANGES = 2
 """So many changes come quickly: the first tries of a run."""
 
@@ -69,7 +86,9 @@ def decide(
     held = _held_back(snapshot, how, target, ranking, now)
     if held:
         return Decision("stay", f"{why}; {held}", snapshot.current, wish=target, kept=kept)
-    return Decision(_action(snapshot.current, target), why, target, kept=kept)
+    goodput, batch = float(scores.goodput[best]), int(scores.batch[best])
+    action = _action(snapshot.current, target)
+    return Decision(action, why, target, kept=kept, goodput=goodput, batch=batch)
 
 
 def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
@@ -103,6 +122,72 @@ def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
         f"the deadline cannot be met, by what this run has measured: {todo:.0f} useful examples "
         f"take {needed_s:.0f} s and {left_s:.0f} s are left, on the fastest choice, "
         f"{_describe(options[best], scores, best)}"
+    )
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A change that brought much less than was predicted.
+
+    Attributes:
+        predicted: goodput that the change was decided for [useful examples/s].
+        measured: goodput since [useful examples/s].
+        reason: both, and what is not as predicted, in words.
+    """
+
+    predicted: float
+    measured: float
+    reason: str
+
+
+def compare_prediction(
+    decision: Decision, then: Snapshot, now: Snapshot, timed: Observation
+) -> Miss | None:
+    """Compare what a change was decided for with what was measured since.
+
+    Args:
+        decision: the change.
+        then: what it rested on.
+        now: the run, on the slots decided on.
+        timed: steps of what trains now.
+
+    Returns:
+        None where at least four fifths of it came true.
+    """
+    assert then.model is not None
+    size = timed.ranks * timed.atomic_batch_size * (timed.accumulation_steps + 1)
+    initial = now.limits.initial_batch_size
+    useful = [
+        float(statistical_efficiency(noise, initial, max(size, initial)))
+        for noise in (now.noise_scale, then.noise_scale)
+    ]
+    measured = size * useful[0] / timed.step_s
+    if not measured < _MISSED * decision.goodput:
+        return None
+    expected_s = then.model.step_s(
+        timed.hosts, timed.ranks, timed.atomic_batch_size, timed.accumulation_steps, timed.slowness
+    )
+    slower = timed.step_s / float(expected_s)
+    causes = []
+    if slower > 1 + _DIFFERS:
+        causes.append(
+            f"a step of {size:.0f} examples takes {timed.step_s:.2g} s, {slower:.1f} times as long "
+            "as predicted"
+        )
+    if size < (1 - _DIFFERS) * decision.batch:
+        causes.append(f"the batch is {size:.0f} examples, not {decision.batch}")
+    if useful[0] < (1 - _DIFFERS) * useful[1]:
+        before = "infinite" if math.isinf(then.noise_scale) else f"{then.noise_scale:.0f}"
+        causes.append(
+            f"the gradient noise scale is {now.noise_scale:.0f} examples, not {before}, so larger "
+            "batches bring less"
+        )
+    why = ": " + "; ".join(causes) if causes else ""
+    return Miss(
+        decision.goodput,
+        measured,
+        f"{decision.goodput:.0f} useful examples/s were predicted on "
+        f"{count(timed.ranks, 'slot')}, and {measured:.0f} are measured{why}",
     )
 
 
@@ -213,9 +298,14 @@ def _rank(
     net = np.where(fits, net, -np.inf)
     best = int(np.argmax(net))
     if net[best] < how.min_gain * here * horizon or best == 0:
-        return _Ranking(0, _why_stay(options, scores, net, here * horizon, limit), must=False)
+        per = "for each unit of money" if by_deadline else ""
+        stay = _why_stay(
+            options, scores, 3600 * value if per else value, net, per, snapshot.pause_s
+        )
+        return _Ranking(0, f"{stay}{limit and '; '}{limit}", must=False)
+    sure = f", give or take {100 * math.expm1(unsure[best]):.0f} %," if unsure[best] > _SURE else ""
     why = (
-        f"{_describe(options[best], scores, best)} instead of {goodput[0]:.0f} on "
+        f"{_describe(options[best], scores, best)}{sure} instead of {goodput[0]:.0f} on "
         f"{count(options[0].slots, 'slot')}"
     )
     if by_deadline:
@@ -224,16 +314,15 @@ def _rank(
             f"{3600 * goodput[0] / max(scores.rate[0], 1e-9):.0f} useful examples for each unit "
             "of money"
         )
-    if not by_deadline and goodput[best] < (1 + how.min_gain) * goodput[0]:
+    elif goodput[best] >= (1 + how.min_gain) * goodput[0]:
+        more = 100 * (goodput[best] / goodput[0] - 1)
+        why += f", which is {more:.0f} % more for {_cost_words(options, best, snapshot.pause_s)}"
+    else:
         freed = int(scores.slots[0] - scores.slots[best])
-        known = f"known to {100 * math.expm1(unsure[best]):.0f} %"
-        why += f", {known}: " + (
-            f"giving back {count(freed, 'slot')} of little use" if freed > 0 else "worth trying"
-        )
-    why += (
-        f"; net of a pause of {snapshot.pause_s:.2g} s and of what slots are worth, "
-        f"{100 * net[best] / (here * horizon):.1f} % better over {horizon:.0f} s"
-    )
+        less = 1 - goodput[best] / goodput[0]
+        brought = f"{100 * less:.0f} % of it" if less >= _NOTABLE else "nothing"
+        give_back = f"giving back {count(freed, 'slot')} that brought {brought}"
+        why += f": {give_back if freed > 0 else 'worth trying'}"
     return _Ranking(best, f"{why}{limit and '; '}{limit}", must=False)
 
 
@@ -326,19 +415,47 @@ def _describe(option: Allocation, scores: Scores, index: int) -> str:
 
 
 def _why_stay(
-    options: Sequence[Allocation], scores: Scores, net: np.ndarray, scale: float, limit: str
+    options: Sequence[Allocation],
+    scores: Scores,
+    value: np.ndarray,
+    net: np.ndarray,
+    per: str,
+    pause_s: float,
 ) -> str:
-    text = f"{scores.goodput[0]:.0f} useful examples/s on {count(options[0].slots, 'slot')}"
-    others = np.where(np.arange(len(net)) > 0, net, -np.inf)
+    """Compare the current option with the best other one that is allowed, in one quantity.
+
+    Args:
+        options: the current one first.
+        scores: of the options.
+        value: what is compared: goodput, or useful examples ``per`` unit of money.
+        net: -inf where an option is not allowed.
+        per: empty for goodput.
+        pause_s: of a rescale.
+    """
+    slots = [count(option.slots, "slot") for option in options]
+    text = f"{scores.goodput[0]:.0f} useful examples/s expected on {slots[0]}"
+    if per:
+        text += f", {value[0]:.0f} {per}"
+    others = np.where(np.isfinite(net), value, -np.inf)
+    others[0] = -np.inf
     second = int(np.argmax(others))
-    if len(options) > 1 and np.isfinite(others[second]):
-        text += (
-            f"; the best other choice, {scores.goodput[second]:.0f} on "
-            f"{count(options[second].slots, 'slot')}, would bring "
-            f"{100 * net[second] / scale if scale else 0:+.1f} % net of its pause and of what "
-            "slots are worth"
-        )
-    return f"{text}{limit and '; '}{limit}"
+    if not np.isfinite(others[second]):
+        return text
+    more = value[second] / value[0] - 1
+    if more < _NOTABLE:
+        next_best = f"next: {value[second]:.0f} on {slots[second]}"
+        return f"{text}, and no more on any other slots ({next_best})"
+    return (
+        f"{text}; {slots[second]} on {count(options[second].hosts, 'host')} would bring "
+        f"{value[second]:.0f}, {100 * more:.1f} % more, which is not worth "
+        f"{_cost_words(options, second, pause_s)}"
+    )
+
+
+def _cost_words(options: Sequence[Allocation], index: int, pause_s: float) -> str:
+    further = options[index].slots - options[0].slots
+    slots = f" and {count(further, 'further slot')}" if further > 0 else ""
+    return f"a pause of {pause_s:.2g} s{slots}"
 
 
 def _held_back(

@@ -104,6 +104,8 @@ class Evidence:
         self._settling = _SETTLING
         self._uneven = 0
         self._measured = 0
+        self._present: _Configuration | None = None
+        """What trains now; None until it was timed."""
         self._measured_at = -math.inf
         self._windows = 0
         self._model: StepTimeModel | None = None
@@ -129,6 +131,7 @@ class Evidence:
         self._settling = _SETTLING
         self._uneven = 0
         self._measured = 0
+        self._present = None
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
         """An event of the run; those that say nothing of this are ignored.
@@ -154,7 +157,7 @@ class Evidence:
             self.rejected += 1
             return
         self.plan = BatchPlan(batch, extra)
-        self._last = None
+        self._last = self._present = None
         self._passes = self._planned_passes
         self._settling = _SETTLING
         limits = _limits(fields.get("limits"))
@@ -219,6 +222,7 @@ class Evidence:
         )
         times = self._times.setdefault(key, deque(maxlen=_KEPT))
         times.append(step_s)
+        self._present = key
         self._timed_at[key] = now
         self._drift.pop(key, None)
         self._measured += 1
@@ -342,6 +346,15 @@ class Evidence:
     def measured(self) -> int:
         """Timed windows since the allocation began to train."""
         return self._measured
+
+    @property
+    def present(self) -> Observation | None:
+        """The step time of what trains now; None where it was not timed yet."""
+        key = self._present
+        if key is None or key not in self._times:
+            return None
+        times = self._times[key]
+        return _observed(key, median(times), len(times), 0.0)
 
     @property
     def pause_s(self) -> float:

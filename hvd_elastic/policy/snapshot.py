@@ -174,6 +174,8 @@ class Decision:
             target is the wish.
         known: False where too little was measured to decide anything.
         kept: False where nothing keeps to the budget, the deadline or the efficiency asked for.
+        goodput: that is expected on the target [useful examples/s]; NaN for ``stay``.
+        batch: global batch size that it is expected with; 0 for ``stay``.
     """
 
     action: str
@@ -182,6 +184,8 @@ class Decision:
     wish: Allocation | None = None
     known: bool = True
     kept: bool = True
+    goodput: float = math.nan
+    batch: int = 0
 
 
 def _finite(value: float) -> float | None:

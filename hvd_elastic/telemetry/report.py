@@ -34,12 +34,14 @@ MAX_POINTS = 2000
 _TITLES = {
     "throughput": ("Throughput", "examples/s", "throughput"),
     "loss": ("Loss", "", "loss"),
-    "goodput": ("Goodput", "examples/s", "throughput"),
+    "goodput": ("Goodput", "useful examples/s", "throughput"),
+    "lr": ("Learning rate", "", "other"),
+    "global_batch_size": ("Global batch size", "examples", "size"),
     "noise_scale": ("Gradient noise scale", "examples", "other"),
     "efficiency": ("Statistical efficiency", "", "other"),
-    "lr": ("Learning rate", "", "other"),
 }
-_FROM_ZERO = frozenset({"throughput", "goodput"})
+_FROM_ZERO = frozenset({"throughput", "goodput", "global_batch_size"})
+_OF_THE_BATCH = ("global_batch_size", "noise_scale", "efficiency")
 _UNPLOTTED = frozenset({"position", "size", "generation", "rank", "local_rank"})
 
 
@@ -86,10 +88,10 @@ def render_report(
         audit: of its audit records; a run without any says so.
         asked: run.json, for the command that was run.
     """
-    charts = _charts(summary)
+    charts, of_the_batch = _charts(summary)
     data = {
         "duration_s": summary.duration_s,
-        "charts": charts,
+        "charts": charts + of_the_batch,
         "marks": [
             {"at_s": rescale.at_s, "label": str(number), "way": _way(rescale)}
             for number, rescale in enumerate(summary.live_rescales, start=1)
@@ -100,6 +102,7 @@ def render_report(
         _tiles(summary, audit),
         _failure(summary),
         _plots(charts, bool(data["marks"])),
+        _batch_panel(summary, of_the_batch),
         _rescale_table(summary),
         _audit_section(audit),
         _decision_table(summary),
@@ -149,8 +152,10 @@ def downsample(
 # -- plots ---------------------------------------------------------------------------------------
 
 
-def _charts(summary: RunSummary) -> list[dict[str, Any]]:
-    charts = []
+def _charts(summary: RunSummary) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Those of the run, and those of a batch that adapts."""
+    charts: list[dict[str, Any]] = []
+    of_the_batch: list[dict[str, Any]] = []
     if summary.sizes:
         charts.append(_size_chart(summary))
     names = [name for name in _TITLES if name in summary.series]
@@ -159,9 +164,12 @@ def _charts(summary: RunSummary) -> list[dict[str, Any]]:
         series = summary.series[name]
         if name in _UNPLOTTED or not any(math.isfinite(value) for value in series.values):
             continue
-        if name != "lr" or len(set(series.values)) > 1:  # a constant one is no news
+        if name in _OF_THE_BATCH:
+            if summary.batch_plan:
+                of_the_batch.append(_metric_chart(name, series))
+        elif name != "lr" or len(set(series.values)) > 1:  # a constant one is no news
             charts.append(_metric_chart(name, series))
-    return charts
+    return charts, of_the_batch
 
 
 def _size_chart(summary: RunSummary) -> dict[str, Any]:
@@ -197,7 +205,7 @@ def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
         "color": color,
         "x": _rounded(x),
         "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in y],
-        "stepped": False,
+        "stepped": name == "global_batch_size",
         "whole": False,
         "from_zero": name in _FROM_ZERO,
         "height": 200,
@@ -253,10 +261,16 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
     ]
     if "loss" in summary.last:
         tiles.append((number_words(summary.last["loss"]), "last loss", ""))
+    plan = summary.batch_plan
+    if plan:
+        initial = (plan.get("limits") or {}).get("initial_batch_size")
+        name = f"batch, {number_words(initial)} at first"
+        tiles.append((number_words(plan.get("global_batch_size")), name, ""))
     tiles += [
         (number_words(summary.steps), "steps", ""),
         (number_words(summary.examples), "examples", ""),
-        (number_words(summary.epochs), "epochs", ""),
+        # A batch that adapts makes more passes than the script asked for epochs.
+        (number_words(summary.epochs), "passes over data" if plan else "epochs", ""),
         (duration_words(summary.duration_s), "duration", ""),
         (duration_words(summary.first_step_s), "until the first step", ""),
     ]
@@ -293,6 +307,19 @@ def _plots(charts: list[dict[str, Any]], marked: bool) -> str:
     numbers = "Numbered lines are the rescales of the table below. " if marked else ""
     hint = f'<p class="hint">{numbers}Drag to zoom, double-click to see everything again.</p>'
     return f"<section>{chart_boxes(charts)}{hint}</section>"
+
+
+def _batch_panel(summary: RunSummary, charts: list[dict[str, Any]]) -> str:
+    if not charts:
+        return ""
+    initial = number_words((summary.batch_plan.get("limits") or {}).get("initial_batch_size"))
+    hint = (
+        "Larger batches train on more examples per second, and each example brings less progress; "
+        "the larger the gradient noise scale, the less is lost. Efficiency is the progress of an "
+        f"example relative to one in a batch of {initial}. Where the noise scale is infinite or "
+        "not known, nothing is drawn. The decisions below have each change and its reason."
+    )
+    return f'<section><h2>Batch</h2>{chart_boxes(charts)}<p class="hint">{hint}</p></section>'
 
 
 def _rescale_table(summary: RunSummary) -> str:

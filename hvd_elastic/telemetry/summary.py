@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hvd_elastic.telemetry.wording import shares_words
+from hvd_elastic.telemetry.wording import batch_words, shares_words
 from hvd_elastic.words import worker_name
 
 __all__ = [
@@ -27,7 +27,7 @@ METRIC_FIELDS = frozenset(
     {
         "t", "mono", "kind", "step", "epoch", "examples", "throughput", "noise_scale", "efficiency",
         "goodput", "global_batch_size", "skipped_steps", "lr", "loss", "position", "size",
-        "generation", "rank", "host", "local_rank",
+        "generation", "rank", "host", "local_rank", "passes", "rank_s", "shares",
     }
 )  # fmt: skip
 """Fields of ``metrics`` that the library fills; all others are the script's own."""
@@ -151,6 +151,8 @@ class RunSummary:
         scaled_to: number that was asked for since, by the user or the policy; None: none.
         scaled_slots: where the policy wanted them, (host, index).
         generation_hosts: hosts of the last generation that was announced.
+        batch_plan: the newest plan of a batch that adapts; empty: it does not.
+        missed: what of the last change did not come about as predicted; empty: nothing.
     """
 
     run_id: str = ""
@@ -189,6 +191,8 @@ class RunSummary:
     scaled_to: int | None = None
     scaled_slots: list[tuple[str, int]] = field(default_factory=list)
     generation_hosts: list[str] = field(default_factory=list)
+    batch_plan: dict[str, Any] = field(default_factory=dict)
+    missed: str = ""
 
     @property
     def duration_s(self) -> float:
@@ -309,7 +313,8 @@ def _host_returned(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> 
 
 
 def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.waiting = run.shares = ""  # in another world they are equal at first
+    run.waiting = run.missed = ""
+    run.shares = ""  # in another world they are equal at first
     run.generation_hosts = [str(host) for host in record.get("hosts") or []]
     run.rescales.append(
         Rescale(
@@ -359,6 +364,13 @@ def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     epoch = _whole(run.last.get("epoch"))
     if epoch is not None:
         run.epochs = epoch + 1
+    if "global_batch_size" in record:
+        # Left out where it is infinite or not known any more: the last one is out of date.
+        for name in {"noise_scale", "efficiency", "goodput"} & run.last.keys() - record.keys():
+            del run.last[name]
+            series = run.series.setdefault(name, MetricSeries())
+            series.at_s.append(at_s)
+            series.values.append(math.nan)
     for name, value in record.items():
         own = name not in METRIC_FIELDS
         if name in {"t", "mono", "kind", "step", "epoch", "examples"}:
@@ -432,6 +444,18 @@ def _shares(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.shares = text if record.get("shares") else ""
 
 
+def _batch_plan(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = batch_words(record, run.batch_plan)
+    run.batch_plan = dict(record)
+    if text:
+        run.decisions.append(TimedEvent(at_s, "batch_plan", text))
+
+
+def _prediction_missed(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.missed = str(record.get("reason") or "")
+    run.decisions.append(TimedEvent(at_s, "prediction_missed", f"prediction missed: {run.missed}"))
+
+
 def _warning(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     text = str(record.get("message") or record.get("reason") or "")
     run.warnings.append(TimedEvent(at_s, str(record.get("kind")), text))
@@ -495,6 +519,8 @@ _HANDLERS = {
     "checkpoint": _checkpoint,
     "restored": _restored,
     "decision": _decision,
+    "prediction_missed": _prediction_missed,
+    "batch_plan": _batch_plan,
     "shares": _shares,
     "warning": _warning,
     "waiting": _waiting,

@@ -28,7 +28,7 @@ _TAGS = {
     "size": "size/world_size",
     "global_batch_size": "size/global_batch_size",
 }
-_PLACES = frozenset({"t", "mono", "kind", "step", "position", "examples"})
+_PLACES = frozenset({"t", "mono", "kind", "step", "position", "examples", "passes"})
 _RETRY_S = 30.0
 
 

@@ -12,6 +12,7 @@ from hvd_elastic.words import count, plural, worker_name
 __all__ = [
     "Line",
     "Narrator",
+    "batch_words",
     "bytes_words",
     "duration_words",
     "number_words",
@@ -46,6 +47,7 @@ class Narrator:
 
     def __init__(self) -> None:
         self._reasons: dict[int, str] = {}
+        self._batch: Mapping[str, Any] = {}
 
     def tell(self, event: Mapping[str, Any]) -> list[Line]:
         """The lines for this event; mostly none or one."""
@@ -60,6 +62,10 @@ class Narrator:
             way_on = resume_words(event)
             more = [Line(way_on, "note")] if way_on else []
             return [*self._unfinished(), _run_finished(event), *more]
+        if kind == "batch_plan":
+            before, self._batch = self._batch, event
+            text = batch_words(event, before)
+            return [Line(text, "change")] if text else []
         line = _tell(str(kind), event)
         before = self._unfinished() if kind in ("run_started", "waiting") else []
         return before if line is None else [*before, line]
@@ -131,6 +137,8 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
         return Line(f"went back to step {get('step')}, from {get('path') or 'the start'}", "note")
     if kind == "shares":
         return Line(shares_words(event), "change")
+    if kind == "prediction_missed":
+        return Line(f"prediction missed: {get('reason')}", "note")
     if kind == "decision":
         return Line(f"decision: {get('action')}: {get('reason')}", "note")
     if kind == "stop_requested":
@@ -263,6 +271,38 @@ def shares_words(event: Mapping[str, Any]) -> str:
     told = ", ".join(map(str, shares[:_SHARES_TOLD]))
     more = f" and {len(shares) - _SHARES_TOLD} more" if len(shares) > _SHARES_TOLD else ""
     return f"the ranks have {told}{more} of {event.get('global_batch_size')} examples: {reason}"
+
+
+def batch_words(plan: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """How a batch that adapts has changed, and why; empty where it has not.
+
+    Args:
+        plan: a ``batch_plan`` event.
+        before: the one before it; empty where there is none, or it is not known.
+
+    >>> first = {"global_batch_size": 64, "accumulation_steps": 0, "limits": {"initial_batch_size": 64}}
+    >>> batch_words(first, {})
+    ''
+    >>> grown = {**first, "global_batch_size": 128, "lr_scale": 1.74, "reason": "noise"}
+    >>> batch_words(grown, first)
+    'batch 64 → 128 examples, learning rate x 1.74: noise'
+    >>> batch_words({**grown, "accumulation_steps": 1, "atomic_batch_size": 32}, grown)
+    'batch of 128 examples in 2 passes of 32 on each rank, learning rate x 1.74: noise'
+    """  # noqa: E501
+    size, extra = plan.get("global_batch_size"), plan.get("accumulation_steps") or 0
+    initial = (plan.get("limits") or {}).get("initial_batch_size")
+    known = before or {"global_batch_size": initial}
+    old = known.get("global_batch_size")
+    if size == old and extra == (known.get("accumulation_steps") or 0):
+        return ""
+    text = f"batch of {number_words(size)} examples"
+    if size != old and old is not None:
+        text = f"batch {number_words(old)} → {number_words(size)} examples"
+    if extra:
+        text += f" in {extra + 1} passes of {plan.get('atomic_batch_size')} on each rank"
+    if plan.get("lr_scale") is not None:
+        text += f", learning rate x {number_words(plan['lr_scale'])}"
+    return f"{text}: {plan.get('reason')}"
 
 
 def duration_words(seconds: float | None) -> str:

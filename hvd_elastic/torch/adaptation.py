@@ -47,6 +47,7 @@ from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.look_times import LookTimes
 from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import SETTLING_STEPS, announce_shares, steps_to_review
+from hvd_elastic.torch.schedule import ScheduleChecks
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
@@ -82,6 +83,8 @@ the next review comes soon; after so many of that kind all that was timed before
 _GROWTH = 2
 """The batch grows at most by this factor at once: memory and step times beyond are guesses."""
 _OPTIMISM = 0.5
+_NOTABLE_GAIN = 0.01
+"""A batch that is expected to bring less than this part more is changed to in hope of more."""
 _KEPT_TIMES = 8
 _BAD_STEPS = 10
 """So many steps without a finite gradient, one after the other, end the job."""
@@ -136,6 +139,7 @@ class Adaptation:
         self._ranks = 1
         self._passes_made = 0
         self._at_odds = ""
+        self._schedule_checks = ScheduleChecks()
 
     # -- during a step ---------------------------------------------------------------------
 
@@ -261,6 +265,7 @@ class Adaptation:
 
     def review_if_due(self, context: Context) -> None:
         """Between two steps; collective where it is due, which all ranks know alike."""
+        self._schedule_checks.look(context, self)
         moved = context.generation != self._generation
         step = context.progress.step
         if not (moved or self._wanted or step >= self._next_review):
@@ -304,7 +309,10 @@ class Adaptation:
             self._begin_anew()
         if engine.rank == 0:
             if self.plan != before[0] or not self._announced:
-                self._announce(context, reason or "the initial batch size")
+                initial = self.plan.global_batch_size == self.limits.initial_batch_size
+                self._announce(
+                    context, reason or ("the initial batch size" if initial else "as before")
+                )
             if self.parts != before[1]:
                 why = why_shares or reason
                 announce_shares(context, self.plan.global_batch_size, self.parts, why)
@@ -456,10 +464,7 @@ class Adaptation:
         now = score_plan(model, self.plan, noise, initial, hosts, ranks, slowness)
         hoped = best.goodput * math.exp(_OPTIMISM * (best.uncertainty - now.uncertainty))
         if self._patience.allows(hoped / now.goodput, best.goodput / now.goodput):
-            reason = (
-                f"at a noise scale of {noise:.0f} examples, {best.goodput:.0f} useful examples/s "
-                f"are expected instead of {now.goodput:.0f}"
-            )
+            reason = _why_changed(noise, now.goodput, best.goodput, hoped)
             self.plan = best.plan
             self._largest = max(self._largest, best.plan.global_batch_size)
         return reason
@@ -631,6 +636,23 @@ class Adaptation:
         self._sample_every = state["sample_every"]
         self._certain_at = state.get("certain_at", 0)  # not in checkpoints of before
         self._probe_every = state["probe_every"]
+
+
+def _why_changed(noise: float, now: float, expected: float, hoped: float) -> str:
+    """Why the batch changes: goodput now, expected, and possible as far as is known.
+
+    >>> _why_changed(207.3, 700.0, 936.0, 990.0)
+    'at a noise scale of 207 examples, 936 useful examples/s are expected instead of 700'
+    >>> _why_changed(207.3, 938.0, 936.0, 990.0)
+    'at a noise scale of 207 examples, up to 990 useful examples/s are possible instead of 938: it was never measured, so it is tried'
+    """  # noqa: E501
+    at = f"at a noise scale of {noise:.0f} examples"
+    if expected > (1 + _NOTABLE_GAIN) * now:
+        return f"{at}, {expected:.0f} useful examples/s are expected instead of {now:.0f}"
+    return (
+        f"{at}, up to {hoped:.0f} useful examples/s are possible instead of {now:.0f}: it was "
+        "never measured, so it is tried"
+    )
 
 
 def _split(gathered: np.ndarray) -> list[np.ndarray]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
+    LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -15,9 +16,19 @@ from torch.optim.lr_scheduler import (
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import context
 
-__all__ = ["follow_progress"]
+if TYPE_CHECKING:
+    from hvd_elastic.torch.adaptation import Adaptation
+
+__all__ = ["ScheduleChecks", "follow_progress", "schedule_length"]
 
 Scheduler = TypeVar("Scheduler", bound=Any)
+
+_FOLLOWS = "follows_progress"
+"""Attribute of the class of schedulers that follow progress."""
+_BATCHES_COUNTED = 2
+"""A scheduler that moved in so many steps running is stepped once for each batch."""
+_PASSES_OFF = 0.05
+"""Passes over the data may be worth this much less than as many epochs, by chance."""
 
 
 def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step") -> Scheduler:
@@ -64,8 +75,100 @@ def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step"
             kind.step(self, *args, **options)
 
     # A scheduler's state_dict() is all that the object itself has: the method must be its class's.
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__})
+    members = {"step": step, "__doc__": kind.__doc__, _FOLLOWS: True}
+    scheduler.__class__ = type(kind.__name__, (kind,), members)
     return scheduler
+
+
+class ScheduleChecks:
+    """Warns of schedulers in the State that count calls of ``step()`` while the batch adapts.
+
+    What a scheduler counts shows when it is stepped. One that moves with each batch falls behind
+    as soon as the batch grows. One that moves between passes over the data runs ahead only where
+    larger batches need more passes, so it is told when they have turned out to.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        self._told: set[str] = set()
+
+    def look(self, ctx: context.Context, adaptation: Adaptation) -> None:
+        """Compare schedulers with the last look; called between any two steps on all ranks."""
+        limits = adaptation.limits
+        if ctx.state is None or limits.max_batch_size <= limits.initial_batch_size:
+            return
+        for name, item in ctx.state.named_objects().items():
+            counts_calls = isinstance(item, LRScheduler) and not hasattr(item, _FOLLOWS)
+            if not counts_calls or isinstance(item, ReduceLROnPlateau) or name in self._told:
+                continue
+            seen = self._seen.setdefault(name, _Seen())
+            seen.update(_count(item), ctx.progress.epoch, ctx.progress.step)
+            problem = _problem(seen, name, ctx.progress.epoch, adaptation)
+            if problem:
+                self._told.add(name)
+                if ctx.engine.rank == 0:
+                    length = schedule_length(item)
+                    steps = "" if length is None else f", {length} steps"
+                    ctx.warn(f"scheduler {name!r} ({type(item).__name__}{steps}) {problem}")
+
+
+class _Seen:
+    """How a scheduler moved from one look to the next."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int, int] | None = None
+        self.batches = 0
+        """Steps running, within a pass over the data, in each of which it moved."""
+        self.still = 0
+        """The same in which it did not."""
+        self.passes = False
+        """Whether it moved between two passes, and not with the batches before."""
+
+    def update(self, count: int, epoch: int, step: int) -> None:
+        last, self._last = self._last, (count, epoch, step)
+        if last is None or step != last[2] + 1:
+            return  # taken over from another rank, or a step done again
+        moved = count > last[0]
+        if epoch != last[1]:
+            self.passes = moved and self.still > 0
+            return
+        self.batches = self.batches + 1 if moved else 0
+        self.still = 0 if moved else self.still + 1
+
+
+def _problem(seen: _Seen, name: str, passes: int, adaptation: Adaptation) -> str:
+    """What is wrong with a scheduler and how to mend it; empty: nothing is."""
+    if seen.batches >= _BATCHES_COUNTED:
+        return (
+            "is stepped once for each batch, and the batch may grow from "
+            f"{adaptation.limits.initial_batch_size} to {adaptation.limits.max_batch_size} "
+            "examples: larger batches make fewer steps, so training would end before the "
+            "schedule does. Let it follow the progress of training instead: "
+            f"{name} = hvd.follow_progress({name})"
+        )
+    if seen.passes and adaptation.epochs < (1 - _PASSES_OFF) * passes:
+        return (
+            "is stepped once for each pass over the data, and larger batches need more passes "
+            f"than hvd.epochs() is given: {passes} so far are worth {adaptation.epochs:.1f} "
+            "epochs, so the schedule would end before training does. Let it follow the progress "
+            f'of training instead: {name} = hvd.follow_progress({name}, per="epoch")'
+        )
+    return ""
+
+
+def schedule_length(scheduler: Any) -> int | None:
+    """Number of steps after which a scheduler has come to its end; None: it has no end."""
+    if isinstance(scheduler, ChainedScheduler):
+        lengths = [schedule_length(each) for each in scheduler._schedulers]
+        return max((length for length in lengths if length is not None), default=None)
+    if isinstance(scheduler, SequentialLR):
+        last = schedule_length(scheduler._schedulers[-1])
+        return None if last is None else scheduler._milestones[-1] + last
+    for name in ("total_steps", "total_iters", "T_max"):
+        if hasattr(scheduler, name):
+            return int(getattr(scheduler, name))
+    milestones = getattr(scheduler, "milestones", None)
+    return max(milestones) if milestones else None
 
 
 def _count(scheduler: Any) -> int:

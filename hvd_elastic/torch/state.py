@@ -105,6 +105,10 @@ class State:
         """Treat something of the library's as one of the values; the name starts with ``_``."""
         self._objects[name] = item
 
+    def named_objects(self) -> dict[str, _Stateful]:
+        """Return what is kept by reference, by name."""
+        return dict(self._objects)
+
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         """Return a copy of what :meth:`roll_back` puts back; see :class:`Snapshot`."""
         return Snapshot(self._plain, self._objects, self._large, tensors=tensors)

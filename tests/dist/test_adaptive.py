@@ -52,6 +52,8 @@ def test_the_batch_grows_and_outlives_a_join_a_departure_and_a_death(
     for plan in job.kinds("batch_plan"):
         assert plan["reason"]
         assert plan["lr_scale"] >= 1
+    told = job.command("status", job.run_id)
+    assert f"\nbatch        {sizes(job)[-1]} examples (12 at first, at most 96)" in told
 
 
 def test_a_resumed_run_goes_on_with_its_batch(stage: Stage, start_job: StartJob) -> None:

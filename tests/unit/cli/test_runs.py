@@ -357,6 +357,31 @@ def test_status_says_what_was_decided_last(call: Call) -> None:
         assert "\ndecision     stay: more slots bring nothing\n" in call("status", "live").out
 
 
+def test_status_says_what_the_batch_is_and_what_did_not_come_true(call: Call) -> None:
+    folder = RunFolder.create("live")
+    limits = {"initial_batch_size": 64, "max_batch_size": 2048}
+    plan = {"global_batch_size": 128, "limits": limits, "reason": "there is noise"}
+    known = {"step": 1, "global_batch_size": 128, "noise_scale": 345.6, "efficiency": 0.87}
+    missed = "777 useful examples/s were predicted on 3 slots, and 393 are measured"
+    with leader(folder, lambda *_: False) as log:
+        log.append("run_started", {"run_id": "live", "hosts": [["n1", 3]]})
+        log.append("batch_plan", plan)
+        log.append("metrics", known)
+        log.append("prediction_missed", {"reason": missed})
+        told = call("status", "live").out
+        batch = (
+            "128 examples (64 at first, at most 2,048), noise scale 346 examples, efficiency 0.87"
+        )
+        assert f"\nbatch        {batch}\n" in told
+        assert f"\nmissed       {missed}\n" in told
+        # An infinite noise scale is not reported: the last one does not hold any more.
+        log.append("metrics", {"step": 2, "global_batch_size": 128})
+        log.append("rescale_started", {"generation": 2, "from_size": 3, "to_size": 1})
+        told = call("status", "live").out
+        assert "\nbatch        128 examples (64 at first, at most 2,048)\n" in told
+        assert "\nmissed " not in told
+
+
 def test_drain(call: Call) -> None:
     folder = RunFolder.create("live")
     asked: list[dict[str, Any]] = []

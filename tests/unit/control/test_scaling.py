@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
+from hvd_elastic.policy.autoscale import Miss
 from hvd_elastic.policy.snapshot import HostOffer
 
 LIMITS = {"initial_batch_size": 64, "max_batch_size": 512}
@@ -39,3 +42,54 @@ def test_a_noise_scale_that_is_known_late_is_a_reason_to_look_again():
     # The steps change where it counts as infinite, so that this is what the decision rests on.
     found = reasons([(20, None)] * 30 + [(24, None)] * 20 + [(24, 300.0)] * 20)
     assert "useful examples/s" in found[-1]
+
+
+class Run:
+    """A run whose policy may use three slots; its decisions to change are carried out at once."""
+
+    def __init__(self) -> None:
+        self.now, self.step = 0.0, 0
+        self.size = 1
+        self.misses: list[Miss] = []
+        self.controller = ScalingController(ScalingConfig(max_np=3))
+        self.controller.hosts_are([HostOffer(name, 1) for name in "abc"], 0.0)
+        self.controller.formed(["a"], 0.0)
+
+    def trains(self, windows: int, step_s: float, **told: float) -> None:
+        """So many windows of steps of a fixed batch, until the policy changes the slots."""
+        for _ in range(windows):
+            self.now, self.step = self.now + 2.0, self.step + round(2.0 / step_s)
+            fields = {"step": self.step, "examples": 64 * self.step, "size": self.size, **told}
+            self.controller.note("metrics", fields, self.now)
+            look = self.controller.look(self.now)
+            if self.controller.miss is not None:
+                self.misses.append(self.controller.miss)
+            if look is not None and look[0].action != "stay":
+                self.size = look[0].target.slots
+                self.controller.rescaling()
+                self.controller.formed(list("abc")[: self.size], self.now)
+                return
+
+
+@pytest.mark.parametrize("step_s", [0.5, 2.0])
+def test_a_prediction_that_was_missed_is_said_once_with_why(step_s: float) -> None:
+    run = Run()
+    run.trains(30, 0.5)
+    assert (run.size, run.misses) == (3, []), "grown by what one slot took"
+    run.trains(12, step_s)
+    (miss,) = run.misses
+    assert miss.measured == pytest.approx(64 / step_s)
+    assert miss.predicted > 1.25 * miss.measured
+    predicted = f"{miss.predicted:.0f} useful examples/s were predicted on 3 slots"
+    measured = f"and {64 / step_s:.0f} are measured"
+    step = f"a step of 64 examples takes {step_s:g} s"
+    slower = f"{miss.predicted / miss.measured:.1f} times as long as predicted"
+    assert miss.reason == f"{predicted}, {measured}: {step}, {slower}"
+
+
+def test_a_prediction_that_came_true_is_not_talked_about() -> None:
+    run = Run()
+    run.trains(30, 0.5)
+    assert run.size == 3
+    run.trains(12, 0.2)
+    assert run.misses == []

@@ -28,6 +28,26 @@ class Trains:
         return {}
 
 
+def test_a_missed_prediction_is_told_once() -> None:
+    told: list[tuple[str, Mapping[str, Any]]] = []
+    spec = RunSpec(("true",), "/", policy="goodput")
+    scaler = Scaler(spec, lambda kind, fields: told.append((kind, fields)), 0.0)
+    members = [Member("w1", "a", 0, 0, 0, 1, 0, 1)]
+    machine = Trains()
+    step = 0
+    for second in range(120):
+        step += 2 // len(members)  # two ranks take twice as long as one, not half
+        fields = {"step": step, "examples": 64 * step, "size": len(members)}
+        scaler.note("metrics", fields, float(second))
+        if scaler.look(cast(RunMachine, machine), HOSTS, members, float(second)) and second < 30:
+            members = [Member(f"w{n}", host.name, 0, n, 0, 1, n, 2) for n, host in enumerate(HOSTS)]
+            machine.generation = 2
+    missed = [fields for kind, fields in told if kind == "prediction_missed"]
+    assert len(missed) == 1
+    assert missed[0]["measured"] == 64 < missed[0]["predicted"]
+    assert "64 are measured: a step of 64 examples takes 1 s" in missed[0]["reason"]
+
+
 def test_a_change_is_told_once_while_its_slots_start() -> None:
     told: list[Mapping[str, Any]] = []
     scaler = Scaler(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.step_time import Observation, fit_step_time
-from hvd_elastic.policy.autoscale import decide, remember, surroundings_changed
+from hvd_elastic.policy.autoscale import compare_prediction, decide, remember, surroundings_changed
 from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.scoring import expected_gain_and_loss, score_allocations
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory
@@ -33,14 +34,75 @@ def test_grows_where_examples_take_the_time():
 def test_stays_where_more_slots_bring_nothing():
     found = decide(snapshot(PAYS_NOT, {"n0": 1}), 100.0, None, AT_ONCE)
     assert (found.action, found.target.slots) == ("stay", 1)
-    assert "useful examples/s on 1 slot; the best other choice" in found.reason
+    assert (
+        "126 useful examples/s expected on 1 slot; 5 slots on 3 hosts would bring 128"
+        in found.reason
+    )
+    assert "1.5 % more, which is not worth a pause of 0.5 s and 4 further slots" in found.reason
+
+
+@pytest.mark.parametrize(("pause_s", "most"), [(0.5, 3), (600.0, None)])
+@pytest.mark.parametrize("times", [(0.001, 0.01, 0.03), (0.05, 0.005, 0.05), (0.001, 0.01, 0.3)])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_decision_to_stay_compares_what_it_names(
+    slots: int, times: tuple[float, float, float], pause_s: float, most: int | None
+) -> None:
+    """It once said that 97 useful examples/s instead of 265 would bring +0.3 %."""
+    hosts = tuple(HostOffer(name, 1) for name in "abc")
+    current = {host.name: 1 for host in hosts[:slots]}
+    most = most and slots
+    seen = snapshot(well_known(*times, 64), current, hosts=hosts, pause_s=pause_s, max_np=most)
+    reason = decide(seen, 100.0, None, AT_ONCE).reason
+    found = re.fullmatch(
+        r"(\d+) useful examples/s expected on \d slots(?:"
+        r", and no more on any other slots \(next: (\d+) on \d slots?\)|"
+        r"; \d slots? on \d hosts? would bring (\d+), ([\d.]+) % more, which is not worth .*)",
+        reason,
+    )
+    assert found is not None, reason
+    now, fewer, more, percent = (float(number or 0) for number in found.groups())
+    assert fewer <= 1.005 * now + 1
+    if more:
+        assert more / now - 1 == pytest.approx(percent / 100, abs=1.2 / now)
+
+
+def test_a_change_says_how_sure_its_promise_is():
+    unsure = fit_step_time([Observation(1, 1, 64, 0, 0.3)] * 4)
+    guessed = decide(snapshot(unsure, {"n0": 1}), 100.0, None, AT_ONCE)
+    assert re.search(r"expected, give or take \d+ %, instead of 2\d\d on 1 slot", guessed.reason)
+    known = decide(snapshot(PAYS, {"n0": 1}), 100.0, None, AT_ONCE)
+    assert "give or take" not in known.reason
+    assert f"with a batch of {known.batch}: {known.goodput:.0f} useful" in known.reason
+    assert known.reason.endswith("% more for a pause of 0.5 s and 7 further slots")
+
+
+def test_a_missed_prediction_says_what_was_not_as_predicted() -> None:
+    limits = BatchLimits(64, 512)
+    then = snapshot(PAYS, {"n0": 1}, limits=limits, noise_scale=1000.0)
+    promised = dataclasses.replace(decide(then, 100.0, None, AT_ONCE), batch=256)
+    now = dataclasses.replace(then, current=promised.target, noise_scale=100.0)
+    assert then.model is not None
+    as_predicted = float(then.model.step_s(4, 8, 16, 0))
+    timed = Observation(4, 8, 16, 0, 2.1 * as_predicted)
+    miss = compare_prediction(promised, then, now, timed)
+    assert miss is not None
+    useful = 1 - (128 - 64) / (100 + 128)
+    assert miss.measured == pytest.approx(128 * useful / timed.step_s)
+    assert miss.reason == (
+        f"{promised.goodput:.0f} useful examples/s were predicted on 8 slots, and "
+        f"{miss.measured:.0f} are measured: a step of 128 examples takes {timed.step_s:.2g} s, 2.1 "
+        "times as long as predicted; the batch is 128 examples, not 256; the gradient noise scale "
+        "is 100 examples, not 1000, so larger batches bring less"
+    )
+    kept = Observation(4, 8, 8, 0, 64 / (0.81 * promised.goodput))
+    assert compare_prediction(promised, then, then, kept) is None
 
 
 def test_gives_back_slots_that_bring_nothing():
     found = decide(snapshot(PAYS_NOT, {h.name: 2 for h in HOSTS}), 100.0, None, AT_ONCE)
     assert found.action == "shrink"
     assert found.target.slots <= 2
-    assert "giving back 7 slots of little use" in found.reason
+    assert found.reason.endswith("giving back 7 slots that brought nothing"), found.reason
 
 
 def test_pinned_hosts_are_kept_and_taken_at_once():

@@ -49,6 +49,35 @@ def test_a_report_has_plots_marks_tables_and_verdict(tmp_path: Path) -> None:
     assert "Permission is hereby granted" in page  # uPlot's licence goes with its code
 
 
+def test_a_batch_that_adapts_has_a_panel_and_tiles_that_mean_something() -> None:
+    limits = {"initial_batch_size": 64, "max_batch_size": 512}
+    metrics = {"kind": "metrics", "epoch": 0, "noise_scale": 300.0, "efficiency": 0.9,
+               "passes": 218, "rank_s": [0.1]}  # fmt: skip
+    events = [
+        {"t": 0.0, "kind": "run_started", "run_id": "a", "hosts": [["n1", 2]]},
+        {"t": 1.0, "kind": "batch_plan", "global_batch_size": 64, "limits": limits},
+        {**metrics, "t": 1.0, "step": 1, "global_batch_size": 64},
+        {"t": 2.0, "kind": "batch_plan", "global_batch_size": 128, "lr_scale": 1.7,
+         "limits": limits, "reason": "there is noise"},
+        {**metrics, "t": 2.0, "step": 2, "global_batch_size": 128},
+        {"t": 3.0, "kind": "prediction_missed", "reason": "777 were predicted"},
+        *({"t": t, "kind": "metrics", "step": 3, "global_batch_size": 128} for t in (3.0, 4.0)),
+    ]  # fmt: skip
+    page = render_report(summarize(events), check_audit([]))
+    charts = payload(page)["charts"]
+    assert isinstance(charts, list)
+    assert [chart["name"] for chart in charts] == ["global_batch_size", "noise_scale", "efficiency"]
+    assert charts[0]["y"] == [64, 128, 128, 128]
+    assert charts[1]["y"] == [300, 300, None], "no line is drawn where nothing is known"
+    assert "<h2>Batch</h2>" in page
+    assert "relative to one in a batch of 64" in page
+    assert "<b>128</b><span>batch, 64 at first</span>" in page
+    assert "<span>passes over data</span>" in page
+    assert "<span>passes</span>" not in page
+    assert "batch 64 → 128 examples, learning rate x 1.7: there is noise" in page
+    assert "prediction missed: 777 were predicted" in page
+
+
 def test_a_report_fetches_nothing(tmp_path: Path) -> None:
     page = write_report(sample_folder(tmp_path)).path.read_text(encoding="utf-8")
     assert "default-src 'none'" in page

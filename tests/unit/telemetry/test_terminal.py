@@ -170,13 +170,27 @@ def test_rescales_that_overlap_keep_their_reasons() -> None:
     view.close()
 
 
+def test_changes_of_the_batch_and_missed_predictions_are_told() -> None:
+    narrator = Narrator()
+    limits = {"initial_batch_size": 64, "max_batch_size": 512}
+    first = {"kind": "batch_plan", "global_batch_size": 64, "accumulation_steps": 0,
+             "lr_scale": 1.0, "limits": limits, "reason": "the initial batch size"}  # fmt: skip
+    grown = {**first, "global_batch_size": 128, "lr_scale": 1.7, "reason": "there is noise"}
+    missed = {"kind": "prediction_missed", "reason": "777 were predicted"}
+    told = [line.text for event in (first, grown, grown, missed) for line in narrator.tell(event)]
+    assert told == [
+        "batch 64 → 128 examples, learning rate x 1.7: there is noise",
+        "prediction missed: 777 were predicted",
+    ]
+
+
 def test_every_kind_of_event_can_be_told_bare() -> None:
     narrator = Narrator()
     kinds = (
         "run_started agent_started agent_lost agent_failed host_lost worker_standby worker_joined "
         "worker_left waiting hosts_changed restored decision stop_requested command_done warning "
         "log_note script_failed metrics checkpoint rescale_started rescale_finished batch_plan "
-        "shares run_finished"
+        "shares prediction_missed run_finished"
     )
     for kind in kinds.split():
         for line in narrator.tell({"kind": kind}):

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.engine import dump_plain, load_plain
+from hvd_elastic.torch.schedule import schedule_length
 
 
 def halving() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -92,3 +98,105 @@ def test_its_state_is_plain_and_that_of_the_scheduler_alone(alone: Context) -> N
     state = load_plain(dump_plain(followed.state_dict()))
     assert set(state) == set(schedules[1].state_dict())
     schedules[1].load_state_dict(state)
+
+
+def trained(
+    alone: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    made: Callable[[torch.optim.Optimizer], Any],
+    per: str,
+    *,
+    most: int = 64,
+    gain: float = 1.0,
+) -> list[str]:
+    """The warnings of a training with this scheduler in its State, stepped so often."""
+    told: list[str] = []
+    monkeypatch.setattr(alone, "warn", told.append)
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        model,
+        lr_rule=lambda now: Adjustment(factor=1.0, gain=gain),
+    )
+    scheduler = made(optimizer)
+    data = TensorDataset(torch.ones(64, 1), torch.ones(64, 1))
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(data, 8, max_batch_size=most)
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(3):
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                if per == "step":
+                    scheduler.step()
+            if per == "epoch":
+                scheduler.step()
+
+    train(hvd.State(model=model, optimizer=optimizer, sched=scheduler))
+    return told
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=810)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+
+
+def test_a_schedule_that_counts_the_batches_of_an_adaptive_loader_is_warned_of(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (told,) = trained(alone, monkeypatch, one_cycle, "step")
+    assert "scheduler 'sched' (OneCycleLR, 810 steps) is stepped once for each batch" in told
+    assert "sched = hvd.follow_progress(sched)" in told
+    assert alone.progress.epoch == 3
+
+
+def test_a_schedule_that_counts_passes_is_warned_of_where_there_are_more_of_them(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (told,) = trained(alone, monkeypatch, cosine, "epoch", gain=0.5)
+    assert "scheduler 'sched' (CosineAnnealingLR, 3 steps) is stepped once for each pass" in told
+    assert 'sched = hvd.follow_progress(sched, per="epoch")' in told
+
+
+@pytest.mark.parametrize(
+    ("made", "per", "most"),
+    [
+        (lambda optimizer: hvd.follow_progress(one_cycle(optimizer)), "step", 64),
+        (lambda optimizer: hvd.follow_progress(cosine(optimizer), "epoch"), "epoch", 64),
+        (one_cycle, "step", 8),
+        (cosine, "epoch", 64),
+        (cosine, "never", 64),
+    ],
+    ids=["steps followed", "passes followed", "batch stays", "as many passes", "not stepped"],
+)
+def test_a_schedule_that_keeps_up_is_not_warned_of(
+    alone: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    made: Callable[[torch.optim.Optimizer], Any],
+    per: str,
+    most: int,
+) -> None:
+    assert trained(alone, monkeypatch, made, per, most=most) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "length"),
+    [
+        (lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=7), 7),
+        (lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [30, 60]), 60),
+        (lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), None),
+        (
+            lambda o: torch.optim.lr_scheduler.SequentialLR(
+                o, [torch.optim.lr_scheduler.LinearLR(o, total_iters=7), cosine(o)], [7]
+            ),
+            10,
+        ),
+    ],
+)
+def test_length_of_a_schedule(made: Callable[[torch.optim.Optimizer], Any], length: Any) -> None:
+    assert schedule_length(made(halving()[0])) == length
