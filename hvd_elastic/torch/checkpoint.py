@@ -157,7 +157,7 @@ class Content:
         """The beginning of shard 0: everything but the stream, and how to cut the stream."""
         stream = [(list(tensor.shape), tensor.dtype) for tensor in self.tensors]
         buffer = io.BytesIO()
-        torch.save({"rest": self.rest, "stream": stream, "progress": progress.as_dict()}, buffer)
+        torch.save({"rest": self.rest, "stream": stream, "progress": progress.as_state()}, buffer)
         return buffer.getvalue()
 
 

@@ -9,7 +9,9 @@ horovod, so that state, loader and checkpoints can share it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+
+from hvd_elastic.model.sharding import LATEST_ORDER
 
 __all__ = ["InFlight", "Progress"]
 
@@ -23,20 +25,23 @@ class Progress:
         epoch: number of the current epoch, from 0.
         position: examples of the current epoch consumed, by all ranks together.
         examples: examples consumed since training began, by all ranks together.
+        data_order: version of the order in which the run reads its epochs, see
+            :func:`hvd_elastic.model.sharding.epoch_order`; the one it began with.
 
     >>> progress = Progress()
     >>> progress.advance(64)
     >>> progress
-    Progress(step=1, epoch=0, position=64, examples=64)
+    Progress(step=1, epoch=0, position=64, examples=64, data_order=2)
     >>> progress.next_epoch()
-    >>> Progress.from_dict(progress.as_dict())
-    Progress(step=1, epoch=1, position=0, examples=64)
+    >>> Progress.from_dict(progress.as_state())
+    Progress(step=1, epoch=1, position=0, examples=64, data_order=2)
     """
 
     step: int = 0
     epoch: int = 0
     position: int = 0
     examples: int = 0
+    data_order: int = LATEST_ORDER
 
     def advance(self, step_examples: int) -> None:
         """One step was taken on ``step_examples`` examples of all ranks together (>= 0)."""
@@ -52,25 +57,41 @@ class Progress:
         self.position = 0
 
     def as_dict(self) -> dict[str, int]:
-        """Plain numbers, for a checkpoint or a broadcast."""
+        """The counts, for events."""
+        return {name: getattr(self, name) for name in _COUNTS}
+
+    def as_state(self) -> dict[str, int]:
+        """Everything as plain numbers, for a checkpoint or a broadcast."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Progress:
-        """What :meth:`as_dict` gave. Unknown keys are ignored, so that a newer file still loads.
+        """Return what :meth:`as_state` was called on.
+
+        Unknown keys are ignored, so that a newer file still loads. An older one names no order: it
+        is of a release that knew the first alone.
 
         Raises:
-            ValueError: a field is missing, or is not a whole number >= 0; names it.
+            ValueError: a count is missing, or a field is not a whole number in its range; names it.
         """
         numbers: dict[str, int] = {}
-        for field in fields(cls):
-            value = values.get(field.name)
+        for name in _COUNTS:
+            value = values.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(
-                    f"progress field {field.name!r} is {value!r}, it must be a whole number >= 0"
+                    f"progress field {name!r} is {value!r}, it must be a whole number >= 0"
                 )
-            numbers[field.name] = value
-        return cls(**numbers)
+            numbers[name] = value
+        data_order = values.get("data_order", 1)
+        if data_order not in range(1, LATEST_ORDER + 1):
+            raise ValueError(
+                f"progress field 'data_order' is {data_order!r}, it must be a whole number from 1 "
+                f"to {LATEST_ORDER}; a later one is of a later release of hvd_elastic"
+            )
+        return cls(**numbers, data_order=data_order)
+
+
+_COUNTS = ("step", "epoch", "position", "examples")
 
 
 @dataclass(frozen=True)

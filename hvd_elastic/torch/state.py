@@ -137,7 +137,7 @@ class State:
             skeleton = _strip({"objects": own, "plain": self._plain}, tensors)
             lasting = self.lasting()
             known = [tensor.data_ptr() in lasting for tensor in tensors]
-            header = {"skeleton": skeleton, "known": known, "progress": progress.as_dict()}
+            header = {"skeleton": skeleton, "known": known, "progress": progress.as_state()}
             engine.broadcast_bytes(dump_plain(header), root_rank)
             spread(tensors, known, True, engine, root_rank)
             self.save_plain()

@@ -130,7 +130,7 @@ def test_model_optimizer_and_scheduler_come_back_bit_for_bit(
     assert len(info.shards) == size
     loaded = load_checkpoint(info.path)
     assert same(loaded["value"], payload)
-    assert loaded["progress"] == Progress(step=3, epoch=1, examples=15).as_dict()
+    assert loaded["progress"] == Progress(step=3, epoch=1, examples=15).as_state()
     for i, part in enumerate(parts):
         part.load_state_dict(loaded["value"][str(i)])
     assert (info.epoch, info.examples) == (1, 15)
