@@ -43,9 +43,11 @@ class EpochAudit:
         foreign: uses of an index that the dataset does not have.
         padding: reads with weight 0, which do not count as uses.
         open: the epoch was not over, so missing indices are no fault.
+        ended: the script ended in the middle of it.
         missing_indices: the first few of them.
         duplicated_indices: the first few of them.
-        allowed_missing: examples that ``drop_last`` leaves out.
+        allowed_missing: examples that ``drop_last`` leaves out; where the script ended, those that
+            it had not come to.
     """
 
     epoch: int
@@ -59,17 +61,21 @@ class EpochAudit:
     missing_indices: tuple[int, ...] = ()
     duplicated_indices: tuple[int, ...] = ()
     allowed_missing: int = 0
+    ended: bool = False
 
     @property
     def ok(self) -> bool:
-        """Each index exactly once; in an open epoch, at most once."""
+        """Each index that was due exactly once; in an open epoch, at most once."""
         complete = self.open or self.missing == self.allowed_missing
         return complete and self.duplicated == 0 and self.foreign == 0
 
     def problem(self) -> str:
         """What is wrong in words; empty when nothing is."""
         found = []
-        if self.missing != self.allowed_missing and not self.open:
+        if self.missing != self.allowed_missing and self.ended:
+            due = self.used + self.missing - self.allowed_missing
+            found.append(f"{due - self.used} of {due} missing until the script ended")
+        elif self.missing != self.allowed_missing and not self.open:
             found.append(_named(self.missing, "missing", self.missing_indices))
         if self.duplicated:
             found.append(_named(self.duplicated, "used more than once", self.duplicated_indices))
@@ -113,7 +119,7 @@ class AuditResult:
     @property
     def complete_epochs(self) -> int:
         """Epochs that used every example exactly once."""
-        return sum(epoch.ok and not epoch.open for epoch in self.epochs)
+        return sum(epoch.ok and not (epoch.open or epoch.ended) for epoch in self.epochs)
 
     def problems(self) -> list[str]:
         """One line for each thing that is wrong."""
@@ -143,12 +149,18 @@ class AuditResult:
                 return f"cannot be proved: {steps} left no record, so examples look unused"
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             return f"NOT exactly once: {problems[0]}{more}"
-        text = f"each of {count(self.examples, 'example')} used exactly once in "
-        epochs = self.complete_epochs
+        examples, epochs, last = (
+            count(self.examples, "example"),
+            self.complete_epochs,
+            self.epochs[-1],
+        )
+        unfinished = f"epoch {last.epoch} open" if last.open else f"ended in epoch {last.epoch}"
+        if not epochs:
+            return f"{unfinished} with {last.used} of {examples} used, none twice"
+        text = f"each of {examples} used exactly once in "
         text += "its one epoch" if epochs == 1 else f"each of {epochs} epochs"
-        last = self.epochs[-1]
-        if last.open:
-            text += f"; epoch {last.epoch} open with {last.used} used, none twice"
+        if last.open or last.ended:
+            text += f"; {unfinished} with {last.used} used, none twice"
         return text
 
 
@@ -162,7 +174,12 @@ class _Step:
 
 
 def check_audit(
-    records: Iterable[Mapping[str, Any]], *, finished: bool = False, steps_made: int = 0
+    records: Iterable[Mapping[str, Any]],
+    *,
+    finished: bool = False,
+    ended_in: int | None = None,
+    steps_made: int = 0,
+    examples_made: int = 0,
 ) -> AuditResult:
     """Check the records of an ``audit.jsonl``.
 
@@ -172,7 +189,10 @@ def check_audit(
         finished: the run ended well, so that the last epoch has to be complete as well, and all
             ``epochs`` have to be there. Otherwise examples missing at the end of the newest epoch
             are its future.
-        steps_made: steps of the run, where that is known from elsewhere.
+        ended_in: epoch in which a run that ended well stood then. An epoch that was read to its
+            end is before it; of this one the script may have left out the rest.
+        steps_made, examples_made: steps of the run, and the examples that they consumed, where that
+            is known from elsewhere.
 
     >>> records = [
     ...     {"kind": "dataset", "n": 4, "epochs": 1},
@@ -225,31 +245,37 @@ def check_audit(
     for _, kept in sorted(counted.items()):
         by_epoch.setdefault(kept.epoch, []).append(kept)
     if finished:
-        for epoch in range(wanted_epochs):
+        for epoch in range(wanted_epochs if ended_in is None else min(wanted_epochs, ended_in)):
             by_epoch.setdefault(epoch, [])
     newest = max(by_epoch, default=0)
+    uses_in_all = sum(len(step.indices) for step in counted.values())
     audits = []
     for epoch, members in sorted(by_epoch.items()):
         empty = np.empty(0, dtype=np.int64)
         indices = np.concatenate([step.indices for step in members] or [empty])
         inside = indices[(indices >= 0) & (indices < examples)]
-        uses = np.bincount(inside, minlength=examples)
-        missing = np.flatnonzero(uses == 0)
-        duplicated = np.flatnonzero(uses > 1)
-        open_ = epoch == newest and not finished and len(missing) > dropped
+        used, uses = np.unique(inside, return_counts=True)
+        # Among so many first ones are enough that are missing; the data set may be huge.
+        first = np.arange(min(examples, len(used) + SHOWN))
+        missing = examples - len(used)
+        duplicated = used[uses > 1]
+        short = epoch == newest and missing > dropped
+        ended = short and finished and epoch == ended_in
+        to_come = max(0, examples - len(indices) - max(0, examples_made - uses_in_all))
         audits.append(
             EpochAudit(
                 epoch=epoch,
                 steps=len(members),
-                used=int(np.count_nonzero(uses)),
-                missing=len(missing),
+                used=len(used),
+                missing=missing,
                 duplicated=len(duplicated),
                 foreign=len(indices) - len(inside),
                 padding=sum(step.padding for step in members),
-                open=open_,
-                missing_indices=tuple(missing[:SHOWN].tolist()),
+                open=short and not finished,
+                missing_indices=tuple(np.setdiff1d(first, used)[:SHOWN].tolist()),
                 duplicated_indices=tuple(duplicated[:SHOWN].tolist()),
-                allowed_missing=dropped,
+                allowed_missing=to_come if ended else dropped,
+                ended=ended,
             )
         )
     return AuditResult(

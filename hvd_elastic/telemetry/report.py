@@ -71,8 +71,13 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
         trains = folder.leaderless_until(summary.ended) is not None
         summary.status = "leaderless" if trains else "died"
     finished = summary.status == "succeeded"
-    steps_made = summary.steps if finished else 0
-    audit = check_audit(iter_events(folder.audit), finished=finished, steps_made=steps_made)
+    audit = check_audit(
+        iter_events(folder.audit),
+        finished=finished,
+        ended_in=summary.ended_in,
+        steps_made=summary.steps if finished else 0,
+        examples_made=summary.examples if finished else 0,
+    )
     path = folder.path / "report.html" if out is None else Path(out)
     write_page(path, render_report(summary, audit, asked=folder.read_run()))
     return ReportResult(path, summary, audit)
@@ -355,7 +360,7 @@ def _audit_section(audit: AuditResult) -> str:
         parts.append(f"<pre>{escape(lines)}</pre>")
     rows = [
         [
-            cell(str(epoch.epoch) + (" (open)" if epoch.open else ""), "n"),
+            cell(f"{epoch.epoch}{' (open)' * epoch.open}{' (ended in it)' * epoch.ended}", "n"),
             cell(number_words(epoch.used), "n"),
             cell(number_words(epoch.missing), "n"),
             cell(number_words(epoch.duplicated), "n"),

@@ -137,6 +137,7 @@ class RunSummary:
         status: ``running`` (as far as the events tell), ``succeeded``, ``failed``, ``stopped``,
             or ``unknown`` before the first event.
         started, ended: unix seconds; ``ended`` is the time of the last event.
+        ended_in: epoch in which training stood when the run ended; None before.
         first_step_s: from the start of the run to its first finished step.
         size: processes training now, 0 after the end.
         hosts: the hostfile as it was seen last, ``(host, slots)``.
@@ -164,6 +165,7 @@ class RunSummary:
     steps: int = 0
     examples: int = 0
     epochs: int = 0
+    ended_in: int | None = None
     size: int = 0
     largest_size: int = 0
     min_np: int | None = None
@@ -269,6 +271,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     run.run_id = str(record.get("run_id") or run.run_id)
     run.status = "running"
     run.message = run.failure = run.failed_worker = ""
+    run.ended_in = None
     run.attempts += 1
     run.min_np = _whole(record.get("min_np"))
     run.max_np = _whole(record.get("max_np"))
@@ -476,7 +479,8 @@ def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> No
     run.message = str(record.get("message") or "")
     run.steps = _whole(record.get("steps")) or run.steps
     run.examples = _whole(record.get("examples")) or run.examples
-    run.epochs = _whole(record.get("epochs")) or run.epochs
+    run.ended_in = _whole(record.get("epochs"))
+    run.epochs = run.ended_in or run.epochs
     run.waiting = ""
     _set_size(run, at_s, 0)
 

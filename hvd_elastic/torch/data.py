@@ -13,9 +13,10 @@ import os
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.sharding import Slice, permutation, step_slice, steps_left
+from hvd_elastic.model.sharding import Order, Slice, epoch_order, step_slice, steps_left
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.batch_bounds import batch_limits, require_whole
 from hvd_elastic.torch.progress import InFlight, Progress
@@ -38,6 +39,9 @@ _Batch = TypeVar("_Batch")
 # Two, where the batch size allows it, so that a short last step does not leave a rank alone with
 # one example, on which batch normalisation cannot train.
 _MIN_SHARE = 2
+
+# Indices that are computed at a time: a call costs as much as about a thousand of them.
+_INDICES_AT_ONCE = 4096
 
 
 class LoopWatch(Protocol):
@@ -234,7 +238,8 @@ class DataLoader(Generic[_Batch]):
         self._batches: Iterator[Any] | None = None
         # (epoch, rank, size, plan) and position of the share that the open iterator gives next.
         self._next_share: tuple[Any, ...] | None = None
-        self._order: tuple[int, np.ndarray] | None = None
+        # Of which (epoch, version) it is the order.
+        self._order: tuple[tuple[int, int], Order] | None = None
         # (epoch, generation) in which this loader was read to its end.
         self._ended: tuple[int, int] | None = None
         self._token = object()
@@ -358,7 +363,9 @@ class DataLoader(Generic[_Batch]):
         self, share: Slice, context: TrainingContext, end: int, *, first: bool
     ) -> tuple[_Batch, list[int] | None]:
         plan = None if self.adaptation is None else self.adaptation.cut
-        place = (context.progress.epoch, context.rank, context.size, plan, self._shares.parts)
+        progress = context.progress
+        world = (progress.epoch, context.rank, context.size)
+        place = (*world, plan, self._shares.parts, progress.data_order)
         if context.audit != self._audited:
             self.close()
             self._audited = context.audit
@@ -369,12 +376,12 @@ class DataLoader(Generic[_Batch]):
             # first: with the new ones they would need their memory twice.
             self._stop_reading(keep_processes=self._persistent)
             self._shares.rank, self._shares.size = context.rank, context.size
-            self._shares.order = self._epoch_order(context.progress.epoch)
+            self._shares.order = self._epoch_order(progress)
             self._shares.position, self._shares.end = share.step_start, end
-            self._shares.step = context.progress.step
+            self._shares.step = progress.step
             # PyTorch would draw its workers' seeds from the script's generator, one for each
             # iterator, and so make the script's own randomness depend on rescales.
-            seeds = np.random.SeedSequence((self.seed, *place[:3], share.step_start))
+            seeds = np.random.SeedSequence((self.seed, *world, share.step_start))
             self._options["generator"].manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
             self._worker_start.parent = (
                 os.getpid() if threading.current_thread() is threading.main_thread() else None
@@ -411,9 +418,14 @@ class DataLoader(Generic[_Batch]):
             dataset, collate = _TellingDataset(dataset), _TellingCollate(collate)
         return TorchDataLoader(dataset, batch_sampler=self._shares, collate_fn=collate, **options)
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, permutation(self.seed, epoch, self.examples, self.shuffle))
+    def _epoch_order(self, progress: Progress) -> Order:
+        epoch, version = now = (progress.epoch, progress.data_order)
+        if self._order is None or self._order[0] != now:
+            self._order = None  # two whole orders of version 1 may be too much for the memory
+            order = epoch_order(
+                self.seed, epoch, self.examples, shuffle=self.shuffle, version=version
+            )
+            self._order = (now, order)
         return self._order[1]
 
     # -- place in the epoch
@@ -496,7 +508,7 @@ class _Shares:
         self.step = 0
         self.rank = 0
         self.size = 1
-        self.order = np.empty(0, np.int64)
+        self.order: Order | None = None
         self.position = 0
         self.end = 0
 
@@ -504,12 +516,20 @@ class _Shares:
         position, step = self.position, self.step
         adaptation = self._adaptation
         batch = self._batch_size if adaptation is None else adaptation.plan.global_batch_size
-        parts, rank, size = self.parts, self.rank, self.size
+        parts, rank, size, order = self.parts, self.rank, self.size, self.order
+        assert order is not None
         while position < self.end:
-            share = step_slice(position, self.end, batch, rank, size, _MIN_SHARE, parts=parts)
-            for start, stop in self.passes(share, step, self.size):
-                yield self.order[start:stop].tolist()
-            position, step = share.step_stop, step + 1
+            passes: list[tuple[int, int]] = []
+            ahead = 0
+            while position < self.end and ahead < _INDICES_AT_ONCE:
+                share = step_slice(position, self.end, batch, rank, size, _MIN_SHARE, parts=parts)
+                passes += self.passes(share, step, size)
+                ahead += share.stop - share.start
+                position, step = share.step_stop, step + 1
+            positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in passes])
+            indices = iter(order(positions).tolist())
+            for start, stop in passes:
+                yield list(islice(indices, stop - start))
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -660,6 +680,11 @@ def _examples(dataset: Any) -> int:
             f"the dataset ({kind}) has no length; give it a __len__ that says how many examples "
             "it holds"
         ) from missing
+    except (OverflowError, ValueError) as error:
+        raise ScriptError(
+            f"the dataset ({kind}) has a length that Python refuses ({error}); __len__ must return "
+            f"a whole number from 1 to {sys.maxsize}"
+        ) from error
     if examples == 0:
         raise ScriptError(
             f"the dataset ({kind}) is empty; check where it is read from on this host"

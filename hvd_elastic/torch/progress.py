@@ -9,8 +9,10 @@ horovod, so that state, loader and checkpoints can share it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
+
+from hvd_elastic.model.sharding import LATEST_ORDER
 
 __all__ = ["InFlight", "Phase", "Progress"]
 
@@ -38,11 +40,13 @@ class Progress:
         position: examples of the current epoch consumed, by all ranks together.
         examples: examples consumed since training began, by all ranks together.
         phase: the part of the epoch that the script is in.
+        data_order: version of the order in which the run reads its epochs, see
+            :func:`hvd_elastic.model.sharding.epoch_order`; the one it began with.
 
     >>> progress = Progress()
     >>> progress.advance(64)
     >>> progress
-    Progress(step=1, epoch=0, position=64, examples=64, phase=<Phase.HEAD: 0>)
+    Progress(step=1, epoch=0, position=64, examples=64, phase=<Phase.HEAD: 0>, data_order=2)
     >>> progress.next_epoch()
     >>> Progress.from_dict(progress.as_state()) == progress
     True
@@ -53,6 +57,7 @@ class Progress:
     position: int = 0
     examples: int = 0
     phase: Phase = Phase.HEAD
+    data_order: int = LATEST_ORDER
 
     def advance(self, step_examples: int) -> None:
         """One step was taken on ``step_examples`` examples of all ranks together (>= 0)."""
@@ -74,14 +79,14 @@ class Progress:
 
     def as_state(self) -> dict[str, int]:
         """Everything as plain numbers, for a checkpoint or a broadcast."""
-        return {**self.as_dict(), "phase": int(self.phase)}
+        return {**asdict(self), "phase": int(self.phase)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Progress:
         """Return what :meth:`as_state` was called on.
 
-        Unknown keys are ignored, so that a newer file still loads. An older one has no phase: it
-        was written in the loop.
+        Unknown keys are ignored, so that a newer file still loads. One of an older release has no
+        phase, since it was written in the loop, and no order, since that knew the first alone.
 
         Raises:
             ValueError: a count is missing, or a field is not a whole number in its range; names it.
@@ -102,7 +107,13 @@ class Progress:
                 f"progress field 'phase' is {found!r}, it must be a whole number from 0 to "
                 f"{max(Phase)}"
             ) from None
-        return cls(**numbers, phase=phase)
+        data_order = values.get("data_order", 1)
+        if data_order not in range(1, LATEST_ORDER + 1):
+            raise ValueError(
+                f"progress field 'data_order' is {data_order!r}, it must be a whole number from 1 "
+                f"to {LATEST_ORDER}; a later one is of a later release of hvd_elastic"
+            )
+        return cls(**numbers, phase=phase, data_order=data_order)
 
 
 _COUNTS = ("step", "epoch", "position", "examples")

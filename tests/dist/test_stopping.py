@@ -1,9 +1,14 @@
-"""A run that is stopped leaves a checkpoint of all that was trained, whoever of it still lives."""
+"""A run that is stopped leaves a checkpoint of all that was trained, whoever of it still lives.
+
+One that its script ends in the middle of an epoch has used everything until there.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,34 @@ from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
+
+RETURNS = """
+import torch
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+loader = hvd.DataLoader(TensorDataset(torch.randn(1000, 2)), 32, shuffle=True)
+
+
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(20):
+        for step, (inputs,) in enumerate(loader):
+            if (epoch, step) == (2, 12):
+                return
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            state.commit()
+
+
+train(hvd.State(model=model, optimizer=optimizer))
+"""
 
 NO_CHECKPOINTS = ("--checkpoint-every", "600")
 """But the last one."""
@@ -30,6 +63,24 @@ def kept(job: RunningJob) -> int:
     assert found is not None, job.story()
     assert ended["checkpoint_step"] == found.step
     return found.step
+
+
+def test_a_script_that_returns_in_the_middle_of_an_epoch_has_read_all_until_there(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, *_ = stage.hosts
+    script = stage.folder / "returns.py"
+    script.write_text(RETURNS)
+    job = start_job({a: 1, b: 1}, script=[sys.executable, str(script)])
+    assert job.wait() == 0, job.story()
+    told = json.loads(job.command("report", job.run_id, "--json"))
+    assert told["audit"]["ok"], told["audit"]
+    assert told["audit"]["sentence"] == (
+        "each of 1000 examples used exactly once in each of 2 epochs; "
+        "ended in epoch 2 with 384 used, none twice"
+    )
+    assert "2 (ended in it)" in Path(told["path"]).read_text()
+    job.check_nothing_left()
 
 
 def test_a_frozen_rank_0_is_not_the_only_one_that_is_asked(

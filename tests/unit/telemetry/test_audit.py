@@ -77,6 +77,43 @@ def test_an_open_last_epoch_is_no_fault_unless_the_run_is_over() -> None:
     assert check_audit(lines, finished=True).problems() == ["epoch 1: 2 missing (0, 2)"]
 
 
+def test_a_script_may_end_in_the_middle_of_an_epoch() -> None:
+    lines = [dataset(4, 3), used(1, [0, 1, 2, 3]), used(2, [3, 1], epoch=1)]
+    ended = check_audit(lines, finished=True, ended_in=1, steps_made=2, examples_made=6)
+    assert ended.ok
+    assert ended.problems() == []
+    assert ended.complete_epochs == 1
+    text = "each of 4 examples used exactly once in its one epoch; ended in epoch 1 with 2 used"
+    assert ended.sentence() == f"{text}, none twice"
+    begun = check_audit([*lines[:1], used(1, [3])], finished=True, ended_in=0, examples_made=1)
+    assert begun.sentence() == "ended in epoch 0 with 1 of 4 examples used, none twice"
+    assert (begun.ok, begun.complete_epochs) == (True, 0)
+    # Between two epochs, or right at the end of one, nothing is left open.
+    for epoch in (0, 1):
+        between = check_audit(lines[:2], finished=True, ended_in=epoch, examples_made=4)
+        assert between.sentence() == "each of 4 examples used exactly once in its one epoch"
+
+
+def test_what_is_lost_before_the_script_ends_is_a_fault() -> None:
+    lines = [dataset(8, 3), used(1, [0, 1, 2]), used(2, [5])]
+    skipped = check_audit(lines, finished=True, ended_in=0, steps_made=2, examples_made=6)
+    assert skipped.problems() == ["epoch 0: 2 of 6 missing until the script ended"]
+    lost = check_audit(lines, finished=True, ended_in=0, steps_made=3, examples_made=6)
+    assert lost.sentence().startswith("cannot be proved: 1 step left no record")
+    twice = check_audit([*lines, used(3, [5, 6])], finished=True, ended_in=0, examples_made=6)
+    assert "1 used more than once (5)" in twice.problems()[0]
+    # An epoch that the run has left behind has to be complete.
+    past = check_audit(lines, finished=True, ended_in=1, steps_made=2, examples_made=4)
+    assert past.problems() == ["epoch 0: 4 missing (3, 4, 6, 7)"]
+
+
+def test_a_huge_dataset_is_audited_by_what_was_read_of_it() -> None:
+    lines = [dataset(10**12), used(1, [10**12 - 1, 0, 2]), used(2, [5, 2])]
+    (epoch,) = check_audit(lines).epochs
+    assert (epoch.used, epoch.missing, epoch.duplicated) == (4, 10**12 - 4, 1)
+    assert epoch.missing_indices == (1, 3, 4, 6, 7, 8, 9, 10, 11, 12)
+
+
 def test_an_epoch_that_was_never_begun_is_missing_at_the_end() -> None:
     result = check_audit([dataset(2, 2), used(1, [0, 1])], finished=True)
     assert result.problems() == ["epoch 1: 2 missing (0, 1)"]

@@ -2,20 +2,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.sharding import permutation
 from hvd_elastic.telemetry.audit import check_audit
 from hvd_elastic.telemetry.records import read_events
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode, detect_mode
 from hvd_elastic.torch.engine import GenerationBrokenError
+from hvd_elastic.torch.progress import Progress
 from tests.tensorboard_files import read_scalars
 
 
@@ -49,13 +53,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(monkeypatch: pytest.MonkeyPatch, epochs: int, stop_after: int | None = None) -> Context:
+def train(
+    monkeypatch: pytest.MonkeyPatch,
+    epochs: int,
+    stop_after: int | None = None,
+    examples: int = 10,
+    batch_size: int = 4,
+) -> Context:
     made = Context(Mode.ALONE)
     monkeypatch.setattr(context, "_context", made)
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.randn(10, 2)), 4, shuffle=True)
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(
+        TensorDataset(torch.randn(examples, 2)), batch_size, shuffle=True
+    )
 
     class Stop(Exception):  # noqa: N818
         pass
@@ -99,6 +111,26 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
     result = check_audit(read_events_of(folder), finished=True)
     assert result.ok, result.problems()
     assert (result.steps, result.voided_steps) == (9, 0)
+
+
+def test_a_checkpoint_of_before_there_were_two_orders_goes_on_in_the_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 70_000
+    with monkeypatch.context() as old:
+        old.setattr(context, "Progress", partial(Progress, data_order=1))
+        old.setattr(Progress, "as_state", Progress.as_dict)
+        stopped = train(monkeypatch, 2, stop_after=2, examples=n, batch_size=20_000)
+    assert stopped.progress.position == 40_000
+    assert train(monkeypatch, 2, examples=n, batch_size=20_000).progress.epoch == 2
+    records = read_events_of(folder)
+    result = check_audit(records, finished=True)
+    assert result.ok, result.problems()
+    assert result.complete_epochs == 2
+    used = [record for record in records if record["kind"] == "used"]
+    assert [record["indices"] for record in used if record["epoch"] == 1] == [
+        part.tolist() for part in np.split(permutation(0, 1, n), [20_000, 40_000, 60_000])
+    ]
 
 
 def test_a_run_alone_writes_its_metrics_for_tensorboard(

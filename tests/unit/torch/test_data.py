@@ -9,12 +9,15 @@ import socket
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +25,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.sharding import permutation
+from hvd_elastic.model.sharding import epoch_order, permutation
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.progress import InFlight, Progress
 
@@ -209,6 +212,67 @@ def test_each_epoch_is_read_exactly_once_whatever_the_world_does(
         assert world.progress.position == n
         world.next_epoch()
     assert world.progress.examples == 2 * n
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("n", [10**7, 10**12, sys.maxsize // 10])
+def test_a_huge_dataset_takes_no_more_memory_than_a_small_one(n: int, shuffle: bool) -> None:
+    tracemalloc.start()
+    world = World(n, 1000, seed=1, shuffle=shuffle)
+    for size in (1, 3, 2):
+        world.resize(size)
+        assert world.step()
+    order = epoch_order(1, 0, n, shuffle=shuffle)(np.arange(3000))
+    assert world.read == order.tolist()
+    world.close()
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_an_epoch_of_many_examples_is_read_exactly_once_through_rescales() -> None:
+    n = 80_000
+    world = World(n, 7_000, seed=1, shuffle=True)
+    sizes = iter([1, 3, 3, 2, 1, 4, 2])
+    world.resize(2)
+    while world.step():
+        if (size := next(sizes, None)) is not None:
+            world.resize(size)
+    assert world.read == epoch_order(1, 0, n)(np.arange(n)).tolist()
+    assert sorted(world.read) == list(range(n))
+
+
+def test_a_run_keeps_the_order_that_it_began_with() -> None:
+    """Progress of a release that knew one order names none."""
+    n, done = 70_000, 40_000
+    old = {"step": 4, "epoch": 1, "position": done, "examples": n + done}
+    context = FakeContext(progress=Progress.from_dict(old))
+    loader: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=context)
+    read = list(chain.from_iterable(values.tolist() for values, _ in loader))
+    assert read == permutation(6, 1, n)[done:].tolist()
+    # What it tells others, and writes into checkpoints, names it.
+    context = FakeContext(progress=Progress.from_dict(context.progress.as_state()))
+    context.progress.next_epoch()
+    loader = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=context)
+    assert next(iter(loader))[0].tolist() == permutation(6, 2, n)[:10_000].tolist()
+    for unknown in (0, 3, "1", None):
+        with pytest.raises(
+            ValueError, match=r"'data_order' is .*, it must be .* from 1 to 2; a later"
+        ):
+            Progress.from_dict({**old, "data_order": unknown})  # type: ignore[dict-item]
+    # A new run has the new order.
+    fresh: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=FakeContext())
+    assert next(iter(fresh))[0].tolist() != permutation(6, 0, n)[:10_000].tolist()
+
+
+def test_an_order_that_is_taken_over_takes_the_place_of_the_own() -> None:
+    """A checkpoint of the same place in the epoch may come between two steps."""
+    n = 70_000
+    context = FakeContext()
+    loader: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=context)
+    batches = iter(loader)
+    next(batches)
+    context.boundary = lambda context: setattr(context.progress, "data_order", 1)
+    assert next(batches)[0].tolist() == permutation(6, 0, n)[10_000:20_000].tolist()
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -455,6 +519,8 @@ class Unsized:
         (iter([1]), {"batch_size": 4}, "cannot be read by index"),
         (Unsized(), {"batch_size": 4}, r"\(Unsized\) has no length"),
         (Numbers(0), {"batch_size": 4}, r"\(Numbers\) is empty"),
+        (Numbers(2**63), {"batch_size": 4}, r"length that Python refuses .* from 1 to 92233720368"),
+        (Numbers(-1), {"batch_size": 4}, r"length that Python refuses .* __len__ must return"),
         (Numbers(4), {"batch_size": 0}, r"batch_size=0\): it must be a whole number of at least 1"),
         (Numbers(4), {"batch_size": 2.0}, r"batch_size=2\.0"),
         (Numbers(4), {"batch_size": 4, "seed": -1}, r"seed=-1\): .* at least 0"),
