@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import WorkerExited
 
-__all__ = ["Endings", "how_it_ended"]
+__all__ = ["Endings", "crash_stack", "how_it_ended"]
 
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
 _LAST_SIGNAL = 31
@@ -27,6 +29,34 @@ def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
     if signal is not None:
         return None, f"was killed by signal {signal}"
     return None, "ended for an unknown reason"
+
+
+def crash_stack(log: str) -> str:
+    r"""Return what Python's faulthandler wrote of the thread that a signal ended; "" if nothing.
+
+    Args:
+        log: end of the worker's output.
+
+    >>> print(crash_stack("step 1\nFatal Python error: Aborted\n\n"
+    ...     "Thread 0x7f01 (most recent call first):\n  File \"threading.py\", line 9 in run\n\n"
+    ...     "Current thread 0x7f02 (most recent call first):\n  File \"a.py\", line 3 in f\n\n"
+    ...     "Extension modules: numpy (total: 1)"))
+    Fatal Python error: Aborted
+    Current thread (most recent call first):
+      File "a.py", line 3 in f
+    """
+    before, found, after = log.rpartition("Fatal Python error: ")
+    if not found:
+        return ""
+    # A C++ exception that nobody caught says so on the two lines before.
+    thrown = before.rstrip().splitlines()[-2:]
+    shown = thrown if thrown and thrown[0].startswith("terminate called") else []
+    error, *stacks = after.split("\n\n")
+    current = [stack for stack in stacks if stack.startswith("Current thread")]
+    if not current:  # a thread of a library, which no Python code runs in: the main thread tells
+        current = [stack for stack in stacks if stack.startswith("Thread")][-1:]
+    text = "\n".join([*shown, found + error.strip(), *current]).rstrip()
+    return re.sub(r"^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", text, flags=re.MULTILINE)
 
 
 class Endings:

@@ -26,7 +26,7 @@ from hvd_elastic.cluster.hostfile import Host, parse_hostfile, require_prices
 from hvd_elastic.cluster.ssh import SshOptions, is_local, own_address_towards
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.endings import how_it_ended
+from hvd_elastic.control.endings import crash_stack, how_it_ended
 from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Activity, ProgressWatch
@@ -55,6 +55,7 @@ _STOP_CHECKPOINT_S = 10.0
 _GRACE_S = 3.0
 _FETCH_PATIENCE_S = 60.0
 _LOG_TAIL_LINES = 30
+_LOG_END_BYTES = 64 << 10  # holds the stacks of a hundred threads
 _HOSTFILE_GONE_S = 2.0
 _LEAST_RESERVE_S = 10.0
 """Of the time that a host has left, for the last checkpoint and for leaving."""
@@ -117,6 +118,7 @@ class Leader:
         self._stop: ev.StopRequested | None = None
         self._last: LastCheckpoint | None = None
         self._failure_shown = False
+        self._crash_shown = ""
         self._progress = {"step": 0, "epoch": 0, "examples": 0}
         self._written = dict(self._progress)
         self._resumed = resumed
@@ -866,20 +868,27 @@ class Leader:
         # Without a traceback from the library (an error before init(), sys.exit()), the end of
         # the log has to tell; once, not for every worker that fails alike.
         exited = ev.WorkerExited(worker, message["code"], message["signal"])
-        status, _ = how_it_ended(exited)
+        status, how = how_it_ended(exited)
         if status and not self._failure_shown:
             self._failure_shown = True
-            tail = self._log_tail(host, slot) or f"exit status {status}, nothing printed"
+            lines = self._log_end(host, slot).rstrip().splitlines()[-_LOG_TAIL_LINES:]
+            tail = "\n".join(lines) or f"exit status {status}, nothing printed"
             fields = {"host": host, "local_rank": slot, "traceback": tail}
             self._emit("script_failed", fields)
+        elif status is None and (stack := crash_stack(self._log_end(host, slot))):
+            if stack != self._crash_shown:  # the next worker of the slot may die in the same place
+                self._crash_shown = stack
+                fields = {"host": host, "local_rank": slot, "cause": how, "traceback": stack}
+                self._emit("worker_crashed", fields)
         self._tell(exited)
 
-    def _log_tail(self, host: str, slot: int) -> str:
+    def _log_end(self, host: str, slot: int) -> str:
         try:
-            text = self._folder.log_path(host, slot).read_text(encoding="utf-8", errors="replace")
+            with self._folder.log_path(host, slot).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+                return log.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.rstrip().splitlines()[-_LOG_TAIL_LINES:])
 
     def _on_worker_not_started(self, worker: str, message: Message) -> None:
         host, _ = self._workers.pop(worker)

@@ -143,6 +143,9 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
     if kind == "script_failed":
         trace = str(get("traceback") or "").rstrip()
         return Line(f"the script failed in worker {worker}:\n{trace}", "bad")
+    if kind == "worker_crashed":
+        trace = str(get("traceback") or "").rstrip()
+        return Line(f"worker {worker} {get('cause')}:\n{trace}", "bad")
     return None
 
 
