@@ -638,13 +638,15 @@ class Leader:
             return
         members = [member.worker for member in self._members if member.worker in self._workers]
         found = self._watch.stuck(self._machine.generation, members)
+        if isinstance(found, ev.GenerationStuck):
+            self._note_progress_if_further(self._watch.furthest(members))
         for event in found if isinstance(found, list) else [found]:
             self._tell(event)
-        for worker, step_s, longest_s in self._watch.slow(members):
-            self._warn(
-                f"the others wait for worker {worker}, whose step has taken {step_s:.0f} s so far "
-                f"(the longest before: {longest_s:.1f} s)"
-            )
+        for worker, step_s, line in self._watch.busy(members):
+            place = f", which is at {line}" if line else ""
+            name = worker_name(*self._workers[worker])
+            message = f"the others wait for worker {name}{place}, {step_s:.0f} s into its step"
+            self._emit("log_note", {"message": message})
 
     def _agent_lost(self, name: str, cause: str, silent_s: float | None) -> None:
         if self._adoption is not None:
@@ -912,6 +914,7 @@ class Leader:
 
     def _said_broken(self, worker: str, said: Message) -> None:
         cause = said.get("error", "")
+        self._note_progress_if_further(said.get("progress") or {})
         self._tell(ev.WorkerBroken(worker, said["generation"], said["step"], cause))
 
     def _said_held(self, worker: str, said: Message) -> None:
@@ -925,8 +928,7 @@ class Leader:
         # The worker leaves it to the leader, so that the terminal shows it once.
         self._write_log(worker, said["traceback"])
         self._failure_shown = True
-        if said.get("step", 0) > self._progress["step"]:
-            self._note_progress(said)
+        self._note_progress_if_further(said)
         self._tell(ev.ScriptFailed(worker, said["traceback"]))
 
     def _said_metrics(self, _: str, said: Message) -> None:
@@ -971,7 +973,12 @@ class Leader:
     def _said_checkpoint_failed(self, worker: str, said: Message) -> None:
         self._collector.failed(self._workers[worker][0], said["message"])
 
-    def _note_progress(self, said: Message) -> None:
+    def _note_progress_if_further(self, said: Mapping[str, Any]) -> None:
+        """Metrics come less often than steps."""
+        if said.get("step", 0) > self._progress["step"]:
+            self._note_progress(said)
+
+    def _note_progress(self, said: Mapping[str, Any]) -> None:
         self._progress = {name: said[name] for name in self._progress}
 
     # -- checkpoints -----------------------------------------------------------------------

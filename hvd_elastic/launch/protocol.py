@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["PROTOCOL", "Message", "decode", "encode", "peer_uid", "split_lines"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change that an older peer would misread."""
 
 Message = dict[str, Any]
