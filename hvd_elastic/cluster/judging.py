@@ -197,6 +197,7 @@ def judge_host(
         checks.append(_check_memlock(facts["memlock"]))
     checks.append(_check_interface(facts, reference, settings))
     checks.append(_check_mtu(facts, reference, settings))
+    checks.append(_check_own_name(facts))
     checks.append(_check_cpus(host, facts["cpus"]))
     return checks
 
@@ -536,6 +537,15 @@ def _check_mtu(facts: Mapping[str, Any], reference: Reference, settings: CheckSe
         text = f"{own}, the others have {reference.mtu}. Large packets will be lost; set it alike"
         return Check("mtu", Level.WARNING, text)
     return Check("mtu", Level.OK, str(own or "-"))
+
+
+def _check_own_name(facts: Mapping[str, Any]) -> Check:
+    name = "own name"
+    if not facts["own_addresses"]:
+        text = f"does not know its own name {facts['name']!r}, as Gloo and MPI may need it. "
+        remedy = f"Add the line '{facts['address'] or '127.0.1.1'} {facts['name']}' to /etc/hosts"
+        return Check(name, Level.WARNING, f"{text}{remedy} there")
+    return Check(name, Level.OK, str(facts["name"]))
 
 
 def _check_cpus(host: Host, cpus: int) -> Check:

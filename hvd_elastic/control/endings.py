@@ -7,7 +7,7 @@ import re
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import WorkerExited
 
-__all__ = ["Endings", "explain_script_error", "how_it_ended"]
+__all__ = ["Endings", "crash_stack", "explain_script_error", "how_it_ended"]
 
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
 _LAST_SIGNAL = 31
@@ -64,6 +64,34 @@ def explain_script_error(traceback: str) -> str | None:
         "hvd.DistributedOptimizer(optimizer, model), hvd.rank() and hvd.local_rank() of "
         "hvd_elastic.torch instead (docs/migration.md shows both side by side)"
     )
+
+
+def crash_stack(log: str) -> str:
+    r"""Return what Python's faulthandler wrote of the thread that a signal ended; "" if nothing.
+
+    Args:
+        log: end of the worker's output.
+
+    >>> print(crash_stack("step 1\nFatal Python error: Aborted\n\n"
+    ...     "Thread 0x7f01 (most recent call first):\n  File \"threading.py\", line 9 in run\n\n"
+    ...     "Current thread 0x7f02 (most recent call first):\n  File \"a.py\", line 3 in f\n\n"
+    ...     "Extension modules: numpy (total: 1)"))
+    Fatal Python error: Aborted
+    Current thread (most recent call first):
+      File "a.py", line 3 in f
+    """
+    before, found, after = log.rpartition("Fatal Python error: ")
+    if not found:
+        return ""
+    # A C++ exception that nobody caught says so on the two lines before.
+    thrown = before.rstrip().splitlines()[-2:]
+    shown = thrown if thrown and thrown[0].startswith("terminate called") else []
+    error, *stacks = after.split("\n\n")
+    current = [stack for stack in stacks if stack.startswith("Current thread")]
+    if not current:  # a thread of a library, which no Python code runs in: the main thread tells
+        current = [stack for stack in stacks if stack.startswith("Thread")][-1:]
+    text = "\n".join([*shown, found + error.strip(), *current]).rstrip()
+    return re.sub(r"^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", text, flags=re.MULTILINE)
 
 
 class Endings:

@@ -265,10 +265,14 @@ class WorkerSilent:
 
 @dataclass(frozen=True)
 class GenerationStuck:
-    """The members of ``generation`` wait for each other in vain; ``cause`` in words."""
+    """The members of ``generation`` wait for each other in vain; ``cause`` in words.
+
+    ``by_script``: they are in different places of the script, so another generation would not help.
+    """
 
     generation: int
     cause: str
+    by_script: bool = False
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,10 @@ class RunMachine:
                 self._on_agent_gone(event, now)
             case ev.GenerationStuck():
                 if event.generation == self._generation and self._phase in _TOGETHER:
-                    self._break(event.cause, now)
+                    if event.by_script:
+                        self._out.send(Finish("failed", event.cause))
+                    else:
+                        self._break(event.cause, now)
             case ev.StopRequested():
                 self._out.send(Finish(event.status, event.reason))
             case ev.Tick():

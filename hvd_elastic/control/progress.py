@@ -4,21 +4,30 @@
 collection, a validation pass or a compilation do not stop it; a frozen process does. *Getting on*
 is judged by what the run itself has shown: how long its steps and its waits for the others have
 taken so far.
+
+Ranks that wait for each other in *different* collectives are told from ranks whose data do not
+arrive by counting. A worker says which collective it waits for and how often it has begun each. If
+every worker waits for one that some other worker has not begun, none of them can go on, however
+old the heartbeats are: the first wait to end would need another worker to begin something, and all
+of them wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hvd_elastic.control.events import GenerationStuck, WorkerSilent
+from hvd_elastic.words import count, plural
 
 __all__ = ["Activity", "ProgressWatch"]
 
 _STUCK_FACTOR = 5.0
 _FIRST_WAIT_S = 30.0  # Gloo's own patience; nothing is known of this run yet
-_SLOW_FACTOR = 10.0
-_SLOW_AT_LEAST_S = 30.0
+_BUSY_FACTOR = 3.0
+_BUSY_AT_LEAST_S = 5.0
+_NAMED = 4
+"""Ranks that are named of those that wait in the same place."""
 _HOPELESS_FACTOR = 20.0
 _HOPELESS_AT_LEAST_S = 600.0
 _AFTER_TRAINING_S = 60.0
@@ -36,6 +45,10 @@ class Activity:
         step_s: how long the step in progress has taken so far [s].
         waiting_s: how long the worker has been waiting for the others in it [s]; 0: it computes.
         longest_step_s, longest_wait_s: of those that came to their end, in this process [s].
+        line: where in the script it is; empty unless it has computed or waited for some seconds.
+        waiting_for: the collective it waits for; empty unless it has waited for some seconds.
+        begun: how often it has begun each collective in this generation; empty likewise.
+        progress: how far its training is; empty likewise.
     """
 
     silent_s: float = 0.0
@@ -45,6 +58,10 @@ class Activity:
     waiting_s: float = 0.0
     longest_step_s: float = 0.0
     longest_wait_s: float = 0.0
+    line: str = ""
+    waiting_for: str = ""
+    begun: Mapping[str, int] = field(default_factory=dict)
+    progress: Mapping[str, int] = field(default_factory=dict)
 
 
 class ProgressWatch:
@@ -87,7 +104,7 @@ class ProgressWatch:
 
         Args:
             generation: its number.
-            members: names of its live members.
+            members: names of its live members, by rank.
         """
         nothing = Activity(generation=generation)
         heard = {worker: self._activities.get(worker, nothing) for worker in members}
@@ -95,6 +112,8 @@ class ProgressWatch:
         seen = {w: a if a.generation == generation else nothing for w, a in heard.items()}
         if not seen:
             return []
+        if _cannot_go_on(seen.values()):
+            return GenerationStuck(generation, _who_waits_where(seen), by_script=True)
         waits = [activity.waiting_s for activity in seen.values()]
         limit = self._wait_limit(seen.values())
         if min(waits) >= limit:
@@ -109,14 +128,14 @@ class ProgressWatch:
             if activity.waiting_s == 0 and activity.step_s >= hopeless and max(waits) > 0
         ]
 
-    def slow(self, members: Sequence[str]) -> list[tuple[str, float, float]]:
-        """Members the others wait for, each named once a step.
+    def busy(self, members: Sequence[str]) -> list[tuple[str, float, str]]:
+        """Members that compute while others wait for them, each named once a step.
 
         Returns:
-            (worker, how long its step has taken, the longest step so far) [s].
+            (worker, how long its step has taken [s], where in the script it is).
         """
         seen = {worker: self._activities.get(worker, Activity()) for worker in members}
-        limit = self._limit(seen.values(), _SLOW_FACTOR, _SLOW_AT_LEAST_S)
+        limit = self._limit(seen.values(), _BUSY_FACTOR, _BUSY_AT_LEAST_S)
         found = []
         for worker, activity in seen.items():
             others = [other.waiting_s for name, other in seen.items() if name != worker]
@@ -127,14 +146,20 @@ class ProgressWatch:
                 and (worker, activity.step) not in self._named
             ):
                 self._named.add((worker, activity.step))
-                longest = max(other.longest_step_s for other in seen.values())
-                found.append((worker, activity.step_s, longest))
+                found.append((worker, activity.step_s, activity.line))
         return found
 
     def _silence_limit(self, worker: str) -> float:
         if worker not in self._finished:
             return self._failure_timeout_s
         return max(self._failure_timeout_s, _AFTER_TRAINING_S)
+
+    def furthest(self, members: Sequence[str]) -> Mapping[str, int]:
+        """Progress of the member that is furthest, of those that have said it; else empty."""
+        told = [
+            self._activities[worker].progress for worker in members if worker in self._activities
+        ]
+        return max(told, key=lambda progress: progress.get("step", 0), default={})
 
     def _wait_limit(self, activities: Collection[Activity]) -> float:
         longest = max(activity.longest_wait_s for activity in activities)
@@ -145,3 +170,35 @@ class ProgressWatch:
     def _limit(activities: Collection[Activity], factor: float, at_least_s: float) -> float:
         longest = max((activity.longest_step_s for activity in activities), default=0.0)
         return max(at_least_s, factor * longest)
+
+
+def _cannot_go_on(seen: Collection[Activity]) -> bool:
+    """Whether each waits for a collective that not all have begun."""
+    return all(
+        one.waiting_for
+        and any(
+            other.begun.get(one.waiting_for, 0) < one.begun.get(one.waiting_for, 0)
+            for other in seen
+        )
+        for one in seen
+    )
+
+
+def _who_waits_where(seen: Mapping[str, Activity]) -> str:
+    """The ranks, those in one place together."""
+    places: dict[tuple[str, str, int], list[str]] = {}
+    for rank, (worker, activity) in enumerate(seen.items()):
+        place = (activity.waiting_for, activity.line or "a line unknown", activity.step)
+        places.setdefault(place, []).append(f"{rank} ({worker.rsplit('.', 1)[0]})")
+    where = [
+        f"{plural('rank', len(ranks))} {', '.join(ranks[:_NAMED])}"
+        f"{f' and {len(ranks) - _NAMED} more' if len(ranks) > _NAMED else ''} "
+        f"{'waits' if len(ranks) == 1 else 'wait'} for {name} at {line}, "
+        f"after {count(step, 'step')}"
+        for (name, line, step), ranks in places.items()
+    ]
+    return (
+        f"the ranks wait for each other in different collectives, so none can go on: "
+        f"{'; '.join(where)}. All ranks have to call the same collectives in the same order and "
+        "make the same steps"
+    )

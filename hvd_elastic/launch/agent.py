@@ -641,6 +641,8 @@ class Agent:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, slots))))
         # What breaks a ring is said in our own words; Horovod's come once for each rank.
         environment.setdefault("HOROVOD_LOG_LEVEL", "fatal")
+        # A worker that dies by a signal leaves its Python stack in its log.
+        environment.setdefault("PYTHONFAULTHANDLER", "1")
         if self._interface:
             # NCCL looks once in a process, and without it at every interface there is.
             environment.setdefault("NCCL_SOCKET_IFNAME", f"={self._interface}")

@@ -26,7 +26,7 @@ from hvd_elastic.cluster.hostfile import Host, parse_hostfile, require_prices
 from hvd_elastic.cluster.ssh import SshOptions, is_local, own_address_towards
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.endings import explain_script_error, how_it_ended
+from hvd_elastic.control.endings import crash_stack, explain_script_error, how_it_ended
 from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Activity, ProgressWatch
@@ -55,6 +55,7 @@ _STOP_CHECKPOINT_S = 10.0
 _GRACE_S = 3.0
 _FETCH_PATIENCE_S = 60.0
 _LOG_TAIL_LINES = 30
+_LOG_END_BYTES = 64 << 10  # holds the stacks of a hundred threads
 _HOSTFILE_GONE_S = 2.0
 _LEAST_RESERVE_S = 10.0
 """Of the time that a host has left, for the last checkpoint and for leaving."""
@@ -117,6 +118,7 @@ class Leader:
         self._stop: ev.StopRequested | None = None
         self._last: LastCheckpoint | None = None
         self._failure_shown = False
+        self._crash_shown = ""
         self._progress = {"step": 0, "epoch": 0, "examples": 0}
         self._written = dict(self._progress)
         self._resumed = resumed
@@ -639,13 +641,15 @@ class Leader:
             return
         members = [member.worker for member in self._members if member.worker in self._workers]
         found = self._watch.stuck(self._machine.generation, members)
+        if isinstance(found, ev.GenerationStuck):
+            self._note_progress_if_further(self._watch.furthest(members))
         for event in found if isinstance(found, list) else [found]:
             self._tell(event)
-        for worker, step_s, longest_s in self._watch.slow(members):
-            self._warn(
-                f"the others wait for worker {worker}, whose step has taken {step_s:.0f} s so far "
-                f"(the longest before: {longest_s:.1f} s)"
-            )
+        for worker, step_s, line in self._watch.busy(members):
+            place = f", which is at {line}" if line else ""
+            name = worker_name(*self._workers[worker])
+            message = f"the others wait for worker {name}{place}, {step_s:.0f} s into its step"
+            self._emit("log_note", {"message": message})
 
     def _agent_lost(self, name: str, cause: str, silent_s: float | None) -> None:
         if self._adoption is not None:
@@ -869,24 +873,31 @@ class Leader:
         # Without a traceback from the library (an error before init(), sys.exit()), the end of
         # the log has to tell; once, not for every worker that fails alike.
         exited = ev.WorkerExited(worker, message["code"], message["signal"])
-        status, _ = how_it_ended(exited)
+        status, how = how_it_ended(exited)
         if status and not self._failure_shown:
             self._failure_shown = True
-            tail = self._log_tail(host, slot) or f"exit status {status}, nothing printed"
+            lines = self._log_end(host, slot).rstrip().splitlines()[-_LOG_TAIL_LINES:]
+            tail = "\n".join(lines) or f"exit status {status}, nothing printed"
             explained = explain_script_error(tail)
             if explained is not None:
                 self._tell(ev.ScriptFailed(worker, explained))
             else:
                 fields = {"host": host, "local_rank": slot, "traceback": tail}
                 self._emit("script_failed", fields)
+        elif status is None and (stack := crash_stack(self._log_end(host, slot))):
+            if stack != self._crash_shown:  # the next worker of the slot may die in the same place
+                self._crash_shown = stack
+                fields = {"host": host, "local_rank": slot, "cause": how, "traceback": stack}
+                self._emit("worker_crashed", fields)
         self._tell(exited)
 
-    def _log_tail(self, host: str, slot: int) -> str:
+    def _log_end(self, host: str, slot: int) -> str:
         try:
-            text = self._folder.log_path(host, slot).read_text(encoding="utf-8", errors="replace")
+            with self._folder.log_path(host, slot).open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+                return log.read().decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.rstrip().splitlines()[-_LOG_TAIL_LINES:])
 
     def _on_worker_not_started(self, worker: str, message: Message) -> None:
         host, _ = self._workers.pop(worker)
@@ -911,6 +922,7 @@ class Leader:
     def _said_broken(self, worker: str, said: Message) -> None:
         cause = said.get("error", "")
         state = said.get("state", 0)
+        self._note_progress_if_further(said.get("progress") or {})
         self._tell(ev.WorkerBroken(worker, said["generation"], said["step"], cause, state))
 
     def _said_held(self, worker: str, said: Message) -> None:
@@ -926,8 +938,7 @@ class Leader:
         # The worker leaves it to the leader, so that the terminal shows it once.
         self._write_log(worker, said["traceback"])
         self._failure_shown = True
-        if said.get("step", 0) > self._progress["step"]:
-            self._note_progress(said)
+        self._note_progress_if_further(said)
         traceback = said["traceback"]
         self._tell(ev.ScriptFailed(worker, explain_script_error(traceback) or traceback))
 
@@ -973,7 +984,12 @@ class Leader:
     def _said_checkpoint_failed(self, worker: str, said: Message) -> None:
         self._collector.failed(self._workers[worker][0], said["message"])
 
-    def _note_progress(self, said: Message) -> None:
+    def _note_progress_if_further(self, said: Mapping[str, Any]) -> None:
+        """Metrics come less often than steps."""
+        if said.get("step", 0) > self._progress["step"]:
+            self._note_progress(said)
+
+    def _note_progress(self, said: Mapping[str, Any]) -> None:
         self._progress = {name: said[name] for name in self._progress}
 
     # -- checkpoints -----------------------------------------------------------------------

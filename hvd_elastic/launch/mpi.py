@@ -21,7 +21,11 @@ from hvd_elastic.launch.spec import RunSpec, forwarded_environment
 
 __all__ = ["mpirun_command", "run_mpi"]
 
-_FOR_MPI = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+_FOR_MPI = {
+    "HOROVOD_CONTROLLER": "mpi",
+    "HOROVOD_CPU_OPERATIONS": "mpi",
+    "PYTHONFAULTHANDLER": "1",  # a rank that dies by a signal prints its Python stack
+}
 
 
 def mpirun_command(

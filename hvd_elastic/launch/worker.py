@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from hvd_elastic.launch.protocol import Message, decode, encode, split_lines
 __all__ = ["AgentLink", "Instruction"]
 
 _BEAT_S = 1.0
+_GETENT_UNKNOWN = 2
 _NOTICES = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,7 +70,7 @@ class AgentLink:
         socket_name: str,
         worker: str,
         on_abort: Callable[[int], None],
-        activity: Callable[[], Mapping[str, float]] = dict,
+        activity: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.worker = worker
         self._on_abort = on_abort
@@ -90,10 +92,14 @@ class AgentLink:
         self.send({"kind": "hello", "worker": worker, "pid": os.getpid()})
         threading.Thread(target=self._read, name="hvd_elastic-agent", daemon=True).start()
         threading.Thread(target=self._beat, name="hvd_elastic-beat", daemon=True).start()
+        if os.environ.get("HVD_ELASTIC_LOCAL_RANK") == "0":
+            threading.Thread(
+                target=self._check_own_name, name="hvd_elastic-name", daemon=True
+            ).start()
 
     @classmethod
     def from_environment(
-        cls, on_abort: Callable[[int], None], activity: Callable[[], Mapping[str, float]] = dict
+        cls, on_abort: Callable[[int], None], activity: Callable[[], Mapping[str, Any]] = dict
     ) -> AgentLink:
         """The link of the worker that the agent started."""
         name, worker = os.environ["HVD_ELASTIC_AGENT"], os.environ["HVD_ELASTIC_WORKER"]
@@ -178,6 +184,22 @@ class AgentLink:
                 self.send({"kind": "beat", **self._activity(), **said})
             except OSError:
                 return
+
+    def _check_own_name(self) -> None:
+        """Warn, once for each host, if it does not know its own name; that may take seconds."""
+        name = socket.gethostname()
+        # In a process of its own: a fork of this one during a look-up would leave its child locks.
+        try:
+            done = subprocess.run(["getent", "ahosts", name], capture_output=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
+            return
+        if done.returncode == _GETENT_UNKNOWN:
+            message = (
+                f"this host does not know its own name {name!r}, as Gloo and MPI may need it; add "
+                f"a line with its address and {name} to /etc/hosts there"
+            )
+            with contextlib.suppress(OSError):
+                self.send({"kind": "warning", "message": message})
 
     def _read(self) -> None:
         buffer = bytearray()

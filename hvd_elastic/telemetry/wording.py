@@ -63,8 +63,8 @@ class Narrator:
             more = [Line(way_on, "note")] if way_on else []
             return [*self._unfinished(), _run_finished(event), *more]
         if kind == "batch_plan":
-            before, self._batch = self._batch, event
-            text = batch_words(event, before)
+            text = batch_words(event, self._batch)
+            self._batch = event
             return [Line(text, "change")] if text else []
         line = _tell(str(kind), event)
         before = self._unfinished() if kind in ("run_started", "waiting") else []
@@ -154,6 +154,9 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
     if kind == "script_failed":
         trace = str(get("traceback") or "").rstrip()
         return Line(f"the script failed in worker {worker}:\n{trace}", "bad")
+    if kind == "worker_crashed":
+        trace = str(get("traceback") or "").rstrip()
+        return Line(f"worker {worker} {get('cause')}:\n{trace}", "bad")
     return None
 
 

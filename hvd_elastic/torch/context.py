@@ -16,6 +16,9 @@ import collections
 import logging
 import os
 import shutil
+import sys
+import sysconfig
+import threading
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -48,6 +51,13 @@ __all__ = ["Context", "Left", "Mode", "current", "initialize"]
 log = logging.getLogger(__name__)
 
 _METRICS_INTERVAL_S = 0.25
+_LONG_S = 2.0
+"""A step or a wait of this length is told with the line of the script that it is at."""
+_NOT_THE_SCRIPT = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(str(Path(__file__).parents[1] / name) for name in ("torch", "launch")),
+    "<frozen ",
+)
 _REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them
 
 
@@ -558,7 +568,7 @@ class Context:
                 self.close()
                 raise Left
             if instruction.action == "hold":
-                self._say("held")
+                self._say("held", state=self.rollback.newness)
                 continue
             self._join(instruction)
             return
@@ -641,28 +651,42 @@ class Context:
         self.engine.stop(broken=True)
         self.settle()
         self.step_failed()
-        newness = self.rollback.fail()
+        self.rollback.fail()
         for record in self._used:
             self.sink.send(record)
         self._checkpoints.broken()
-        self._say("broken", error=str(error), state=newness)
+        progress = self.progress.as_dict() if self._whole else None
+        self._say("broken", error=str(error), state=self.rollback.newness, progress=progress)
 
     def _say(self, kind: str, **fields: Any) -> None:
         step = self.progress.step if self._whole else -1
         self.sink.send({"kind": kind, "generation": self.generation, "step": step, **fields})
 
-    def _activity(self) -> dict[str, float]:
+    def _activity(self) -> dict[str, Any]:
         """For the heartbeat; see :class:`hvd_elastic.control.progress.Activity`."""
         now = time.monotonic()
         began, waiting = self._step_began, self.engine.waiting_since
-        return {
+        step_s = 0.0 if began is None else now - began
+        waiting_s = 0.0 if waiting is None else now - waiting
+        said: dict[str, Any] = {
             "generation": self.generation,
             "step": self.progress.step,
-            "step_s": 0.0 if began is None else round(now - began, 3),
-            "waiting_s": 0.0 if waiting is None else round(now - waiting, 3),
+            "step_s": round(step_s, 3),
+            "waiting_s": round(waiting_s, 3),
             "longest_step_s": round(self._longest_step_s, 3),
             "longest_wait_s": round(self.engine.longest_wait_s, 3),
         }
+        if max(step_s, waiting_s) >= _LONG_S:
+            said["line"] = _script_line()
+        if waiting_s >= _LONG_S:
+            details = {
+                "waiting_for": self.engine.waiting_for,
+                "begun": self.engine.begun(),
+                "progress": self.progress.as_dict(),
+            }
+            if self.engine.waiting_since == waiting:  # else they are of different moments
+                said.update(details)
+        return said
 
     def _on_abort(self, generation: int) -> None:
         if generation >= self.generation:
@@ -714,6 +738,17 @@ class Context:
     def close(self) -> None:
         """Finish what runs in the background."""
         self._checkpoints.close()
+
+
+def _script_line() -> str:
+    """Return where the main thread is in the script, such as "train.py:41 (validate)"."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_NOT_THE_SCRIPT):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_name})"
+        frame = frame.f_back
+    return ""
 
 
 _context: Context | None = None

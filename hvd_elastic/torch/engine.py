@@ -22,8 +22,19 @@ import torch
 
 from hvd_elastic.errors import ScriptError
 
-__all__ = ["Engine", "GenerationBrokenError", "HorovodEngine", "LocalEngine"]
+__all__ = [
+    "BARRIER",
+    "GRADIENTS",
+    "Engine",
+    "GenerationBrokenError",
+    "HorovodEngine",
+    "LocalEngine",
+]
 
+GRADIENTS = "the gradients"
+BARRIER = "the end of training (its training function has returned)"
+_GRADIENT = "gradient."  # how the names of their reductions begin
+_COUNTED = 32  # collectives whose number is kept; ranks that wait are apart by one or two
 _ABORT_INTERVAL_S = 0.05
 # Large enough for the link to be busy, small enough for copies to pass while the next ones travel.
 _BUCKET_BYTES = 16 << 20
@@ -43,6 +54,8 @@ class Engine(Protocol):
     size: int
     waiting_since: float | None
     """When the wait for the other ranks began that is going on now [s, monotonic]; None: none."""
+    waiting_for: str
+    """The collective of that wait, or of the last one."""
     longest_wait_s: float
     """Of the waits that came to a good end."""
     waited_s: float
@@ -79,6 +92,12 @@ class Engine(Protocol):
 
     def abort(self) -> None:
         """Make every blocked or later collective of this communicator fail; from any thread."""
+
+    def begun(self) -> dict[str, int]:
+        """How often this rank has begun its latest collectives, in this communicator.
+
+        All gradients count as one collective, `GRADIENTS`, once a step; from any thread.
+        """
 
     def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin averaging ``tensor`` in place over all ranks; returns a handle for `wait`."""
@@ -121,6 +140,7 @@ class LocalEngine:
     rank = 0
     size = 1
     waiting_since: float | None = None
+    waiting_for = ""
     longest_wait_s = 0.0
     waited_s = 0.0
     broken = False
@@ -142,6 +162,10 @@ class LocalEngine:
 
     def abort(self) -> None:
         """Nothing can block."""
+
+    def begun(self) -> dict[str, int]:
+        """Nothing is counted."""
+        return {}
 
     def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
         """The average of one is itself."""
@@ -199,9 +223,14 @@ class HorovodEngine:
         self.rank = 0
         self.size = 1
         self.waiting_since: float | None = None
+        self.waiting_for = ""
         self.longest_wait_s = 0.0
         self.waited_s = 0.0
         self.broken = False
+        # How often each was begun; of the others the latest come last, and old ones are dropped.
+        self._gradients: dict[str, int] = {}
+        self._others: dict[str, int] = {}
+        self._names: dict[Any, str] = {}  # by handle; gradients are left out
 
     @property
     def horovod(self) -> Any:
@@ -232,6 +261,7 @@ class HorovodEngine:
         if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
             port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
             self._rendezvous = (os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port)
+        self._gradients, self._others, self._names = {}, {}, {}
         self._before = set(_sockets().values())
         self._settled.clear()
         self.broken = False
@@ -304,12 +334,28 @@ class HorovodEngine:
         """See :class:`Engine`."""
         # Some for each parameter and step: without the context managers, which cost as much again.
         try:
-            return self._horovod.allreduce_async_(tensor, name=name, op=self._horovod.Average)
+            handle = self._horovod.allreduce_async_(tensor, name=name, op=self._horovod.Average)
         except self._failure as error:
             raise self._ours(error) from error
+        if name.startswith(_GRADIENT):
+            self._gradients[name] = self._gradients.get(name, 0) + 1
+        else:
+            self._names[handle] = self._count(f"allreduce {_user_name(name)}")
+        return handle
+
+    def _count(self, name: str) -> str:
+        self._others[name] = self._others.pop(name, 0) + 1
+        if len(self._others) > _COUNTED:
+            del self._others[next(iter(self._others))]
+        return name
+
+    def begun(self) -> dict[str, int]:
+        """See :class:`Engine`."""
+        return {GRADIENTS: max(self._gradients.copy().values(), default=0), **self._others.copy()}
 
     def wait(self, handle: Any) -> torch.Tensor:
         """See :class:`Engine`."""
+        self.waiting_for = self._names.pop(handle, GRADIENTS)
         self.waiting_since = begin = time.monotonic()
         try:
             result: torch.Tensor = self._horovod.synchronize(handle)
@@ -324,7 +370,7 @@ class HorovodEngine:
 
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """See :class:`Engine`."""
-        with self._translated(), self._waiting():
+        with self._translated(), self._waiting(f"allgather {_user_name(name)}"):
             result: torch.Tensor = self._horovod.allgather(tensor, name=name)
             return result
 
@@ -385,7 +431,9 @@ class HorovodEngine:
 
         for number, bucket in enumerate(_buckets(views)):
             with self._translated():
-                self._begun.append((bucket, begin(bucket, number)))
+                handle = begin(bucket, number)
+            self._names[handle] = self._count("the state")
+            self._begun.append((bucket, handle))
             if len(self._begun) == _IN_FLIGHT:
                 finish_first()
         while self._begun:
@@ -399,7 +447,7 @@ class HorovodEngine:
                 len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _SHORT_BYTES - _LENGTH_BYTES]
             )
             first[: len(head)] = head
-        with self._translated():
+        with self._translated(), self._waiting("a broadcast"):
             self._broadcast_bytearray(first, root_rank)
             total = int.from_bytes(first[:_LENGTH_BYTES], "little")
             received = bytes(first[_LENGTH_BYTES : _LENGTH_BYTES + total])
@@ -417,11 +465,12 @@ class HorovodEngine:
 
     def barrier(self) -> None:
         """See :class:`Engine`."""
-        with self._translated(), self._waiting():
+        with self._translated(), self._waiting(BARRIER):
             self._horovod.barrier()
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting(self, name: str) -> Iterator[None]:
+        self.waiting_for = self._count(name)
         self.waiting_since = begin = time.monotonic()
         try:
             yield
@@ -447,6 +496,10 @@ class HorovodEngine:
             )
         self.broken = True
         return GenerationBrokenError(line)
+
+
+def _user_name(name: str) -> str:
+    return repr(name.removeprefix("user."))
 
 
 def _sockets() -> dict[int, str]:

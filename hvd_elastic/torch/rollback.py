@@ -201,18 +201,22 @@ class Rollback:
         self._entered = True
         self._save_part()
 
-    def fail(self) -> int:
-        """Go back to the last point; return which survivor's state is preferred: the highest."""
+    @property
+    def newness(self) -> int:
+        """Which survivor is preferred, among those that made the same steps: the highest."""
+        return _PARTIAL if self.partial else _NEWNESS[self._at.phase]
+
+    def fail(self) -> None:
+        """Go back to the last point."""
         context = self._context
         self._left = self._collective = None
         if (context.progress.step, self._steps_made()) != (self._at.step, self._steps):
             self.partial = True
             self.save()
-            return _PARTIAL
+            return
         if context.state is not None:
             context.state.roll_back()
             context.progress = replace(self._at)
-        return _NEWNESS[self._at.phase]
 
     def other_is_at(self, theirs: Progress) -> None:
         """All take the state of a rank that stands at ``theirs``: go back to there if possible."""

@@ -125,7 +125,7 @@ def resolve(names: list[str]) -> dict[str, list[str] | None]:
         except (OSError, UnicodeError):
             found[name] = []
 
-    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in found]
     for thread in threads:
         thread.start()
     waited = threading.Event()
@@ -210,8 +210,11 @@ def main() -> None:
     folders = dict.fromkeys(["~", temporary, *request["folders"]])
     code = request["code"]
     connection = os.environ.get("SSH_CONNECTION", "").split()
+    own_name = platform.node()
+    resolved = resolve([*request["names"], own_name])
     answer: dict[str, Any] = {
-        "name": platform.node(),
+        "name": own_name,
+        "own_addresses": resolved[own_name],
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {package: version_of(package) for package in request["packages"]},
@@ -224,7 +227,7 @@ def main() -> None:
         and any(Path("/sys/class/infiniband").iterdir()),
         "interfaces": interfaces(),
         "address": connection[2] if len(connection) == 4 else None,
-        "resolved": resolve(request["names"]),
+        "resolved": {name: resolved[name] for name in request["names"]},
         "code": None if code is None else digest_of(Path(code)),
         "package_code": package_code(),
         **gpus(),

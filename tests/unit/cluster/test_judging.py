@@ -35,6 +35,8 @@ NAMES = [f"gpu{number}" for number in (1, 2, 3, 4)]
 
 def facts(number: int = 1, **changes: Any) -> dict[str, Any]:
     return {
+        "name": f"gpu{number}",
+        "own_addresses": [f"10.0.0.{number}"],
         "python": "3.11.9",
         "executable": "/usr/bin/python3",
         "packages": VERSIONS,
@@ -122,6 +124,8 @@ ON_ETH0 = CheckSettings(interface="eth0")
         ({"interfaces": ETH1}, {"interface": WARNING}),
         ({"interfaces": JUMBO}, {"mtu": WARNING}),
         ({"cpus": 1}, {"cpus": WARNING}),
+        ({"own_addresses": []}, {"own name": WARNING}),
+        ({"own_addresses": None}, {"own name": WARNING}),
         ({"resolved": {**facts()["resolved"], "gpu3": []}}, {"names": WARNING}),
         ({"resolved": {**facts()["resolved"], "gpu3": None}}, {"names": WARNING}),
         ({"resolved": {**facts()["resolved"], "gpu3": ["10.0.0.99"]}}, {"names": WARNING}),

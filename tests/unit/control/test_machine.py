@@ -778,6 +778,14 @@ def test_training_that_always_breaks_at_the_same_step_fails():
     ]
 
 
+def test_ranks_that_block_each_other_by_the_script_end_the_run():
+    play = start("a", "b")
+    stuck = ev.GenerationStuck(play.machine.generation - 1, "an older one", by_script=True)
+    assert play.tell(stuck) == []
+    stuck = ev.GenerationStuck(play.machine.generation, "different collectives", by_script=True)
+    assert play.tell(stuck) == [Finish("failed", "different collectives")]
+
+
 def test_root_whose_state_turns_out_torn_is_replaced():
     play = start("a", "b", "c")
     play.killed("c:0.1")

@@ -29,8 +29,11 @@ def waits(seconds: float, longest_wait_s: float = 0.1) -> Activity:
     )
 
 
-def computes(seconds: float, longest_step_s: float = 0.2, step: int = 7) -> Activity:
+def computes(
+    seconds: float, longest_step_s: float = 0.2, step: int = 7, line: str = ""
+) -> Activity:
     return Activity(
+        line=line,
         generation=GENERATION,
         step=step,
         step_s=seconds,
@@ -104,14 +107,83 @@ def test_a_worker_that_makes_no_progress_is_given_up_in_the_end(
     assert "made no progress" in found.cause
 
 
-def test_a_slow_worker_is_named_once_a_step() -> None:
-    judge = watch(a=waits(31), b=computes(31), c=waits(31))
-    assert judge.slow(MEMBERS) == [("b", 31, 0.2)]
-    assert judge.slow(MEMBERS) == []
+def test_a_worker_that_the_others_wait_for_is_named_once_a_step() -> None:
+    judge = watch(a=waits(6), b=computes(5, line="train.py:41 (validate)"), c=waits(6))
+    assert judge.busy(MEMBERS) == [("b", 5, "train.py:41 (validate)")]
+    assert judge.busy(MEMBERS) == []
     judge.note("b", computes(40, step=8))
-    assert judge.slow(MEMBERS) == [("b", 40, 0.2)]
+    assert judge.busy(MEMBERS) == [("b", 40, "")]
 
 
-def test_nobody_is_slow_where_nobody_waits() -> None:
-    assert watch(a=computes(31), b=computes(31)).slow(["a", "b"]) == []
-    assert watch(a=computes(31)).slow(["a"]) == []
+def test_a_step_of_the_usual_length_keeps_nobody_waiting() -> None:
+    judge = watch(a=waits(31), b=computes(31, longest_step_s=30))
+    assert judge.busy(["a", "b"]) == []
+
+
+def test_nobody_is_busy_where_nobody_waits() -> None:
+    assert watch(a=computes(31), b=computes(31)).busy(["a", "b"]) == []
+    assert watch(a=computes(31)).busy(["a"]) == []
+
+
+def waits_for(name: str, step: int = 7, generation: int = GENERATION, **begun: int) -> Activity:
+    """For 3 s, which is too short for the network to be suspected."""
+    return Activity(
+        generation=generation,
+        step=step,
+        step_s=3.1,
+        waiting_s=3.0,
+        longest_wait_s=0.1,
+        line=f"train.py:{len(name)} (train)",
+        waiting_for=name,
+        begun=begun,
+        progress={"step": step, "epoch": 0, "examples": 10 * step},
+    )
+
+
+def test_ranks_in_different_collectives_are_a_mistake_of_the_script() -> None:
+    judge = watch(
+        a=waits_for("loss", gradients=7, loss=1),
+        b=waits_for("gradients", gradients=8),
+        c=waits_for("gradients", gradients=8),
+    )
+    found = judge.stuck(GENERATION, MEMBERS)
+    assert isinstance(found, GenerationStuck)
+    assert found.by_script
+    assert (
+        "rank 0 (a) waits for loss at train.py:4 (train), after 7 steps; "
+        "ranks 1 (b), 2 (c) wait for gradients at train.py:9 (train), after 7 steps. "
+    ) in found.cause
+    assert judge.furthest(MEMBERS) == {"step": 7, "epoch": 0, "examples": 70}
+
+
+def test_of_many_ranks_in_one_place_the_first_are_named() -> None:
+    members = [f"n{number}:0.1" for number in range(8)]
+    judge = watch()
+    judge.note(members[0], waits_for("end", end=1))
+    for worker in members[1:]:
+        judge.note(worker, waits_for("gradients", gradients=8))
+    found = judge.stuck(GENERATION, members)
+    assert isinstance(found, GenerationStuck)
+    assert "ranks 1 (n1:0), 2 (n2:0), 3 (n3:0), 4 (n4:0) and 3 more wait for" in found.cause
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(waits_for("gradients", gradients=7), id="whose data are on their way"),
+        pytest.param(waits_for("loss", gradients=7, loss=1), id="in the same collective"),
+        pytest.param(computes(100), id="that computes"),
+        pytest.param(waits(3.0), id="that has not said where it is"),
+        pytest.param(waits_for("x", generation=2, x=1), id="of another generation"),
+    ],
+)
+def test_nobody_is_blamed_beside_a_rank(other: Activity) -> None:
+    one = waits_for("loss", gradients=7, loss=1)
+    assert watch(a=one, b=other).stuck(GENERATION, ["a", "b"]) == []
+
+
+def test_nobody_is_blamed_while_one_of_many_may_go_on() -> None:
+    apart = {"a": waits_for("loss", loss=1), "b": waits_for("gradients", gradients=1)}
+    assert watch(**apart).stuck(GENERATION, MEMBERS) == []
+    assert watch(**apart, c=computes(100)).stuck(GENERATION, MEMBERS) == []
+    assert isinstance(watch(**apart).stuck(GENERATION, ["a", "b"]), GenerationStuck)

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hvd_elastic.control.endings import crash_stack
 from hvd_elastic.launch.agent import interface_of
 from hvd_elastic.launch.protocol import PROTOCOL, Message, decode, encode
 
@@ -297,6 +298,39 @@ def test_nccl_takes_the_ring_s_interface_unless_the_user_names_others(
         if "HVD_ELASTIC_WORKER" in process.environ()
     ]
     assert found == wanted
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_host_that_does_not_know_its_own_name_is_told_once(
+    start_agent: StartAgent, slot: int, tmp_path: Path
+) -> None:
+    unknown = tmp_path / "getent"
+    unknown.write_text("#!/bin/sh\nexit 2\n")
+    unknown.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    agent = start_agent(LINKED, env={"TMPDIR": str(tmp_path), "PATH": path})
+    agent.start_worker(local_rank=slot)
+    agent.said_by_worker("ready")
+    if slot == 0:
+        said = agent.said_by_worker("warning")["message"]
+        assert f"does not know its own name {socket.gethostname()!r}" in said
+        assert "/etc/hosts" in said
+    agent.say(op="tell", worker="w0", message={"kind": "checkpoint"})
+    agent.said_by_worker("asked")
+    assert not [m for m in agent.skipped if m.get("message", {}).get("kind") == "warning"]
+
+
+def test_the_stack_of_a_worker_that_a_signal_ends_is_in_its_log(start_agent: StartAgent) -> None:
+    fall = "def fall(): os.kill(os.getpid(), signal.SIGSEGV)"
+    agent = start_agent(f"import os, signal\n{fall}\nfall()")
+    agent.start_worker()
+    text = ""
+    while (message := agent.hear(lambda m: m["ev"] in ("log", "worker_exited")))["ev"] == "log":
+        text += message["data"]
+    assert message["signal"] == signal.SIGSEGV
+    stack = crash_stack(text)
+    assert stack.startswith("Fatal Python error: Segmentation fault\nCurrent thread (most recent ")
+    assert 'File "<string>", line 2 in fall' in stack
 
 
 @pytest.mark.parametrize("end", ["shutdown", "end of input", "nonsense", "unknown command"])

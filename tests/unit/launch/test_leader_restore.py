@@ -136,3 +136,13 @@ def test_what_was_called_off_meanwhile_leaves_no_record(run: Resumed) -> None:
     assert run.warnings() == []
     # Members that wait for the announcement learn from it that it is off.
     assert all(len(agent.sent) == 2 for agent in run.agents.values())
+
+
+def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:
+    """Metrics come four times a second, and steps more often."""
+    told = {"kind": "broken", "generation": 1, "step": 8}
+    progress = {"step": 8, "epoch": 1, "position": 20, "examples": 80}
+    run.leader._said_broken("a:0.1", {**told, "progress": progress})
+    run.leader._said_broken("b:0.1", {**told, "step": -1, "progress": None})
+    run.leader._said_broken("b:0.1", {**told, "progress": {**progress, "step": 7}})
+    assert run.leader._progress == {"step": 8, "epoch": 1, "examples": 80}

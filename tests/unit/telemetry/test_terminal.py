@@ -189,8 +189,8 @@ def test_every_kind_of_event_can_be_told_bare() -> None:
     kinds = (
         "run_started agent_started agent_lost agent_failed host_lost worker_standby worker_joined "
         "worker_left waiting hosts_changed restored decision stop_requested command_done warning "
-        "log_note script_failed metrics checkpoint rescale_started rescale_finished batch_plan "
-        "shares prediction_missed run_finished"
+        "log_note script_failed worker_crashed metrics checkpoint rescale_started rescale_finished "
+        "batch_plan shares prediction_missed run_finished"
     )
     for kind in kinds.split():
         for line in narrator.tell({"kind": kind}):

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,3 +226,40 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
     made.broken(GenerationBrokenError("the ring broke"))
     assert link.wanted
     assert said[-1]["kind"] == "broken"
+
+
+def test_a_long_wait_is_told_with_its_collective_and_its_line() -> None:
+    made = Context(Mode.ALONE)
+    made.engine.waiting_since = time.monotonic() - 1
+    made.engine.waiting_for = "the gradients"
+    assert made._activity().keys().isdisjoint({"line", "waiting_for", "begun", "progress"})
+    made.engine.waiting_since -= 2
+    said, line = made._activity(), inspect.currentframe().f_lineno  # type: ignore[union-attr]
+    assert said["line"] == f"{Path(__file__).name}:{line} ({inspect.stack()[0].function})"
+    assert said["waiting_for"] == "the gradients"
+    assert said["progress"] == {"step": 0, "epoch": 0, "position": 0, "examples": 0}
+
+
+def test_a_long_step_is_told_with_its_line_alone() -> None:
+    made = Context(Mode.ALONE)
+    made._step_began = time.monotonic() - 3
+    said = made._activity()
+    assert said["line"].startswith("test_context.py:")
+    assert "waiting_for" not in said
+
+
+def test_the_line_is_that_of_the_script_and_not_of_a_library() -> None:
+    found: list[str] = []
+
+    waits = threading.Event()
+
+    def look() -> None:
+        waits.wait()
+        found.append(context._script_line())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    waits.set()
+    thread.join()  # of the standard library
+    assert found[0].startswith("test_context.py:")
+    assert found[0].endswith("(test_the_line_is_that_of_the_script_and_not_of_a_library)")

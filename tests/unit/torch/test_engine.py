@@ -120,7 +120,7 @@ def test_every_collective_at_three_ranks_and_again_at_two(stores: Any) -> None:
     """In the same processes; the third stays out of the second generation."""
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """
-from hvd_elastic.torch.engine import _LENGTH_BYTES, _SHORT_BYTES
+from hvd_elastic.torch.engine import _LENGTH_BYTES, _SHORT_BYTES, BARRIER, GRADIENTS
 for env in generations:
     engine.start(env)
     r, n = engine.rank, engine.size
@@ -135,6 +135,15 @@ for env in generations:
         fives = bytes([5]) * size
         assert engine.broadcast_bytes(bytes(size) if r else fives, 0) == fives
     engine.barrier()
+    assert engine.waiting_for == BARRIER
+    begun = engine.begun()
+    counted = [begun[name] for name in ("allreduce 'm'", "allgather 'g'", BARRIER, GRADIENTS)]
+    assert counted == [1, 1, 1, 0], begun
+    for _ in range(2):
+        for name in ("gradient.a", "gradient.b"):
+            engine.wait(engine.reduce_async(torch.zeros(1), name))
+    assert engine.waiting_for == GRADIENTS
+    assert engine.begun()[GRADIENTS] == 2
     said.append([n, mean, parts, [t.tolist() for t in tensors], text])
     engine.stop()
 """

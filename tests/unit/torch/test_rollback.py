@@ -94,7 +94,8 @@ class Training:
             except GenerationBrokenError:
                 self.context.generation += 1
                 self.context.step_failed()
-                self.newness.append(rollback.fail())
+                rollback.fail()
+                self.newness.append(rollback.newness)
                 rollback.synchronized()
 
 
@@ -250,9 +251,10 @@ def test_survivors_that_are_least_far_are_preferred_except_in_the_rest_of_a_body
     for phase in Phase:
         context.progress = Progress(step=3, phase=phase)
         context.rollback.save()
-        newness[phase] = context.rollback.fail()
+        newness[phase] = context.rollback.newness
     context.progress.step += 1
-    assert context.rollback.fail() < newness[Phase.DONE] < newness[Phase.LOOP]
+    context.rollback.fail()
+    assert context.rollback.newness < newness[Phase.DONE] < newness[Phase.LOOP]
     assert newness[Phase.LOOP] < newness[Phase.HEAD] < newness[Phase.TAIL]
     assert state.take_snapshot().first_difference(state.take_snapshot()) is None
 
