@@ -36,8 +36,8 @@ LATEST_ORDER = 2
 # likely, which a cipher cannot promise of few examples.
 _TABLE_EXAMPLES = 1 << 16
 
-# With 4, a chi-squared test of a whole epoch sees that examples one row apart are related; with 6,
-# at times; with 8, the test cannot tell it from a sorted table.
+# With 4 rounds, a chi-squared test of an epoch shows that examples one row apart are related, and
+# with 6 it sometimes does; with 8 it finds no difference from a sorted table.
 _CIPHER_ROUNDS = 8
 
 
