@@ -87,6 +87,13 @@ def _interfaces() -> dict[str, str]:
     return found
 
 
+def _machine() -> str:
+    """What hosts that are parts of one machine (containers, namespaces) have in common."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
 @dataclass
 class Worker:
     """One worker process of this host."""
@@ -511,6 +518,7 @@ class Agent:
                 "interface": self._interface,
                 "interfaces": _interfaces(),
                 "cpus": len(os.sched_getaffinity(0)),
+                "machine": _machine(),
                 "swept": swept,
                 "held": held,
             }

@@ -800,7 +800,8 @@ class Leader:
         if kind == "up":
             seconds = round(time.monotonic() - self._started.pop(host, time.monotonic()), 3)
             fields = {"host": host, "seconds": seconds}
-            fields |= {n: message[n] for n in ("python", "hostname", "interface", "cpus")}
+            told = ("python", "hostname", "interface", "cpus", "machine")
+            fields |= {name: message[name] for name in told}
             self._emit("agent_started", fields)
             if message.get("swept"):
                 swept = count(message["swept"], "stray process")
