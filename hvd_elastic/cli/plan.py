@@ -169,6 +169,13 @@ def _notes(evidence: Evidence, found: Sequence[Forecast], todo: float | None) ->
         notes.append(
             "Hosts were never timed together: what the link between them costs is a guess."
         )
+    unknown = [entry for entry in found if entry.unknown]
+    if unknown:
+        notes.append(
+            f"Not known: with {count(unknown[0].slots, 'slot')}, {unknown[0].unknown}. Let the run "
+            "train on that many for some ten seconds (hvd-elastic scale), or on machines of their "
+            "own."
+        )
     if math.isfinite(evidence.noise):
         notes.append(
             f"The gradient noise scale is taken to stay at {number_words(evidence.noise)} examples."
@@ -202,7 +209,18 @@ def _as_json(
         "noise_scale": evidence.noise if math.isfinite(evidence.noise) else None,
         "target_examples": todo,
         "timed": sorted(evidence.worlds),
-        "forecasts": [dataclasses.asdict(entry) for entry in found],
+        "forecasts": [_entry_as_json(entry) for entry in found],
+    }
+
+
+def _entry_as_json(entry: Forecast) -> dict[str, Any]:
+    """Figures of an entry; those that are not known are null, for JSON has no NaN."""
+    fields = dataclasses.asdict(entry)
+    if entry.unknown:
+        fields |= {"global_batch_size": None, "accumulation_steps": None}
+    return {
+        name: None if isinstance(value, float) and math.isnan(value) else value
+        for name, value in fields.items()
     }
 
 

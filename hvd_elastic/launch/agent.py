@@ -87,6 +87,18 @@ def _interfaces() -> dict[str, str]:
     return found
 
 
+def _machine() -> str:
+    """What hosts that are parts of one machine (containers, namespaces) have in common."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _leader_of(hello: Message) -> Message:
+    """Who said this hello, for another leader."""
+    return {name: hello[name] for name in ("run_id", "leader", "led_by", "led_since")}
+
+
 @dataclass
 class Worker:
     """One worker process of this host."""
@@ -418,9 +430,8 @@ class Agent:
     async def _meet(self, caller: Caller) -> None:
         other = caller.hello.get("leader") != self._hello["leader"]
         if other and await self._is_led_for_sure():
-            led = {name: self._hello[name] for name in ("leader", "led_by", "led_since")}
             heard_s = time.monotonic() - self._heard
-            caller.refuse({**led, "run_id": self._hello["run_id"], "heard_s": round(heard_s, 1)})
+            caller.refuse({**_leader_of(self._hello), "heard_s": round(heard_s, 1)})
         elif other and caller.hello.get("take_over"):
             await self._follow(caller)
         else:
@@ -440,6 +451,8 @@ class Agent:
         if self._vigil is not None:
             self._vigil.cancel()
         self._hurry.clear()
+        # One that was frozen reads this when it goes on, whatever has become of the run by then.
+        self._send({"ev": "taken_over", **_leader_of(caller.hello), "heard_s": 0.0})
         self._hang_up()
         self._callers.append(caller)
         caller.accept()
@@ -511,6 +524,7 @@ class Agent:
                 "interface": self._interface,
                 "interfaces": _interfaces(),
                 "cpus": len(os.sched_getaffinity(0)),
+                "machine": _machine(),
                 "swept": swept,
                 "held": held,
             }

@@ -407,6 +407,17 @@ class Leader:
             self._give_way(rival, "has no host left")
         # Else it gives way as soon as it meets this one; the host is tried again.
 
+    def _on_taken_over(self, agent: AgentConnection, host: str, message: Message) -> None:
+        """The agent of ``host`` left for another leader, since nothing was heard of this one."""
+        if self._finish is None and not any(
+            other.up for other in self._agents.values() if other is not agent
+        ):
+            rival = Rival.of_agent(host, message, self._spec.failure_timeout_s)
+            self._led_elsewhere = True
+            self._finish = cmd.Finish("failed", rival.explain_takeover())
+            self._loop.stop()
+        # Else this host counts as lost as soon as the end of its connection is read.
+
     def _give_way(self, rival: Rival, why: str = "") -> None:
         """End; ``why`` this one, empty where it leads nothing that would have to end too."""
         self._led_elsewhere = True
@@ -804,7 +815,8 @@ class Leader:
         if kind == "up":
             seconds = round(time.monotonic() - self._started.pop(host, time.monotonic()), 3)
             fields = {"host": host, "seconds": seconds}
-            fields |= {n: message[n] for n in ("python", "hostname", "interface", "cpus")}
+            told = ("python", "hostname", "interface", "cpus", "machine")
+            fields |= {name: message[name] for name in told}
             self._emit("agent_started", fields)
             if message.get("swept"):
                 swept = count(message["swept"], "stray process")
@@ -820,6 +832,8 @@ class Leader:
                 self._agent_lost(host, message["cause"], None)
             else:
                 self._tell(ev.AgentFailed(host, **_without(message, "ev")))
+        elif kind == "taken_over":
+            self._on_taken_over(agent, host, message)
         elif kind == "store":
             generation = message["generation"]
             self._broadcast({"op": "store", **_without(message, "ev")}, generation, but=host)

@@ -43,7 +43,7 @@ class Rival:
 
     @classmethod
     def of_agent(cls, host: str, refusal: Message, failure_timeout_s: float) -> Rival:
-        """Whom the agent of ``host`` said it is led by."""
+        """Who leads ``host``, as its agent said when it refused or left this leader."""
         names = "run_id", "leader", "led_by", "led_since", "heard_s"
         said = {name: refusal[name] for name in names}
         return cls(**said, what=f"host {host} is led by", forgotten_s=failure_timeout_s)
@@ -79,4 +79,13 @@ class Rival:
             f"would undo each other's work, so this one {end}. Look at the run there (hvd-elastic "
             f"status {run}), or end it there (hvd-elastic stop {run}). If that process is gone, "
             f"this is known after {self.forgotten_s:g} s: try again then"
+        )
+
+    def explain_takeover(self) -> str:
+        """What a leader says that was silent while this one took its last host over."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.led_since))
+        return (
+            f"run {self.run_id} was taken over by {self.led_by} (since {since}), while nothing was "
+            "heard from this leader. This one ends and starts nothing again. Whether the run goes "
+            f"on there or has ended, that machine knows: hvd-elastic status {self.run_id}"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from hvd_elastic.policy.constant_part import ConstantPart
 from hvd_elastic.policy.place import HostSpeeds
 from hvd_elastic.policy.snapshot import Allocation
 
-__all__ = ["Evidence"]
+__all__ = ["Evidence", "Sharing"]
 
 _WINDOW_S = 1.0
 """Shorter windows are joined: the clock of the metrics is not finer than a step."""
@@ -60,6 +60,17 @@ class _Configuration:
     slowness: float
 
 
+class Sharing(NamedTuple):
+    """How many ranks share the cores of one machine."""
+
+    ranks: int
+    cores: int
+
+    @property
+    def ranks_per_core(self) -> float:
+        return self.ranks / self.cores
+
+
 class _Told(NamedTuple):
     """By a metrics event: when, and the run's progress; ``passes`` None: not told."""
 
@@ -78,6 +89,7 @@ class Evidence:
         noise_scale: as last told [examples]; NaN: not known.
         limits: of the batch plan; None: nothing was told yet.
         unequal_shares: whether slow ranks get fewer examples of a step.
+        densest: the most ranks for each core that steps were timed with; None: not known.
     """
 
     def __init__(self) -> None:
@@ -87,6 +99,8 @@ class Evidence:
         self.limits: BatchLimits | None = None
         self.plan: BatchPlan | None = None
         self.unequal_shares = False
+        self.densest: Sharing | None = None
+        self._machines: dict[str, tuple[str, int]] = {}
         self._shares: tuple[int, ...] = ()
         self._adaptive = False
         self._allocation = Allocation()
@@ -145,10 +159,17 @@ class Evidence:
             self._on_metrics(fields, now)
         elif kind == "batch_plan":
             self._on_plan(fields)
+        elif kind == "agent_started":
+            self._on_agent(fields)
         elif kind == "rescale_finished":
             pause = _number(fields.get("pause_s"))
             if pause is not None:
                 self._pauses.append(pause)
+
+    def _on_agent(self, fields: Mapping[str, Any]) -> None:
+        host, cores = str(fields.get("host")), _whole(fields.get("cpus"), 1)
+        if cores is not None:
+            self._machines[host] = (str(fields.get("machine") or host), cores)
 
     def _on_plan(self, fields: Mapping[str, Any]) -> None:
         batch = _whole(fields.get("global_batch_size"), 1)
@@ -223,6 +244,8 @@ class Evidence:
         times = self._times.setdefault(key, deque(maxlen=_KEPT))
         times.append(step_s)
         self._present = key
+        sharing = self.sharing(self._allocation.counts)
+        self.densest = max(sharing, self.densest, key=_density)
         self._timed_at[key] = now
         self._drift.pop(key, None)
         self._measured += 1
@@ -341,6 +364,30 @@ class Evidence:
     def worlds(self) -> set[tuple[int, int]]:
         """Numbers of (hosts, slots) that trained together and were timed."""
         return {(key.hosts, key.ranks) for key in self._times}
+
+    def sharing(self, counts: Iterable[tuple[str, int]]) -> Sharing | None:
+        """The machine whose cores the most ranks would share; None: no host is known.
+
+        Several hosts that are parts of one machine share its cores. Where all that are known are,
+        hosts that are not known count as further parts of it; else as machines like the others.
+
+        Args:
+            counts: host and number of ranks on it.
+        """
+        if not self._machines:
+            return None
+        known = list(self._machines.values())
+        machines = {machine for machine, _ in known}
+        common = max((cores for _, cores in known), key=[c for _, c in known].count)
+        one = known[0] if len(machines) == 1 < len(known) else None
+        ranks: dict[str, int] = {}
+        cores_of: dict[str, int] = {}
+        for number, (host, slots) in enumerate(counts):
+            machine, cores = self._machines.get(host) or one or (f"machine {number}", common)
+            ranks[machine] = ranks.get(machine, 0) + slots
+            cores_of[machine] = cores
+        found = [Sharing(ranks[machine], cores_of[machine]) for machine in ranks]
+        return max(found, key=_density, default=None)
 
     @property
     def measured(self) -> int:
@@ -466,6 +513,10 @@ class Evidence:
         initial = self.limits.initial_batch_size
         size = max(self.plan.global_batch_size, initial)
         return float(statistical_efficiency(self.noise, initial, size))
+
+
+def _density(sharing: Sharing | None) -> float:
+    return 0.0 if sharing is None else sharing.ranks_per_core
 
 
 def _observed(key: _Configuration, step_s: float, windows: int, drift: float) -> Observation:

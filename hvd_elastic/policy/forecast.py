@@ -14,6 +14,7 @@ from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.words import count
 
 __all__ = ["Forecast", "forecast"]
 
@@ -40,6 +41,7 @@ class Forecast:
         rate: price of the hosts [currency per hour]; None: not known.
         time_s: until the target is reached [s]; None: there is none.
         cost: of that time; None: no target or no price.
+        unknown: why nothing is predicted, in words; then all figures of speed are NaN.
     """
 
     hosts: int
@@ -56,6 +58,7 @@ class Forecast:
     rate: float | None
     time_s: float | None
     cost: float | None
+    unknown: str = ""
 
 
 def forecast(
@@ -68,7 +71,9 @@ def forecast(
 ) -> list[Forecast]:
     """One entry for each size that a batch plan exists for, the smallest first.
 
-    The noise scale is taken to stay what it was last.
+    The noise scale is taken to stay what it was last. Nothing is predicted where more ranks share a
+    core than were timed: what that costs does not follow from steps of ranks with cores of their
+    own.
 
     Args:
         evidence: of a run.
@@ -104,10 +109,20 @@ def forecast(
         best = best_batch_plan(model, noise, limits, number, ranks, slow)
         if best is None:
             continue
-        alone = best.goodput if math.isnan(alone) else alone
-        spread = math.exp(_SPREAD * math.hypot(best.uncertainty, model.noise))
         rates = [host.price for host in used]
         rate = None if None in rates else sum(p for p in rates if p is not None)
+        unknown = _why_unknown(evidence, used)
+        if unknown:
+            nan = math.nan
+            found.append(
+                Forecast(
+                    *(number, ranks, False, 0, 0, nan, nan, nan, nan, nan, nan),
+                    *(rate, None, None, unknown),
+                )
+            )
+            continue
+        alone = best.goodput if math.isnan(alone) else alone
+        spread = math.exp(_SPREAD * math.hypot(best.uncertainty, model.noise))
         time_s = None if target is None else target / best.goodput
         found.append(
             Forecast(
@@ -132,6 +147,19 @@ def forecast(
             "no batch plan keeps to the limits of the batch size on any number of hosts"
         )
     return found
+
+
+def _why_unknown(evidence: Evidence, used: Sequence[HostOffer]) -> str:
+    """In words; empty: each rank has a core, or as many shared one when steps were timed."""
+    sharing = evidence.sharing((host.name, host.slots) for host in used)
+    timed = evidence.densest
+    if sharing is None or timed is None:
+        return ""
+    if sharing.ranks_per_core <= max(1.0, timed.ranks_per_core):
+        return ""
+    ranks, cores = count(sharing.ranks, "rank"), count(sharing.cores, "core")
+    most = f"{count(timed.ranks, 'rank')} on {count(timed.cores, 'core')}"
+    return f"{ranks} would share {cores} of one machine, and at most {most} were timed"
 
 
 def _pace(

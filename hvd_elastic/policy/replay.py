@@ -38,7 +38,7 @@ def replay(records: Iterable[Mapping[str, Any]]) -> Evidence:
         elif kind == "rescale_finished" and begun[0] == record.get("generation"):
             evidence.formed(begun[1])
             evidence.note(kind, record, now)
-        elif kind in ("metrics", "batch_plan"):
+        elif kind in ("metrics", "batch_plan", "agent_started"):
             evidence.note(kind, record, now)
     evidence.formed([])
     evidence.news = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_elastic.policy.forecast import Forecast
@@ -22,7 +22,8 @@ def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]
         forecasts: by number of hosts.
         notes: sentences on what they rest on.
     """
-    charts = _charts(forecasts)
+    known = [entry for entry in forecasts if not entry.unknown]
+    charts = _charts(known) if known else []
     heads, rows = plan_cells(forecasts)
     cells = [[cell(text, "n") for text in row] for row in rows]
     date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
@@ -44,15 +45,19 @@ def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]
 
 def plan_cells(forecasts: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of the table, in words; columns that nothing is known for are left out."""
+
+    def told(words: Callable[[Forecast], str], otherwise: str = "") -> list[str]:
+        return [otherwise if f.unknown else words(f) for f in forecasts]
+
     columns: list[tuple[str, list[str]]] = [
         ("hosts", [f"{f.hosts}{'*' if f.seen else ''}" for f in forecasts]),
         ("slots", [str(f.slots) for f in forecasts]),
-        ("batch", [number_words(f.global_batch_size) for f in forecasts]),
-        ("examples/s", [number_words(round(f.throughput)) for f in forecasts]),
-        ("efficiency", [f"{f.efficiency:.2f}" for f in forecasts]),
-        ("useful/s", [number_words(round(f.goodput)) for f in forecasts]),
-        ("80 % range", [_range(f) for f in forecasts]),
-        ("speedup", [f"{f.speedup:.2f}" for f in forecasts]),
+        ("batch", told(lambda f: number_words(f.global_batch_size))),
+        ("examples/s", told(lambda f: number_words(round(f.throughput)), "not known")),
+        ("efficiency", told(lambda f: f"{f.efficiency:.2f}")),
+        ("useful/s", told(lambda f: number_words(round(f.goodput)), "not known")),
+        ("80 % range", told(_range)),
+        ("speedup", told(lambda f: f"{f.speedup:.2f}")),
         ("price/h", ["" if f.rate is None else f"{f.rate:.2f}" for f in forecasts]),
         ("time", ["" if f.time_s is None else duration_words(f.time_s) for f in forecasts]),
         ("cost", ["" if f.cost is None else f"{f.cost:.2f}" for f in forecasts]),

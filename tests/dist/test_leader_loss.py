@@ -298,6 +298,49 @@ def test_another_machine_does_not_lead_a_run_that_is_led(
     assert not (place / "leader.json").exists()
 
 
+@pytest.mark.root
+@pytest.mark.alone
+def test_a_frozen_leader_goes_on_after_the_one_that_took_over_has_ended(
+    stage: Stage, start_job: StartJob
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--failure-timeout", "2")
+    job.wait_size(2)
+    job.wait_steps(5)
+    workers = job.workers()
+    os.kill(job.process.pid, signal.SIGSTOP)
+    try:
+        run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
+        run += ["--hostfile", str(job.hostfile), "--ssh-config", str(stage.cluster.ssh_config)]
+        # Of this machine's runs, the other one sees none.
+        hidden = f'mount -t tmpfs none {job.home}/runs && "$@"'
+        with (job.folder / "second").open("wb") as output:
+            second = subprocess.Popen(
+                ["unshare", "-m", "sh", "-c", hidden, "sh", *run],
+                env=job.environment(),
+                cwd=job.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        seen = lambda: (job.folder / "second").read_text()  # noqa: E731
+        job.wait_for(lambda: "took over the run" in seen() or second.poll() is not None, "it takes over")
+        assert job.workers() == workers, seen()
+        (job.folder / "enough").touch()
+        assert second.wait(DEADLINE_S) == 0, seen()
+        assert "run succeeded" in seen()
+    finally:
+        os.kill(job.process.pid, signal.SIGCONT)
+    since = job.mark()
+    assert job.wait() == 1, job.story()
+    ended = job.kinds("run_finished")[-1]
+    assert f"run {job.run_id} was taken over by process " in ended["message"]
+    assert ended["led_elsewhere"]
+    for kind in ("worker_standby", "rescale_started", "restored"):
+        assert not job.kinds(kind, since), job.story()
+    job.check_nothing_left()
+
+
 def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(
     stage: Stage, start_job: StartJob
 ) -> None:

@@ -151,9 +151,20 @@ def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
             told = forecast(replay(play.records), offers, MOST_HOSTS)
         except ValueError as error:
             raise FailedPlayError(str(error)) from error
-        rows = []
+        rows: list[Row] = []
         for entry in told:
             if entry.hosts not in _FORETOLD:
+                continue
+            if entry.unknown:
+                say(f"  {entry.hosts} hosts: not known: {entry.unknown}")
+                rows.append(
+                    {
+                        "workload": name,
+                        "hosts_seen": 2,
+                        "hosts": entry.hosts,
+                        "not_known": entry.unknown,
+                    }
+                )
                 continue
             play.use(entry.slots, entry.global_batch_size)
             measured = _measure(play, math.inf)

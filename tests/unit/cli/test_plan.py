@@ -64,6 +64,24 @@ def test_without_a_number_of_hosts_the_sizes_of_the_hostfile(
     assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["1", "64"], ["2", "128"]]
 
 
+def test_sizes_that_are_not_known(
+    capsys: pytest.CaptureFixture[str], folder: RunFolder, tmp_path: Path
+) -> None:
+    model = true_model(0.01, 0.001, 0.002, 1e-4, 0.006, 2e-4)
+    events = run_events(model, [[1], [2], [2, 2]], cores=4, machine="one")
+    folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    status, out, _ = call(capsys, "seen", "--hosts", "4")
+    assert status == 0
+    assert ["not known" in line for line in out.splitlines()[1:5]] == [False, False, True, True]
+    assert "Not known: with 6 slots, 6 ranks would share 4 cores of one machine" in out
+    page = tmp_path / "plan.html"
+    _, printed, _ = call(capsys, "seen", "--hosts", "4", "--json", "--out", str(page))
+    last = json.loads(printed)["forecasts"][-1]
+    assert (last["slots"], last["goodput"], last["global_batch_size"]) == (8, None, None)
+    assert "8 ranks would share" in last["unknown"]
+    assert '"x": [1, 2]' in page.read_text(encoding="utf-8").replace('"x":[1,2]', '"x": [1, 2]')
+
+
 def test_json_and_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.html"
     options = ("--hosts", "8", "--price", "2", "--target-examples", "5e6", "--json")

@@ -539,6 +539,17 @@ def test_a_leader_that_dies_while_another_calls_is_none(start_agent: StartAgent)
     assert new.event("hello")["pid"] == old.process.pid
 
 
+def test_a_silent_leader_is_told_who_took_over(start_agent: StartAgent) -> None:
+    old = start_agent(leader_grace_s=60, failure_timeout_s=0.5)
+    old.start_worker()
+    old.said_by_worker("ready")
+    time.sleep(1)  # it says nothing for longer than the timeout, and its connection stays open
+    new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
+    assert new.event("hello")["pid"] == old.process.pid
+    told = old.event("taken_over")
+    assert (told["run_id"], told["leader"], told["led_since"]) == (old.run_id, "second", 5.0)
+
+
 def test_a_leader_that_begins_anew_ends_what_it_left_behind(start_agent: StartAgent) -> None:
     old = start_agent(leader_grace_s=60)
     old.start_worker()

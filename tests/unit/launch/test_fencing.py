@@ -27,6 +27,7 @@ class AgentHeard:
     last_read: float = 0.0
     last_heard: float = 0.0
     up: bool = False
+    acted_upon: int = 0
 
     def send(self, message: Message) -> None:
         """Nobody is there."""
@@ -87,6 +88,24 @@ def test_of_two_that_train_the_later_one_ends(tmp_path: Path) -> None:
 def test_a_leader_is_not_its_own_rival(tmp_path: Path, began: bool) -> None:
     """After it was cut off it comes as another, to agents that may not have noticed."""
     assert met(tmp_path, since=50.0, began=began, leader="own") is None
+
+
+def test_a_leader_ends_when_its_last_host_has_been_taken_over(tmp_path: Path) -> None:
+    run = RunFolder.create("met", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    first: Any = AgentHeard(up=True)
+    last: Any = AgentHeard(up=True)
+    leader._agents |= {"n1": first, "n2": last}
+    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": 50.0}
+    message = {"ev": "taken_over", "run_id": "met", **said, "heard_s": 0.0}
+    leader._heard(first, "n1", message)
+    assert leader._finish is None, "another host still follows it"
+    first.up = False
+    leader._heard(last, "n2", message)
+    assert leader._finish is not None
+    assert leader._finish.status == "failed"
+    assert "run met was taken over by process 7 on alpha (since " in leader._finish.message
+    assert "starts nothing again" in leader._finish.message
 
 
 class Keeper:

@@ -27,6 +27,8 @@ def run_events(
     noise_scale: float | None = None,
     windows: int = 10,
     jitter: float = 0.03,
+    cores: int | None = None,
+    machine: str = "",
 ) -> list[dict[str, Any]]:
     """A run that trains on each of the worlds for a while.
 
@@ -38,6 +40,8 @@ def run_events(
         noise_scale: as the metrics tell it.
         windows: of a second and a half, for each batch size.
         jitter: relative, of each window.
+        cores: that each host's agent tells; None: no agent is told of.
+        machine: that all hosts are parts of; empty: of none, each is its own.
     """
     rng = np.random.default_rng(1)
     most = max(worlds, key=len)
@@ -49,6 +53,8 @@ def run_events(
         events.append({"t": 1e9 + now, "mono": now, "kind": kind, **fields})
 
     add("run_started", run_id="known", hosts=hosts, min_np=1, max_np=None)
+    for host, _ in hosts if cores is not None else []:
+        add("agent_started", host=host, cpus=cores, machine=machine or f"machine of {host}")
     for generation, world in enumerate(worlds, 1):
         ranks = sum(world)
         names = [f"n{number}" for number in range(len(world))]

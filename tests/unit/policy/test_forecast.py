@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hvd_elastic.policy.forecast import forecast
@@ -52,6 +54,41 @@ def test_what_was_never_seen_is_less_sure():
     spread = [entry.high / entry.low for entry in found]
     assert spread[1] < spread[7] < spread[15]
     assert [entry.hosts for entry in found if entry.seen] == [1, 2]
+
+
+def unknown_from(found) -> int | None:
+    """The fewest hosts that nothing is predicted for."""
+    assert all(math.isnan(entry.goodput) == bool(entry.unknown) for entry in found)
+    return next((entry.hosts for entry in found if entry.unknown), None)
+
+
+def test_more_ranks_for_a_core_than_were_timed_are_not_known():
+    single = [HostOffer(f"n{number}", 1) for number in range(8)]
+    events = run_events(MODELS["balanced"], [[1], [1, 1]], cores=2, machine="one")
+    found = forecast(replay(events), single, 8)
+    assert unknown_from(found) == 3
+    assert found[7].unknown == (
+        "8 ranks would share 2 cores of one machine, and at most 2 ranks on 2 cores were timed"
+    )
+    assert found[7].slots == 8
+    # Each a machine of its own: eight ranks have sixteen cores.
+    events = run_events(MODELS["balanced"], [[1], [1, 1]], cores=2)
+    assert unknown_from(forecast(replay(events), single, 8)) is None
+
+
+def test_ranks_that_shared_cores_when_they_were_timed_are_predicted_as_before():
+    events = run_events(MODELS["balanced"], SEEN, cores=2, machine="one")
+    eight = [HostOffer("n0", 4), HostOffer("n1", 4)]
+    found = forecast(replay(events), eight, 3)
+    assert [entry.unknown == "" for entry in found] == [True, True, False]
+
+
+def test_more_slots_for_a_host_than_it_has_cores_are_not_known():
+    events = run_events(MODELS["balanced"], [[1], [2], [4], [4, 4]], cores=4)
+    assert unknown_from(forecast(replay(events), HOSTS, 4)) is None
+    found = forecast(replay(events), HOSTS, 4, slots=8)
+    assert unknown_from(found) == 1
+    assert found[3].unknown.startswith("8 ranks would share 4 cores of one machine")
 
 
 def test_time_and_cost_follow_from_goodput_and_price():
