@@ -28,7 +28,7 @@ from hvd_elastic.launch.protocol import Message, decode, encode, split_lines
 __all__ = ["AgentLink", "Instruction"]
 
 _BEAT_S = 1.0
-_GETENT_UNKNOWN = 2
+_GETENT_UNKNOWN = 2  # its exit status where a name is not known
 _NOTICES = (signal.SIGTERM, signal.SIGHUP)
 
 

@@ -447,7 +447,8 @@ class HorovodEngine:
                 len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _SHORT_BYTES - _LENGTH_BYTES]
             )
             first[: len(head)] = head
-        with self._translated(), self._waiting("a broadcast"):
+        # The root may load a checkpoint first, which says nothing about usual waits.
+        with self._translated(), self._waiting("a broadcast", is_usual=False):
             self._broadcast_bytearray(first, root_rank)
             total = int.from_bytes(first[:_LENGTH_BYTES], "little")
             received = bytes(first[_LENGTH_BYTES : _LENGTH_BYTES + total])
@@ -469,14 +470,16 @@ class HorovodEngine:
             self._horovod.barrier()
 
     @contextlib.contextmanager
-    def _waiting(self, name: str) -> Iterator[None]:
+    def _waiting(self, name: str, *, is_usual: bool = True) -> Iterator[None]:
         self.waiting_for = self._count(name)
         self.waiting_since = begin = time.monotonic()
         try:
             yield
-            self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - begin)
+            if is_usual:
+                self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - begin)
         finally:
-            self.waited_s += time.monotonic() - begin
+            if is_usual:
+                self.waited_s += time.monotonic() - begin
             self.waiting_since = None
 
     @contextlib.contextmanager
