@@ -541,7 +541,6 @@ class Context:
         """
         self._change_agreed = False
         self.prepare_change()
-        self.rollback.save()
         self.settle()
         self.engine.stop()
         self.follow()
@@ -550,6 +549,7 @@ class Context:
         """The world is about to change as planned: save what a rank that leaves has alone."""
         for _, prepare in sorted(self._before_change.items()):
             prepare()
+        self.rollback.save()
 
     def follow(self) -> None:
         """Wait for the leader's next instruction and carry it out, until in a generation."""
