@@ -106,6 +106,8 @@ class Leader:
         self._hostfile_error = ""
         self._hostfile_gone_since: float | None = None
         self._agents: dict[str, AgentConnection] = {}
+        self._taken: set[str] = set()
+        """Hosts whose agents follow another leader, and whose connections end."""
         self._ending: list[AgentConnection] = []
         self._workers: dict[str, tuple[str, int]] = {}
         self._started: dict[str, float] = {}
@@ -407,11 +409,11 @@ class Leader:
             self._give_way(rival, "has no host left")
         # Else it gives way as soon as it meets this one; the host is tried again.
 
-    def _on_taken_over(self, agent: AgentConnection, host: str, message: Message) -> None:
+    def _on_taken_over(self, host: str, message: Message) -> None:
         """The agent of ``host`` left for another leader, since nothing was heard of this one."""
-        if self._finish is None and not any(
-            other.up for other in self._agents.values() if other is not agent
-        ):
+        self._taken.add(host)
+        led = (name for name, agent in self._agents.items() if agent.up)
+        if self._finish is None and self._taken.issuperset(led):
             rival = Rival.of_agent(host, message, self._spec.failure_timeout_s)
             self._led_elsewhere = True
             self._finish = cmd.Finish("failed", rival.explain_takeover())
@@ -833,7 +835,7 @@ class Leader:
             else:
                 self._tell(ev.AgentFailed(host, **_without(message, "ev")))
         elif kind == "taken_over":
-            self._on_taken_over(agent, host, message)
+            self._on_taken_over(host, message)
         elif kind == "store":
             generation = message["generation"]
             self._broadcast({"op": "store", **_without(message, "ev")}, generation, but=host)
@@ -1055,6 +1057,7 @@ class Leader:
             },
         }
         self._started[host.name] = time.monotonic()
+        self._taken.discard(host.name)
         agent = AgentConnection(
             host, options, self._spec.python, hello, functools.partial(self._post, holder)
         )

@@ -90,7 +90,11 @@ def test_a_leader_is_not_its_own_rival(tmp_path: Path, began: bool) -> None:
     assert met(tmp_path, since=50.0, began=began, leader="own") is None
 
 
-def test_a_leader_ends_when_its_last_host_has_been_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_leader_ends_when_its_last_host_has_been_taken_over(
+    tmp_path: Path, *, closed: bool
+) -> None:
+    """Whether or not the end of the first one's connection was read by then."""
     run = RunFolder.create("met", root=tmp_path)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
     first: Any = AgentHeard(up=True)
@@ -100,7 +104,7 @@ def test_a_leader_ends_when_its_last_host_has_been_taken_over(tmp_path: Path) ->
     message = {"ev": "taken_over", "run_id": "met", **said, "heard_s": 0.0}
     leader._heard(first, "n1", message)
     assert leader._finish is None, "another host still follows it"
-    first.up = False
+    first.up = not closed
     leader._heard(last, "n2", message)
     assert leader._finish is not None
     assert leader._finish.status == "failed"
