@@ -49,6 +49,8 @@ class Accumulator(Mapping[str, float]):
         self._name = name
         self._own: dict[str, Any] = {}
         self._sums: dict[str, float] = {}
+        self._times = 0
+        """How often it was synchronised since the run began."""
         ctx, kept = context.current(), f"_accumulator.{name}"
         if ctx.in_train:
             raise ScriptError(
@@ -103,6 +105,7 @@ class Accumulator(Mapping[str, float]):
             for name, value in values.items():
                 self._sums[name] = self._sums.get(name, 0.0) + value
         self._own.clear()
+        self._times += 1
 
     def clear(self) -> None:
         """Begin anew at 0."""
@@ -131,19 +134,24 @@ class Accumulator(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._sums)
 
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, float]]:
+    def snapshot(self) -> tuple[dict[str, Any], dict[str, float], int]:
         """Return what :meth:`roll_back` takes: numbers are replaced, never changed in place."""
-        return dict(self._own), dict(self._sums)
+        return dict(self._own), dict(self._sums), self._times
 
-    def roll_back(self, values: tuple[dict[str, Any], dict[str, float]]) -> None:
+    def roll_back(self, values: tuple[dict[str, Any], dict[str, float], int]) -> None:
         """Go back to an earlier :meth:`snapshot`."""
-        own, sums = values
+        own, sums, self._times = values
         self._own, self._sums = dict(own), dict(sums)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums over all ranks."""
-        return {"sums": dict(self._sums)}
+        return {"sums": dict(self._sums), "times": self._times}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What :meth:`state_dict` gave."""
-        self._sums = dict(state["sums"])
+        times = state.get("times", 0)
+        if times > self._times:
+            # Another rank got through a synchronisation that failed on this one, so what this rank
+            # has added is in its sums.
+            self._own.clear()
+        self._sums, self._times = dict(state["sums"]), times

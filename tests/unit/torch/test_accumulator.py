@@ -120,3 +120,16 @@ def test_one_in_the_training_function_is_refused_at_once(ctx: Context) -> None:
     with pytest.raises(ScriptError, match="made in the training function, which is called again"):
         train(hvd.State(seen=1))
     hvd.Accumulator()
+
+
+def test_what_another_rank_has_in_its_sums_is_not_added_again(alone: Context) -> None:
+    """A synchronisation that failed on this rank went through on the one whose state all take."""
+    totals = hvd.Accumulator()
+    totals.add(hits=3)
+    totals.load_state_dict({"sums": {"hits": 10.0}, "times": 1})
+    totals.synchronize()
+    assert totals["hits"] == 10
+    totals.add(hits=2)
+    totals.load_state_dict({"sums": {"hits": 10.0}, "times": 2})
+    totals.synchronize()
+    assert totals["hits"] == 12, "this time it failed on both"
