@@ -56,6 +56,8 @@ _GRACE_S = 3.0
 _FETCH_PATIENCE_S = 60.0
 _LOG_TAIL_LINES = 30
 _LOG_END_BYTES = 64 << 10  # holds the stacks of a hundred threads
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+"""Signals at which Python's faulthandler writes a stack."""
 _HOSTFILE_GONE_S = 2.0
 _LEAST_RESERVE_S = 10.0
 """Of the time that a host has left, for the last checkpoint and for leaving."""
@@ -900,7 +902,7 @@ class Leader:
             else:
                 fields = {"host": host, "local_rank": slot, "traceback": tail}
                 self._emit("script_failed", fields)
-        elif status is None and (stack := crash_stack(self._log_end(host, slot))):
+        elif message["signal"] in _CRASHES and (stack := crash_stack(self._log_end(host, slot))):
             if stack != self._crash_shown:  # the next worker of the slot may die in the same place
                 self._crash_shown = stack
                 fields = {"host": host, "local_rank": slot, "cause": how, "traceback": stack}

@@ -51,6 +51,7 @@ class Accumulator(Mapping[str, float]):
         self._sums: dict[str, float] = {}
         self._times = 0
         """How often it was synchronised since the run began."""
+        self._sent: dict[str, Any] = {}
         ctx, kept = context.current(), f"_accumulator.{name}"
         if ctx.in_train:
             raise ScriptError(
@@ -104,7 +105,7 @@ class Accumulator(Mapping[str, float]):
         for values in added:
             for name, value in values.items():
                 self._sums[name] = self._sums.get(name, 0.0) + value
-        self._own.clear()
+        self._sent, self._own = self._own, {}
         self._times += 1
 
     def clear(self) -> None:
@@ -154,4 +155,8 @@ class Accumulator(Mapping[str, float]):
             # Another rank got through a synchronisation that failed on this one, so what this rank
             # has added is in its sums.
             self._own.clear()
+        elif times == self._times - 1:
+            # The other way round: what this rank has sent then is in nobody's sums.
+            for name, value in self._sent.items():
+                self._own[name] = self._own.get(name, 0.0) + value
         self._sums, self._times = dict(state["sums"]), times

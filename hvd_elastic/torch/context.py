@@ -147,6 +147,11 @@ class Context:
         if mode is Mode.STATIC or mode is Mode.HOROVOD_ELASTIC:
             self.engine.start({})
 
+    @property
+    def elastic(self) -> bool:
+        """Whether the training function may be entered again after a failure."""
+        return self.mode in (Mode.AGENT, Mode.HOROVOD_ELASTIC)
+
     # -- ranks -----------------------------------------------------------------------------
 
     @property
@@ -251,6 +256,7 @@ class Context:
         if self.accumulating:
             self._in_flight.append(batch)
             return
+        self._end_uncommitted(time.monotonic())
         self._in_flight = [batch]
         self._marked = False
         self._exchanged = False
@@ -620,6 +626,9 @@ class Context:
 
     def step_failed(self) -> None:
         """Forget the step in flight."""
+        if self._uncommitted:  # one that was made, and that a newcomer is told as made
+            self._uncommitted = False
+            self.progress.advance(0)
         self._marked = True
         self._in_flight = []
         self._flag = None

@@ -47,8 +47,8 @@ _INDICES_AT_ONCE = 4096
 class LoopWatch(Protocol):
     """Is told where the loop stands; :class:`hvd_elastic.torch.rollback.Rollback` is one."""
 
-    def loop_begins(self) -> bool:
-        """The loader is iterated; whether there may be something to read in this epoch."""
+    def loop_begins(self) -> int:
+        """The loader is iterated; return a number for this loop, 0 if nothing is left to read."""
 
     def body_ended(self) -> None:
         """The script came back for the next batch, and the step of the last one is made."""
@@ -56,8 +56,8 @@ class LoopWatch(Protocol):
     def loop_ended(self) -> None:
         """All batches of the epoch were handed out, and the script came back for more."""
 
-    def loop_left(self) -> None:
-        """The script, or an exception in it, left the loop before its end."""
+    def loop_left(self, loop: int) -> None:
+        """The script, or an exception in it, left this loop before its end."""
 
 
 class TrainingContext(Protocol):
@@ -285,7 +285,8 @@ class DataLoader(Generic[_Batch]):
                 "is iterated again; iterate it once inside each turn of `for epoch in "
                 "hvd.epochs(...)`, which moves on to the next epoch"
             )
-        if not context.rollback.loop_begins():
+        loop = context.rollback.loop_begins()
+        if not loop:
             return
         try:
             self._claim(context)
@@ -346,7 +347,7 @@ class DataLoader(Generic[_Batch]):
                 context.rollback.body_ended()
                 position = context.progress.position
         except GeneratorExit:
-            context.rollback.loop_left()
+            context.rollback.loop_left(loop)
             raise
         finally:
             # Also if the loop is left early or by an error.

@@ -16,6 +16,7 @@ from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import GenerationBrokenError
 from hvd_elastic.torch.progress import Phase
+from hvd_elastic.torch.rollback import StepVoidedError
 from hvd_elastic.torch.state import State
 
 __all__ = ["epochs", "run"]
@@ -60,6 +61,8 @@ def run(
                     result = function(state, *args, **kwargs)
                     ctx.function_returned()
                     return result
+                except StepVoidedError:
+                    pass
                 except (MemoryError, RuntimeError) as error:
                     if not _out_of_memory(error):
                         raise
@@ -129,6 +132,7 @@ def epochs(count: int) -> Iterator[int]:
     ...         ...
     """
     ctx = context.current()
+    ctx.rollback.epochs_begin()
     while not _enough(ctx, count):
         epoch = ctx.progress.epoch
         yield epoch
@@ -137,24 +141,43 @@ def epochs(count: int) -> Iterator[int]:
 
 def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
     ctx.ready()
+    returned: list[Result] = []
+    phase = Phase.HEAD
     pending = True
     while True:
         try:
             if pending:
                 ctx.follow()
                 pending = False
-            result = train()
-            phase = ctx.rollback.function_returned()
+            if not _all_returned(ctx, bool(returned)):
+                returned = [train()]
+                phase = ctx.rollback.function_returned()
             ctx.engine.barrier()  # nobody leaves while another may still need it
         except GenerationBrokenError as error:
             ctx.broken(error)
             pending = True
             continue
         ctx.progress.phase = phase
+        ended = ctx.progress.as_dict()
+        _end_tail(ctx)
         ctx.checkpoint(wait=True)
         ctx.close()
-        ctx.sink.send({"kind": "finished", **ctx.progress.as_dict()})
-        return result
+        ctx.sink.send({"kind": "finished", **ended})
+        return returned[0]
+
+
+def _all_returned(ctx: Context, returned: bool) -> bool:
+    """Whether the function has returned on all ranks, and only the end of training failed."""
+    if ctx.progress.phase is not Phase.DONE:
+        return False
+    told = ctx.engine.gather(torch.tensor([int(returned)]), "hvd_elastic.returned")
+    return bool(told.all())
+
+
+def _end_tail(ctx: Context) -> None:
+    """A function that returned in the tail of an epoch has run it; a later start does not again."""
+    if ctx.progress.phase is Phase.TAIL:
+        ctx.progress.next_epoch()
 
 
 def _run_static(ctx: Context, state: State, train: Callable[[], Result]) -> Result:
@@ -170,6 +193,7 @@ def _run_static(ctx: Context, state: State, train: Callable[[], Result]) -> Resu
             f"reached ({error}). What that one said before tells why; with ranks that stay the "
             "same the job ends with it"
         ) from error
+    _end_tail(ctx)
     ctx.checkpoint(wait=True)
     ctx.close()
     return result

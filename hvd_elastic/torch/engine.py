@@ -264,7 +264,6 @@ class HorovodEngine:
         self._gradients, self._others, self._names = {}, {}, {}
         self._before = set(_sockets().values())
         self._settled.clear()
-        self.broken = False
         try:
             self._horovod.init()
         except (ValueError, RuntimeError) as error:
@@ -279,6 +278,7 @@ class HorovodEngine:
     def refresh(self) -> None:
         """See :class:`Engine`."""
         self.rank, self.size = self._horovod.rank(), self._horovod.size()
+        self.broken = False
 
     def stop(self, *, broken: bool = False) -> None:
         """See :class:`Engine`."""

@@ -8,6 +8,7 @@ import torch
 
 from hvd_elastic.torch import context
 from hvd_elastic.torch.optimizer import GradientAverager
+from hvd_elastic.torch.rollback import StepVoidedError
 
 __all__ = ["GradScaler"]
 
@@ -87,7 +88,7 @@ class GradScaler(torch.amp.GradScaler):
         averager.synchronize()
         if self._context.voided:
             averager.reset()
-            return None
+            raise StepVoidedError
         if not self._looked:
             self.unscale_(optimizer)
         ended = averager.steps

@@ -21,6 +21,7 @@ from hvd_elastic.torch.accumulation import GradientSum
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
+from hvd_elastic.torch.rollback import StepVoidedError
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.grad_scaler import GradScaler
@@ -316,7 +317,7 @@ class GradientAverager:
         self._synchronize()
         if self._context.voided:
             self.reset()
-            return None
+            raise StepVoidedError
         gradients = [p.grad for p in self._canaries if p.grad is not None]
         # On another device, looking would wait for it.
         if gradients and not any(gradient.is_cuda for gradient in gradients):

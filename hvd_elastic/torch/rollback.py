@@ -20,11 +20,19 @@ from hvd_elastic.torch.progress import Phase, Progress
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
 
-__all__ = ["Rollback", "Snapshot", "SnapshotSource"]
+__all__ = ["Rollback", "Snapshot", "SnapshotSource", "StepVoidedError"]
 
 _LARGE_BYTES = 1 << 20
 """Helper objects whose state is larger (a copy of the model, say) are copied at the end of an epoch
 and not after each step: a copy of 1 MiB takes less than 1 % of a step of 30 ms."""
+
+
+class StepVoidedError(RuntimeError):
+    """The step was called off on all ranks, since a pass did not fit into the memory of one.
+
+    Raised by the optimizer's step, and caught by ``hvd.run``, so that all ranks leave the loop body
+    at the same place and enter the function again.
+    """
 
 
 @runtime_checkable
@@ -77,15 +85,18 @@ class Snapshot:
                 if tensors or name not in large:
                     self._dumped[name] = dumped
         if tensors:
-            with torch.no_grad():
-                self._tensors = [
-                    (tensor, tensor.detach().to("cpu", copy=True)) for tensor in _untrained(objects)
-                ]
+            self._tensors = [
+                (tensor, tensor.detach().to("cpu", copy=True))
+                for tensor in _untrained(objects)
+                if not tensor.is_inference()
+            ]
 
     def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:
         """Put everything back, in place; plain values that came since are removed."""
-        plain.clear()
-        plain.update((name, _load(dumped)) for name, dumped in self._plain.items())
+        for name in [name for name in plain if name not in self._plain]:
+            del plain[name]
+        for name, dumped in self._plain.items():
+            plain[name] = _put_back(plain.get(name), _load(dumped))
         for name, item in objects.items():
             if name in self._own:
                 item.roll_back(self._own[name])
@@ -97,17 +108,18 @@ class Snapshot:
                     _set_options(group, options)
             else:
                 item.load_state_dict(_load(self._dumped[name]))
-        with torch.no_grad():
-            for tensor, copied in self._tensors:
-                tensor.copy_(copied)
+        for tensor, copied in self._tensors:
+            _copy(tensor, copied)
 
-    def first_difference(self, later: Snapshot) -> str | None:
-        """Return the name of the first value that another snapshot has otherwise; None for none."""
-        for mine, theirs in ((self._plain, later._plain), (self._dumped, later._dumped)):
-            for name in {**mine, **theirs}:
-                if mine.get(name) != theirs.get(name):
-                    return name
-        return None
+    def differences(self, later: Snapshot) -> set[str]:
+        """Return the names of the values that another snapshot has otherwise."""
+        pairs = ((self._plain, later._plain), (self._dumped, later._dumped))
+        return {
+            name
+            for mine, theirs in pairs
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        }
 
 
 def _dump(name: str, value: Any) -> bytes:
@@ -124,6 +136,27 @@ def _load(dumped: bytes) -> Any:
     return pickle.loads(dumped)  # noqa: S301  (it never left this process)
 
 
+def _put_back(present: Any, saved: Any) -> Any:
+    """Return what was saved: where possible as the present object, which the script may hold."""
+    if type(present) is not type(saved):
+        return saved
+    if isinstance(saved, list):
+        present[:] = saved
+    elif isinstance(saved, (dict, set)):
+        present.clear()
+        present.update(saved)
+    elif isinstance(saved, torch.Tensor) and present.shape == saved.shape:
+        _copy(present, saved)
+    else:
+        return saved
+    return present
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Learning rate and the like."""
     return {name: value for name, value in group.items() if name != "params"}
@@ -133,8 +166,7 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
     for name, value in options.items():
         present = group.get(name)
         if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                present.copy_(value)  # a compiled step holds on to the tensor
+            _copy(present, value)  # a compiled step holds on to the tensor
         else:
             group[name] = value
 
@@ -181,12 +213,14 @@ class Rollback:
         self._at = Progress()
         self._steps = 0
         self._entered = False
+        self._loop = 0
+        self._loops_in_turn = 0
         self._left: Snapshot | None = None
         self._epoch_end: tuple[Progress, Snapshot] | None = None
         self._collective: tuple[str, Snapshot, int] | None = None
         self._warned = False
         self.partial = False
-        """Whether this rank failed in the rest of a loop body, so that others may be further."""
+        """Whether this rank failed after a step that cannot be undone, so others may be further."""
 
     def save(self, snapshot: Snapshot | None = None) -> None:
         """Make the state as it is now, or was at an earlier snapshot, the point to go back to."""
@@ -232,6 +266,19 @@ class Rollback:
         """The training function is called, for the first time or again."""
         self._entered = True
         self._left = None
+        self._loops_in_turn = 0
+        state = self._context.state
+        if state is not None and self._context.progress.phase is Phase.LOOP:
+            # What the head of the epoch does to buffers and the like is to be undone as well.
+            state.roll_back()
+            state.save_values(state.take_snapshot(tensors=True))
+
+    def epochs_begin(self) -> None:
+        """``epochs()`` is called: what the function did before was done in an earlier call."""
+        progress, state = self._context.progress, self._context.state
+        begins = progress.step == 0 and progress.epoch == 0 and progress.phase is Phase.HEAD
+        if self._entered and self._context.elastic and not begins and state is not None:
+            state.roll_back()
 
     def function_returned(self) -> Phase:
         """The training function has returned; return the part of the epoch it was in."""
@@ -241,8 +288,8 @@ class Rollback:
         self.save()
         return phase
 
-    def loop_begins(self) -> bool:
-        """The loader is iterated; return whether there may be something to read.
+    def loop_begins(self) -> int:
+        """The loader is iterated; return the number of this loop, or 0 if nothing is left to read.
 
         Where the function was entered in the middle of an epoch, what it did before the loop has
         had its effect already, so the state is put back to what it was in the loop, or after it.
@@ -250,13 +297,15 @@ class Rollback:
         context = self._context
         again, self._entered = self._entered, False
         self._left = None
+        self._loop += 1
+        self._loops_in_turn += 1
         if not again or context.progress.phase is Phase.HEAD:
             context.progress.phase = Phase.LOOP
             self.save()
-            return True
+            return self._loop
         if context.state is not None:
             context.state.roll_back()
-        return context.progress.phase is Phase.LOOP
+        return self._loop if context.progress.phase is Phase.LOOP else 0
 
     def body_ended(self) -> None:
         """The loop body has come back for the next step."""
@@ -276,8 +325,15 @@ class Rollback:
         self._context.progress.phase = Phase.TAIL
         self._save_part()
 
-    def loop_left(self) -> None:
-        """The loop was left early: by ``break`` or ``return``, or by an exception."""
+    def loop_left(self, loop: int) -> None:
+        """The loop was left early: by ``break`` or ``return``, or by an exception.
+
+        One that is left long ago says so late. A script that goes on with further loops in the same
+        turn of ``epochs()`` has not ended the epoch by leaving one.
+        """
+        if loop != self._loop or self._loops_in_turn > 1:
+            return
+        self._entered = False
         state = self._context.state
         # After a failure the device may never finish what a copy would wait for.
         if state is not None and self._context.in_train and not self._context.engine.broken:
@@ -289,7 +345,9 @@ class Rollback:
         if state is None or not context.in_train:
             return
         if self._left is not None:
-            self._end_loop()
+            context.progress.phase = Phase.TAIL
+            self._save_part(self._left)
+            self._left = None
         elif not (self._warned or changes_state or context.engine.size == 1) and (
             context.progress.phase is Phase.LOOP and context.progress.step != self._at.step
         ):
@@ -298,20 +356,12 @@ class Rollback:
     def epoch_turns(self, epoch: int) -> None:
         """``epochs()`` is asked for the next epoch: the one that ends is made a point to go to."""
         context = self._context
-        if self._left is not None:
-            self._end_loop()
-        else:
-            context.mark_consumed()
+        self._left = None
+        self._loops_in_turn = 0
+        context.mark_consumed()
         if context.progress.epoch == epoch:  # else a state taken over on the way is in another one
             context.progress.next_epoch()
         self.save()
-
-    def _end_loop(self) -> None:
-        """The loop was left early, and not by an exception: the epoch is over."""
-        snapshot, self._left = self._left, None
-        self._context.mark_consumed()
-        self._context.progress.phase = Phase.TAIL
-        self._save_part(snapshot)
 
     def _save_part(self, snapshot: Snapshot | None = None) -> None:
         context = self._context
@@ -329,11 +379,14 @@ class Rollback:
         if self._collective is None or state is None:
             return
         name, before, versions = self._collective
-        changed = before.first_difference(state.take_snapshot())
-        if changed is None and versions != state.module_versions():
-            changed = "a module"
-        if changed is not None:
+        now = state.take_snapshot()
+        # Tensors that a state_dict() makes anew have other bytes each time.
+        changes = before.differences(now) - now.differences(state.take_snapshot())
+        if versions != state.module_versions():
+            changes.add("a module")
+        if changes:
             self._warned = True
+            changed = min(changes)
             if self._context.engine.rank == 0:
                 self._context.warn(
                     f"{changed} of the State changes in the loop body after the collective "

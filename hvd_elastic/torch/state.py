@@ -124,7 +124,7 @@ class State:
     def module_versions(self) -> int:
         """Return a number that grows whenever a tensor of a module is changed in place."""
         return sum(
-            tensor._version
+            0 if tensor.is_inference() else tensor._version
             for item in self.named_modules().values()
             for tensor in chain(item.parameters(), item.buffers())
         )

@@ -534,7 +534,7 @@ def test_a_rule_whose_answer_is_none_is_named(alone: Context, answer: Any) -> No
 def test_a_loader_without_our_optimizer_cannot_adapt(alone: Context) -> None:
     loader: Loader = hvd.DataLoader(regression(400), 16, max_batch_size=16)
     model = torch.nn.Linear(20, 1)
-    with pytest.raises(ScriptError, match=r"wrap yours in it"):
+    with pytest.raises(ScriptError, match=r"was not given to hvd_elastic.*DistributedOptimizer"):
         steps(loader, torch.optim.SGD(model.parameters(), lr=0.1), model, 1)
 
 

@@ -56,14 +56,14 @@ class NumbersAtOnce(Numbers):
 class FakeLoopWatch:
     """Undoes nothing."""
 
-    def loop_begins(self) -> bool:
-        return True
+    def loop_begins(self) -> int:
+        return 1
 
     def body_ended(self) -> None: ...
 
     def loop_ended(self) -> None: ...
 
-    def loop_left(self) -> None: ...
+    def loop_left(self, loop: int) -> None: ...
 
 
 @dataclass

@@ -45,6 +45,7 @@ class Training:
         self.newness: list[int] = []
         self.warnings: list[str] = []
         monkeypatch.setattr(context, "_context", made)
+        monkeypatch.setattr(Context, "elastic", True)
         monkeypatch.setattr(made, "warn", self.warnings.append)
         exchange, reduce_async = made.exchange, made.engine.reduce_async
 
@@ -102,13 +103,17 @@ class Training:
 def everything_once(training: Training) -> dict[str, Any]:
     """Train with all that a script does around its steps; returns the state at the end."""
     model, optimizer = training.model, training.optimizer
-    swa, meter, totals = AveragedModel(model), Meter(), hvd.Accumulator()
+    swa, target = AveragedModel(model), torch.nn.Linear(3, 1).double()
+    meter, totals = Meter(), hvd.Accumulator()
     by_step, by_epoch = ExponentialLR(optimizer, 0.99), StepLR(optimizer, 1, 0.5)
     story: list[Any] = []
 
     def train(state: hvd.State) -> None:
+        state.starts += 1
+        history = state.history
         for epoch in hvd.epochs(4):
             optimizer.param_groups[0]["weight_decay"] += 0.01
+            target.load_state_dict(model.state_dict())
             state.begun += 1
             state.batches = 0
             for (inputs,) in training.loader:
@@ -128,24 +133,39 @@ def everything_once(training: Training) -> dict[str, Any]:
             totals.synchronize()
             meter.values.append(totals["seen"])
             totals.clear()
-            state.history.append(mean)
+            history.append(mean)
             hvd.allreduce(torch.tensor([1.0]), "second")
-            state.history.append(-mean)
+            history.append(-mean)
         hvd.allreduce(torch.tensor([1.0]), "third")
         story.append("returned")
 
-    values = {"swa": swa, "meter": meter, "by_step": by_step, "by_epoch": by_epoch}
+    values = {
+        "swa": swa,
+        "target": target,
+        "meter": meter,
+        "by_step": by_step,
+        "by_epoch": by_epoch,
+    }
     state = hvd.State(
-        model=model, optimizer=optimizer, begun=0, batches=0, seen=0, bad=0, history=[], **values
+        model=model,
+        optimizer=optimizer,
+        starts=0,
+        begun=0,
+        batches=0,
+        seen=0,
+        bad=0,
+        history=[],
+        **values,
     )
     training.run(train, state)
     return {
         "model": {name: tensor.tolist() for name, tensor in model.state_dict().items()},
         "momentum": [v["momentum_buffer"].tolist() for v in optimizer.state.values()],
         "swa": {name: tensor.tolist() for name, tensor in swa.state_dict().items()},
+        "target": {name: tensor.tolist() for name, tensor in target.state_dict().items()},
         "rates": [optimizer.param_groups[0][name] for name in ("lr", "weight_decay")],
         "steps": [by_step.last_epoch, by_epoch.last_epoch, meter.values],
-        "plain": [state.begun, state.seen, state.bad, state.history],
+        "plain": [state.starts, state.begun, state.seen, state.bad, state.history],
         "progress": training.context.progress,
     }
 
@@ -256,7 +276,7 @@ def test_survivors_that_are_least_far_are_preferred_except_in_the_rest_of_a_body
     context.rollback.fail()
     assert context.rollback.newness < newness[Phase.DONE] < newness[Phase.LOOP]
     assert newness[Phase.LOOP] < newness[Phase.HEAD] < newness[Phase.TAIL]
-    assert state.take_snapshot().first_difference(state.take_snapshot()) is None
+    assert not state.take_snapshot().differences(state.take_snapshot())
 
 
 def test_one_that_went_on_to_the_next_epoch_comes_back_to_the_end_of_the_last(
@@ -302,6 +322,50 @@ def test_large_helper_objects_are_copied_at_the_end_of_an_epoch_only(
 
     assert change_and_undo() == (2.0, 1)
     assert change_and_undo(tensors=True) == (1.0, 1)
+
+
+def test_a_loop_of_a_script_that_iterates_several_times_in_an_epoch_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Leaving one loop does not end the epoch of a script that has been seen to go on."""
+
+    def train(training: Training, state: hvd.State) -> None:
+        for epoch in hvd.epochs(2):
+            while state.steps < 4 * (epoch + 1):
+                loop = iter(training.loader)
+                (inputs,) = next(loop)
+                training.step(inputs)
+                state.steps += 1
+                del loop
+                if state.steps % 4 > 1:
+                    hvd.allreduce(torch.tensor([1.0]), "loss")
+
+    def story(*failing: int) -> list[Any]:
+        training = Training(monkeypatch, *failing)
+        state = hvd.State(model=training.model, optimizer=training.optimizer, steps=0)
+        training.run(lambda state: train(training, state), state)
+        return [training.context.progress, state.steps, training.model.weight.tolist()]
+
+    undisturbed = story()
+    for call in range(4, 12):
+        assert story(call) == undisturbed, call
+
+
+def test_values_that_the_script_holds_stay_the_ones_of_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(monkeypatch)
+    values: dict[str, Any] = {"rows": [1], "by_name": {"a": 1}, "sums": torch.zeros(2)}
+    held = dict(values)
+    state = hvd.State(model=training.model, **values)
+    held["rows"].append(2)
+    held["by_name"]["b"] = 2
+    held["sums"] += 1
+    state.added = 3
+    state.roll_back()
+    assert not hasattr(state, "added")
+    assert (state.rows, state.by_name, state.sums.tolist()) == ([1], {"a": 1}, [0, 0])
+    assert all(getattr(state, name) is value for name, value in held.items())
 
 
 def test_what_cannot_be_copied_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
