@@ -606,7 +606,6 @@ class Context:
     def _has_state(self, theirs: Progress) -> bool:
         # Until the synchronisation is through, the state is a mixture, unless both are the same.
         self._whole = self._whole and theirs == self.progress and not self.rollback.partial
-        self.rollback.other_is_at(theirs)
         return self._whole
 
     def _refuse_aborted(self) -> None:

@@ -193,8 +193,8 @@ _NEWNESS = {Phase.DONE: 1, Phase.LOOP: 2, Phase.HEAD: 3, Phase.TAIL: 4}
 """Which survivor's state is taken by all, among those that made the same steps: the higher one's.
 
 A rank that failed between its optimizer's step and the end of the loop body comes last, since the
-rest of that body is never run. Of ranks that are not in the same part of an epoch, those that are
-least far come first, so that no rank skips a part of which another has not seen the end.
+rest of that body is never run. Of ranks that went back to different parts of an epoch, those that
+are least far come first, so that no rank skips a part of which another has not seen the end.
 """
 
 
@@ -217,6 +217,8 @@ class Rollback:
         self._loops_in_turn = 0
         self._left: Snapshot | None = None
         self._epoch_end: tuple[Progress, Snapshot] | None = None
+        """The end of the last loop, until a step of the next epoch shows that no rank is before
+        it any more: so what rank 0 alone does in the tail is done, whoever dies there."""
         self._collective: tuple[str, Snapshot, int] | None = None
         self._warned = False
         self.partial = False
@@ -233,6 +235,7 @@ class Rollback:
         """All ranks have taken the state of one of them."""
         self.partial = False
         self._entered = True
+        self._epoch_end = None
         self._save_part()
 
     @property
@@ -241,24 +244,19 @@ class Rollback:
         return _PARTIAL if self.partial else _NEWNESS[self._at.phase]
 
     def fail(self) -> None:
-        """Go back to the last point."""
+        """Go back to the end of the last loop body, or of the last loop if no step followed it."""
         context = self._context
         self._left = self._collective = None
         if (context.progress.step, self._steps_made()) != (self._at.step, self._steps):
             self.partial = True
+            self._epoch_end = None
             self.save()
-            return
-        if context.state is not None:
+        elif context.state is not None:
+            if self._epoch_end is not None:
+                self._at, snapshot = self._epoch_end
+                context.state.save_values(snapshot)
             context.state.roll_back()
             context.progress = replace(self._at)
-
-    def other_is_at(self, theirs: Progress) -> None:
-        """All take the state of a rank that stands at ``theirs``: go back to there if possible."""
-        if self._epoch_end is not None and self._epoch_end[0] == theirs != self._context.progress:
-            state = self._context.state
-            assert state is not None
-            state.save_values(self._epoch_end[1])
-            state.roll_back()
 
     # -- the script's parts ----------------------------------------------------------------
 
@@ -354,7 +352,7 @@ class Rollback:
             self._collective = (name, state.take_snapshot(), state.module_versions())
 
     def epoch_turns(self, epoch: int) -> None:
-        """``epochs()`` is asked for the next epoch: the one that ends is made a point to go to."""
+        """``epochs()`` is asked for the next epoch."""
         context = self._context
         self._left = None
         self._loops_in_turn = 0

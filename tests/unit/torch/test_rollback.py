@@ -279,9 +279,10 @@ def test_survivors_that_are_least_far_are_preferred_except_in_the_rest_of_a_body
     assert not state.take_snapshot().differences(state.take_snapshot())
 
 
-def test_one_that_went_on_to_the_next_epoch_comes_back_to_the_end_of_the_last(
+def test_a_rank_that_went_on_to_the_next_epoch_comes_back_to_the_end_of_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Until a step of the next epoch: the one that died may have been before the tail's end."""
     training = Training(monkeypatch)
     context = training.context
     totals, meter = hvd.Accumulator(), Meter()
@@ -292,17 +293,26 @@ def test_one_that_went_on_to_the_next_epoch_comes_back_to_the_end_of_the_last(
     context.rollback.loop_ended()
     end = Progress(step=4, position=8, examples=8, phase=Phase.TAIL)
     assert context.progress == end
-    totals.synchronize()
-    meter.values.append(totals["seen"])
-    totals.clear()
-    context.rollback.epoch_turns(0)
-    assert context.progress == Progress(step=4, epoch=1, examples=8)
+
+    def run_tail() -> None:
+        totals.synchronize()
+        meter.values.append(totals["seen"])
+        totals.clear()
+        context.rollback.epoch_turns(0)
+        assert context.progress == Progress(step=4, epoch=1, examples=8)
+
+    run_tail()
+    assert context.rollback.loop_begins()
     context.rollback.fail()
-    assert context.progress.epoch == 1, "its own point to go back to is the turn"
-    context.rollback.other_is_at(end)
+    assert context.progress == end
     assert meter.values == []
-    totals.synchronize()
-    assert totals["seen"] == 8, "what this rank alone had added is there again"
+    run_tail()
+    assert meter.values == [8], "what this rank alone had added is there again"
+    context.rollback.loop_begins()
+    context.progress.advance(2)
+    context.rollback.body_ended()
+    context.rollback.fail()
+    assert (context.progress.epoch, context.progress.step, meter.values) == (1, 5, [8])
 
 
 def test_large_helper_objects_are_copied_at_the_end_of_an_epoch_only(
