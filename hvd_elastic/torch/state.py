@@ -165,7 +165,6 @@ class State:
             header = {"skeleton": skeleton, "known": known, "progress": progress.as_state()}
             engine.broadcast_bytes(dump_plain(header), root_rank)
             spread(tensors, known, True, engine, root_rank)
-            self.save_values()
             return progress
         header = load_plain(engine.broadcast_bytes(b"", root_rank))
         theirs = Progress.from_dict(header["progress"])
@@ -228,7 +227,6 @@ class State:
                     f"the state of {name!r} from {source} does not fit this script: {error}"
                 ) from error
         self._plain.update(values["plain"])
-        self.save_values()
 
 
 def _check_fits(name: str, item: _Stateful, found: dict[str, Any], path: str) -> None:
