@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.bench.figures import conditions, figure, write_result
-from hvd_elastic.telemetry.records import read_events
+from hvd_elastic.records.json_lines import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = (1, 2)

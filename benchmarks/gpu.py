@@ -29,9 +29,9 @@ from hvd_elastic.bench.adaptive.measure import spread
 from hvd_elastic.bench.figures import conditions, figure, write_result
 from hvd_elastic.bench.soak_job import processes_of
 from hvd_elastic.errors import HvdElasticError, RunError
-from hvd_elastic.telemetry.audit import check_audit
-from hvd_elastic.telemetry.records import EventFollower, Record, read_events
-from hvd_elastic.telemetry.runfolder import RunFolder, new_run_id
+from hvd_elastic.records.audit import check_audit
+from hvd_elastic.records.json_lines import EventFollower, Record, read_events
+from hvd_elastic.records.run_folder import RunFolder, new_run_id
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LAYERS, EXAMPLES, BATCH = 512, 16, 4096, 256

@@ -25,17 +25,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hvd_elastic.cluster.copy import copy_to_hosts
-from hvd_elastic.cluster.hostfile import parse_hostfile
-from hvd_elastic.cluster.ssh import SshOptions
-from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.cluster.copy.copying import copy_to_hosts
 from hvd_elastic.errors import HvdElasticError, RunError
-from hvd_elastic.telemetry.audit import AuditResult
-from hvd_elastic.telemetry.records import EventFollower
-from hvd_elastic.telemetry.report import write_report
-from hvd_elastic.telemetry.runfolder import RunFolder, new_run_id
-from hvd_elastic.telemetry.summary import RunSummary
-from hvd_elastic.words import count
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.hostfile import parse_hostfile
+from hvd_elastic.hosts.ssh import SshOptions
+from hvd_elastic.records.audit import AuditResult
+from hvd_elastic.records.json_lines import EventFollower
+from hvd_elastic.records.run_folder import RunFolder, new_run_id
+from hvd_elastic.records.summary import RunSummary
+from hvd_elastic.views.report import write_report
+from hvd_elastic.virtual import VirtualCluster
 
 __all__ = ["main"]
 

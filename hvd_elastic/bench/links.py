@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hvd_elastic.cluster.virtual import VirtualCluster, plan
-from hvd_elastic.cluster.virtual.marks import SWITCH, marked_processes
-from hvd_elastic.cluster.virtual.tools import run_tool
 from hvd_elastic.errors import RunError
+from hvd_elastic.virtual import VirtualCluster, plan
+from hvd_elastic.virtual.marks import SWITCH, marked_processes
+from hvd_elastic.virtual.tools import run_tool
 
 __all__ = ["limit_link"]
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.telemetry.records import LineFollower
+from hvd_elastic.records.json_lines import LineFollower
 
 __all__ = [
     "Change",

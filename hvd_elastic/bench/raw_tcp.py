@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hvd_elastic.cluster.virtual import VirtualCluster
 from hvd_elastic.errors import RunError
+from hvd_elastic.virtual import VirtualCluster
 
 __all__ = ["time_raw_tcp"]
 

@@ -48,11 +48,11 @@ from hvd_elastic.bench.soak_schedule import (
     selected,
     starting_hosts,
 )
-from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.cluster.virtual.netns import why_no_namespaces
 from hvd_elastic.errors import HvdElasticError, RunError, UsageError
-from hvd_elastic.telemetry.audit import AuditResult, check_audit
-from hvd_elastic.telemetry.records import read_events
+from hvd_elastic.records.audit import AuditResult, check_audit
+from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.virtual.netns import why_no_namespaces
 
 __all__ = ["main", "soak"]
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvd_elastic.cluster.virtual.tools import run_tool
+from hvd_elastic.virtual.tools import run_tool
 
 __all__ = ["fill", "free", "small_disks", "spool_of"]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from hvd_elastic.bench.soak_disks import fill, free, spool_of
 from hvd_elastic.bench.soak_job import SoakJob, Target
 from hvd_elastic.bench.soak_schedule import KINDS, Fault
-from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.cluster.virtual.plan import Rate
 from hvd_elastic.errors import VirtualClusterError
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.virtual.plan import Rate
 
 __all__ = ["Made", "make_fault"]
 

@@ -19,10 +19,10 @@ import psutil
 
 from hvd_elastic.bench.soak_records import RecordFolder
 from hvd_elastic.bench.soak_schedule import MIN_NP
-from hvd_elastic.cluster.virtual import VirtualCluster
 from hvd_elastic.errors import RunError
-from hvd_elastic.telemetry.records import EventFollower, Record
-from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.records.json_lines import EventFollower, Record
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.virtual import VirtualCluster
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,7 +34,7 @@ LOCALHOST = "localhost"
 CLEAN_S = 15.0
 """Nothing of a run is left on any host this long after its end."""
 
-_AGENT = "hvd_elastic.launch.agent"
+_AGENT = "hvd_elastic.agent.agent"
 _CHECKPOINT_EVERY_S = 2.0
 _KEEP_CHECKPOINTS = 4
 _COMPARE_EVERY = 10

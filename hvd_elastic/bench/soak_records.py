@@ -24,8 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.telemetry.audit import AuditResult, check_audit
-from hvd_elastic.telemetry.records import LineFollower
+from hvd_elastic.records.audit import AuditResult, check_audit
+from hvd_elastic.records.json_lines import LineFollower
 
 __all__ = [
     "Chronicle",

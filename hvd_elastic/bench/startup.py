@@ -20,7 +20,7 @@ from hvd_elastic.bench.launchers import LAUNCHERS, OURS, ROOT, Job, Launcher, Or
 from hvd_elastic.bench.marks import Process, first_step
 from hvd_elastic.bench.testbed import DIGITS, Testbed, make_testbed
 from hvd_elastic.errors import RunError
-from hvd_elastic.telemetry.records import Record, read_events
+from hvd_elastic.records.json_lines import Record, read_events
 
 __all__ = [
     "PHASES",

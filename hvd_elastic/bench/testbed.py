@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 
 from hvd_elastic.bench.launchers import ROOT, Job, Launcher, Order
-from hvd_elastic.cluster.virtual import VirtualCluster
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.virtual import VirtualCluster
 
 __all__ = ["DIGITS", "Testbed", "make_testbed"]
 

@@ -87,10 +87,12 @@ COMMANDS: dict[str, LazyCommand] = {
         "hvd_elastic.cli.simulate", "simulate", "Try a policy on a trace in virtual time."
     ),
     "cluster": LazyCommand(
-        "hvd_elastic.cli.clust", "cluster", "Run, copy, kill and check on all hosts of a hostfile."
+        "hvd_elastic.cli.cluster_tools",
+        "cluster",
+        "Run, copy, kill and check on all hosts of a hostfile.",
     ),
     "trust": LazyCommand(
-        "hvd_elastic.cli.clust", "trust", "Show and accept the host keys of a hostfile."
+        "hvd_elastic.cli.cluster_tools", "trust", "Show and accept the host keys of a hostfile."
     ),
     "doctor": LazyCommand(
         "hvd_elastic.cli.doctor", "doctor", "Say what is installed, built and missing."

@@ -12,10 +12,10 @@ import typer
 from hvd_elastic.cli.host_options import Chosen
 from hvd_elastic.cli.host_report import print_json
 from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
-from hvd_elastic.cluster.hostfile import Host, fold_hosts
-from hvd_elastic.cluster.ssh import own_known_hosts
 from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
-from hvd_elastic.words import count
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.hostfile import Host, fold_hosts
+from hvd_elastic.hosts.ssh import own_known_hosts
 
 __all__ = ["REFUSED", "accept_host_keys", "bootstrap_hosts"]
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_elastic.cli.host_report import Printer, print_json
-from hvd_elastic.cluster.fanout import HostResult
-from hvd_elastic.cluster.health import HostHealth, Level
-from hvd_elastic.cluster.pairs import Link
+from hvd_elastic.cluster.check.health import HostHealth, Level
+from hvd_elastic.cluster.check.network import Link
+from hvd_elastic.hosts.fanout import HostResult
 
 __all__ = ["describe_health", "show_health", "show_links"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from hvd_elastic.cli.host_options import Chosen
 from hvd_elastic.cli.host_report import print_json
-from hvd_elastic.cluster.commands import CommandResult, HowToRun
-from hvd_elastic.cluster.fanout import HostResult
-from hvd_elastic.cluster.hostfile import Host, fold_hosts
-from hvd_elastic.cluster.ssh import is_local
+from hvd_elastic.cluster.run.commands import CommandResult, HowToRun
+from hvd_elastic.hosts.fanout import HostResult
+from hvd_elastic.hosts.hostfile import Host, fold_hosts
+from hvd_elastic.hosts.ssh import is_local
 
 __all__ = ["describe_command", "show_gathered", "show_plan"]
 

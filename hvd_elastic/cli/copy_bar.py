@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.copy import CopyProgress
+    from hvd_elastic.cluster.copy.copying import CopyProgress
 
 __all__ = ["copy_bar", "states_in_words"]
 

@@ -21,8 +21,9 @@ from pathlib import Path
 import typer
 
 from hvd_elastic import __version__
-from hvd_elastic.cluster.account import how_to_mend_shell, why_no_commands
 from hvd_elastic.config import home
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
 from hvd_elastic.install.horovod_wheel import installed_build, wheel_cache
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
@@ -31,7 +32,6 @@ from hvd_elastic.install.prerequisites import (
     apt_command,
     has_apt,
 )
-from hvd_elastic.words import count
 
 __all__ = ["Finding", "Health", "diagnose", "doctor"]
 

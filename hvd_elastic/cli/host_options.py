@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
-from hvd_elastic.cluster.commands import select_hosts
-from hvd_elastic.cluster.fanout import DEFAULT_FANOUT
-from hvd_elastic.cluster.hostfile import Host, parse_hostfile
-from hvd_elastic.cluster.ssh import SshOptions
-from hvd_elastic.cluster.ssh_config import config_beside
+from hvd_elastic.cluster.run.commands import select_hosts
 from hvd_elastic.errors import UsageError
+from hvd_elastic.hosts.fanout import DEFAULT_FANOUT
+from hvd_elastic.hosts.hostfile import Host, parse_hostfile
+from hvd_elastic.hosts.ssh import SshOptions
+from hvd_elastic.hosts.ssh_config import config_beside
 
 __all__ = ["Chosen", "over_hosts"]
 

@@ -16,9 +16,9 @@ import typer
 
 from hvd_elastic.cli.host_options import Chosen
 from hvd_elastic.cli.start import INTERRUPTED
-from hvd_elastic.cluster.fanout import HostResult, Outcome
-from hvd_elastic.cluster.hostfile import Host, fold_hosts
-from hvd_elastic.words import count
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.fanout import HostResult, Outcome
+from hvd_elastic.hosts.hostfile import Host, fold_hosts
 
 __all__ = ["Printer", "conclude", "finish", "print_json", "reasons_in_words", "show_result"]
 
@@ -206,7 +206,7 @@ def finish(
 def reasons_in_words(results: Sequence[HostResult[Any]]) -> list[str]:
     """Who failed, why, and after how long: a line for each reason.
 
-    >>> from hvd_elastic.cluster.hostfile import Host
+    >>> from hvd_elastic.hosts.hostfile import Host
     >>> reasons_in_words(
     ...     [HostResult(Host(f"n{i}"), Outcome.FAILED, i, error="exit status 3") for i in (1, 2)]
     ... )

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TextIO
 
 import paramiko  # noqa: F401  # loaded before any fork
 
-from hvd_elastic.cli import clust
+from hvd_elastic.cli import cluster_tools as clust
 from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.cli.warm import BEGUN, ELSEWHERE

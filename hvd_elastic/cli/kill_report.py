@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_elastic.cli.host_report import Printer
-from hvd_elastic.cluster.fanout import HostResult
-from hvd_elastic.cluster.procs import Ended
-from hvd_elastic.words import count
+from hvd_elastic.cluster.kill import Ended
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.fanout import HostResult
 
 __all__ = ["describe_ended", "show_ended"]
 

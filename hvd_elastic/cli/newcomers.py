@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvd_elastic.cli.host_options import Chosen
-from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.hosts.hostfile import Host
 
 __all__ = ["Newcomers"]
 

@@ -14,13 +14,13 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
 from hvd_elastic.errors import HostfileError, RunError, UsageError
-from hvd_elastic.words import count
+from hvd_elastic.formatting import count
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.evidence import Evidence
     from hvd_elastic.policy.forecast import Forecast
     from hvd_elastic.policy.snapshot import HostOffer
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.run_folder import RunFolder
 
 __all__ = ["plan"]
 
@@ -88,7 +88,7 @@ def plan(
     """
     from hvd_elastic.policy.forecast import forecast
     from hvd_elastic.policy.replay import replay
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.run_folder import RunFolder
 
     if probe:
         folder = _probed(hostfile, arguments or [], probe_for, ssh_config)
@@ -118,8 +118,8 @@ def plan(
 def _probed(
     hostfile: Path | None, command: Sequence[str], probe_for: str, ssh_config: Path | None
 ) -> RunFolder:
-    from hvd_elastic.cluster.hostfile import parse_hostfile
-    from hvd_elastic.launch.probe import probe
+    from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.leader.probe import probe
 
     if hostfile is None or not command:
         raise UsageError(
@@ -136,9 +136,9 @@ def _probed(
 
 def _offers(folder: RunFolder) -> list[HostOffer]:
     """The run's hosts; their prices too while its hostfile is there."""
-    from hvd_elastic.cluster.hostfile import parse_hostfile
+    from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.policy.snapshot import HostOffer
-    from hvd_elastic.telemetry.summary import summarize
+    from hvd_elastic.records.summary import summarize
 
     prices: dict[str, float | None] = {}
     place = folder.read_run().get("hostfile")
@@ -160,7 +160,7 @@ def _todo(folder: RunFolder, evidence: Evidence) -> float | None:
 
 
 def _notes(evidence: Evidence, found: Sequence[Forecast], todo: float | None) -> list[str]:
-    from hvd_elastic.telemetry.wording import number_words
+    from hvd_elastic.records.wording import number_words
 
     worlds = sorted(evidence.worlds)
     timed = ", ".join(f"{count(s, 'slot')} on {count(h, 'host')}" for h, s in worlds[:6])
@@ -188,8 +188,8 @@ def _notes(evidence: Evidence, found: Sequence[Forecast], todo: float | None) ->
 def _write(
     folder: RunFolder, found: Sequence[Forecast], notes: Sequence[str], out: Path | None
 ) -> Path:
-    from hvd_elastic.telemetry.page import write_page
-    from hvd_elastic.telemetry.plan_page import render_plan
+    from hvd_elastic.views.page import write_page
+    from hvd_elastic.views.plan_page import render_plan
 
     path = folder.path / "plan.html" if out is None else out
     write_page(path, render_plan(folder.run_id, found, notes))
@@ -225,7 +225,7 @@ def _entry_as_json(entry: Forecast) -> dict[str, Any]:
 
 
 def _show(found: Sequence[Forecast], notes: Sequence[str], path: Path) -> None:
-    from hvd_elastic.telemetry.plan_page import plan_cells
+    from hvd_elastic.views.plan_page import plan_cells
 
     heads, rows = plan_cells(found)
     lines = [heads, *rows]

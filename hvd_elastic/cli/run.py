@@ -22,12 +22,12 @@ from hvd_elastic.errors import (
     SeveralErrors,
     UsageError,
 )
-from hvd_elastic.words import count
+from hvd_elastic.formatting import count
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.hostfile import Host
-    from hvd_elastic.launch.spec import RunSpec
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.hosts.hostfile import Host
+    from hvd_elastic.leader.spec import RunSpec
+    from hvd_elastic.records.run_folder import RunFolder
 
 __all__ = ["run"]
 
@@ -206,7 +206,7 @@ def run(
 
     Exit status: 0 when training finished, 1 when it failed, 2 for wrong usage, 130 when stopped.
     """
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.run_folder import RunFolder
 
     if resume is not None:
         _check_resume_options(context)
@@ -253,10 +253,10 @@ def run(
             tensorboard=tensorboard,
             scaling=scaling,
         )
-        from hvd_elastic.launch.checkpoint_place import check_new_place
+        from hvd_elastic.checkpoint.place import check_new_place
 
         if mpi:
-            from hvd_elastic.launch.mpi import run_mpi
+            from hvd_elastic.leader.mpi import run_mpi
 
             raise typer.Exit(run_mpi(spec, os.environ))
         if spec.checkpoint_folder is not None:
@@ -294,7 +294,7 @@ def _spec(
     tensorboard: bool,
     scaling: ScalingOptions,
 ) -> RunSpec:
-    from hvd_elastic.launch.spec import RunSpec
+    from hvd_elastic.leader.spec import RunSpec
 
     return RunSpec(
         command=tuple(command),
@@ -324,7 +324,7 @@ def _spec(
 
 def _ssh_config_for(hostfile: Path | None, ssh_config: Path | None) -> str | None:
     """The one that is named, else that of a virtual cluster, else None: the user's."""
-    from hvd_elastic.cluster.ssh_config import config_beside
+    from hvd_elastic.hosts.ssh_config import config_beside
 
     if ssh_config is None and hostfile is not None:
         ssh_config = config_beside(hostfile)
@@ -346,7 +346,7 @@ def _raise_together(*checks: Callable[[], None]) -> None:
 
 
 def _check_hostfile(hostfile: Path | None, np: int | None, min_np: int, spares: int) -> None:
-    from hvd_elastic.cluster.hostfile import parse_hostfile
+    from hvd_elastic.hosts.hostfile import parse_hostfile
 
     if hostfile is None:
         return
@@ -367,7 +367,7 @@ def _check_hostfile(hostfile: Path | None, np: int | None, min_np: int, spares: 
 
 
 def _pinned(names: str | None, hostfile: Path | None) -> list[Host]:
-    from hvd_elastic.cluster.hostfile import expand_hosts, parse_hostfile
+    from hvd_elastic.hosts.hostfile import expand_hosts, parse_hostfile
 
     if names is None:
         return []
@@ -444,7 +444,7 @@ def _check_preemption_command(command: str | None) -> None:
 
 
 def _check_patience(failure_timeout: float) -> None:
-    from hvd_elastic.launch.spec import SHORTEST_HEARTBEAT_S
+    from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S
 
     least = 2 * SHORTEST_HEARTBEAT_S
     if failure_timeout < least:
@@ -461,7 +461,7 @@ def _check_policy(policy: str) -> None:
 
 
 def _check_tensorboard(wanted: bool, *, mpi: bool) -> None:
-    from hvd_elastic.telemetry.tensorboard import check_tensorboard
+    from hvd_elastic.records.tensorboard import check_tensorboard
 
     if not wanted:
         return
@@ -482,7 +482,7 @@ def _check_ssh_config(ssh_config: Path | None) -> None:
 
 
 def _checkpoint_folder(place: str | None) -> str | None:
-    from hvd_elastic.launch.checkpoint_url import is_url
+    from hvd_elastic.checkpoint.url import is_url
 
     if place is None or is_url(place):
         return place
@@ -512,7 +512,7 @@ def _check_command(command: list[str] | None) -> None:
 def _folder_to_resume(run_id: str, hostfile: Path | None, ssh_config: Path | None) -> RunFolder:
     """The run's folder; where another machine led it, a new one, of what its hosts know of it."""
     from hvd_elastic.config import runs_folder
-    from hvd_elastic.telemetry.runfolder import RunFolder, check_run_id
+    from hvd_elastic.records.run_folder import RunFolder, check_run_id
 
     if (runs_folder() / check_run_id(run_id)).is_dir():
         return RunFolder.open(run_id)
@@ -526,9 +526,9 @@ def _folder_to_resume(run_id: str, hostfile: Path | None, ssh_config: Path | Non
             ) from error
     from dataclasses import replace
 
-    from hvd_elastic.cluster.hostfile import parse_hostfile
-    from hvd_elastic.cluster.ssh import SshOptions
-    from hvd_elastic.launch.regain import WHAT_IS_TRUSTED, find_run
+    from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.hosts.ssh import SshOptions
+    from hvd_elastic.leader.recovery import WHAT_IS_TRUSTED, find_run
 
     config = _ssh_config_for(hostfile, ssh_config)
     options = SshOptions(config_path=None if config is None else Path(config))
@@ -546,7 +546,7 @@ def _folder_to_resume(run_id: str, hostfile: Path | None, ssh_config: Path | Non
 
 
 def _check_not_complete(folder: RunFolder) -> None:
-    from hvd_elastic.telemetry.summary import summarize
+    from hvd_elastic.records.summary import summarize
 
     if summarize(folder.read_events()).status == "succeeded":
         raise RunError(
@@ -578,7 +578,7 @@ def _resumed_spec(
 ) -> RunSpec:
     from dataclasses import replace
 
-    from hvd_elastic.launch.spec import RunSpec
+    from hvd_elastic.leader.spec import RunSpec
 
     if command:
         raise UsageError(
@@ -638,10 +638,10 @@ def _lead(
     import json
     import time
 
-    from hvd_elastic.launch.leader import Leader
-    from hvd_elastic.launch.spec import forwarded_environment
-    from hvd_elastic.telemetry.tensorboard import TensorBoardWriter
-    from hvd_elastic.telemetry.terminal import LastingView, unless_nobody_reads
+    from hvd_elastic.leader.leader import Leader
+    from hvd_elastic.leader.spec import forwarded_environment
+    from hvd_elastic.records.tensorboard import TensorBoardWriter
+    from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
 
     def warn(message: str) -> None:
         show_event({"t": time.time(), "kind": "warning", "message": message})

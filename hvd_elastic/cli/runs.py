@@ -17,13 +17,13 @@ import typer
 
 from hvd_elastic.cli.numbers import parse_duration, parse_whole_number, whole_number_option
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.words import count, worker_name
+from hvd_elastic.formatting import count, worker_name
 
 if TYPE_CHECKING:
-    from hvd_elastic.telemetry.audit import AuditResult
-    from hvd_elastic.telemetry.records import EventFollower, LineFollower, Record
-    from hvd_elastic.telemetry.runfolder import RunFolder
-    from hvd_elastic.telemetry.summary import Draining, RunSummary
+    from hvd_elastic.records.audit import AuditResult
+    from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record
+    from hvd_elastic.records.run_folder import RunFolder
+    from hvd_elastic.records.summary import Draining, RunSummary
 
 __all__ = [
     "attach",
@@ -59,8 +59,8 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
       hvd-elastic status
       hvd-elastic status digits-3 --json
     """
-    from hvd_elastic.telemetry.runfolder import RunFolder
-    from hvd_elastic.telemetry.summary import summarize
+    from hvd_elastic.records.run_folder import RunFolder
+    from hvd_elastic.records.summary import summarize
 
     folder = RunFolder.open(run)
     alive = folder.leader_alive()
@@ -100,7 +100,7 @@ def list_(
       hvd-elastic list -n 0 --json
     """
     from hvd_elastic.config import runs_folder
-    from hvd_elastic.telemetry.runfolder import list_runs
+    from hvd_elastic.records.run_folder import list_runs
 
     runs = list_runs()
     rows = [_list_row(run) for run in (runs[:limit] if limit else runs)]
@@ -145,8 +145,8 @@ def logs(
       hvd-elastic logs digits-3 -f --host node2
       hvd-elastic logs digits-3 --leader -n 200
     """
-    from hvd_elastic.telemetry.records import LineFollower
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.json_lines import LineFollower
+    from hvd_elastic.records.run_folder import RunFolder
 
     folder = RunFolder.open(run)
     followers: dict[Path, LineFollower] = {}
@@ -180,9 +180,9 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
       hvd-elastic attach digits-3
       hvd-elastic attach digits-3 --json     one event a line
     """
-    from hvd_elastic.telemetry.records import EventFollower
-    from hvd_elastic.telemetry.runfolder import RunFolder
-    from hvd_elastic.telemetry.terminal import RunView
+    from hvd_elastic.records.json_lines import EventFollower
+    from hvd_elastic.records.run_folder import RunFolder
+    from hvd_elastic.views.terminal import RunView
 
     folder = RunFolder.open(run)
     # In this order: what the script printed before the end is there when the end is read.
@@ -232,8 +232,8 @@ def stop(
       hvd-elastic stop digits-3
       hvd-elastic stop digits-3 --no-wait
     """
-    from hvd_elastic.telemetry.runfolder import RunFolder
-    from hvd_elastic.telemetry.wording import resume_words
+    from hvd_elastic.records.run_folder import RunFolder
+    from hvd_elastic.records.wording import resume_words
 
     folder = RunFolder.open(run)
     message = folder.ask_leader("stop", {"reason": "asked to by hvd-elastic stop"})
@@ -264,7 +264,7 @@ def scale(
       hvd-elastic scale digits-3 4
       hvd-elastic scale digits-3 auto
     """
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.run_folder import RunFolder
 
     wanted = _parse_np(np)
     folder = RunFolder.open(run)
@@ -287,7 +287,7 @@ def policy(
       hvd-elastic policy digits-3 pause
       hvd-elastic policy digits-3 resume
     """
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.run_folder import RunFolder
 
     if do not in ("pause", "resume"):
         raise UsageError(f"a policy can be told to pause or resume, not to {do!r}")
@@ -321,8 +321,8 @@ def drain(
       hvd-elastic drain digits-3 node2 --in 120s --no-wait
       hvd-elastic drain digits-3 node2 --undo
     """
-    from hvd_elastic.telemetry.records import EventFollower
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.json_lines import EventFollower
+    from hvd_elastic.records.run_folder import RunFolder
 
     if undo and leave_in is not None:
         raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
@@ -359,8 +359,8 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
       echo 'exec hvd-elastic discover digits-3' > hosts.sh; chmod +x hosts.sh
       horovodrun -np 2 --host-discovery-script ./hosts.sh python train.py
     """
-    from hvd_elastic.telemetry.records import iter_events
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.json_lines import iter_events
+    from hvd_elastic.records.run_folder import RunFolder
 
     folder = RunFolder.open(run)
     hosts = None
@@ -408,8 +408,8 @@ def report(
       hvd-elastic report
       hvd-elastic report digits-3 --out digits.html --open
     """
-    from hvd_elastic.telemetry.report import write_report
-    from hvd_elastic.telemetry.runfolder import RunFolder
+    from hvd_elastic.records.run_folder import RunFolder
+    from hvd_elastic.views.report import write_report
 
     folder = RunFolder.open(run)
     result = write_report(folder, out)
@@ -461,7 +461,7 @@ def _state(status: str, *, alive: bool, waiting: bool = False, until: float | No
 def _status_rows(
     folder: RunFolder, summary: RunSummary, state: str, until: float | None
 ) -> list[tuple[str, str]]:
-    from hvd_elastic.telemetry.wording import duration_words, number_words, progress_words
+    from hvd_elastic.records.wording import duration_words, number_words, progress_words
 
     words = {
         "leaderless": (
@@ -516,7 +516,7 @@ def _status_rows(
 
 def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
     """What the run came to, in the words of its end."""
-    from hvd_elastic.telemetry.wording import duration_words, number_words, outcome_words
+    from hvd_elastic.records.wording import duration_words, number_words, outcome_words
 
     state = _state(summary.status, alive=alive, waiting=bool(summary.waiting))
     outcome = outcome_words(state, summary.steps, summary.examples, summary.message)
@@ -533,7 +533,7 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
 
 def _time_left_words(summary: RunSummary, found: Draining) -> str:
     """That a host is still being left, and until when it can be."""
-    from hvd_elastic.telemetry.wording import duration_words
+    from hvd_elastic.records.wording import duration_words
 
     if found.leave_in_s is None or summary.started is None:
         return "being left"
@@ -542,7 +542,7 @@ def _time_left_words(summary: RunSummary, found: Draining) -> str:
 
 
 def _batch_words(summary: RunSummary) -> str:
-    from hvd_elastic.telemetry.wording import number_words
+    from hvd_elastic.records.wording import number_words
 
     plan = summary.batch_plan
     text = f"{number_words(plan.get('global_batch_size'))} examples"
@@ -557,7 +557,7 @@ def _batch_words(summary: RunSummary) -> str:
 
 
 def _rescale_words(summary: RunSummary) -> str:
-    from hvd_elastic.telemetry.wording import duration_words
+    from hvd_elastic.records.wording import duration_words
 
     pause_s = summary.longest_pause_s
     longest = f", longest pause {duration_words(pause_s)}" if pause_s is not None else ""
@@ -565,7 +565,7 @@ def _rescale_words(summary: RunSummary) -> str:
 
 
 def _print_latest(records: list[Record], count: int = 8) -> None:
-    from hvd_elastic.telemetry.wording import Narrator
+    from hvd_elastic.records.wording import Narrator
 
     narrator = Narrator()
     told = [(event, line) for event in records for line in narrator.tell(event)]
@@ -578,8 +578,8 @@ def _print_latest(records: list[Record], count: int = 8) -> None:
 
 def _list_row(folder: RunFolder) -> dict[str, Any]:
     """Told from the end of the events alone: a list of many long runs must not take minutes."""
-    from hvd_elastic.telemetry.records import read_last_events
-    from hvd_elastic.telemetry.summary import summarize
+    from hvd_elastic.records.json_lines import read_last_events
+    from hvd_elastic.records.summary import summarize
 
     summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
     alive = folder.leader_alive()
@@ -630,7 +630,7 @@ def _last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], Li
 
     With ``whole`` a last line that is not finished is left to the follower.
     """
-    from hvd_elastic.telemetry.records import LineFollower
+    from hvd_elastic.records.json_lines import LineFollower
 
     size = path.stat().st_size
     tail_bytes = _TAIL_BYTES
@@ -684,7 +684,7 @@ def _wait_until_drained(
 
 
 def _wait_for_end(folder: RunFolder) -> Record | None:
-    from hvd_elastic.telemetry.records import read_last_events
+    from hvd_elastic.records.json_lines import read_last_events
 
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while folder.leader_alive():

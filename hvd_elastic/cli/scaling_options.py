@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.cli.numbers import parse_duration
 from hvd_elastic.errors import HostfileError, UsageError
-from hvd_elastic.words import count, hosts_named
+from hvd_elastic.formatting import count, hosts_named
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.objective import Objective
@@ -151,7 +151,7 @@ class ScalingOptions:
             )
 
     def _hosts_of(self, hostfile: Path | None) -> Sequence[PricedHost]:
-        from hvd_elastic.cluster.hostfile import parse_hostfile, require_prices
+        from hvd_elastic.hosts.hostfile import parse_hostfile, require_prices
 
         if hostfile is None:
             raise UsageError("--objective cost needs a --hostfile that has price= for each host")

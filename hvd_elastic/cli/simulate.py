@@ -99,7 +99,7 @@ def simulate(
 
 
 def _show(summary: dict[str, Any]) -> None:
-    from hvd_elastic.telemetry.wording import duration_words, number_words
+    from hvd_elastic.records.wording import duration_words, number_words
 
     for decision in summary["decisions"]:
         at = duration_words(decision["at_s"])

@@ -91,22 +91,22 @@ def runclust() -> None:
     status = warm.call(sys.argv[1:])
     if status is not None:
         os._exit(status)
-    _call("hvd_elastic.cli.clust", "runclust_main")
+    _call("hvd_elastic.cli.cluster_tools", "runclust_main")
 
 
 def copyclust() -> None:
     """Entry point of ``copyclust``."""
-    _start("hvd_elastic.cli.clust", "copyclust_main")
+    _start("hvd_elastic.cli.cluster_tools", "copyclust_main")
 
 
 def killclust() -> None:
     """Entry point of ``killclust``."""
-    _start("hvd_elastic.cli.clust", "killclust_main")
+    _start("hvd_elastic.cli.cluster_tools", "killclust_main")
 
 
 def checkclust() -> None:
     """Entry point of ``checkclust``."""
-    _start("hvd_elastic.cli.clust", "checkclust_main")
+    _start("hvd_elastic.cli.cluster_tools", "checkclust_main")
 
 
 def virtclust() -> None:

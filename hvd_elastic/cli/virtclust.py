@@ -18,10 +18,10 @@ import typer.main
 from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.numbers import number_option, parse_whole_number
 from hvd_elastic.errors import HvdElasticError, UsageError
-from hvd_elastic.words import count
+from hvd_elastic.formatting import count
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.virtual import VirtualCluster
 
 __all__ = ["app", "main"]
 
@@ -134,8 +134,8 @@ def up(
 
     Hosts see this machine's files, except that /data, /tmp and /run are their own.
     """
-    from hvd_elastic.cluster.virtual import VirtualCluster
-    from hvd_elastic.cluster.virtual.plan import parse_shape
+    from hvd_elastic.virtual import VirtualCluster
+    from hvd_elastic.virtual.plan import parse_shape
 
     wanted = parse_shape(shape)
     begun = time.monotonic()
@@ -177,7 +177,7 @@ def down(
     as_json: bool = _JSON,
 ) -> None:
     """End a cluster and leave nothing behind, also after a crash or a killed virtclust."""
-    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.virtual import VirtualCluster
 
     if every and name is not None:
         raise UsageError("--all and --name exclude each other; leave one out")
@@ -197,7 +197,7 @@ def down(
 def _act(
     host: str, name: str | None, action: str, done: str, as_json: bool, **options: Any
 ) -> None:
-    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.virtual import VirtualCluster
 
     cluster, full_name = VirtualCluster.find_host(host, name)
     getattr(cluster, action)(full_name, **options)
@@ -243,7 +243,7 @@ def add(
     as_json: bool = _JSON,
 ) -> None:
     """Make more hosts of the same kind; the hostfile grows by them."""
-    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.virtual import VirtualCluster
 
     cluster = VirtualCluster.find(name)
     names = cluster.add(hosts)
@@ -257,7 +257,7 @@ def hostfile(
     as_json: bool = _JSON,
 ) -> None:
     """Print a cluster's hostfile."""
-    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.virtual import VirtualCluster
 
     cluster = VirtualCluster.find(name)
     text = cluster.hostfile.read_text()
@@ -268,7 +268,7 @@ def hostfile(
 @app.command("list", epilog="Example: virtclust list --json")
 def list_(as_json: bool = _JSON) -> None:
     """List the clusters of this user."""
-    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.virtual import VirtualCluster
 
     records: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -290,7 +290,7 @@ def list_(as_json: bool = _JSON) -> None:
 @app.command(epilog="Example: virtclust status --name vc1")
 def status(name: str | None = _NAME, as_json: bool = _JSON) -> None:
     """Show a cluster's hosts and how they stand: up, cut or off."""
-    from hvd_elastic.cluster.virtual import VirtualCluster
+    from hvd_elastic.virtual import VirtualCluster
 
     record = _describe(VirtualCluster.find(name))
     _say(
@@ -313,8 +313,8 @@ def run(
     name: str | None = _NAME,
 ) -> None:
     """Run a command on a host through ssh; its exit status is the command's."""
-    from hvd_elastic.cluster.virtual import VirtualCluster
-    from hvd_elastic.cluster.virtual.tools import find_tool
+    from hvd_elastic.virtual import VirtualCluster
+    from hvd_elastic.virtual.tools import find_tool
 
     cluster, full_name = VirtualCluster.find_host(host, name)
     words = list(command or [])

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvd_elastic.cluster import ssh_config
-from hvd_elastic.cluster.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
-from hvd_elastic.cluster.hostfile import Host
-from hvd_elastic.cluster.known_hosts import fingerprint
-from hvd_elastic.cluster.ssh import SshOptions, connect, is_local
 from hvd_elastic.errors import LoginRefusedError, SshError
+from hvd_elastic.hosts import ssh_config
+from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.known_hosts import fingerprint
+from hvd_elastic.hosts.ssh import SshOptions, connect, is_local
 
 __all__ = ["LeaderKey", "bring_key", "find_leader_key"]
 

@@ -6,7 +6,7 @@ the keeper or of a call.
 
 from __future__ import annotations
 
-from hvd_elastic.cluster.remote.keep_wire import (
+from hvd_elastic.hosts.programs.keep_wire import (
     DRAINED,
     ERR,
     EXIT,

@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.cluster import keep_socket
-from hvd_elastic.cluster.connection import Connection, SshOptions
-from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.keep_bounds import Bounds
 from hvd_elastic.cluster.kept import KEY_BYTES
-from hvd_elastic.cluster.process import CHUNK_BYTES
-from hvd_elastic.cluster.remote import keep_wire
-from hvd_elastic.cluster.remote.keep_wire import MARK, WINDOW_BYTES, Frames, frame, pack_number
-from hvd_elastic.cluster.scripts import start_program
-from hvd_elastic.cluster.ssh import connect
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.hosts.connection import Connection, SshOptions
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.process import CHUNK_BYTES
+from hvd_elastic.hosts.programs import keep_wire
+from hvd_elastic.hosts.programs.keep_wire import MARK, WINDOW_BYTES, Frames, frame, pack_number
+from hvd_elastic.hosts.remote_python import start_program
+from hvd_elastic.hosts.ssh import connect
 
 __all__ = ["Keeper"]
 

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from hvd_elastic.cluster import keep_socket
-from hvd_elastic.cluster.connection import SshOptions
 from hvd_elastic.cluster.kept import KeptHosts
-from hvd_elastic.cluster.ssh_config import needs_folder, read_config_text
 from hvd_elastic.config import home
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.ssh_config import needs_folder, read_config_text
 
 __all__ = ["attach", "attach_through", "stop_keepers"]
 

@@ -1,6 +1,6 @@
 """A call's way to the hosts whose connections a keeper holds.
 
-:class:`KeptHosts` stands where :func:`hvd_elastic.cluster.ssh.connect` does: a host that is kept is
+:class:`KeptHosts` stands where :func:`hvd_elastic.hosts.ssh.connect` does: a host that is kept is
 there at once, others are connected to, by the keeper if they are to be kept as well.
 """
 
@@ -21,13 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.closing import Closing
-from hvd_elastic.cluster.connection import Connection, SshOptions
-from hvd_elastic.cluster.hostfile import Host
-from hvd_elastic.cluster.process import CHUNK_BYTES
-from hvd_elastic.cluster.remote import keep_wire
-from hvd_elastic.cluster.remote.keep_wire import WINDOW_BYTES, frame, pack_number, unpack_number
-from hvd_elastic.cluster.ssh import connect, is_local
-from hvd_elastic.cluster.ssh_config import read_config_text
 from hvd_elastic.errors import (
     HostKeyError,
     HostUnknownError,
@@ -35,6 +28,13 @@ from hvd_elastic.errors import (
     LoginRefusedError,
     SshError,
 )
+from hvd_elastic.hosts.connection import Connection, SshOptions
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.process import CHUNK_BYTES
+from hvd_elastic.hosts.programs import keep_wire
+from hvd_elastic.hosts.programs.keep_wire import WINDOW_BYTES, frame, pack_number, unpack_number
+from hvd_elastic.hosts.ssh import connect, is_local
+from hvd_elastic.hosts.ssh_config import read_config_text
 
 __all__ = ["KEY_BYTES", "MARSHAL_VERSION", "KeptGoneError", "KeptHost", "KeptHosts", "KeptProcess"]
 
@@ -84,7 +84,7 @@ class KeptHosts(Closing):
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def connect(self, host: Host, options: SshOptions) -> Connection | KeptHost:
-        """As :func:`hvd_elastic.cluster.ssh.connect`."""
+        """As :func:`hvd_elastic.hosts.ssh.connect`."""
         if is_local(host, options):
             return connect(host, options)
         key = self._key(host)
@@ -220,7 +220,7 @@ class _Stdin:
     process: KeptProcess
 
     def write(self, data: bytes) -> int:
-        """As that of a :class:`hvd_elastic.cluster.process.RemoteProcess`."""
+        """As that of a :class:`hvd_elastic.hosts.process.RemoteProcess`."""
         self.process.write(data)
         return len(data)
 

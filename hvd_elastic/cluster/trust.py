@@ -7,17 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from hvd_elastic.cluster.fanout import HostResult, fan_out
-from hvd_elastic.cluster.hostfile import Host
-from hvd_elastic.cluster.known_hosts import HostKey, KeyState, remember
-from hvd_elastic.cluster.ssh import (
-    SshOptions,
-    is_local,
-    jump_hosts,
-    own_known_hosts,
-    read_host_key,
-)
 from hvd_elastic.errors import SshError
+from hvd_elastic.hosts.fanout import HostResult, fan_out
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.known_hosts import HostKey, KeyState, remember
+from hvd_elastic.hosts.ssh import SshOptions, is_local, jump_hosts, own_known_hosts, read_host_key
 
 __all__ = ["ShownKey", "TrustState", "trust_hosts"]
 

@@ -14,7 +14,7 @@ from hvd_elastic.control.commands import Leave, StartAgent, StartWorker, StopAge
 from hvd_elastic.control.events import AgentFailed, AgentLost, FoundWorker
 from hvd_elastic.control.membership import Seat, SlotId
 from hvd_elastic.control.outbox import Outbox
-from hvd_elastic.words import hosts_named, plural, worker_name
+from hvd_elastic.formatting import hosts_named, plural, worker_name
 
 __all__ = ["Agent", "AgentState", "Fleet", "Slot", "Stage", "Worker", "backoff"]
 

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hvd_elastic.control import events as ev
+from hvd_elastic.control.backoff import Lessons
 from hvd_elastic.control.commands import (
     Abort,
     Announce,
@@ -37,7 +38,6 @@ from hvd_elastic.control.commands import (
 from hvd_elastic.control.endings import Endings, how_it_ended
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker, backoff
-from hvd_elastic.control.lessons import Lessons
 from hvd_elastic.control.limits import MachineConfig
 from hvd_elastic.control.membership import (
     SlotId,
@@ -48,7 +48,7 @@ from hvd_elastic.control.membership import (
     target_size,
 )
 from hvd_elastic.control.outbox import Outbox
-from hvd_elastic.words import count, hosts_named, plural, worker_name
+from hvd_elastic.formatting import count, hosts_named, plural, worker_name
 
 __all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
 

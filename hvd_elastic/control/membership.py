@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hvd_elastic.control.commands import Member
 from hvd_elastic.control.events import HostSlots
-from hvd_elastic.words import count, plural
+from hvd_elastic.formatting import count, plural
 
 __all__ = [
     "Seat",

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvd_elastic.control.events import GenerationStuck, WorkerSilent
-from hvd_elastic.words import count, plural
+from hvd_elastic.formatting import count, plural
 
 __all__ = ["Activity", "ProgressWatch"]
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvd_elastic.formatting import count, hosts_named
 from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.step_time import Observation
 from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.place import placements, sizes_to_try
 from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
-from hvd_elastic.words import count, hosts_named
 
 __all__ = [
     "Miss",

@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 
+from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import best_batch_plan
 from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import HostOffer
-from hvd_elastic.words import count
 
 __all__ = ["Forecast", "forecast"]
 

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.errors import UsageError
+from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.snapshot import HostOffer
-from hvd_elastic.words import count
 
 __all__ = ["Change", "Trace", "Workload", "read_trace"]
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import BatchLimits, nearest_plan
-from hvd_elastic.words import count
 
 __all__ = ["batch_limits", "bounds_at_odds", "require_whole"]
 

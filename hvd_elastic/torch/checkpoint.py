@@ -1,6 +1,6 @@
 """Training state to and from checkpoint shards, while training goes on.
 
-What a checkpoint is as files stands in :mod:`hvd_elastic.launch.checkpoints`; here PyTorch puts a
+What a checkpoint is as files stands in :mod:`hvd_elastic.checkpoint.files`; here PyTorch puts a
 nest of plain data and tensors into one. What all ranks hold alike (parameters, optimizer state) is
 one stream of bytes, of which every rank writes its part; everything else is in the header of
 shard 0, as rank 0 has it.
@@ -35,13 +35,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_elastic.checkpoint.files import HashingWriter, ShardInfo, parse_manifest, write_shard
 from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
-from hvd_elastic.launch.checkpoints import (
-    HashingWriter,
-    ShardInfo,
-    parse_manifest,
-    write_shard,
-)
 from hvd_elastic.torch.progress import Progress
 
 __all__ = [

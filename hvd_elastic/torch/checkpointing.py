@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hvd_elastic.errors import HvdElasticError
-from hvd_elastic.launch.checkpoints import (
+from hvd_elastic.checkpoint.files import (
     ShardInfo,
     complete_checkpoint,
     describe_shard,
     find_shards,
 )
+from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.torch.checkpoint import Content, ShardWriter, new_shard
 
 if TYPE_CHECKING:

@@ -248,7 +248,7 @@ def _run_with_horovod_elastic(ctx: Context, state: State, train: Callable[[], Re
 def _restore_newest(ctx: Context) -> None:
     folder = ctx.sink.checkpoint_folder
     if ctx.engine.rank == 0 and folder and Path(folder).is_dir():
-        from hvd_elastic.launch.checkpoints import newest_valid
+        from hvd_elastic.checkpoint.files import newest_valid
 
         newest = newest_valid(
             folder, on_skip=lambda path, why: warnings.warn(f"skipped {path}: {why}", stacklevel=2)

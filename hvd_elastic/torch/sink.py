@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_elastic.launch.worker import AgentLink
-from hvd_elastic.telemetry.tensorboard import TensorBoardWriter, check_tensorboard
+from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
 
 __all__ = ["FileSink", "Sink", "open_sink"]
 

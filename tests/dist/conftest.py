@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import RunningJob, Stage
 
 # Training scripts of the tests: run by workers, not to be imported for their doctests.

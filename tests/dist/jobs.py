@@ -17,9 +17,9 @@ import psutil
 import pytest
 from typing_extensions import Self
 
-from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.telemetry.audit import AuditResult, check_audit
-from hvd_elastic.telemetry.records import Record, read_events
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.records.audit import AuditResult, check_audit
+from hvd_elastic.records.json_lines import Record, read_events
 from tests.dist.running import Stage
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 from typing_extensions import Self
 
-from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.telemetry.audit import AuditResult, check_audit
-from hvd_elastic.telemetry.records import EventFollower, Record, read_events
-from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.records.audit import AuditResult, check_audit
+from hvd_elastic.records.json_lines import EventFollower, Record, read_events
+from hvd_elastic.records.run_folder import RunFolder
 
 __all__ = ["CLEAN_S", "ROOT", "RunningJob", "Stage", "WorkerProcess"]
 
@@ -35,7 +35,7 @@ DEADLINE_S = 120.0
 CLEAN_S = 15.0
 """Nothing of ours is left on any host this long after a run's end, however it ended."""
 POLL_S = 0.02
-_AGENT = "hvd_elastic.launch.agent"
+_AGENT = "hvd_elastic.agent.agent"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.launch.checkpoints import complete_checkpoint
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.checkpoint.files import complete_checkpoint
 from tests.dist import jobs
 from tests.dist.jobs import TINY, Job, assert_nothing_left, call, hostfile_of, write_script
 from tests.small_disk import mounted
-from tests.unit.launch.test_checkpoints import spooled
+from tests.unit.checkpoint.test_files import spooled
 
 pytestmark = pytest.mark.dist
 
@@ -171,7 +171,7 @@ def interpreter(folder: Path, kind: str) -> Path:
         }[kind]
         root = Path(__file__).resolve().parents[2]
         program = f"import sys; sys.path.insert(0, {str(root)!r}); {fault}; import runpy; "
-        program += "runpy.run_module('hvd_elastic.launch.agent', run_name='__main__')"
+        program += "runpy.run_module('hvd_elastic.agent.agent', run_name='__main__')"
         path.write_text(f"#!/bin/sh\nexec {python} -c {shlex.quote(program)}\n")
     path.chmod(0o755)
     return path

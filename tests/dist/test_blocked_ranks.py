@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
 from tests.dist.jobs import Job, assert_nothing_left, hostfile_of, write_script
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.launch.checkpoints import find_checkpoints, find_shards, newest_valid
+from hvd_elastic.checkpoint.files import find_checkpoints, find_shards, newest_valid
 from tests.dist.conftest import StartJob
 from tests.dist.running import PROBE, RunningJob, Stage
 from tests.small_disk import mounted

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.telemetry.records import read_events
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.records.json_lines import read_events
 from tests.dist import jobs
 from tests.dist.jobs import (
     ROOT,

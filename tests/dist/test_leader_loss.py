@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hvd_elastic.cluster.virtual.plan import interface_name
+from hvd_elastic.virtual.plan import interface_name
 from tests.dist.conftest import StartJob
 from tests.dist.running import DEADLINE_S, ROOT, RunningJob, Stage
 

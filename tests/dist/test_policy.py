@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.telemetry.records import Record
+from hvd_elastic.records.json_lines import Record
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob
 

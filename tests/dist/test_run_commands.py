@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.telemetry.records import read_events
+from hvd_elastic.records.json_lines import read_events
 from tests.dist import jobs
 from tests.dist.jobs import (
     START_S,

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvd_elastic.cluster.virtual.netns import why_no_namespaces
+from hvd_elastic.virtual.netns import why_no_namespaces
 from tests.dist.conftest import LOOPBACK
 from tests.dist.jobs import ROOT, ended, environment
 

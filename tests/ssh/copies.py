@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster, netns
+from hvd_elastic.virtual import VirtualCluster, netns
 
 NO_NAMESPACES = netns.why_no_namespaces()
 MARKS = [
@@ -40,7 +40,7 @@ class Bed:
         }
 
     def argv(self, *arguments: str, hostfile: Path | None = None) -> list[str]:
-        program = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
+        program = "from hvd_elastic.cli.cluster_tools import copyclust_main; copyclust_main()"
         hosts = str(hostfile or self.cluster.hostfile)
         return [sys.executable, "-c", program, hosts, *arguments, "--json"]
 

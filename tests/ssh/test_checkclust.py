@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster
-from hvd_elastic.cluster.virtual.netns import why_no_namespaces
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.virtual.netns import why_no_namespaces
 from tests.ssh.sshd import AVAILABLE, SSHD, make_key
 
 pytestmark = [
@@ -99,7 +99,7 @@ class Checked:
                 *[
                     sys.executable,
                     "-c",
-                    "from hvd_elastic.cli.clust import checkclust_main as m; m()",
+                    "from hvd_elastic.cli.cluster_tools import checkclust_main as m; m()",
                 ],
                 *[str(cluster.hostfile), "--json", "--python", "/data/python", "--code", str(code)],
                 *[
@@ -174,7 +174,7 @@ def test_bootstrap_asks_for_a_password_once(cluster: VirtualCluster, tmp_path: P
             HOME=str(tmp_path), HVD_ELASTIC_HOME=str(tmp_path / "own"), PYTHONPATH=str(CHECKOUT)
         )
         os.environ.pop("SSH_AUTH_SOCK", None)
-        program = "from hvd_elastic.cli.clust import checkclust_main as m; m()"
+        program = "from hvd_elastic.cli.cluster_tools import checkclust_main as m; m()"
         arguments = [str(hostfile), "-F", str(config), "--no-network", "--bootstrap"]
         os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
     shown, asked = "", 0

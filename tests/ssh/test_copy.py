@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.virtual import plan
+from hvd_elastic.virtual import plan
 from tests import small_disk
 from tests.ssh.copies import (
     HOSTS,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.virtual import plan
+from hvd_elastic.virtual import plan
 from tests.ssh.copies import HOSTS, MARKS, MB, Bed, bed, made, wait_until
 
 __all__ = ["bed", "made"]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.hostfile import expand_hosts
+from hvd_elastic.hosts.hostfile import expand_hosts
 from tests.command_lines import CommandLines
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
@@ -232,7 +232,7 @@ def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
         # Not getrusage, which begins with what the parent had.
         "peak = lambda: re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]\n"
         "atexit.register(lambda: print(peak(), file=sys.stderr))\n"
-        "from hvd_elastic.cli.clust import runclust_main; runclust_main()\n"
+        "from hvd_elastic.cli.cluster_tools import runclust_main; runclust_main()\n"
     )
     command = "head -c 75000000 /dev/zero; echo; yes 0123456 | head -c 75000000"
     for options in ([], ["--gather"]):

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster
+from hvd_elastic.virtual import VirtualCluster
 from tests.command_lines import CommandLines
 from tests.dist import conftest, jobs
 from tests.dist.jobs import Job, assert_nothing_left, call, hostfile_of, write_script
@@ -326,7 +326,7 @@ def test_only_the_ring_and_sshd_listen_on_the_network(live: LiveRun) -> None:
         pids = live.hosts.pids(host)
         ours = listeners_of(pids)
         # sshd runs the agent through a shell that replaces itself by it.
-        agents = {pid for pid in pids if b"hvd_elastic.launch.agent" in cmdline(pid)}
+        agents = {pid for pid in pids if b"hvd_elastic.agent.agent" in cmdline(pid)}
         workers = {pid for pid in pids if b"--until" in cmdline(pid)}
         assert agents
         assert workers

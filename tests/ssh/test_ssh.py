@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.connection import Connection
-from hvd_elastic.cluster.hostfile import Host
-from hvd_elastic.cluster.ssh import (
+from hvd_elastic.errors import HostKeyError, HostUnreachableError, SshError
+from hvd_elastic.hosts.connection import Connection
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.ssh import (
     CommandTimeoutError,
     LocalConnection,
     SshConnection,
@@ -24,7 +25,6 @@ from hvd_elastic.cluster.ssh import (
     connect,
     is_local,
 )
-from hvd_elastic.errors import HostKeyError, HostUnreachableError, SshError
 from tests.ssh import sshd as private_sshd
 from tests.ssh.sshd import Sshd
 
@@ -396,7 +396,7 @@ def test_what_counts_as_this_machine(tmp_path: Path) -> None:
 
 def test_importing_is_quick() -> None:
     program = (
-        "import sys, hvd_elastic.cluster.ssh as s; "
+        "import sys, hvd_elastic.hosts.ssh as s; "
         "print([m for m in ('fabric', 'paramiko', 'invoke') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvd_elastic.cluster.virtual import VirtualCluster, netns, tools
-from hvd_elastic.cluster.virtual.cpushare import CpuGroups
-from hvd_elastic.cluster.virtual.marks import is_alive, marked_processes
-from hvd_elastic.cluster.virtual.plan import interface_name
-from hvd_elastic.cluster.virtual.state import clusters_folder
 from hvd_elastic.errors import UsageError, VirtualClusterError
+from hvd_elastic.virtual import VirtualCluster, netns, tools
+from hvd_elastic.virtual.cpushare import CpuGroups
+from hvd_elastic.virtual.marks import is_alive, marked_processes
+from hvd_elastic.virtual.plan import interface_name
+from hvd_elastic.virtual.state import clusters_folder
 from tests.small_disk import mounted
 
 NO_NAMESPACES = netns.why_no_namespaces()
@@ -232,7 +232,7 @@ def test_hosts_that_cannot_be_added_leave_the_cluster_as_it_was(
 ) -> None:
     before = both.state
     with monkeypatch.context() as patch:
-        patch.setattr("hvd_elastic.cluster.virtual.holders.wait_for_sshd", fail)
+        patch.setattr("hvd_elastic.virtual.holders.wait_for_sshd", fail)
         with pytest.raises(VirtualClusterError, match="broken on purpose"):
             both.add(1)
     assert both.state == before
@@ -267,7 +267,7 @@ def test_an_up_that_fails_half_way_leaves_nothing(
     def break_off(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("hvd_elastic.cluster.virtual.holders.wait_for_sshd", break_off)
+    monkeypatch.setattr("hvd_elastic.virtual.holders.wait_for_sshd", break_off)
     with pytest.raises(type(error)):
         VirtualCluster.up(2, 1, loopback=loopback)
     assert_nothing_left(VirtualCluster("vc1"), "", home)
@@ -281,7 +281,7 @@ def test_a_virtclust_ended_half_way_leaves_nothing_at_the_latest_after_down(
     program = f"""
         import signal
         from hvd_elastic.cli import virtclust
-        from hvd_elastic.cluster.virtual import holders
+        from hvd_elastic.virtual import holders
         def half_way(*_):
             print("half way", flush=True)
             signal.pause()
@@ -701,7 +701,7 @@ def test_the_hostfile_alone_is_enough_and_the_command_to_train_is_printed(home: 
     folder = VirtualCluster("alone").folder
     options = f"-H {folder / 'hostfile'} -F {folder / 'ssh_config'}"
     assert f"hvd-elastic run {options} -- python train.py\n" in up.stdout
-    program = "from hvd_elastic.cli.clust import runclust_main; runclust_main()"
+    program = "from hvd_elastic.cli.cluster_tools import runclust_main; runclust_main()"
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder / "hostfile"), "echo hello"],
         capture_output=True,

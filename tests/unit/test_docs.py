@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_elastic.cluster.hostfile import parse_hosts
+from hvd_elastic.hosts.hostfile import parse_hosts
 from scripts import commands_doc
 
 ROOT = Path(__file__).resolve().parents[2]

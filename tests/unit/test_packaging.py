@@ -70,13 +70,13 @@ class Block:
         if name.partition(".")[0] in ("torch", "tensorflow", "horovod"):
             raise ImportError(f"{name} is not installed")
 sys.meta_path.insert(0, Block())
-import hvd_elastic.cli.clust
-from hvd_elastic.cluster.commands import run_on_hosts
-from hvd_elastic.cluster.copy import copy_to_hosts
-from hvd_elastic.cluster.health import CheckSettings, check_cluster
-from hvd_elastic.cluster.hostfile import parse_hosts
-from hvd_elastic.cluster.procs import Target, kill_run
-from hvd_elastic.cluster.ssh import SshOptions
+import hvd_elastic.cli.cluster_tools
+from hvd_elastic.cluster.run.commands import run_on_hosts
+from hvd_elastic.cluster.copy.copying import copy_to_hosts
+from hvd_elastic.cluster.check.health import CheckSettings, check_cluster
+from hvd_elastic.hosts.hostfile import parse_hosts
+from hvd_elastic.cluster.kill import Target, kill_run
+from hvd_elastic.hosts.ssh import SshOptions
 hosts = parse_hosts("localhost", "text").hosts
 source, there = sys.argv[1:]
 (ran,) = run_on_hosts(hosts, "echo it works")

@@ -15,8 +15,8 @@ from typing import Any
 
 from hvd_elastic.bench.cluster.calling import LIMIT_S, timed_call
 from hvd_elastic.bench.figures import Figure, conditions, figure, ratio, write_result
-from hvd_elastic.cluster.virtual import VirtualCluster
 from hvd_elastic.errors import UsageError
+from hvd_elastic.virtual import VirtualCluster
 
 __all__ = ["measure_calls", "show_calls", "write_calls"]
 

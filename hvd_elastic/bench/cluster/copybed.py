@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_elastic.bench.links import limit_link
-from hvd_elastic.cluster.virtual import VirtualCluster, plan
-from hvd_elastic.cluster.virtual.tools import run_tool
 from hvd_elastic.errors import RunError
+from hvd_elastic.virtual import VirtualCluster, plan
+from hvd_elastic.virtual.tools import run_tool
 
 __all__ = ["DESTINATION", "CopyBed", "Timed", "make_copy_bed"]
 
@@ -25,7 +25,7 @@ LIMIT_S = 900.0
 # Of each packet, as the kernel counts them: Ethernet 14 bytes, IPv4 20, TCP with time stamps 32.
 _HEADERS = 66
 
-_COPYCLUST = "from hvd_elastic.cli.clust import copyclust_main; copyclust_main()"
+_COPYCLUST = "from hvd_elastic.cli.cluster_tools import copyclust_main; copyclust_main()"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class CopyBed:
 
     def run(self, command: str) -> list[str]:
         """The command line of runclust for all hosts."""
-        program = "from hvd_elastic.cli.clust import runclust_main; runclust_main()"
+        program = "from hvd_elastic.cli.cluster_tools import runclust_main; runclust_main()"
         return [sys.executable, "-c", program, str(self.cluster.hostfile), command]
 
     def rsync(self, source: Path, host: str) -> list[str]:

@@ -22,8 +22,8 @@ from typing import Any
 
 from hvd_elastic.bench.cluster.nine_kinds import KINDS
 from hvd_elastic.bench.figures import conditions, write_result
-from hvd_elastic.cluster.virtual import VirtualCluster
 from hvd_elastic.errors import RunError, UsageError, VirtualClusterError
+from hvd_elastic.virtual import VirtualCluster
 
 __all__ = ["FAULTS", "Seen", "measure_faults", "show_faults", "write_faults"]
 

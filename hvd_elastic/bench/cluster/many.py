@@ -19,8 +19,8 @@ import numpy as np
 
 from hvd_elastic.bench.cluster.calling import timed_call
 from hvd_elastic.bench.figures import conditions, write_result
-from hvd_elastic.cluster.virtual import VirtualCluster
 from hvd_elastic.errors import UsageError
+from hvd_elastic.virtual import VirtualCluster
 
 __all__ = ["Grown", "Memory", "Model", "fit_growth", "measure_many", "show_many", "write_many"]
 
@@ -39,7 +39,7 @@ def tell():
     times = os.times()
     print(f"\\nMEASURED {int(peak) * 1024} {times.user + times.system}", file=sys.stderr)
 atexit.register(tell)
-from hvd_elastic.cli.clust import PROGRAM_main; PROGRAM_main()
+from hvd_elastic.cli.cluster_tools import PROGRAM_main; PROGRAM_main()
 """
 
 

@@ -33,8 +33,8 @@ from hvd_elastic.bench.marks import (
 from hvd_elastic.bench.raw_tcp import time_raw_tcp
 from hvd_elastic.bench.testbed import Testbed
 from hvd_elastic.errors import RunError
-from hvd_elastic.telemetry.audit import check_audit
-from hvd_elastic.telemetry.records import iter_events
+from hvd_elastic.records.audit import check_audit
+from hvd_elastic.records.json_lines import iter_events
 
 __all__ = ["LARGE_MB", "SIZES", "Play"]
 

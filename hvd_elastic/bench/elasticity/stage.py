@@ -15,7 +15,7 @@ from hvd_elastic.bench.launchers import PEERS, DriverJob, Job, Launcher, Order
 from hvd_elastic.bench.marks import Change, Lane, Process, measure_change
 from hvd_elastic.bench.testbed import Testbed, make_testbed
 from hvd_elastic.errors import RunError
-from hvd_elastic.telemetry.records import Record, read_events
+from hvd_elastic.records.json_lines import Record, read_events
 
 __all__ = ["SETTLE_STEPS", "STEP_TIME_S", "FailedPlayError", "Plan", "Seen", "Stage"]
 

@@ -14,9 +14,9 @@ from hvd_elastic.bench.launchers import OURS, Job, Order
 from hvd_elastic.bench.links import limit_link
 from hvd_elastic.bench.scaling.workloads import HOSTS, MOST_HOSTS, SLOTS, Change, Workload
 from hvd_elastic.bench.testbed import Testbed
-from hvd_elastic.cluster.virtual.plan import parse_rate
-from hvd_elastic.telemetry.records import EventFollower, Record
-from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.records.json_lines import EventFollower, Record
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.virtual.plan import parse_rate
 
 __all__ = ["Play", "playing"]
 

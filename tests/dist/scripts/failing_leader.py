@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.launch.leader import Leader
+from hvd_elastic.leader.leader import Leader
 
 _look = Leader._look_at_hostfile
 

@@ -12,9 +12,9 @@ import typer
 
 from hvd_elastic.cli.host_options import Chosen
 from hvd_elastic.cli.host_report import Printer, finish
-from hvd_elastic.cluster.connection import SshOptions
-from hvd_elastic.cluster.fanout import HostResult, Outcome
-from hvd_elastic.cluster.hostfile import Host
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.fanout import HostResult, Outcome
+from hvd_elastic.hosts.hostfile import Host
 
 
 class _CtrlCAfterLine(io.StringIO):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from hvd_elastic.cli.host_options import Chosen
 from hvd_elastic.cli.newcomers import Newcomers
-from hvd_elastic.cluster.commands import select_hosts
-from hvd_elastic.cluster.hostfile import parse_hostfile
-from hvd_elastic.cluster.ssh import SshOptions
+from hvd_elastic.cluster.run.commands import select_hosts
+from hvd_elastic.hosts.hostfile import parse_hostfile
+from hvd_elastic.hosts.ssh import SshOptions
 
 
 def test_who_is_added_to_the_hostfile_joins_once_if_chosen(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.records.run_folder import RunFolder
 from tests.unit.policy.known_runs import run_events, true_model
 
 

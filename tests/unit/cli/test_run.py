@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.launch.regain import keep_run
-from hvd_elastic.launch.spec import RunSpec
-from hvd_elastic.telemetry.records import EventLog
-from hvd_elastic.telemetry.runfolder import RunFolder
+from hvd_elastic.leader.recovery import keep_run
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.json_lines import EventLog
+from hvd_elastic.records.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ import pytest
 
 from hvd_elastic.cli.app import main
 from hvd_elastic.config import runs_folder
-from hvd_elastic.telemetry.records import EventLog
-from hvd_elastic.telemetry.runfolder import Request, RunFolder
-from tests.unit.telemetry.sample_run import sample_folder
+from hvd_elastic.records.json_lines import EventLog
+from hvd_elastic.records.run_folder import Request, RunFolder
+from tests.unit.records.sample_run import sample_folder
 
 
 class Done(NamedTuple):

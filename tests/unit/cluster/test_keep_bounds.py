@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_elastic.cluster.keep_bounds import Bounds
-from hvd_elastic.cluster.remote.keep_wire import (
+from hvd_elastic.hosts.programs.keep_wire import (
     DRAINED,
     ERR,
     EXIT,

@@ -18,7 +18,7 @@ def test_a_keeper_that_nobody_calls_ends() -> None:
 CALLS = """
 import json, socket, sys, time
 from hvd_elastic.cluster import keeper
-from hvd_elastic.cluster.remote.keep_wire import OPEN, Frames, frame
+from hvd_elastic.hosts.programs.keep_wire import OPEN, Frames, frame
 
 keeper.START_S = 0.2
 kept = keeper.Keeper(99)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.connection import SshOptions
-from hvd_elastic.cluster.hostfile import Host
 from hvd_elastic.cluster.kept import KEY_BYTES, KeptGoneError, KeptHost, KeptHosts
-from hvd_elastic.cluster.remote.keep_wire import FAILED, GONE, LIVE, frame
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.programs.keep_wire import FAILED, GONE, LIVE, frame
 
 TAKERS = (lambda _: None,) * 3
 

@@ -18,7 +18,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.lr_rules import Adjustment, Situation, unchanged
-from hvd_elastic.telemetry.audit import check_audit
+from hvd_elastic.records.audit import check_audit
 from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode

@@ -23,8 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
-from hvd_elastic.launch.checkpoints import (
+from hvd_elastic.checkpoint.files import (
     CheckpointInfo,
     ShardInfo,
     complete_checkpoint,
@@ -33,6 +32,7 @@ from hvd_elastic.launch.checkpoints import (
     find_shards,
     newest_valid,
 )
+from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
 from hvd_elastic.torch import checkpoint
 from hvd_elastic.torch.checkpoint import (
     Content,

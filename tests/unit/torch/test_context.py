@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import permutation
-from hvd_elastic.telemetry.audit import check_audit
-from hvd_elastic.telemetry.records import read_events
+from hvd_elastic.records.audit import check_audit
+from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode, detect_mode
 from hvd_elastic.torch.engine import GenerationBrokenError

@@ -26,7 +26,7 @@ def stores() -> Iterator[Any]:
     """Opens a store for each generation; all ranks are on this machine."""
     import asyncio
 
-    from hvd_elastic.launch.store import GenerationStore
+    from hvd_elastic.agent.rendezvous import GenerationStore
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

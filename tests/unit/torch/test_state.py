@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_elastic.checkpoint.files import ShardInfo, complete_checkpoint
 from hvd_elastic.errors import CheckpointError, ScriptError
-from hvd_elastic.launch.checkpoints import ShardInfo, complete_checkpoint
 from hvd_elastic.torch import context
 from hvd_elastic.torch.checkpoint import ShardWriter, load_checkpoint, new_shard
 from hvd_elastic.torch.context import Context, Mode

@@ -1,0 +1,1 @@
+"""Checkpoints as files, without any framework: shards, manifests, places, collection."""

@@ -1,0 +1,534 @@
+"""Brings the shards of checkpoints together: from the hosts to the run, and back for a restart.
+
+The leader tells it what workers and agents said and asks it nothing but whether it is busy; files
+move in its threads, from all hosts at once, one checkpoint at a time. If they come faster than the
+network takes them, the newest complete one is next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvd_elastic.checkpoint.files import (
+    CheckpointInfo,
+    HashingWriter,
+    Key,
+    ShardInfo,
+    complete_checkpoint,
+    complete_sets,
+    find_checkpoints,
+    newest_valid,
+    parse_shard,
+    receive_shard,
+)
+from hvd_elastic.checkpoint.place import check_place
+from hvd_elastic.checkpoint.url import CheckpointUrl, is_url
+from hvd_elastic.errors import CheckpointError, HvdElasticError
+from hvd_elastic.launch.protocol import Message, encode
+
+__all__ = ["Brought", "CheckpointCollector", "HostFiles"]
+
+_AT_ONCE = 16
+_TRY_AGAIN_S = (1.0, 2.0, 5.0, 10.0, 15.0)
+"""Waits before a checkpoint that could not be brought to a host is tried again."""
+_LOOK_S = 0.25
+"""How soon it is seen that it is not wanted any more: its generation waits for the answer."""
+
+
+class HostFiles(Protocol):
+    """What a collector needs of the connection to an agent."""
+
+    info: Message
+
+    def send(self, message: Message) -> None:
+        """Queue a message to the agent."""
+
+    def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
+        """Give ``write`` the content of a file there; SshError if it cannot be had."""
+
+    def put(self, local: Path, remote: str) -> None:
+        """Copy a file to there; SshError if it cannot be written."""
+
+    def discard(self, remote: str) -> None:
+        """Remove a folder there; SshError if that cannot be done."""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What the workers can go on from.
+
+    Attributes:
+        checkpoint: the newest; None: there is no complete one, or it could not be brought.
+        host, manifest: where it was brought to.
+        error: why one that exists, or may exist, could not be brought; empty: none failed.
+    """
+
+    checkpoint: CheckpointInfo | None = None
+    host: str = ""
+    manifest: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A shard, and a host that has it."""
+
+    host: str
+    agent: HostFiles
+    shard: ShardInfo
+    seconds: float = 0.0
+    blocked_s: float = 0.0
+
+    @property
+    def remote(self) -> str:
+        return f"{self.agent.info['spool']}/{self.shard.file}"
+
+
+class CheckpointCollector:
+    """The checkpoints of one run; its methods are called from the leader's loop.
+
+    Args:
+        run_id: the run's; checkpoints of others are never taken.
+        folder: where checkpoints are put together and kept.
+        place: ``--checkpoint-dir``; a URL is uploaded to, a folder is used instead of ``folder``.
+        keep: checkpoints to keep.
+        copies: other hosts that keep a copy of each shard.
+        resumed: checkpoints that an earlier leader did not collect are wanted.
+        agents: host → connection, of the hosts that are up now.
+        post: has something called in the leader's loop.
+        emit, warn: record an event, a warning.
+        on_idle: told when the last of what was on its way is there, or is given up.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        folder: Path,
+        place: str | None,
+        *,
+        keep: int,
+        copies: int,
+        resumed: bool,
+        agents: Callable[[], Mapping[str, HostFiles]],
+        post: Callable[[Callable[[], None]], None],
+        emit: Callable[[str, Mapping[str, Any]], None],
+        warn: Callable[[str], None],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self._url = CheckpointUrl(place) if place is not None and is_url(place) else None
+        self.folder = folder if place is None or self._url is not None else Path(place)
+        self._run_id = run_id
+        self._keep = keep
+        self._copies = copies
+        self._resumed = self._accepting = resumed
+        self._agents = agents
+        self._post = post
+        self._emit = emit
+        self._warn = warn
+        self._on_idle = on_idle
+        self._known: dict[Key, list[_Source]] = {}
+        self._working = False
+        self._idle = threading.Event()
+        self._idle.set()
+        self._complaints: set[str] = set()
+        self._missed: dict[Key, list[_Source]] = {}
+        """The newest that could not be collected; the hosts still have it."""
+        self._why_missed = ""
+        self._writable = True
+        self._expected = ""
+        self._searched_in_vain = False
+        self.newest_step = -1
+        """Of the newest checkpoint in the folder that training went on from, or passed."""
+        self.newest_s = 0.0
+        """How long that one took to be written and brought here [s]."""
+        self.restored_from = ""
+        """Manifest of the checkpoint that was last brought to the workers."""
+
+    @property
+    def place(self) -> Path | CheckpointUrl:
+        """Where checkpoints are kept."""
+        return self._url or self.folder
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is on its way."""
+        return self._working
+
+    def check(self) -> None:
+        """Make sure that checkpoints can be written, before training counts on it.
+
+        Raises:
+            CheckpointError: they cannot, or there are those of another run.
+        """
+        owner = self._run_id if self._resumed else None
+        self._writable = False
+        try:
+            found = check_place(self.folder, owner)
+            if self._url is not None:
+                check_place(self._url, owner)
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):
+                self.newest_step = _newest_step(find_checkpoints(self.folder))
+            raise
+        self.newest_step = _newest_step(found)
+        self._writable = True
+
+    def expect(self, why: str) -> None:
+        """From now on nothing begins anew where no checkpoint is found; ``why``: there was one."""
+        self._expected = why
+
+    # -- what is there to collect ----------------------------------------------------------
+
+    def written(self, host: str, agent: HostFiles, said: Message) -> None:
+        """A worker has written its shard into the spool of its host."""
+        try:
+            shard = parse_shard(said["shard"], self.folder)
+        except ValueError as error:
+            self._complain(f"host {host}: a checkpoint was not kept: {error}")
+            return
+        self._accepting = False
+        source = _Source(host, agent, shard, said.get("seconds", 0.0), said.get("blocked_s", 0.0))
+        self._known.setdefault(shard.key, []).append(source)
+        self._begin()
+
+    def offered(self, host: str, agent: HostFiles, spooled: Sequence[Any]) -> None:
+        """A fresh agent says what the spool of its host holds from an earlier leader."""
+        if not spooled:
+            return
+        if not self._accepting:
+            # Training has gone on from elsewhere: what is there belongs to no history any more.
+            agent.send({"op": "collected", "step": None})
+            return
+        for described in spooled:
+            with contextlib.suppress(ValueError):
+                shard = parse_shard(described, self.folder)
+                self._known.setdefault(shard.key, []).append(_Source(host, agent, shard))
+        self._begin()
+
+    def failed(self, host: str, message: str) -> None:
+        """A worker could not write its shard."""
+        self._complain(f"host {host}: {message}")
+
+    def _complain(self, message: str) -> None:
+        """Warn, once until a checkpoint succeeds: a full disk stays full."""
+        kind = re.sub(r"\d+", "#", message)
+        if kind not in self._complaints:
+            self._complaints.add(kind)
+            self._warn(message)
+
+    # -- collecting ------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self._working:
+            return
+        shards = [source.shard for sources in self._known.values() for source in sources]
+        whole = [parts for parts in complete_sets(shards) if parts[0].step >= self.newest_step]
+        if whole:
+            sources = self._known[whole[0][0].key]
+            self._working = True
+            self._idle.clear()
+            threading.Thread(
+                target=self._collect, args=(whole[0], sources), name="checkpoint", daemon=True
+            ).start()
+
+    def _collect(self, shards: Sequence[ShardInfo], sources: Sequence[_Source]) -> None:
+        """In a thread: bring all shards of a checkpoint, then do for it what else was asked."""
+        began = time.monotonic()
+        written_s = max(source.seconds for source in sources)
+        info: CheckpointInfo | None = None
+        problems: list[str] = []
+        try:
+            received = self._receive_all(shards, sources)
+            seconds = time.monotonic() - began + written_s
+            info = complete_checkpoint(self.folder, received, self._keep, seconds)
+            problems += self._copy(info)
+            place = str(info.path)
+            if self._url is not None:
+                try:
+                    self._url.upload(info, self._keep)
+                    place = f"{self._url.url}/{info.path.name}"
+                except CheckpointError as error:
+                    problems.append(f"a checkpoint is in the run folder alone: {error}")
+            self._tell(info, place, sources)
+        except (HvdElasticError, OSError) as error:
+            problems.append(f"the checkpoint of step {shards[0].step} was not kept: {error}")
+        finally:
+            self._post(lambda: self._ended(shards[0].key, info, problems))
+
+    def _receive_all(
+        self, shards: Sequence[ShardInfo], sources: Sequence[_Source]
+    ) -> list[ShardInfo]:
+        there = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+
+        def receive(shard: ShardInfo) -> ShardInfo:
+            error: HvdElasticError | None = None
+            for source in sources:
+                if source.shard.file == shard.file:
+                    try:
+                        return receive_shard(self.folder, shard, _reading(source))
+                    except HvdElasticError as failure:
+                        error = failure
+            raise error or CheckpointError(f"no host has shard {shard.index}")
+
+        with ThreadPoolExecutor(min(_AT_ONCE, len(shards))) as pool:
+            futures = [pool.submit(receive, shard) for shard in shards]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for shard in shards:
+                if shard.file not in there:
+                    (self.folder / shard.file).unlink(missing_ok=True)
+            raise
+
+    def _tell(self, info: CheckpointInfo, place: str, sources: Sequence[_Source]) -> None:
+        fields = {
+            "step": info.step,
+            "path": place,
+            "bytes": info.bytes,
+            "seconds": round(info.seconds, 3),
+            "blocked_s": round(max(source.blocked_s for source in sources), 6),
+            "shards": len(info.shards),
+        }
+        self._post(lambda: self._emit("checkpoint", fields))
+
+    def _copy(self, info: CheckpointInfo) -> list[str]:
+        """Put copies of each shard on other hosts; what went wrong."""
+        problems = []
+        agents = {host: agent for host, agent in dict(self._agents()).items() if agent.info}
+        for shard in info.shards:
+            others = _others(list(agents), shard.host, self._copies)
+            if len(others) < self._copies:
+                problems.append(
+                    f"a checkpoint has fewer copies than --checkpoint-copies {self._copies}: "
+                    f"only {len(others)} other hosts are up"
+                )
+            for host in others:
+                spool = agents[host].info["spool"]
+                described = self.folder / f".tmp-description-{shard.sha256[:12]}"
+                try:
+                    agents[host].put(shard.path, f"{spool}/{shard.file}")
+                    described.write_bytes(encode(shard.manifest()))
+                    agents[host].put(described, f"{spool}/{Path(shard.file).stem}.json")
+                except (HvdElasticError, OSError) as error:
+                    problems.append(f"a copy of a checkpoint was not made: {error}")
+                finally:
+                    described.unlink(missing_ok=True)
+        return list(dict.fromkeys(problems))
+
+    def _ended(self, key: Key, info: CheckpointInfo | None, problems: Sequence[str]) -> None:
+        self._working = False
+        sources = self._known.pop(key, [])
+        if info is not None:
+            self._missed, self._writable = {}, True
+            self.newest_step, self.newest_s = info.step, info.seconds
+            self.expect(f"that of step {info.step} was written")
+            # What is older and still not complete will never be, or is of no interest.
+            self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
+            self._release(info.step - 1 if self._copies else info.step)
+        else:
+            self._missed = {key: sources}
+            self._why_missed = (
+                "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
+            )
+            self._release(key[0] - 1)  # the newest stays where it is
+            if key[0] <= self.newest_step:
+                problems = ()  # the leader before had fetched it, and the hosts told of it again
+        if not problems:
+            self._complaints.clear()
+        for problem in problems:
+            self._complain(problem)
+        self._begin()
+        if not self._working:
+            self._idle.set()
+            self._on_idle()
+
+    def _release(self, up_to_step: int | None) -> None:
+        for agent in self._agents().values():
+            agent.send({"op": "collected", "step": up_to_step})
+
+    def leaving(self, agent: HostFiles) -> None:
+        """A host is not part of the run any more: its spool goes with its agent."""
+        agent.send({"op": "collected", "step": None})
+
+    def end(self, *, succeeded: bool) -> None:
+        """The run ends: nothing of the spools is needed, unless it is all there is."""
+        needed = self._copies or self._missed or self.busy or self._searched_in_vain
+        if succeeded or not (needed or not self._writable):
+            self._release(None)
+
+    # -- the way back ----------------------------------------------------------------------
+
+    def bring(
+        self,
+        hosts: Sequence[str],
+        name: str,
+        wanted: Callable[[], bool],
+        done: Callable[[Brought], None],
+    ) -> None:
+        """Put the newest complete checkpoint where a worker can load it; beside the loop.
+
+        Args:
+            hosts: of the workers; one of them is enough, the first that can take it.
+            name: of the folder to make in its spool.
+            wanted: whether it still is; called from another thread, too.
+            done: told what came of it, in the loop.
+        """
+        threading.Thread(
+            target=self._bring, args=(hosts, name, wanted, done), name="restore", daemon=True
+        ).start()
+
+    def _bring(
+        self,
+        hosts: Sequence[str],
+        name: str,
+        wanted: Callable[[], bool],
+        done: Callable[[Brought], None],
+    ) -> None:
+        said: set[str] = set()
+
+        def say(message: str) -> None:
+            if message not in said:
+                said.add(message)
+                self._post(lambda: self._warn(message))
+
+        brought = self._try_to_bring(hosts, name, say)
+        for wait_s in _TRY_AGAIN_S:
+            if not brought.error:
+                break
+            say(f"{brought.error}; trying again")
+            end = time.monotonic() + wait_s
+            while wanted() and time.monotonic() < end:
+                time.sleep(_LOOK_S)
+            if not wanted():
+                break
+            brought = self._try_to_bring(hosts, name, say)
+
+        def tell() -> None:
+            if not brought.error and wanted():  # else a later generation may train already
+                self._goes_on_from(brought.checkpoint)
+            done(brought)
+
+        self._post(tell)
+
+    def _goes_on_from(self, newest: CheckpointInfo | None) -> None:
+        self._accepting = False
+        self._known.clear()
+        self._missed = {}
+        self.restored_from = "" if newest is None else str(newest.path)
+        self.newest_step = -1 if newest is None else newest.step
+        # A history that is not gone on with must not be taken up later.
+        self._release(None)
+
+    def _try_to_bring(self, hosts: Sequence[str], name: str, say: Callable[[str], None]) -> Brought:
+        try:
+            newest = self._newest(say)
+        except (HvdElasticError, OSError) as error:
+            return Brought(error=f"no checkpoint can be looked for: {error}")
+        self._searched_in_vain = newest is None and bool(self._expected)
+        if newest is None:
+            return Brought(error=self._why_missed if self._missed else self._why_none())
+        failed: dict[str, str] = {}
+        for host in hosts:
+            agent = self._agents().get(host)
+            if agent is None or not agent.info:
+                failed[host] = f"host {host} is gone"
+                continue
+            folder = f"{agent.info['spool']}/{name}"
+            try:
+                for path in newest.files:
+                    agent.put(path, f"{folder}/{path.name}")
+            except (HvdElasticError, OSError) as error:
+                failed[host] = str(error)
+                with contextlib.suppress(HvdElasticError):
+                    agent.discard(folder)
+                continue
+            for problem in failed.values():
+                say(f"{problem}; the workers take the checkpoint from host {host}")
+            return Brought(newest, host, f"{folder}/{newest.path.name}")
+        problems = "; ".join(dict.fromkeys(failed.values()))
+        return Brought(error=f"checkpoint {newest.path} cannot be brought to any host: {problems}")
+
+    def _why_none(self) -> str:
+        """What is wrong with having no checkpoint; empty where none was ever written."""
+        if not self._expected:
+            return ""
+        place = str(self.folder)
+        if self._url is not None:
+            place = f"{self._url} and in {place}"
+        return (
+            f"no whole checkpoint of run {self._run_id} is found in {place}, though "
+            f"{self._expected}: that place is not mounted, or its files are gone or damaged"
+        )
+
+    def _newest(self, say: Callable[[str], None]) -> CheckpointInfo | None:
+        """The newest valid one, here or at the URL, brought here.
+
+        Raises:
+            CheckpointError: it cannot be known that there is none.
+        """
+        self._idle.wait()  # what earlier leaders left is being collected
+        if self._missed:
+            self._idle.clear()
+            self._post(self._collect_missed)
+            self._idle.wait()
+
+        def skip(path: Path, why: str) -> None:
+            say(f"checkpoint {path} was skipped: {why}")
+
+        newest, trouble = None, None
+        try:
+            newest = newest_valid(self.folder, skip, self._run_id)
+        except CheckpointError as error:
+            trouble = error
+        if self._url is not None:
+            newer_than = -1 if newest is None else newest.step
+            try:
+                found = self._url.download_newest(
+                    self.folder, self._keep, newer_than, skip, self._run_id
+                )
+                newest = found or newest
+            except CheckpointError as error:
+                trouble = error
+        if trouble is not None:
+            if newest is None:
+                raise trouble
+            say(f"{trouble}; the workers take checkpoint {newest.path}")
+        return newest
+
+    def _collect_missed(self) -> None:
+        """Try again what the hosts that are still up have."""
+        agents = self._agents()
+        for key, sources in self._missed.items():
+            there = [source for source in sources if agents.get(source.host) is source.agent]
+            if complete_sets(source.shard for source in there):
+                self._known[key] = there
+        self._missed = {}
+        self._begin()
+        if not self._working:
+            self._idle.set()
+
+
+def _newest_step(found: Sequence[CheckpointInfo]) -> int:
+    return max((info.step for info in found), default=-1)
+
+
+def _reading(source: _Source) -> Callable[[HashingWriter], None]:
+    return lambda writer: source.agent.receive(source.remote, writer.write)
+
+
+def _others(hosts: Sequence[str], own: str, count: int) -> list[str]:
+    """The ``count`` hosts after ``own`` in order, the first after the last.
+
+    >>> _others(["a", "b", "c"], "b", 2)
+    ['c', 'a']
+    """
+    at = hosts.index(own) + 1 if own in hosts else 0
+    return [host for host in [*hosts[at:], *hosts[:at]] if host != own][:count]

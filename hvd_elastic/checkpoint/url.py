@@ -1,0 +1,214 @@
+"""Checkpoints at a URL: ``s3://…``, ``gs://…``, ``memory://…``, whatever fsspec has a backend for.
+
+The run folder is where checkpoints are put together; a whole one is then uploaded, the manifest
+last. Object stores show an object when it is complete, so what is listed there is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.checkpoint.files import (
+    CheckpointInfo,
+    DamagedShardError,
+    HashingWriter,
+    OnSkip,
+    complete_checkpoint,
+    is_own,
+    parse_manifest,
+    receive_shard,
+)
+from hvd_elastic.errors import CheckpointError
+
+__all__ = ["CheckpointUrl", "is_url"]
+
+_CHUNK_BYTES = 4 << 20
+_MANIFEST = re.compile(r"step-(\d{12,})\.json")
+_SHARD = re.compile(r"step-(\d{12,})-\d+-of-\d+-[0-9a-f]{12}\.shard")
+
+
+def is_url(place: str) -> bool:
+    """Whether ``--checkpoint-dir`` names a URL and no folder.
+
+    >>> is_url("s3://bucket/run"), is_url("/data/run")
+    (True, False)
+    """
+    return "://" in place
+
+
+class CheckpointUrl:
+    """A folder behind fsspec.
+
+    Raises:
+        CheckpointError: fsspec or the backend of this URL is not installed; names the package.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            import fsspec
+        except ImportError as error:
+            raise CheckpointError(
+                f"--checkpoint-dir {url} needs the package fsspec, which is not installed: "
+                "pip install 'hvd-elastic[checkpoint]'"
+            ) from error
+        with self._explained("used"):
+            self._files, self._root = fsspec.core.url_to_fs(self.url)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def check(self) -> None:
+        """Make sure that it can be written, before training counts on it.
+
+        Raises:
+            CheckpointError: it cannot.
+        """
+        probe = f"{self._root}/.tmp-hvd_elastic"
+        with self._explained("written"):
+            self._files.makedirs(self._root, exist_ok=True)
+            self._files.pipe_file(probe, b"hvd_elastic")
+            self._files.rm_file(probe)
+
+    def read_file(self, name: str) -> bytes:
+        """Content of a small file; nothing where there is none.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        with self._explained("read"):
+            try:
+                return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            except FileNotFoundError:
+                return b""
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Make or replace a small file.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with self._explained("written"):
+            self._files.pipe_file(f"{self._root}/{name}", data)
+
+    def remove_file(self, name: str) -> None:
+        """Remove a file that is there.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        with self._explained("tidied up"):
+            self._files.rm_file(f"{self._root}/{name}")
+
+    def upload(self, info: CheckpointInfo, keep: int) -> None:
+        """Put a checkpoint there, then remove what is older than the newest ``keep`` up to it.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with self._explained("written"):
+            self._files.makedirs(self._root, exist_ok=True)
+            for path in info.files:
+                self._files.put_file(str(path), f"{self._root}/{path.name}")
+        with self._explained("tidied up"):
+            names = self._names()
+            steps = sorted({int(m[1]) for n in names if (m := _MANIFEST.fullmatch(n))})
+            kept = [step for step in steps if step <= info.step][-keep:]
+            for pattern in (_MANIFEST, _SHARD):  # without a manifest, shards are rubbish
+                for name in names:
+                    match = pattern.fullmatch(name)
+                    if match and int(match[1]) < kept[0]:
+                        self._files.rm_file(f"{self._root}/{name}")
+
+    def find(self, folder: Path) -> list[CheckpointInfo]:
+        """The checkpoints there, newest first, as if they lay in ``folder``; contents not verified.
+
+        Raises:
+            CheckpointError: the URL cannot be read.
+        """
+        found = []
+        for _, name in self._manifests():
+            with contextlib.suppress(ValueError):
+                found.append(self._read_manifest(name, folder))
+        return found
+
+    def download_newest(
+        self, folder: Path, keep: int, newer_than: int, on_skip: OnSkip, run_id: str
+    ) -> CheckpointInfo | None:
+        """Bring the newest one that is whole and verified to ``folder``; None if there is none.
+
+        Args:
+            newer_than: only of later steps than this.
+            keep: checkpoints to keep in ``folder``.
+            on_skip: told (place, why) of each newer one that is of no use.
+            run_id: whose.
+
+        Raises:
+            CheckpointError: the URL cannot be read, or the folder not be written; or there is none
+                but one that cannot be brought now, of which nobody knows whether it is damaged.
+        """
+        trouble: CheckpointError | None = None
+        for step, name in self._manifests():
+            if step <= newer_than:
+                break
+            try:
+                info = self._read_manifest(name, folder)
+                if not is_own(info, run_id):
+                    raise ValueError(f"it is of run {info.run}")
+                shards = [receive_shard(folder, s, self._reading(s.file)) for s in info.shards]
+            except (DamagedShardError, ValueError) as error:
+                on_skip(Path(name), str(error))
+            except CheckpointError as error:
+                on_skip(Path(name), str(error))
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    trouble = trouble or error
+            else:
+                return complete_checkpoint(folder, shards, keep)
+        if trouble is not None:
+            raise trouble
+        return None
+
+    def _manifests(self) -> list[tuple[int, str]]:
+        """(step, name) of each, newest first."""
+        with self._explained("read"):
+            names = self._names()
+        return sorted(
+            ((int(m[1]), n) for n in names if (m := _MANIFEST.fullmatch(n))), reverse=True
+        )
+
+    def _read_manifest(self, name: str, folder: Path) -> CheckpointInfo:
+        with self._explained("read"):
+            manifest = self._files.cat_file(f"{self._root}/{name}")
+        return parse_manifest(json.loads(manifest), folder)
+
+    def _reading(self, name: str) -> Any:
+        def copy(writer: HashingWriter) -> None:
+            with self._explained("read"), self._files.open(f"{self._root}/{name}", "rb") as file:
+                shutil.copyfileobj(file, writer, _CHUNK_BYTES)
+
+        return copy
+
+    def _names(self) -> list[str]:
+        self._files.invalidate_cache()
+        if not self._files.exists(self._root):
+            return []
+        return [path.rsplit("/", 1)[-1] for path in self._files.ls(self._root, detail=False)]
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ImportError as error:
+            # fsspec says which package: "Install s3fs to access S3".
+            raise CheckpointError(
+                f"--checkpoint-dir {self.url} needs a package that is not installed: {error}"
+            ) from error
+        except Exception as error:  # every backend has its own kinds
+            said = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise CheckpointError(f"checkpoints at {self.url} cannot be {what}: {said}") from error

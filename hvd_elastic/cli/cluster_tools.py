@@ -1,0 +1,748 @@
+"""``runclust``, ``copyclust``, ``killclust``, ``checkclust``, and ``hvd-elastic trust``.
+
+The same functions stand behind ``hvd-elastic cluster run|copy|kill|check|trust``. Exit status:
+0 all hosts well, 1 something failed and was reported by host, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+import typer.main
+
+from hvd_elastic.cli.bootstrapping import REFUSED, accept_host_keys, bootstrap_hosts
+from hvd_elastic.cli.check_report import describe_health, show_health, show_links
+from hvd_elastic.cli.command_output import describe_command, show_gathered, show_plan
+from hvd_elastic.cli.copy_bar import copy_bar
+from hvd_elastic.cli.entry import enter
+from hvd_elastic.cli.host_options import Chosen, over_hosts
+from hvd_elastic.cli.host_report import Printer, conclude, finish, show_result
+from hvd_elastic.cli.kill_report import describe_ended, show_ended
+from hvd_elastic.cli.newcomers import Newcomers
+from hvd_elastic.cli.numbers import duration_option, number_option, whole_number_option
+from hvd_elastic.cluster.keeping import attach, attach_through, stop_keepers
+from hvd_elastic.cluster.kept import KeptHosts
+from hvd_elastic.cluster.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.fanout import HostResult
+from hvd_elastic.hosts.hostfile import Host, parse_hosts
+from hvd_elastic.hosts.ssh import is_local
+
+if TYPE_CHECKING:
+    from hvd_elastic.cluster.copy.copying import Copied
+    from hvd_elastic.cluster.kill import Ended
+
+__all__ = [
+    "CalledElsewhere",
+    "called_through",
+    "check",
+    "checkclust_main",
+    "cluster",
+    "cluster_app",
+    "copy",
+    "copyclust_main",
+    "kill",
+    "killclust_main",
+    "run",
+    "runclust_command",
+    "runclust_main",
+    "stop_keeping",
+    "trust",
+]
+
+
+class _HostfileFirst(typer.core.TyperCommand):
+    """Lets options stand before and after HOSTFILE; after them everything is the user's command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = self._end_of_options(args, 0)
+        if at < len(args) and args[at] != "--":
+            end = self._end_of_options(args, at + 1)
+            # The parser stops at the first argument: the hostfile must come right before the rest.
+            rest = args[end + 1 :] if args[end : end + 1] == ["--"] else args[end:]
+            args = [*args[:at], *args[at + 1 : end], "--", args[at], *rest]
+        return super().parse_args(ctx, args)
+
+    def _end_of_options(self, args: Sequence[str], index: int) -> int:
+        valued = {
+            name
+            for parameter in self.params
+            if getattr(parameter, "nargs", 0) == 1 and not getattr(parameter, "is_flag", True)
+            for name in parameter.opts
+        }
+        while index < len(args) and args[index].startswith("-") and args[index] != "--":
+            index += 2 if args[index] in valued else 1
+        return min(index, len(args))
+
+
+@over_hosts()
+def run(
+    chosen: Chosen,
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...",
+            help="One word is shell text ('ls | wc -l'); several are a program and its arguments.",
+        ),
+    ],
+    gather: Annotated[
+        bool,
+        typer.Option("--gather", "-b", help="Show output at the end, the same of many hosts once."),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        number_option(
+            "--timeout", "-t", least=0.1, metavar="SECONDS", help="For the command on each host."
+        ),
+    ] = None,
+    total_timeout: Annotated[
+        float | None,
+        number_option(
+            "--total-timeout", least=0.1, metavar="SECONDS", help="For all hosts together."
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env",
+            "-e",
+            metavar="NAME[=VALUE]",
+            help="Set a variable there, to this shell's value if none is given; may be repeated.",
+        ),
+    ] = None,
+    cwd: Annotated[
+        str | None,
+        typer.Option("--cwd", metavar="DIR", help="Run in this folder (default: the home)."),
+    ] = None,
+    sudo: Annotated[
+        bool, typer.Option("--sudo", help="Run as root, by a sudo that asks for no password.")
+    ] = False,
+    retries: Annotated[
+        int,
+        whole_number_option("--retries", least=0, help="Further attempts to connect to a host."),
+    ] = 0,
+    no_stdin: Annotated[
+        bool,
+        typer.Option("--no-stdin", "-n", help="No input for the command; else it gets this one's."),
+    ] = False,
+    keep: Annotated[
+        float | None,
+        duration_option(
+            "--keep",
+            envvar="HVD_ELASTIC_KEEP",
+            help="Keep the connections for the next call, until none was made for so long.",
+        ),
+    ] = None,
+    no_keep: Annotated[
+        bool, typer.Option("--no-keep", help="End what earlier calls kept, and keep nothing.")
+    ] = False,
+) -> None:
+    """Run a shell command on every host, output as it comes, each line under its host's name.
+
+    Ctrl-C ends the command on every host, with all that it started.
+
+    For example:
+
+      runclust hosts uptime
+
+      runclust hosts --gather --hosts 'gpu[01-04]' -t 60 'nvidia-smi -L | wc -l'
+
+      runclust hosts --env HF_TOKEN --cwd /data -- python3 fetch.py
+
+      runclust hosts 'cat > job.yaml' < job.yaml
+
+      runclust --keep 10m hosts hostname    (the next calls are quick; --no-keep ends that)
+    """
+    text = join_command(command)
+    how = HowToRun(_read_environment(env or ()), cwd or "", sudo)
+    if chosen.dry_run:
+        show_plan(chosen, text, how)
+        return
+    settings = CommandSettings(how, chosen.fanout, timeout, total_timeout, retries)
+    printer = Printer(chosen.hosts)
+    on_lines = None if chosen.as_json or gather else printer.lines
+    has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
+    has_stdin = has_stdin and not _is_nothing(0)
+    # Not sys.stdin, whose reader in a background thread would hold up the end of this process.
+    with (
+        open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin,
+        _kept_hosts(chosen, keep, no_keep) as kept,
+    ):
+        results = run_on_hosts(
+            chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting, kept
+        )
+        finish(
+            chosen,
+            results,
+            printer,
+            describe_command,
+            gather=partial(show_gathered, chosen.hosts) if gather and not chosen.as_json else None,
+            tell_reasons=True,
+        )
+
+
+class CalledElsewhere(Exception):  # noqa: N818  # no error: the caller's process does it itself
+    """A call that must run in the process that was called, and not in a keeper's."""
+
+
+_given: socket.socket | None = None
+
+
+@contextmanager
+def called_through(sock: socket.socket) -> Iterator[None]:
+    """Calls within this block run in a keeper's process, which reaches its hosts through that."""
+    global _given
+    _given = sock
+    yield
+
+
+@contextmanager
+def _kept_hosts(chosen: Chosen, keep_s: float | None, no_keep: bool) -> Iterator[KeptHosts | None]:
+    if _given is not None and (no_keep or any(is_local(host, chosen.ssh) for host in chosen.hosts)):
+        # A command on this machine has limits, mask and the like of the caller's process.
+        raise CalledElsewhere
+    if no_keep:
+        stop_keepers()
+        yield None
+        return
+    if _given is not None:
+        kept = attach_through(_given, chosen.ssh, keep_s)
+    else:
+        kept = attach(chosen.ssh, keep_s)
+    with kept or nullcontext():
+        yield kept
+
+
+def stop_keeping() -> None:
+    """End the connections that runclust --keep has kept, and all of ours on the hosts with them.
+
+    Calls that run through them go on to their end.
+
+    For example:
+
+      hvd-elastic cluster stop-keeping
+    """
+    told = stop_keepers()
+    print("nothing is kept" if not told else "what was kept has ended, or ends with its last call")
+
+
+def _read_environment(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.isidentifier() or not name.isascii():
+            raise UsageError(f"--env '{word}': write NAME=VALUE, or NAME for this shell's value")
+        if not equals and name not in os.environ:
+            raise UsageError(f"--env {name}: this shell has no such variable; write {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
+@over_hosts()
+def copy(
+    chosen: Chosen,
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[SRC] DST",
+            help="SRC: a file or folder here, or on --from HOST; none with --pull. DST: its place "
+            "on every host, absolute or ~/…; inside it if it ends in /.",
+        ),
+    ],
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove at DST what SRC has not.")
+    ] = False,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude",
+            metavar="PATTERN",
+            help="Leave files out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
+        ),
+    ] = None,
+    checksum: Annotated[
+        bool, typer.Option("--checksum", help="Compare contents, not size and time.")
+    ] = False,
+    bwlimit: Annotated[
+        float,
+        number_option("--bwlimit", metavar="MB/S", help="Most that each host sends; 0: no limit."),
+    ] = 0.0,
+    compress: Annotated[
+        bool, typer.Option("--compress/--no-compress", help="Compress where it pays.")
+    ] = True,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Do not encrypt: for a network that you trust.")
+    ] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Give each host only its part: every n-th file.")
+    ] = False,
+    source_host: Annotated[
+        str | None, typer.Option("--from", metavar="HOST", help="The host that has SRC.")
+    ] = None,
+    pull: Annotated[
+        str | None,
+        typer.Option(
+            "--pull",
+            metavar="COMMAND",
+            help="Instead of SRC: what brings the files of a shared store to {dst}.",
+        ),
+    ] = None,
+    listed: Annotated[
+        str | None,
+        typer.Option(
+            "--list",
+            metavar="FILE",
+            help="With --pull: the files there (-: stdin), a path a line, or size, tab, path. Each "
+            "host fetches a share of them: {path} for each, or {list}.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int, whole_number_option("--jobs", least=1, help="Of --pull with {path}, at a time.")
+    ] = 8,
+) -> None:
+    """Copy a file or folder to every host: sent once, passed on from host to host.
+
+    Only what differs (by size and time) is sent, and a file gets its name when its SHA-256 is
+    right. Repeated after an interruption it goes on where it was.
+
+    For example:
+
+      copyclust hosts train.py '~/job/'
+
+      copyclust hosts /data/digits /data/digits --delete --exclude '*.tmp'
+
+      copyclust hosts /data/digits /data/digits --from gpu07 --bwlimit 50
+
+      copyclust hosts --pull 'aws s3 sync s3://bucket/set {dst}' /data/set
+
+      copyclust hosts --pull 'aws s3 cp s3://bucket/set/{path} {dst}/{path}' --list names /data/set
+    """
+    from hvd_elastic.cluster.copy.copying import (
+        CopySettings,
+        check_destination,
+        check_source,
+        copy_to_hosts,
+    )
+    from hvd_elastic.cluster.copy.pull import Pulled, check_pull, pull_to_hosts, read_list
+
+    if not places[0]:
+        # Path would make the current folder of it.
+        name = "source" if pull is None else "destination"
+        raise UsageError(f"{name} '': it is empty. Is a variable of your script not set?")
+    for pattern in exclude or ():
+        if any(host.name == pattern for host in chosen.hosts):
+            raise UsageError(
+                f"--exclude {pattern}: {pattern} is a host, and --exclude leaves out files. Leave "
+                f"the host out by --exclude-hosts {pattern}, a file of this name by "
+                f"--exclude /{pattern}"
+            )
+    source = Path(places[0])
+    pulled = None
+    if pull is not None:
+        _check_pull_options(places, checksum=checksum, shard=shard, source_host=source_host)
+        check_pull(pull, listed is not None)
+        files = None if listed is None else read_list(_read_file(listed), exclude or ())
+        pulled = Pulled(pull, files, jobs)
+        target = check_destination(source, places[0].rstrip("/") or "/")
+    elif listed is not None:
+        raise UsageError("--list says what --pull fetches; give --pull COMMAND")
+    elif len(places) != 2:
+        raise UsageError("give SRC and DST, or --pull COMMAND and DST; see copyclust --help")
+    else:
+        target = check_destination(source, places[1])
+    start = _find_host(chosen.hosts, source_host) if source_host else None
+    if start is None and pulled is None:
+        source = source.expanduser().absolute()
+        check_source(source)
+    settings = CopySettings(
+        delete=delete,
+        exclude=tuple(exclude or ()),
+        checksum=checksum,
+        plain=plain,
+        compress=compress,
+        bytes_per_s=bwlimit * 1e6,
+        shard=shard,
+        dry_run=chosen.dry_run,
+        fanout=chosen.fanout,
+    )
+    printer = Printer(chosen.hosts)
+    newcomers = Newcomers(chosen, printer.note)
+    chosen = replace(chosen, hosts=newcomers.hosts)
+
+    def describe(result: HostResult[Any]) -> dict[str, Any]:
+        value = result.value
+        return {
+            "destination": target,
+            "files": value.files if value else 0,
+            "bytes": value.size_bytes if value else 0,
+            "resumed_bytes": value.resumed_bytes if value else 0,
+            "skipped": value.skipped if value else 0,
+            "touched": value.touched if value else 0,
+            "removed": list(value.removed) if value else [],
+            "unreached": list(value.unreached) if value else [],
+            **(_describe_fetched(value) if pulled is not None else {}),
+            "problems": list(value.problems) if value else [],
+        }
+
+    def word(result: HostResult[Any]) -> str:
+        value = result.answer
+        if chosen.dry_run and pulled is not None and pulled.files is None:
+            return "would run the command" if value.fetched else "would take it from the others"
+        parts = [f"{count(value.files, 'file')}, {value.size_bytes / 1e6:.1f} MB"]
+        parts[0] += " to copy" if chosen.dry_run else " copied"
+        if not chosen.dry_run:
+            parts[0] += f" ({value.size_bytes / 1e6 / max(result.seconds, 1e-3):.1f} MB/s)"
+        if pulled is not None:
+            size = f", {value.fetched_bytes / 1e6:.1f} MB" if value.fetched_bytes else ""
+            done = "to fetch" if chosen.dry_run else "fetched"
+            parts.insert(0, f"{count(value.fetched, 'file')}{size} {done}")
+            if value.failure:
+                printer.note(
+                    f"host {result.host.name}: the command failed there, others fetched its share: "
+                    f"{value.failure}"
+                )
+        parts.append(f"{value.skipped} there already")
+        if value.touched:
+            parts.append(f"{value.touched} of other time or mode only")
+        if value.unreached:
+            printer.note(
+                f"host {result.host.name}: {', '.join(value.unreached)} could not connect to it, "
+                "so others fed it. Hosts should reach one another: checkclust shows who does not"
+            )
+        if value.removed:
+            parts.append(f"{len(value.removed)} {'to remove' if chosen.dry_run else 'removed'}")
+            for path in value.removed if chosen.dry_run or chosen.verbose else ():
+                printer.lines(result.host, "stdout", f"remove {path}")
+        return ", ".join(parts)
+
+    with copy_bar(quiet=chosen.as_json) as show:
+        if pulled is not None:
+            results = pull_to_hosts(
+                chosen.hosts, pulled, target, chosen.ssh, settings, show, newcomers
+            )
+        else:
+            results = copy_to_hosts(
+                chosen.hosts,
+                source,
+                target,
+                chosen.ssh,
+                settings,
+                start,
+                show,
+                lambda path: printer.note(f"{path}: neither file, folder nor link; left out"),
+                newcomers,
+            )
+        finish(chosen, results, printer, describe, word)
+
+
+def _check_pull_options(
+    places: Sequence[str], *, checksum: bool, shard: bool, source_host: str | None
+) -> None:
+    if len(places) != 1:
+        raise UsageError("with --pull give DST alone; the command says where the files come from")
+    given = {"--checksum": checksum, "--shard": shard, "--from": source_host is not None}
+    for name, is_given in given.items():
+        if is_given:
+            raise UsageError(f"{name} does not go with --pull; leave it out")
+
+
+def _read_file(name: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise UsageError(f"--list {name}: {error.strerror}") from error
+
+
+def _describe_fetched(value: Copied | None) -> dict[str, Any]:
+    return {
+        "fetched": value.fetched if value else 0,
+        "fetched_bytes": value.fetched_bytes if value else 0,
+        "fetch_error": value.failure if value else "",
+    }
+
+
+def _find_host(hosts: Sequence[Host], text: str) -> Host:
+    """The host of that name with what the hostfile says of it, or as the text itself says."""
+    known = next((host for host in hosts if host.name == text), None)
+    return known or parse_hosts(text, "--from").hosts[0]
+
+
+@over_hosts()
+def kill(
+    chosen: Chosen,
+    run_id: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="End what this run left.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="End every run's processes.")] = False,
+    strays: Annotated[
+        bool,
+        typer.Option(
+            "--strays", help="End workers that a dead torchrun, mpirun or horovodrun left."
+        ),
+    ] = False,
+    user_processes: Annotated[
+        str | None,
+        typer.Option(
+            "--user-processes",
+            metavar="PATTERN",
+            help="End your processes whose command line matches this regular expression.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float, number_option("--grace", metavar="SECONDS", help="Between TERM and KILL.")
+    ] = 5.0,
+) -> None:
+    """End your own processes of a run, with their descendants, on every host; nothing else.
+
+    They are found by HVD_ELASTIC_RUN_ID in their environment, not by name; with --strays by what
+    other launchers put there, and only where no living process holds them. Then temporary folders,
+    shared memory, locks and sockets are removed that dead runs left and nobody uses.
+
+    For example:
+
+      killclust hosts --run digits-1 --dry-run
+
+      killclust hosts --run digits-1
+
+      killclust hosts --strays --dry-run
+    """
+    from hvd_elastic.cluster.kill import Target, kill_run
+
+    if [run_id is not None, every, strays, user_processes is not None].count(True) != 1:
+        raise UsageError(
+            "say what to end: --run RUN for one run (hvd-elastic list shows them), --all, "
+            "--strays, or --user-processes PATTERN"
+        )
+    if run_id == "":
+        raise UsageError("--run '': it is empty. Is a variable of your script not set?")
+    if user_processes is not None:
+        _check_pattern(user_processes)
+    printer = Printer(chosen.hosts)
+    target = Target(run_id, strays, user_processes)
+    seen: list[HostResult[Ended]] = []
+
+    def keep_results() -> Iterator[HostResult[Ended]]:
+        for result in kill_run(
+            chosen.hosts, target, chosen.ssh, grace, chosen.dry_run, chosen.fanout
+        ):
+            seen.append(result)
+            yield result
+
+    finish(
+        chosen,
+        keep_results(),
+        printer,
+        describe_ended,
+        lambda result: show_ended(result, printer, chosen.dry_run),
+    )
+    if run_id is not None and not any(map(_has_traces, seen)):
+        _check_run_is_known(run_id)
+
+
+def _has_traces(result: HostResult[Ended]) -> bool:
+    # Files of other kinds do not tell which run left them.
+    files = [file for file in result.answer.files if file.kind == "temporary folder"]
+    return bool(result.answer.processes or files)
+
+
+def _check_run_is_known(run_id: str) -> None:
+    from hvd_elastic.config import runs_folder
+    from hvd_elastic.records.run_folder import list_runs
+
+    known = [run.run_id for run in list_runs()]
+    if run_id not in known:
+        alike = difflib.get_close_matches(run_id, known, 1)
+        hint = f"Did you mean '{alike[0]}'?" if alike else "Is it misspelt?"
+        raise RunError(
+            f"no host has a process or folder of a run '{run_id}', and there is no such run in "
+            f"{runs_folder()}. {hint} See: hvd-elastic list"
+        )
+
+
+def _check_pattern(text: str) -> None:
+    try:
+        wanted = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"--user-processes '{text}': {error}; write \\. for a dot") from error
+    if wanted.search("") is not None:
+        raise UsageError(f"--user-processes '{text}' matches everything; name the program")
+
+
+@over_hosts(without=["dry_run"])
+def check(
+    chosen: Chosen,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", metavar="PATH", help="Python there (default: the leader's path)."),
+    ] = None,
+    folder: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--folder", metavar="PATH", help="A folder that a run writes to; may be repeated."
+        ),
+    ] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(
+            "--code", metavar="PATH", help="A file or folder with the same Python code everywhere."
+        ),
+    ] = None,
+    network_interface: Annotated[
+        str | None,
+        typer.Option(
+            "--network-interface", metavar="NAME", help="Of the ring (default: that of ssh)."
+        ),
+    ] = None,
+    network: Annotated[
+        bool, typer.Option("--network/--no-network", help="Measure the network between the hosts.")
+    ] = True,
+    gpus: Annotated[
+        bool,
+        typer.Option("--gpus/--no-gpus", help="Look at GPUs (no: the job trains on processors)."),
+    ] = True,
+    bootstrap: Annotated[
+        bool,
+        typer.Option("--bootstrap", help="First accept host keys and bring your own key there."),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")
+    ] = False,
+) -> None:
+    """Say of every host what would break a run on it, and what to do about it.
+
+    Looked at: connection, Python, packages, code, CUDA, GPUs, folders, memory, limits, clock,
+    names, interfaces, strays; then who reaches whom, and how fast.
+
+    For example:
+
+      checkclust hosts
+
+      checkclust hosts --code . --folder /data --python /opt/venv/bin/python --json
+
+      checkclust hosts --bootstrap
+    """
+    from hvd_elastic.cluster.check.health import CheckSettings, check_cluster
+
+    if code is not None and not code.exists():
+        raise UsageError(f"--code {code}: there is no such file or folder on this machine")
+    settings = CheckSettings(
+        python,
+        tuple(folder or ()),
+        None if code is None else str(code.absolute()),
+        network_interface,
+        network,
+        chosen.fanout,
+        gpus,
+    )
+    if bootstrap:
+        bootstrap_hosts(chosen, yes)
+    started = time.monotonic()
+    printer = Printer(chosen.hosts)
+    found = check_cluster(chosen.hosts, chosen.ssh, settings, printer.passing)
+    printer.clear()
+    for result in found.hosts:
+        show_result(result, printer, chosen.as_json, describe_health, tell_failures=False)
+        if not chosen.as_json:
+            show_health(result, printer, chosen.verbose)
+    show_links(found.links, printer, chosen.as_json)
+    conclude(chosen, found.hosts, printer, seconds=time.monotonic() - started)
+
+
+@over_hosts(without=["hosts", "exclude_hosts", "dry_run", "identity"])
+def trust(
+    chosen: Chosen,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept without asking.")] = False,
+) -> None:
+    """Show the hosts' key fingerprints and accept them into the project's own known_hosts.
+
+    Compare each with the host's own (on it: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub).
+    A key that has changed is never accepted here.
+
+    For example:
+
+      hvd-elastic trust hosts
+    """
+    shown = accept_host_keys(chosen, yes)
+    if any(entry.state in REFUSED for entry in shown):
+        raise typer.Exit(1)
+
+
+_PASS_ON = {"allow_interspersed_args": False}
+
+cluster = typer.Typer(
+    name="cluster",
+    help="Run, copy, kill and check on all hosts of a hostfile.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+cluster.command("run", cls=_HostfileFirst, context_settings=_PASS_ON)(run)
+cluster.command("copy")(copy)
+cluster.command("kill")(kill)
+cluster.command("check")(check)
+cluster.command("trust")(trust)
+cluster.command("stop-keeping")(stop_keeping)
+cluster_app = cluster
+
+
+def runclust_command() -> Any:
+    """What ``runclust`` is to the parser of command lines."""
+    return _command("runclust", run, _HostfileFirst, _PASS_ON)
+
+
+def runclust_main() -> None:
+    """Entry point of ``runclust``."""
+    _main("runclust", runclust_command())
+
+
+def copyclust_main() -> None:
+    """Entry point of ``copyclust``."""
+    _main("copyclust", _command("copyclust", copy))
+
+
+def killclust_main() -> None:
+    """Entry point of ``killclust``."""
+    _main("killclust", _command("killclust", kill))
+
+
+def checkclust_main() -> None:
+    """Entry point of ``checkclust``."""
+    _main("checkclust", _command("checkclust", check))
+
+
+def _command(
+    name: str,
+    function: Callable[..., None],
+    cls: type[typer.core.TyperCommand] = typer.core.TyperCommand,
+    settings: dict[str, Any] | None = None,
+) -> Any:
+    app = typer.Typer(add_completion=False)
+    app.command(
+        name, cls=cls, context_settings={"help_option_names": ["-h", "--help"], **(settings or {})}
+    )(function)
+    return typer.main.get_command(app)
+
+
+def _is_nothing(descriptor: int) -> bool:
+    """Whether it is /dev/null, which hosts have themselves."""
+    return os.fstat(descriptor).st_rdev == os.stat(os.devnull).st_rdev  # noqa: PTH116
+
+
+def _main(name: str, command: Any) -> None:
+    # A batch system ends us with TERM: the hosts are told as for Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    enter(name, command)

@@ -1,0 +1,1 @@
+"""What would break a run on these hosts (``checkclust``)."""

@@ -1,0 +1,555 @@
+"""Whether hosts are fit for a run, from what they say of themselves: pure, one check a thing.
+
+What a run cannot live with is FAILED, what it may stumble over is a WARNING; each says what to do.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from hvd_elastic.cluster.check.network import Link, slow_links
+from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.programs.kill_run import OURS
+
+__all__ = [
+    "Check",
+    "CheckSettings",
+    "HostHealth",
+    "Level",
+    "Reference",
+    "choose_reference",
+    "judge_clock",
+    "judge_host",
+    "judge_names",
+    "judge_network",
+    "judge_strays",
+]
+
+REQUIRED = ("hvd_elastic", "horovod")
+FRAMEWORKS = ("torch", "tensorflow")
+CLOCK_SKEW_S = 1.0
+LITTLE_DISK_BYTES = 1 << 30
+NO_DISK_BYTES = 100 << 20
+LITTLE_MEMORY_BYTES = 1 << 30
+FEW_FILES = 1024
+TOO_FEW_FILES = 256
+BUSY_GPU_MB = 1000.0
+NAMED = 3
+
+
+class Level(Enum):
+    """How much a check matters: a run works, works with care, does not work."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at; ``detail`` says what was found, and what to do unless it is ok."""
+
+    name: str
+    level: Level
+    detail: str
+
+
+@dataclass(frozen=True)
+class HostHealth:
+    """All checks of a host, and the facts behind them."""
+
+    checks: tuple[Check, ...]
+    facts: Mapping[str, Any]
+
+    @property
+    def level(self) -> Level:
+        levels = [check.level for check in self.checks]
+        for level in (Level.FAILED, Level.WARNING):
+            if level in levels:
+                return level
+        return Level.OK
+
+
+@dataclass(frozen=True)
+class CheckSettings:
+    """What a cluster is checked for.
+
+    Attributes:
+        python: the interpreter that runs would use on the hosts; None: the leader's own path.
+        folders: folders that a run writes to, besides the home and the temporary folder.
+        code: a file or folder that must hold the same Python files on every host.
+        interface: the network interface that the ring shall use; None: the one ssh came in by.
+        network: whether to measure the network between the hosts.
+        fanout: hosts at a time.
+        gpus: whether GPUs are looked at.
+    """
+
+    python: str | None = None
+    folders: tuple[str, ...] = ()
+    code: str | None = None
+    interface: str | None = None
+    network: bool = True
+    fanout: int = 64
+    gpus: bool = True
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the hosts are compared with.
+
+    Attributes:
+        python: Python version.
+        packages: versions; None where neither the leader nor a host has it.
+        cuda, driver, mtu, interface: the commonest among the hosts; None where there is none.
+        code, package_code: file name to digest; None where there is none to compare.
+        gpus: whether most hosts have GPUs.
+        known_names: whether hosts know one another by the names of the hostfile.
+        whose: of each of these, "the leader has" or "the others have".
+    """
+
+    python: str
+    packages: Mapping[str, str | None]
+    cuda: str | None
+    driver: str | None
+    mtu: int | None
+    interface: str | None
+    code: Mapping[str, str] | None
+    package_code: Mapping[str, str] | None
+    gpus: bool
+    known_names: bool
+    whose: Mapping[str, str]
+
+
+def choose_reference(
+    leader: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]], settings: CheckSettings
+) -> Reference:
+    """The leader's versions where it has them, else what most hosts have.
+
+    Args:
+        leader: "python", "packages", "code" and "package_code" of this machine.
+        facts: of each host, the answer of ``remote/look_at_host.py``.
+        settings: what is checked.
+    """
+    whose = {}
+    packages = {}
+    for package, version in leader["packages"].items():
+        there = [each["packages"].get(package) for each in facts.values()]
+        usual = _commonest(there) if 2 * there.count(None) <= len(there) else None
+        packages[package] = version or usual
+        whose[package] = "the leader has" if version else "the others have"
+    known = [
+        bool(addresses)
+        for name, each in facts.items()
+        for other, addresses in each["resolved"].items()
+        if other != name
+    ]
+    return Reference(
+        leader["python"],
+        packages,
+        _commonest(each["cuda"] for each in facts.values()),
+        _commonest(driver for each in facts.values() for driver in _drivers(each)),
+        _commonest(_mtu(each, settings) for each in facts.values()),
+        _commonest(_interface(each, settings) for each in facts.values()),
+        leader["code"],
+        leader["package_code"],
+        2 * sum(bool(each["gpus"]) for each in facts.values()) > len(facts),
+        2 * sum(known) >= len(known),
+        whose,
+    )
+
+
+def judge_host(
+    host: Host, facts: Mapping[str, Any], reference: Reference, settings: CheckSettings
+) -> list[Check]:
+    """The checks for what a host said of itself.
+
+    Args:
+        host: as the hostfile has it.
+        facts: the answer of ``remote/look_at_host.py``.
+        reference: what it is compared with.
+        settings: what is checked.
+    """
+    checks = [_check_python(facts, reference)]
+    for package, version in reference.packages.items():
+        if version is not None or package in REQUIRED:
+            there = facts["packages"].get(package)
+            checks.append(_check_package(package, there, version, reference))
+    if not any(facts["packages"].get(package) for package in FRAMEWORKS):
+        text = "neither PyTorch nor TensorFlow is installed there. Install one of them everywhere"
+        checks.append(Check("framework", Level.FAILED, text))
+    checks.append(_same("cuda", facts["cuda"], reference.cuda, "Install the same PyTorch build"))
+    if settings.gpus and (facts["gpus"] or facts["gpu_error"]):
+        checks += _check_gpus(host, facts, reference)
+    elif settings.gpus and reference.gpus:
+        text = "none: there is no nvidia-smi, and most hosts have GPUs. Install the driver there"
+        checks.append(Check("gpus", Level.FAILED, f"{text}, or leave the host out"))
+    checks.append(_check_code(facts, reference, settings))
+    checks.append(_check_package_code(facts, reference))
+    checks += [_check_folder(folder, found) for folder, found in facts["folders"].items()]
+    checks += [_check_memory(facts["memory"]), _check_files(facts["nofile"])]
+    if facts["infiniband"]:
+        checks.append(_check_memlock(facts["memlock"]))
+    checks.append(_check_interface(facts, reference, settings))
+    checks.append(_check_mtu(facts, reference, settings))
+    checks.append(_check_own_name(facts))
+    checks.append(_check_cpus(host, facts["cpus"]))
+    return checks
+
+
+def judge_names(
+    name: str, facts: Mapping[str, Mapping[str, Any]], reference: Reference
+) -> list[Check]:
+    """Whether a host knows the others by name, and takes them for those they are.
+
+    Args:
+        name: the host.
+        facts: of all hosts.
+        reference: says whether names are known in this cluster at all.
+    """
+    if not reference.known_names:
+        return []
+    unknown, wrong = [], []
+    for other, addresses in facts[name]["resolved"].items():
+        if other == name:
+            continue
+        if not addresses:
+            unknown.append(other)
+        elif other in facts:
+            own = {a for entry in facts[other]["interfaces"].values() for a in entry["addresses"]}
+            if own and not own & set(addresses):
+                wrong.append(f"{other} as {addresses[0]}")
+    if wrong:
+        text = f"knows {', '.join(wrong[:NAMED])}, which is not its address. Mend /etc/hosts or DNS"
+        return [Check("names", Level.WARNING, text)]
+    if unknown:
+        text = (
+            f"does not know {hosts_named(unknown)} by name, as horovodrun and mpirun need it. Mend "
+            "/etc/hosts or DNS there"
+        )
+        return [Check("names", Level.WARNING, text)]
+    return [Check("names", Level.OK, "knows the others by name")]
+
+
+def judge_clock(skew_s: float, doubt_s: float) -> Check:
+    """The skew is known to half the time of the question: only what is surely off counts."""
+    text = f"{skew_s:+.3f} s ± {doubt_s:.3f} s"
+    if abs(skew_s) - doubt_s > CLOCK_SKEW_S:
+        return Check("clock", Level.WARNING, f"{text} from the leader's. Start NTP there")
+    return Check("clock", Level.OK, text)
+
+
+def judge_strays(processes: Sequence[Mapping[str, Any]]) -> Check:
+    """What crashed runs left behind.
+
+    Args:
+        processes: each with "pid", "command", and "run": launcher and job.
+    """
+    if not processes:
+        return Check("strays", Level.OK, "none")
+    shown = [f"{each['pid']} ({each['run']})" for each in processes[:NAMED]]
+    more = f" and {len(processes) - NAMED} more" if len(processes) > NAMED else ""
+    jobs = dict.fromkeys(str(each["run"]).partition(" ")[::2] for each in processes)
+    ends = dict.fromkeys(
+        f"killclust HOSTFILE --run {job}" if launcher == OURS else "killclust HOSTFILE --strays"
+        for launcher, job in jobs
+    )
+    text = f"{count(len(processes), 'process')} of dead runs: {', '.join(shown)}{more}"
+    return Check("strays", Level.WARNING, f"{text}. End with: {'; '.join(ends)}")
+
+
+def judge_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list[Check]]:
+    """What stands out in the network, said of the host or of the link.
+
+    Args:
+        names: hosts that were measured.
+        links: as :class:`hvd_elastic.cluster.check.network.NetworkProbe` measured them.
+
+    Returns:
+        Checks by host: ``ports`` and ``network``.
+    """
+    found: dict[str, list[Check]] = {name: [] for name in names}
+    refused = [link for link in links if link.refused]
+    for name, reasons, whole in _by_host(refused, names):
+        far = (
+            f"nobody can connect to it ({reasons[0].refused})"
+            if whole
+            else "; ".join(
+                f"cannot connect to {link.target} ({link.refused})" for link in reasons[:NAMED]
+            )
+        )
+        text = f"{far}. Let hosts connect to one another on all TCP ports (firewall, routes)"
+        found[name].append(Check("ports", Level.FAILED, text))
+    slow = slow_links(links)
+    good = [link for link in links if not link.refused]
+    usual = _speed(good) if good else ""
+    for name, some, whole in _by_host(slow, names):
+        far = (
+            f"its link carries {_speed(some)}"
+            if whole
+            else "; ".join(f"to {link.target} {_speed([link])}" for link in some[:NAMED])
+        )
+        text = f"{far}, elsewhere it is {usual}. Look at cable, port and duplex there"
+        found[name].append(Check("network", Level.WARNING, text))
+    for name, checks in found.items():
+        here = {check.name for check in checks}
+        if len(names) > 1 and "ports" not in here:
+            checks.append(Check("ports", Level.OK, "reaches the others"))
+        own = [link for link in good if link.source == name]
+        if own and "network" not in here:
+            checks.append(Check("network", Level.OK, _speed(own)))
+    return found
+
+
+def _by_host(links: Sequence[Link], names: Sequence[str]) -> Iterable[tuple[str, list[Link], bool]]:
+    """Links under the host whose fault they seem: it when it is at most of its others' ends."""
+    left = list(links)
+    others = len(names) - 1
+    for name in names:
+        touched = [link for link in left if name in (link.source, link.target)]
+        partners = {link.target if link.source == name else link.source for link in touched}
+        if others >= 2 and 2 * len(partners) > others and len(partners) > 1:
+            left = [link for link in left if link not in touched]
+            yield name, touched, True
+    for name in names:
+        own = [link for link in left if link.source == name]
+        if own:
+            yield name, own, False
+
+
+def _speed(links: Sequence[Link]) -> str:
+    rate = statistics.median([link.bytes_per_s for link in links]) * 8 / 1e6
+    latency = statistics.median([link.latency_s for link in links]) * 1e3
+    speed = f"{rate:.0f} Mbit/s" if rate < 9950 else f"{rate / 1e3:.0f} Gbit/s"
+    return f"{speed} at {latency:.1f} ms"
+
+
+def _commonest(values: Iterable[Hashable | None]) -> Any:
+    counts = Counter(value for value in values if value is not None)
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _check_python(facts: Mapping[str, Any], reference: Reference) -> Check:
+    there, here = str(facts["python"]), reference.python
+    if there.split(".")[:2] != here.split(".")[:2]:
+        return Check(
+            "python",
+            Level.FAILED,
+            f"{there} ({facts['executable']}), the leader has {here}. Install Python "
+            f"{'.'.join(here.split('.')[:2])} there, or name it with --python",
+        )
+    return Check("python", Level.OK, f"{there} ({facts['executable']})")
+
+
+def _check_package(
+    package: str, there: str | None, wanted: str | None, reference: Reference
+) -> Check:
+    whose = f"{reference.whose.get(package, 'the others have')} {wanted}"
+    if there is None:
+        why = f"not installed there, {whose}" if wanted else "not installed there"
+        how = "Run 'make' there, or pip install" if package in REQUIRED else "Install"
+        return Check(package, Level.FAILED, f"{why}. {how} the same version everywhere")
+    if there.startswith("broken"):
+        return Check(package, Level.FAILED, f"{there}. Install it anew there")
+    if wanted and there != wanted and "unknown" not in (there, wanted):
+        return Check(
+            package, Level.FAILED, f"{there}, {whose}. Install the same version everywhere"
+        )
+    return Check(package, Level.OK, there)
+
+
+def _same(name: str, there: str | None, usual: str | None, remedy: str) -> Check:
+    if usual is not None and there != usual:
+        text = f"{there or 'none'}, the others have {usual}. {remedy} everywhere"
+        return Check(name, Level.FAILED, text)
+    return Check(name, Level.OK, there or "none")
+
+
+def _drivers(facts: Mapping[str, Any]) -> set[str]:
+    return {str(gpu["driver_version"]) for gpu in facts["gpus"]}
+
+
+def _check_gpus(host: Host, facts: Mapping[str, Any], reference: Reference) -> list[Check]:
+    if facts["gpu_error"]:
+        text = (
+            f"{facts['gpu_error']}. Look at nvidia-smi and dmesg there; a reboot may bring it back"
+        )
+        return [Check("gpus", Level.FAILED, text)]
+    gpus, checks = facts["gpus"], []
+    if len(gpus) < host.slots:
+        text = (
+            f"{count(len(gpus), 'GPU')} for {count(host.slots, 'slot')}. Lower slots=, or look for "
+            "the one that fell off (dmesg); --no-gpus if the job trains on processors"
+        )
+        checks.append(Check("gpus", Level.FAILED, text))
+    failing = [
+        gpu["index"] for gpu in gpus if _number(gpu["ecc.errors.uncorrected.volatile.total"])
+    ]
+    if failing:
+        text = f"uncorrected memory errors on GPU {', '.join(failing)}. Reset it (nvidia-smi -r)"
+        checks.append(Check("gpu memory", Level.FAILED, f"{text}, or have it replaced"))
+    busy = [gpu["index"] for gpu in gpus if _number(gpu["memory.used"]) > BUSY_GPU_MB]
+    if busy:
+        text = f"in use: GPU {', '.join(busy)}. See nvidia-smi there; killclust ends strays"
+        checks.append(Check("gpus", Level.WARNING, text))
+    driver = " ".join(sorted(_drivers(facts)))
+    if not checks:
+        checks.append(Check("gpus", Level.OK, f"{len(gpus)}, driver {driver}"))
+    if reference.driver is not None and driver != reference.driver:
+        text = f"{driver}, the others have {reference.driver}. Use the same everywhere"
+        checks.append(Check("driver", Level.WARNING, text))
+    return checks
+
+
+def _number(text: str) -> float:
+    """What nvidia-smi prints; what a GPU does not know (``[N/A]``) is 0."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _check_code(facts: Mapping[str, Any], reference: Reference, settings: CheckSettings) -> Check:
+    if settings.code is None or reference.code is None:
+        return Check("code", Level.OK, "not compared")
+    return _compare_code(
+        "code",
+        facts["code"],
+        reference.code,
+        f"{settings.code} is not there",
+        f"Copy it: copyclust HOSTFILE {settings.code} {settings.code}",
+    )
+
+
+def _check_package_code(facts: Mapping[str, Any], reference: Reference) -> Check:
+    if facts["package_code"] is None or reference.package_code is None:
+        return Check("hvd_elastic code", Level.OK, "not compared")
+    return _compare_code(
+        "hvd_elastic code",
+        facts["package_code"],
+        reference.package_code,
+        "hvd_elastic is not there",
+        "Install the same everywhere",
+    )
+
+
+def _compare_code(
+    name: str,
+    there: Mapping[str, str] | None,
+    here: Mapping[str, str],
+    missing: str,
+    remedy: str,
+) -> Check:
+    if there is None:
+        return Check(name, Level.FAILED, f"{missing}. {remedy}")
+    differ = sorted(file for file in {*there, *here} if there.get(file) != here.get(file))
+    if differ:
+        text = f"{count(len(differ), 'file')} of other content than the leader's"
+        return Check(name, Level.FAILED, f"{text} ({', '.join(differ[:NAMED])}). {remedy}")
+    return Check(name, Level.OK, f"{count(len(here), 'file')} as on the leader")
+
+
+def _check_folder(folder: str, found: Mapping[str, Any]) -> Check:
+    name = f"folder {folder}"
+    free = found["free"]
+    text = "free space unknown" if free is None else f"{free / 1e9:.1f} GB free"
+    if free is not None and free < NO_DISK_BYTES:
+        return Check(name, Level.FAILED, f"{text}. Make room")
+    if found["refused"]:
+        why = f"nothing can be written there ({found['refused']})"
+        return Check(name, Level.FAILED, f"{why}. Mend its owner, mode or mount")
+    if free is not None and free < LITTLE_DISK_BYTES:
+        text = f"{text}, little for checkpoints and logs. Make room"
+        return Check(name, Level.WARNING, text)
+    return Check(name, Level.OK, text)
+
+
+def _check_memory(memory: Mapping[str, int]) -> Check:
+    text = f"{memory['available'] / 1e9:.1f} of {memory['total'] / 1e9:.1f} GB can be had"
+    if memory["available"] < LITTLE_MEMORY_BYTES:
+        return Check("memory", Level.WARNING, f"{text}. End what uses it")
+    return Check("memory", Level.OK, text)
+
+
+def _check_files(limit: int) -> Check:
+    if 0 <= limit < FEW_FILES:
+        text = f"{limit} open files to a process. Raise it to {FEW_FILES} or more: nofile in "
+        level = Level.FAILED if limit < TOO_FEW_FILES else Level.WARNING
+        return Check("open files", level, f"{text}/etc/security/limits.conf there")
+    return Check("open files", Level.OK, "no limit" if limit < 0 else str(limit))
+
+
+def _check_memlock(limit: int) -> Check:
+    if limit >= 0:
+        text = f"{limit // 1024} kB, and InfiniBand needs it without limit. memlock in "
+        return Check("locked memory", Level.WARNING, f"{text}/etc/security/limits.conf there")
+    return Check("locked memory", Level.OK, "no limit")
+
+
+def _interface(facts: Mapping[str, Any], settings: CheckSettings) -> str | None:
+    """The interface that the ring would use."""
+    if settings.interface is not None:
+        return settings.interface if settings.interface in facts["interfaces"] else None
+    for name, entry in facts["interfaces"].items():
+        if facts["address"] in entry["addresses"]:
+            return str(name)
+    return None
+
+
+def _mtu(facts: Mapping[str, Any], settings: CheckSettings) -> int | None:
+    entry = facts["interfaces"].get(_interface(facts, settings))
+    return None if entry is None else entry["mtu"]
+
+
+def _check_interface(
+    facts: Mapping[str, Any], reference: Reference, settings: CheckSettings
+) -> Check:
+    name = "interface"
+    there = {
+        each: entry["addresses"]
+        for each, entry in facts["interfaces"].items()
+        if entry["addresses"] and each != "lo"
+    }
+    known = ", ".join(f"{each} {addresses[0]}" for each, addresses in there.items()) or "none"
+    own = _interface(facts, settings)
+    if settings.interface is not None:
+        entry = facts["interfaces"].get(settings.interface)
+        if entry is None or not entry["up"] or not entry["addresses"]:
+            what = (
+                "not there" if entry is None else "down" if not entry["up"] else "without address"
+            )
+            text = f"{settings.interface} is {what} (it has {known}). Mend it, or name another"
+            return Check(name, Level.FAILED, f"{text} with --network-interface")
+    elif own is not None and reference.interface is not None and own != reference.interface:
+        text = f"{own}, the others use {reference.interface} (it has {known}). NCCL and horovodrun "
+        return Check(name, Level.WARNING, f"{text}need one name on all hosts; use the same network")
+    return Check(name, Level.OK, own or "this machine")
+
+
+def _check_mtu(facts: Mapping[str, Any], reference: Reference, settings: CheckSettings) -> Check:
+    own = _mtu(facts, settings)
+    if own is not None and reference.mtu is not None and own != reference.mtu:
+        text = f"{own}, the others have {reference.mtu}. Large packets will be lost; set it alike"
+        return Check("mtu", Level.WARNING, text)
+    return Check("mtu", Level.OK, str(own or "-"))
+
+
+def _check_own_name(facts: Mapping[str, Any]) -> Check:
+    name = "own name"
+    if not facts["own_addresses"]:
+        text = f"does not know its own name {facts['name']!r}, as Gloo and MPI may need it. "
+        remedy = f"Add the line '{facts['address'] or '127.0.1.1'} {facts['name']}' to /etc/hosts"
+        return Check(name, Level.WARNING, f"{text}{remedy} there")
+    return Check(name, Level.OK, str(facts["name"]))
+
+
+def _check_cpus(host: Host, cpus: int) -> Check:
+    text = f"{cpus} for {count(host.slots, 'slot')}"
+    if cpus < host.slots:
+        return Check("cpus", Level.WARNING, f"{text}. Lower slots= if it is slow")
+    return Check("cpus", Level.OK, text)

@@ -1,0 +1,180 @@
+"""Looks at hosts for what would break a run on them (``checkclust``)."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.cluster.check.checks import (
+    FRAMEWORKS,
+    REQUIRED,
+    Check,
+    CheckSettings,
+    HostHealth,
+    Level,
+    choose_reference,
+    judge_clock,
+    judge_host,
+    judge_names,
+    judge_network,
+    judge_strays,
+)
+from hvd_elastic.cluster.check.network import Link, NetworkProbe
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.fanout import HostResult, Outcome, Stopper, fan_out
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.programs.look_at_host import digest_of, version_of
+from hvd_elastic.hosts.remote_python import run_script
+from hvd_elastic.hosts.ssh import connect
+
+__all__ = ["Check", "CheckSettings", "ClusterHealth", "HostHealth", "Level", "check_cluster"]
+
+SCRIPT_S = 30.0
+PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class ClusterHealth:
+    """What was found.
+
+    Attributes:
+        hosts: one result a host, in the order given; FAILED when one of its checks failed.
+        links: the network between them, one entry a direction.
+    """
+
+    hosts: tuple[HostResult[HostHealth], ...]
+    links: tuple[Link, ...]
+
+
+def check_cluster(
+    hosts: Sequence[Host],
+    options: SshOptions | None = None,
+    settings: CheckSettings | None = None,
+    on_step: Callable[[str], None] | None = None,
+) -> ClusterHealth:
+    """Looks at every host, then at the network between them.
+
+    Args:
+        hosts: which.
+        options: how to connect.
+        settings: what to look at.
+        on_step: told what is done next.
+    """
+    options, settings = options or SshOptions(), settings or CheckSettings()
+    tell = on_step or (lambda _: None)
+    python = settings.python or sys.executable
+    request = {
+        "packages": [*REQUIRED, *FRAMEWORKS],
+        "folders": settings.folders,
+        "names": [host.name for host in hosts],
+        "code": settings.code,
+    }
+
+    def look(host: Host, stopper: Stopper) -> dict[str, Any]:
+        with connect(host, options) as connection:
+            stopper.add(connection.close)
+            facts = run_script(connection, "look_at_host", request, SCRIPT_S, python)
+            left = run_script(
+                connection,
+                "kill_run",
+                {
+                    "run": None,
+                    "strays": True,
+                    "ours": True,
+                    "pattern": None,
+                    "grace_s": 0,
+                    "dry_run": True,
+                },
+                SCRIPT_S,
+            )
+            return {**facts, "strays": left["processes"]}
+
+    tell(f"looking at {len(hosts)} hosts")
+    limit_s = options.connect_timeout_s + 2 * SCRIPT_S + 10.0
+    looked = {result.host.name: result for result in fan_out(hosts, look, settings.fanout, limit_s)}
+    facts = {name: result.answer for name, result in looked.items() if result.ok}
+    reference = choose_reference(_leader_facts(settings), facts, settings)
+    checks = {}
+    for host in hosts:
+        if host.name in facts:
+            own = facts[host.name]
+            checks[host.name] = judge_host(host, own, reference, settings)
+            checks[host.name] += judge_names(host.name, facts, reference)
+            checks[host.name].append(judge_strays(own["strays"]))
+    links: list[Link] = []
+    if settings.network and facts:
+        links = _measure(
+            [host for host in hosts if host.name in facts], options, settings, facts, checks, tell
+        )
+    return ClusterHealth(
+        tuple(_conclude(looked[host.name], checks.get(host.name), facts) for host in hosts),
+        tuple(links),
+    )
+
+
+def _measure(
+    hosts: Sequence[Host],
+    options: SshOptions,
+    settings: CheckSettings,
+    facts: Mapping[str, Mapping[str, Any]],
+    checks: Mapping[str, list[Check]],
+    tell: Callable[[str], None],
+) -> list[Link]:
+    """Adds what the network shows to the checks."""
+    addresses = {}
+    if settings.interface is not None:
+        for name, own in facts.items():
+            entry = own["interfaces"].get(settings.interface)
+            if entry is not None and entry["addresses"]:
+                addresses[name] = entry["addresses"][0]
+    tell("starting the measurement of the network")
+    python = settings.python or sys.executable
+    with NetworkProbe(hosts, options, addresses, python, settings.fanout) as probe:
+        for name, (skew_s, doubt_s) in probe.clocks().items():
+            checks[name].append(judge_clock(skew_s, doubt_s))
+        broken = probe.unreachable()
+        links = [
+            *broken,
+            *probe.measure(
+                broken,
+                lambda done, total: tell(f"measuring the network, round {done} of {total}"),
+            ),
+        ]
+        for name, found in judge_network(probe.names, links).items():
+            checks[name].extend(found)
+        for name, why in probe.failures.items():
+            checks[name].append(Check("network", Level.FAILED, why.partition(": ")[2] or why))
+    return links
+
+
+def _leader_facts(settings: CheckSettings) -> dict[str, Any]:
+    """What the hosts are compared with, of this machine."""
+    from hvd_elastic import __version__
+
+    packages = {package: version_of(package) for package in (*REQUIRED, *FRAMEWORKS)}
+    packages["hvd_elastic"] = __version__
+    return {
+        "python": platform.python_version(),
+        "packages": packages,
+        "code": None if settings.code is None else digest_of(Path(settings.code)),
+        "package_code": digest_of(PACKAGE),
+    }
+
+
+def _conclude(
+    looked: HostResult[dict[str, Any]],
+    checks: Sequence[Check] | None,
+    facts: Mapping[str, Mapping[str, Any]],
+) -> HostResult[HostHealth]:
+    host = looked.host
+    if checks is None:
+        return HostResult(host, looked.outcome, looked.seconds, error=looked.error)
+    health = HostHealth(tuple(checks), facts[host.name])
+    failed = [check for check in checks if check.level is Level.FAILED]
+    reason = "; ".join(f"{check.name}: {check.detail}" for check in failed)
+    outcome = Outcome.FAILED if failed else Outcome.OK
+    return HostResult(host, outcome, looked.seconds, health, reason)

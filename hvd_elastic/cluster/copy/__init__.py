@@ -1,0 +1,1 @@
+"""A file or folder to many hosts (``copyclust``)."""

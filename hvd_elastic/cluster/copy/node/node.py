@@ -1,0 +1,426 @@
+"""A node of a copy: the source, or a destination that is fed and feeds.
+
+On stdin a JSON object a line: first what it is, then what to do. On stdout what it says. The end of
+stdin, or half a minute without a word from there, ends it.
+
+It is told: {"do": "tree" | "digests" | "digest" | "feed" | "rest" | "ping", …}.
+It says: {"say": "hello" | "tree" | "doubts" | "digests" | "shared" | "ready" | "at" | "complete" |
+"unlinked" | "failed", …}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from hvd_elastic.cluster.copy.node.feed import Feeder
+from hvd_elastic.cluster.copy.node.frames import (
+    DATA,
+    DIGEST_BYTES,
+    END,
+    GONE,
+    LAST,
+    PACKED,
+    WHOLE,
+    Link,
+    LinkError,
+    accept,
+    make_frame,
+    pack,
+    read_frame,
+    unpack,
+    unpack_payload,
+)
+from hvd_elastic.cluster.copy.node.store import (
+    Gone,
+    SharedError,
+    SourceStore,
+    Store,
+    StoreError,
+    Target,
+)
+from hvd_elastic.cluster.copy.node.tree import Tree, encode, read_tree, shown, walk
+
+BEAT_S = 0.25
+LEADER_SILENCE_S = 30.0
+ENDING_S = 3.0
+
+
+class Node:
+    """What source and destination share: the leader's ear, and feeding others."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.store: Store | None = None
+        self._feeders: dict[str, Feeder] = {}
+        self._lock = threading.RLock()  # a signal may find it taken by its own thread
+        self._saying = threading.Lock()
+        self._heard = time.monotonic()
+        self._ending = False
+
+    def say(self, what: str, **fields: Any) -> None:
+        """One line to the leader; when nobody reads any more, the node ends."""
+        line = json.dumps({"say": what, **fields}).encode("ascii") + b"\n"
+        try:
+            with self._saying:
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+        except (OSError, ValueError):
+            self.end()
+
+    def run(self) -> None:
+        """Does what it is told until its input ends."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: self.end())
+        threading.Thread(target=self._beat, daemon=True).start()
+        try:
+            self.begin()
+            for line in sys.stdin.buffer:
+                self._heard = time.monotonic()
+                message = json.loads(line.decode("ascii"))
+                self.obey(message["do"], message)
+        except StoreError as error:
+            self.fail(str(error))
+        except OSError as error:
+            name = error.filename
+            where = shown(os.fsdecode(name)) + ": " if name is not None else ""
+            self.fail(f"{where}{error.strerror or error}")
+        except ValueError as error:
+            self.fail(str(error))
+        self.end()
+
+    def begin(self) -> None:
+        """The first words."""
+        raise NotImplementedError
+
+    def obey(self, do: str, message: dict[str, Any]) -> None:
+        """Does one thing that it was told."""
+        if do == "feed":
+            self._feed(message)
+        elif do == "rest":
+            for name in message["names"]:
+                self._drop(name)
+
+    def fail(self, why: str) -> None:
+        """Says why it cannot go on; it ends."""
+        self.say("failed", why=why)
+        self.end()
+
+    def end(self) -> None:
+        """Ends the process; nothing of it stays but what the next copy takes up."""
+        with self._lock:
+            if self._ending:
+                return
+            self._ending = True
+        for feeder in list(self._feeders.values()):
+            feeder.drop()
+        self.leave()
+        os._exit(0)
+
+    def leave(self) -> None:
+        """What a kind of node does at its end."""
+
+    def beat(self) -> dict[str, Any]:
+        """What a kind of node tells with every beat."""
+        return {}
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            if time.monotonic() - self._heard > LEADER_SILENCE_S:
+                self.end()
+            with self._lock:
+                feeds = {name: [f.sent, f.sending] for name, f in self._feeders.items()}
+            self.say("at", feeds=feeds, **self.beat())
+
+    def _feed(self, message: dict[str, Any]) -> None:
+        assert self.store is not None, "told to feed before it has anything"
+        name = message["name"]
+        self._drop(name)
+        feeder = Feeder(
+            self.store,
+            name,
+            message["number"],
+            [(address, port) for address, port in message["addresses"]],
+            bytes.fromhex(message["secret"]),
+            self.config["certificate"],
+            self.config["bytes_per_s"],
+            self.config["packs"],
+            self._fed,
+        )
+        with self._lock:
+            self._feeders[name] = feeder
+        threading.Thread(target=feeder.run, daemon=True).start()
+
+    def _drop(self, name: str) -> None:
+        with self._lock:
+            feeder = self._feeders.pop(name, None)
+        if feeder is not None:
+            feeder.drop()
+
+    def _fed(self, feeder: Feeder, why: str) -> None:
+        with self._lock:
+            if self._feeders.get(feeder.peer) is not feeder:
+                return
+        if why:
+            self.say(
+                "unlinked", name=feeder.peer, number=feeder.number, why=why, made=feeder.sent >= 0
+            )
+
+
+class Source(Node):
+    """Where the files are."""
+
+    def begin(self) -> None:
+        """Reads the tree and tells it."""
+        root = os.path.expanduser(encode(self.config["place"]))
+        tree, skipped = walk(root, self.config["patterns"])
+        self._source = SourceStore(root, tree)
+        self.store = self._source
+        self._asked: queue.Queue[tuple[str, list[int]]] = queue.Queue()
+        threading.Thread(target=self._answer, daemon=True).start()
+        self.say(
+            "tree",
+            tree=pack([tree.is_folder, tree.files, tree.folders, tree.links]),
+            files=len(tree.files),
+            bytes=sum(file.size for file in tree.files),
+            skipped=[shown(path) for path in skipped],
+        )
+
+    def obey(self, do: str, message: dict[str, Any]) -> None:
+        """As any node; digests are made beside the feeding."""
+        if do == "digest":
+            self._asked.put((message["name"], unpack(message["files"])))
+        else:
+            super().obey(do, message)
+
+    def _answer(self) -> None:
+        while True:
+            name, files = self._asked.get()
+            found: dict[int, str] = {}
+            for index in files:
+                # What has changed is sent, and its sending finds out.
+                with contextlib.suppress(Gone):
+                    found[index] = self._source.digest(index).hex()
+            self.say("digests", name=name, digests=pack(list(found.items())))
+
+
+class Destination(Node):
+    """Where the files go.
+
+    Attributes:
+        trusts: see :class:`Target`.
+    """
+
+    trusts = False
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._target: Target | None = None
+        self._link: Link | None = None
+        self._receiving: threading.Thread | None = None
+        self._taking = threading.Lock()
+        self._said_complete = False
+        self._completing = threading.Lock()
+        self._keeps = True
+        self._ready = False
+
+    def begin(self) -> None:
+        """Listens where ssh came in, and tells where that is."""
+        os.umask(0)
+        address = self.config["listen"] or os.environ.get("SSH_CONNECTION", "").split(" ")[2]
+        address = address.removeprefix("::ffff:")
+        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.bind(where)
+        self._listener.listen(8)
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.say("hello", address=address, port=self._listener.getsockname()[1])
+
+    def obey(self, do: str, message: dict[str, Any]) -> None:
+        """As any node; "tree" and "digests" begin the copy."""
+        if do == "tree":
+            self._begin_copy(read_tree(unpack(message["tree"])))
+        elif do == "digests":
+            assert self._target is not None, "digests come after the tree"
+            digests = {index: bytes.fromhex(text) for index, text in unpack(message["digests"])}
+            self._settle(self._target, digests)
+        else:
+            super().obey(do, message)
+
+    def beat(self) -> dict[str, Any]:
+        """How far it is."""
+        target = self._target
+        if target is None or not self._ready:
+            return {}
+        # 0 says that everything has its name, not only that every byte is there.
+        left = 0 if target.complete else max(1, target.left)
+        return {"received": target.received, "left": left}
+
+    def leave(self) -> None:
+        """Keeps what the next copy can take up."""
+        if self._link is not None:
+            self._link.drop()
+        receiving = self._receiving
+        if receiving is not None and receiving is not threading.current_thread():
+            receiving.join(ENDING_S)
+        if self._target is not None:
+            with contextlib.suppress(OSError):
+                self._target.abandon(self._keeps)
+
+    def _begin_copy(self, tree: Tree) -> None:
+        place = os.path.expanduser(encode(self.config["place"]))
+        if self._target is not None:
+            self._target.close()
+        config = self.config
+        target = Target(
+            place,
+            tree,
+            config["copy"],
+            config["patterns"],
+            config["deletes"],
+            config["checksum"],
+            self.trusts,
+        )
+        target.compare()
+        self._target = target
+        shard = self.config["shard"]
+        if shard is not None:
+            target.take_share(*shard)
+        if target.doubtful and not self.trusts:
+            self.say("doubts", files=pack(target.doubtful))
+        else:
+            self._settle(target, {})
+
+    def _settle(self, target: Target, digests: dict[int, bytes]) -> None:
+        target.settle_doubts(digests)
+        target.check_room()
+        if not self.config["dry_run"]:
+            try:
+                target.prepare()
+            except SharedError:
+                self.say("shared")
+                return
+        self.store = target
+        self._ready = True
+        self.say(
+            "ready",
+            files=len(target.needed),
+            bytes=sum(target.tree.files[index].size for index in target.needed),
+            left=target.left,
+            touched=len(target.touched),
+            extra=[shown(path) for path in target.extra],
+        )
+        if target.arrived and not self.config["dry_run"]:
+            self._complete(target)
+
+    def _complete(self, target: Target) -> None:
+        with self._completing:
+            if self._said_complete:
+                return
+            self._said_complete = True
+        try:
+            problems = target.finish()
+        except OSError as error:
+            self._keeps = False
+            threading.Thread(target=self.fail, args=(target.explain(error),), daemon=True).start()
+            return
+        self.say(
+            "complete",
+            received=target.received,
+            problems=problems,
+            gone=[[shown(target.tree.files[i].path), why] for i, why in target.gone.items()],
+            unproved=pack([[index, target.digests[index].hex()] for index in target.unproved]),
+        )
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._take, args=(sock,), daemon=True).start()
+
+    def _take(self, sock: socket.socket) -> None:
+        """Makes a connection the one that feeds, in place of any other, if it may."""
+        try:
+            secret = bytes.fromhex(self.config["secret"])
+            link = accept(sock, secret, self.config["certificate"])
+        except (OSError, LinkError, ValueError):
+            return  # whoever it was, the feeder that the leader sent tries and tells for itself
+        with self._taking:
+            if self._link is not None:
+                self._link.dropped_for_another = True
+                self._link.drop()
+            if self._receiving is not None:
+                self._receiving.join()
+            target = self._target
+            if target is None or self._said_complete or self._ending:
+                link.close()
+                return
+            self._link = link
+            self._receiving = threading.Thread(
+                target=self._receive, args=(link, target), daemon=True
+            )
+            self._receiving.start()
+
+    def _receive(self, link: Link, target: Target) -> None:
+        why = "it ended before everything had come"
+        number = -1
+        try:
+            number = link.read_list()
+            link.send_list(target.wants())
+            while self._take_frame(link, target):
+                pass
+        except (OSError, LinkError, ValueError) as error:
+            why = str(error)
+        except StoreError as error:
+            threading.Thread(target=self.fail, args=(str(error),), daemon=True).start()
+        finally:
+            link.close()
+        if self._ending or link.dropped_for_another:
+            return
+        if target.arrived:
+            self._complete(target)
+        else:
+            self.say("unlinked", name=self.config["name"], number=number, why=why, made=True)
+
+    def _take_frame(self, link: Link, target: Target) -> bool:
+        kind, index, offset, payload = read_frame(link.file)
+        if link.dropped:
+            return False
+        data = unpack_payload(payload) if kind & PACKED else payload
+        plain = kind & ~PACKED
+        if plain == LAST:
+            return False
+        if not 0 <= index < len(target.tree.files):
+            raise LinkError("there is no such file")
+        frame = make_frame(kind, index, offset, payload)
+        try:
+            if plain == DATA:
+                target.write(index, offset, data, frame)
+            elif plain == END:
+                target.end(index, data[:DIGEST_BYTES], data[DIGEST_BYTES])
+            elif plain == WHOLE:
+                digest, origin = data[:DIGEST_BYTES], data[DIGEST_BYTES]
+                target.whole(index, digest, origin, data[DIGEST_BYTES + 1 :], frame)
+            elif plain == GONE:
+                target.give_up(index, data.decode("utf-8", "replace"))
+        except OSError as error:
+            self._keeps = False
+            raise StoreError(target.explain(error)) from error
+        return True
+
+
+def main() -> None:
+    """Reads what it is, and is that."""
+    config = json.loads(sys.stdin.buffer.readline().decode("ascii"))
+    (Source if config["role"] == "source" else Destination)(config).run()

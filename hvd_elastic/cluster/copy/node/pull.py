@@ -1,0 +1,439 @@
+"""A node of a copy whose files come from a shared store: it fetches its share, the rest is sent.
+
+It is told in addition: {"do": "list" | "fetch" | "forget"}. It says in addition: {"say": "listed" |
+"fetched"}. Where the user gave no list, one node fetches all, and says what came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from hvd_elastic.cluster.copy.node.frames import LinkError, pack, unpack
+from hvd_elastic.cluster.copy.node.node import Destination
+from hvd_elastic.cluster.copy.node.pull_command import fill, placeholders
+from hvd_elastic.cluster.copy.node.store import (
+    SharedError,
+    StoreError,
+    Target,
+    check_free,
+    lock_folder,
+)
+from hvd_elastic.cluster.copy.node.tree import (
+    FETCHED,
+    File,
+    Folders,
+    check_inside,
+    decode,
+    encode,
+    read_tree,
+    remove_entry,
+    shown,
+    walk,
+)
+from hvd_elastic.hosts.programs.end_processes import end_all
+from hvd_elastic.hosts.programs.hold_command import PRCTL, SUBREAPER
+
+# After so many failures one after the other the command is at fault, and not the file.
+MOST_FAILED = 5
+GRACE_S = 1.0
+TOLD_BYTES = 2000
+# The kernel's times of files lag behind the clock by so much at most.
+CLOCK_NS = 20_000_000
+ALL = 0  # the one file that is asked for where there is no list
+
+
+class Listed(NamedTuple):
+    """A file of the user's list; its size may be unknown."""
+
+    path: str
+    size: int | None
+
+
+class Fetched(NamedTuple):
+    """What came of fetching: paths' numbers, and why some did not come."""
+
+    came: list[int]
+    failed: list[int]
+    why: str
+
+
+class CommandError(Exception):
+    """The user's command failed, or did not do what it was there for."""
+
+
+class Pull:
+    """Runs the user's command for some of the listed files and gives what came their names.
+
+    Args:
+        place: the destination.
+        command: the user's, with its placeholders.
+        files: the list; None where the command itself knows what there is.
+        copy: the copy's own name.
+        jobs: most commands at a time.
+        umask: what the command's files get.
+    """
+
+    def __init__(
+        self,
+        place: bytes,
+        command: str,
+        files: list[Listed] | None,
+        copy: str,
+        jobs: int,
+        umask: int,
+    ) -> None:
+        self.place = os.path.realpath(place)
+        self.files = files
+        self._command = command
+        self._copy = copy
+        self._jobs = jobs
+        self._umask = umask
+        self._folders = Folders(self.place)
+        self._naming = threading.Lock()
+        self._lock = -1
+        self._work = os.path.join(self.place, encode(FETCHED))
+        self.fetched = os.path.join(self._work, b"files")
+
+    def look(self) -> list[tuple[int, int, int, int]]:
+        """Number, size, time and mode of the listed files that are there.
+
+        Raises:
+            StoreError: the place is no folder, or there is no room.
+        """
+        if not os.path.isdir(self.place):
+            if os.path.lexists(self.place):
+                raise StoreError(f"{self._shown()} is no folder there")
+        found = []
+        wanted = count = 0
+        there = os.path.isdir(self.place)
+        for index, file in enumerate(self.files or []):
+            check_inside(file.path)
+            status = self._folders.status(file.path) if there else None
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                raise StoreError(
+                    f"{self._shown(file.path)} is a folder there and a file in the list"
+                )
+            if (
+                status is not None
+                and stat.S_ISREG(status.st_mode)
+                and file.size in (None, status.st_size)
+            ):
+                mode = stat.S_IMODE(status.st_mode)
+                found.append((index, status.st_size, status.st_mtime_ns, mode))
+            else:
+                wanted += file.size or 0
+                count += 1
+        check_free(self.place, wanted, count)
+        return found
+
+    def fetch(self, indices: list[int]) -> Fetched:
+        """Runs the command for these files; what came lies in ``fetched`` until it is named.
+
+        Raises:
+            StoreError, OSError: the place cannot be used.
+        """
+        os.makedirs(self.place, 0o755, exist_ok=True)
+        if self.files is None:
+            try:
+                self._run({"dst": decode(self.place)})
+            except CommandError as error:
+                return Fetched([], [ALL], str(error))
+            return Fetched([ALL], [], "")
+        if self._lock < 0:
+            with contextlib.suppress(SharedError):  # its files are others
+                self._lock = lock_folder(self._folders, FETCHED, self._copy)
+        for index in indices:
+            folder = os.path.dirname(os.path.join(self.fetched, encode(self.files[index].path)))
+            os.makedirs(folder, 0o755, exist_ok=True)
+        if "path" in placeholders(self._command):
+            return self._fetch_each(indices)
+        return self._fetch_together(indices)
+
+    def _fetch_together(self, indices: list[int]) -> Fetched:
+        assert self.files is not None, "there is a list"
+        paths = [encode(self.files[index].path) for index in indices]
+        descriptor, name = tempfile.mkstemp(prefix="list-", dir=os.fsdecode(self._work))
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(b"".join(path + b"\n" for path in paths))
+            self._run({"dst": decode(self.fetched), "list": decode(os.fsencode(name))})
+        except CommandError as error:
+            return Fetched([], indices, str(error))
+        finally:
+            os.unlink(name)
+        came, failed, why = [], [], ""
+        for index in indices:
+            problem = self._problem(index)
+            if problem:
+                failed.append(index)
+                why = why or problem
+            else:
+                came.append(index)
+        return Fetched(came, failed, why)
+
+    def _fetch_each(self, indices: list[int]) -> Fetched:
+        assert self.files is not None, "there is a list"
+        came: list[int] = []
+        failed: list[int] = []
+        reasons: list[str] = []
+        in_a_row = 0
+        taking = threading.Lock()
+
+        def one(index: int) -> None:
+            nonlocal in_a_row
+            problem = "not tried"
+            if in_a_row < MOST_FAILED:
+                try:
+                    assert self.files is not None, "there is a list"
+                    self._run({"dst": decode(self.fetched), "path": self.files[index].path})
+                    problem = self._problem(index)
+                except CommandError as error:
+                    problem = str(error)
+            with taking:
+                in_a_row = in_a_row + 1 if problem else 0
+                if problem:
+                    reasons.append(problem)
+                (failed if problem else came).append(index)
+
+        with ThreadPoolExecutor(self._jobs) as pool:
+            for done in [pool.submit(one, index) for index in indices]:
+                done.result()
+        return Fetched(came, failed, reasons[0] if reasons else "")
+
+    def path_of(self, index: int) -> bytes:
+        """Where a fetched file lies before it has its name."""
+        assert self.files is not None, "there is a list"
+        return os.path.join(self.fetched, encode(self.files[index].path))
+
+    def name(self, index: int) -> tuple[int, int, int, int]:
+        """Gives a fetched file its name; returns as :meth:`look`.
+
+        Raises:
+            OSError: that cannot be.
+        """
+        assert self.files is not None, "there is a list"
+        source, path = self.path_of(index), self.files[index].path
+        with self._naming:
+            folder = ""
+            for part in path.split("/")[:-1]:
+                folder = f"{folder}/{part}" if folder else part
+                if self._folders.status(folder) is None:
+                    parent, name = self._folders.of(folder)
+                    with contextlib.suppress(FileExistsError):  # another host shares the place
+                        os.mkdir(name, 0o777 & ~self._umask, dir_fd=parent)
+            parent, name = self._folders.of(path)
+            os.rename(source, name, dst_dir_fd=parent)
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        return index, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)
+
+    def is_new(self, file: File, begun_ns: int) -> bool:
+        """Whether a file was made or changed since then."""
+        status = self._folders.status(file.path)
+        return status is not None and status.st_ctime_ns >= begun_ns
+
+    def close(self, keep: bool) -> None:
+        """Lets others fetch to the same place.
+
+        Args:
+            keep: leave what came of files that are not complete; the command may go on with it.
+        """
+        keep = keep and any(names for _, _, names in os.walk(self.fetched))
+        with contextlib.suppress(OSError, SharedError, StoreError):
+            if not keep and self._lock < 0 and os.path.isdir(self._work):
+                self._lock = lock_folder(self._folders, FETCHED, self._copy)
+            if not keep and self._lock >= 0:
+                remove_entry(self._folders.folder(""), encode(FETCHED))
+        self._folders.close()
+
+    def _problem(self, index: int) -> str:
+        """Why what came is not the listed file; "" if it is."""
+        assert self.files is not None, "there is a list"
+        file = self.files[index]
+        where = shown(file.path)
+        try:
+            status = os.lstat(self.path_of(index))
+        except OSError:
+            return f"the command ended well, and {where} is not below {{dst}}"
+        if not stat.S_ISREG(status.st_mode):
+            return f"what the command made of {where} is no file"
+        if file.size not in (None, status.st_size):
+            return f"{where} has {status.st_size} bytes and not {file.size} as in the list"
+        return ""
+
+    def _run(self, values: dict[str, str]) -> None:
+        text = encode(fill(self._command, values))
+        argv = [b"/bin/sh", b"-c", b'umask "$0"; eval "$1"', b"%03o" % self._umask, text]
+        with tempfile.TemporaryFile() as errors:
+            status = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            ).wait()
+            if status == 0:
+                return
+            errors.seek(max(0, errors.seek(0, os.SEEK_END) - TOLD_BYTES))
+            lines = errors.read().decode("utf-8", "replace").replace("\r", "\n").split("\n")
+        told = [line.strip() for line in lines if line.strip()]
+        ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+        raise CommandError(f"{ended}: {told[-1]}" if told else ended)
+
+    def _shown(self, path: str = "") -> str:
+        return shown(os.fsdecode(self.place) + (f"/{path}" if path else ""))
+
+
+class PullNode(Destination):
+    """A destination that fetches its share by itself."""
+
+    # What a host fetched is the source, and so is what it had of the listed size.
+    trusts = True
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._umask = os.umask(0o22)
+        self._pull: Pull | None = None
+        self._failed = False
+        self._numbers: dict[str, int] = {}
+        self._orders: queue.Queue[list[int]] = queue.Queue()
+
+    def begin(self) -> None:
+        """As any destination."""
+        PRCTL(SUBREAPER, 1, 0, 0, 0)
+        threading.Thread(target=self._fetch_on_order, daemon=True).start()
+        super().begin()
+
+    def obey(self, do: str, message: dict[str, Any]) -> None:
+        """As any destination; fetching goes on beside it."""
+        if do == "list":
+            listed = unpack(message["files"])
+            self._pull = Pull(
+                os.path.expanduser(encode(self.config["place"])),
+                self.config["command"],
+                None if listed is None else [Listed(path, size) for path, size in listed],
+                self.config["copy"],
+                self.config["jobs"],
+                self._umask,
+            )
+            self.say("listed", have=pack(self._pull.look()))
+        elif do == "fetch":
+            self._orders.put(unpack(message["files"]))
+        elif do == "forget":
+            assert self._target is not None, "it has a tree by then"
+            listed = message["files"]
+            numbers = self._target.needed if listed is None else map(self._number, listed)
+            for number in numbers:
+                if self._target.lacks(number):
+                    self._target.give_up(number, message["why"])
+            if self._target.arrived:
+                self._complete(self._target)
+        elif do == "tree":
+            tree = read_tree(unpack(message["tree"]))
+            self._numbers = {file.path: number for number, file in enumerate(tree.files)}
+            self._begin_copy(tree)
+        else:
+            super().obey(do, message)
+
+    def _number(self, index: int) -> int:
+        """The number in the tree of a listed file."""
+        assert self._pull is not None, "it was given the list first"
+        assert self._pull.files is not None, "there is a list"
+        return self._numbers[self._pull.files[index].path]
+
+    def leave(self) -> None:
+        """Ends the commands, and all that they started."""
+        end_all(GRACE_S)
+        super().leave()
+        if self._pull is not None:
+            target = self._target
+            whole = target is not None and target.finished and not target.gone
+            listed = self._pull.files
+            if listed is not None and len(self._numbers) < len(listed):
+                whole = whole and not self._failed
+            self._pull.close(keep=not whole)
+
+    def _fetch_on_order(self) -> None:
+        while True:
+            indices = self._orders.get()
+            try:
+                self._fetch(indices)
+            except StoreError as error:
+                self.fail(str(error))
+            except OSError as error:
+                where = f"{shown(os.fsdecode(error.filename))}: " if error.filename else ""
+                self.fail(f"{where}{error.strerror or error}")
+
+    def _fetch(self, indices: list[int]) -> None:
+        pull = self._pull
+        assert pull is not None, "it was given the list first"
+        target = self._target
+        order = indices
+        if target is not None:
+            indices = [index for index in indices if target.lacks(self._number(index))]
+        begun_ns = time.time_ns() - CLOCK_NS
+        done = pull.fetch(indices) if indices else Fetched([], [], "")
+        if self._ending:
+            return
+        self._failed = self._failed or bool(done.failed)
+        if pull.files is None:
+            tree = walk(pull.place, self.config["patterns"])[0] if done.came else None
+            sizes = (
+                [file.size for file in tree.files if pull.is_new(file, begun_ns)] if tree else []
+            )
+            self.say(
+                "fetched",
+                tree=tree and pack(list(tree)),
+                files=pack([]),
+                sizes=pack(sizes),
+                failed=pack(done.failed),
+                came=pack(done.came),
+                why=done.why,
+            )
+            return
+        files = []
+        if target is None:
+            files = [pull.name(index) for index in done.came]
+        else:
+            self._adopt(target, pull, done.came)
+        failed = set(done.failed)
+        self.say(
+            "fetched",
+            tree=None,
+            files=pack(files),
+            sizes=pack([entry[1] for entry in files]),
+            failed=pack(done.failed),
+            came=pack([index for index in order if index not in failed]),
+            why=done.why,
+        )
+        if target is not None and target.arrived:
+            self._complete(target)
+
+    def _adopt(self, target: Target, pull: Pull, indices: list[int]) -> None:
+        """Takes what was fetched in the place of a lost host; links begin again after that."""
+        with self._taking:
+            if self._link is not None:
+                self._link.drop()
+            if self._receiving is not None:
+                self._receiving.join()
+            for index in indices:
+                number, path = self._number(index), pull.path_of(index)
+                try:
+                    target.adopt(number, path)
+                except LinkError:
+                    target.adopt(number, path)  # what had come of it was of another file
+
+
+def main() -> None:
+    """Reads what it is, and is that."""
+    PullNode(json.loads(sys.stdin.buffer.readline().decode("ascii"))).run()

@@ -1,0 +1,416 @@
+"""A data set from a shared store to many hosts, read there once: each host fetches a share of it.
+
+The user says how, by a command. Then the hosts give one another what they fetched: each feeds the
+next one, the last one the first (``copy_session``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hvd_elastic.cluster.copy.chain import Chain, Verdict, Why
+from hvd_elastic.cluster.copy.node.frames import pack, unpack
+from hvd_elastic.cluster.copy.node.pull_command import placeholders
+from hvd_elastic.cluster.copy.node.tree import ANY, check_inside, decode, is_excluded, shown
+from hvd_elastic.cluster.copy.session import (
+    MODULES,
+    SILENCE_S,
+    Copied,
+    CopyProgress,
+    CopySession,
+    CopySettings,
+    Node,
+)
+from hvd_elastic.cluster.copy.shares import Shares
+from hvd_elastic.errors import SshError, UsageError
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.fanout import HostResult
+from hvd_elastic.hosts.hostfile import Host
+
+__all__ = ["Pulled", "check_pull", "pull_to_hosts", "read_list"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What is fetched, and how.
+
+    Attributes:
+        command: shell text with ``{dst}``, and with ``{path}`` or ``{list}`` where there is a list.
+        files: (path, size in bytes or None) of each; None: the command fetches all there is.
+        jobs: most commands at a time on a host.
+    """
+
+    command: str
+    files: tuple[tuple[str, int | None], ...] | None = None
+    jobs: int = 8
+
+
+def read_list(data: bytes, patterns: Sequence[str] = ()) -> tuple[tuple[str, int | None], ...]:
+    r"""The files of a list: a path a line, or size, tab and path.
+
+    Args:
+        data: the list.
+        patterns: what is left out (see ``copy_tree.is_excluded``).
+
+    Raises:
+        UsageError: a line is no path below a folder; says which and why.
+
+    >>> read_list(b"a/b.tar\n1024\tc.tar\n")
+    (('a/b.tar', None), ('c.tar', 1024))
+    """
+    found: dict[str, int | None] = {}
+    for number, line in enumerate(decode(data).split("\n"), 1):
+        before, tab, after = line.removesuffix("\r").partition("\t")
+        sized = bool(tab) and before.strip().isdecimal()
+        path = (after if sized else before + tab + after).removeprefix("./")
+        if not path or path.endswith("/"):
+            continue  # an empty line, or a folder
+        try:
+            check_inside(path)
+        except ValueError as error:
+            raise UsageError(
+                f"--list, line {number}: {error}; write paths as they shall be below DST, as in "
+                "images/1.tar, or 1024<tab>images/1.tar with the size"
+            ) from error
+        if not is_excluded(path, list(patterns)):
+            found[path] = int(before) if sized else None
+    names = set(found)
+    for path in found:
+        for end in (place for place, letter in enumerate(path) if letter == "/"):
+            if path[:end] in names:
+                raise UsageError(
+                    f"--list: {shown(path[:end])} cannot be a file, since {shown(path)} is below it"
+                )
+    if not found:
+        raise UsageError("--list: there is no file in it; write a path a line")
+    return tuple(found.items())
+
+
+def check_pull(command: str, listed: bool) -> None:
+    """Nothing if a command has the placeholders that it needs.
+
+    Raises:
+        UsageError: it has not; says which.
+    """
+    names = set(placeholders(command))
+    if "dst" not in names:
+        raise UsageError(
+            "--pull: the command does not say where to: put {dst} there, as in "
+            "'aws s3 sync s3://bucket/set {dst}'"
+        )
+    if listed and len(names & {"path", "list"}) != 1:
+        raise UsageError(
+            "--pull: with --list the command needs {path} (it is run for each file) or {list} (it "
+            "is run once with the name of a list of its files), and not both"
+        )
+    if not listed and names & {"path", "list"}:
+        wanted = " and ".join(f"{{{name}}}" for name in sorted(names - {"dst"}))
+        raise UsageError(f"--pull: for {wanted} say which files there are: --list FILE")
+
+
+def pull_to_hosts(
+    hosts: Sequence[Host],
+    pulled: Pulled,
+    destination: str,
+    options: SshOptions,
+    settings: CopySettings | None = None,
+    on_progress: Callable[[CopyProgress], None] | None = None,
+    newcomers: Callable[[], Sequence[Host]] | None = None,
+) -> Iterator[HostResult[Copied]]:
+    """Brings a data set from a shared store to the same folder on every host.
+
+    Args:
+        hosts: where to.
+        pulled: what, and how.
+        destination: a folder, as ``copy.check_destination`` gives it.
+        options: how to connect.
+        settings: how it is made; ``checksum`` and ``shard`` mean nothing here.
+        on_progress: told how far it is, a few times a second.
+        newcomers: asked a few times a second for hosts that shall have it too; not in a dry run.
+
+    Yields:
+        One result a host as it ends. Who stops iterating ends the copy, and the commands, on all
+        hosts; what is complete stays.
+    """
+    settings = settings or CopySettings()
+    with PullSession(
+        hosts, pulled, destination, options, settings, on_progress, newcomers
+    ) as session:
+        yield from session.run()
+
+
+class PullSession(CopySession):
+    """A copy whose source are its hosts.
+
+    Args:
+        hosts, destination, options, settings, on_progress, newcomers: as of :class:`CopySession`.
+        pulled: what is fetched.
+    """
+
+    modules = (*MODULES, "end_processes", "hold_command", "pull_command", "copy_pull")
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        pulled: Pulled,
+        destination: str,
+        options: SshOptions,
+        settings: CopySettings,
+        on_progress: Callable[[CopyProgress], None] | None = None,
+        newcomers: Callable[[], Sequence[Host]] | None = None,
+    ) -> None:
+        super().__init__(hosts, None, "", destination, options, settings, on_progress, newcomers)
+        self._source = None
+        self._chain = Chain(None)
+        self._pulled = pulled
+        self._listed = None if pulled.files is None else pack(pulled.files)
+        self._shares = Shares(1 if pulled.files is None else len(pulled.files))
+        # Of each host how many listed files it had, and their bytes; of each file what it is like.
+        self._there: dict[str, tuple[int, int]] = {}
+        self._entries: dict[int, list[int]] = {}
+        self._told: set[str] = set()
+        self._fetched: dict[str, list[int]] = {}
+        self._missing: list[str] = []
+        self._first_listed = 0.0
+        self._shared_out = False
+
+    # ---- what is other than in a copy from a source
+
+    def _config(self, node: Node) -> dict[str, Any]:
+        pulled = self._pulled
+        return {**super()._config(node), "command": pulled.command, "jobs": pulled.jobs}
+
+    def _send_tree(self, node: Node) -> None:
+        if node.name not in self._told:
+            self._told.add(node.name)
+            node.tell("list", files=self._listed or pack(None))
+        elif node.name in self._there:
+            super()._send_tree(node)
+
+    def _take(
+        self, node: Node, event: dict[str, Any] | Exception | None, now: float
+    ) -> list[HostResult[Copied]]:
+        node.heard = now
+        if isinstance(event, dict) and event["say"] == "listed":
+            self._first_listed = self._first_listed or now
+            self._take_listed(node, unpack(event["have"]))
+            return []
+        if isinstance(event, dict) and event["say"] == "fetched":
+            return self._take_fetched(node, event, now)
+        return super()._take(node, event, now)
+
+    def _tick(self, now: float) -> list[HostResult[Copied]]:
+        if self._tree is not None:
+            return super()._tick(now)
+        results = []
+        for node in self._nodes.values():
+            if node.state == "fetching" and now - node.heard > SILENCE_S:
+                results += self._drop(node, "it fell silent while it fetched its share", now)
+        return results + self._share_out(now)
+
+    def _excuse(self, seconds: float) -> None:
+        super()._excuse(seconds)
+        for node in self._nodes.values():
+            node.heard += seconds
+
+    def _lost(self, node: Node, error: Exception, now: float) -> list[HostResult[Copied]]:
+        others = self._others(node)
+        results = super()._lost(node, error, now)
+        return results + self._replace(node, others, now)
+
+    def _obey(self, verdict: Verdict, now: float) -> list[HostResult[Copied]]:
+        node = self._nodes[verdict.name]
+        others = self._others(node)
+        results = super()._obey(verdict, now)
+        if verdict.why is Why.SILENT and node.state == "done":
+            # It has what it needs; what it was to give to others is lost all the same.
+            results += self._replace(node, others, now)
+        return results
+
+    def _take_complete(
+        self, node: Node, event: dict[str, Any], now: float
+    ) -> list[HostResult[Copied]]:
+        if node.name not in self._chain:  # it lacks nothing, and others lack what it has
+            self._chain.add(node.name, now)
+        return super()._take_complete(node, event, now)
+
+    def _copied(self, node: Node, problems: Sequence[str] = ()) -> Copied:
+        fetched = self._fetched.get(node.name, [])
+        plain = super()._copied(node, [*self._missing, *problems])
+        failure = "" if self._missing else self._shares.failures.get(node.name, "")
+        return replace(
+            plain,
+            skipped=plain.skipped - len(fetched),
+            fetched=len(fetched),
+            fetched_bytes=sum(fetched),
+            failure=failure,
+        )
+
+    # ---- fetching
+
+    def _take_listed(self, node: Node, have: list[list[int]]) -> None:
+        self._there[node.name] = (len(have), sum(entry[1] for entry in have))
+        for index, size, mtime_ns, mode in have if not self._shared_out else ():
+            known = self._entries.get(index)
+            # Where hosts have different ones, and the list has no size, the newest counts.
+            if known is None or mtime_ns > known[1]:
+                self._entries[index] = [size, mtime_ns, mode]
+                self._shares.owners[index] = node.name
+        self._send_tree(node)
+
+    def _others(self, node: Node) -> list[str]:
+        """Who can fetch in the place of a host: at first any, then best the one that it feeds."""
+        if self._tree is None:
+            found = [
+                name
+                for name, other in self._nodes.items()
+                if other.state in ("comparing", "fetching") and name in self._there
+            ]
+        elif node.name in self._chain:
+            return self._chain.after(node.name)
+        else:
+            found = self._chain.order
+        return [name for name in found if name != node.name]
+
+    def _share_out(self, now: float) -> list[HostResult[Copied]]:
+        """Once every host has said what it has: who fetches what; a late one is only fed."""
+        if self._shared_out:
+            return []
+        states = {name: node.state for name, node in self._nodes.items()}
+        comparing = [name for name, state in states.items() if state == "comparing"]
+        able = [name for name in comparing if name in self._there]
+        waits = now - self._first_listed < self._options.connect_timeout_s
+        waits = waits or self._settings.dry_run  # who is late would never hear of it
+        if not able or able != comparing or ("connecting" in states.values() and waits):
+            return []
+        self._shared_out = True
+        if self._pulled.files is None:
+            orders = self._shares.begin(able[:1])
+        else:
+            orders = self._shares.begin(able)
+        if self._settings.dry_run:
+            return [self._planned(self._nodes[name], orders.get(name, []), now) for name in able]
+        for name in able:
+            self._nodes[name].state = "fetching"
+        self._order(orders)
+        return self._end_fetching(now)
+
+    def _planned(self, node: Node, indices: list[int], now: float) -> HostResult[Copied]:
+        node.state = "done"
+        if self._pulled.files is None:
+            return self._result(node, Copied(0, 0, 0, 0, (), fetched=len(indices)), now)
+        there, there_bytes = self._there[node.name]
+        sizes = [size or 0 for _, size in self._pulled.files]
+        fetched_bytes = sum(sizes[index] for index in indices)
+        plan = Copied(
+            files=len(sizes) - there - len(indices),
+            size_bytes=max(0, sum(sizes) - there_bytes - fetched_bytes),
+            skipped=there,
+            touched=0,
+            removed=(),
+            fetched=len(indices),
+            fetched_bytes=fetched_bytes,
+        )
+        return self._result(node, plan, now)
+
+    def _order(self, orders: dict[str, list[int]]) -> None:
+        for name, indices in orders.items():
+            log.debug("%s fetches %d files", name, len(indices))
+            if self._tree is None:
+                self._nodes[name].state = "fetching"
+            self._nodes[name].tell("fetch", files=pack(indices))
+
+    def _take_fetched(
+        self, node: Node, event: dict[str, Any], now: float
+    ) -> list[HostResult[Copied]]:
+        if node.state == "failed":
+            return []
+        files = unpack(event["files"])
+        self._fetched.setdefault(node.name, []).extend(unpack(event["sizes"]))
+        self._entries.update({index: entry for index, *entry in files})
+        failed = unpack(event["failed"])
+        if failed:
+            log.debug("%s could not fetch %d files: %s", node.name, len(failed), event["why"])
+        why = f"{event['why']} (on {node.name})"
+        others = self._others(node)
+        known = set(self._shares.lost)
+        orders = self._shares.hear(
+            node.name, unpack(event["came"]), failed, why, [node.name, *others]
+        )
+        self._order(orders)
+        if self._tree is not None:
+            new = [index for index in self._shares.lost if index not in known]
+            if new:
+                node.tell("forget", files=new, why=why)
+            return []
+        if event["tree"] is not None:
+            self._tree = event["tree"]
+            _, listed, _, _ = unpack(event["tree"])
+            self._files = len(listed)
+        return self._end_fetching(now)
+
+    def _end_fetching(self, now: float) -> list[HostResult[Copied]]:
+        """When nothing is being fetched any more: the exchange begins."""
+        if not self._shared_out or not self._shares.finished:
+            return []
+        if self._pulled.files is not None:
+            self._missing = [
+                f"{shown(self._pulled.files[index][0])} was not fetched: {why}"
+                for index, why in self._shares.lost.items()
+            ]
+            self._tree = pack(self._make_tree(self._pulled.files))
+        if self._tree is None:
+            why = f"nothing was fetched: {'; '.join(self._shares.failures.values())}"
+            return [
+                result
+                for node in self._nodes.values()
+                for result in super(PullSession, self)._lost(
+                    node, SshError(f"host {node.host.name}: {why}"), now
+                )
+            ]
+        for node in self._nodes.values():
+            if node.state == "fetching":
+                node.state = "comparing"
+            if node.name in self._there:
+                self._send_tree(node)
+        return []
+
+    def _make_tree(self, files: Sequence[tuple[str, int | None]]) -> list[Any]:
+        entries = []
+        folders = {""}
+        for index, (path, _) in enumerate(files):
+            if index not in self._shares.owners:
+                continue
+            entries.append([path, *self._entries[index]])
+            parts = path.split("/")
+            folders |= {"/".join(parts[:end]) for end in range(1, len(parts))}
+        self._files = len(entries)
+        # Parents first; nobody knows what the store's folders are like.
+        return [True, entries, [[path, ANY, ANY] for path in sorted(folders)], []]
+
+    # ---- hosts that are lost
+
+    def _replace(self, node: Node, others: list[str], now: float) -> list[HostResult[Copied]]:
+        """Lets others fetch what a host had that is gone."""
+        if not self._shared_out:
+            self._shares.disown(node.name)
+            return []
+        if self._tree is not None and others:
+            well = [name for name in others if name not in self._shares.failures]
+            others = (well or others)[:1]
+        orders = self._shares.lose(node.name, others)
+        if self._tree is None:
+            self._order(orders)
+            return self._end_fetching(now)
+        if self._pulled.files is None:
+            for name in orders:
+                why = f"{node.name}, which fetched it, was lost; call again"
+                self._nodes[name].tell("forget", files=None, why=why)
+        else:
+            self._order(orders)
+        return []

@@ -1,0 +1,1 @@
+"""A shell command on many hosts (``runclust``)."""

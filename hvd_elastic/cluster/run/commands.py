@@ -1,0 +1,401 @@
+"""A shell command on many hosts, its output line by line as it comes (``runclust``)."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from hvd_elastic.cluster.kept import KeptGoneError, KeptHost, KeptHosts
+from hvd_elastic.cluster.run.capture import Capture, LineSplitter
+from hvd_elastic.cluster.run.held_command import HeldCommand, HowToRun, NotHeldError
+from hvd_elastic.cluster.run.input_spool import Spool
+from hvd_elastic.errors import HostUnreachableError, HvdElasticError, UsageError
+from hvd_elastic.hosts.connection import Connection
+from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
+from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts
+from hvd_elastic.hosts.process import STRAGGLER_S, CommandTimeoutError, RemoteProcess, Result
+from hvd_elastic.hosts.ssh import SshOptions, connect
+
+__all__ = [
+    "CommandResult",
+    "CommandSettings",
+    "HowToRun",
+    "join_command",
+    "run_on_hosts",
+    "select_hosts",
+]
+
+# The fan-out's own deadline only catches a host that hangs where no other deadline reaches.
+BACKSTOP_S = 20.0
+FIRST_PAUSE_S = 0.5
+CANNOT_EXECUTE, NOT_FOUND, SIGNALLED = 126, 127, 128
+LAST_SIGNAL = 64
+_ConnectTo = Callable[[Host, SshOptions], "Connection | KeptHost"]
+
+
+@dataclass(frozen=True)
+class CommandSettings:
+    """How a command is run on many hosts.
+
+    Attributes:
+        how: its environment, its folder, whether as root.
+        fanout: hosts at a time.
+        timeout_s: seconds for the command on each host, connecting not counted; None: no limit.
+        total_timeout_s: seconds for everything; hosts whose turn has not come time out as well.
+        retries: further attempts to connect; a command that may have begun is never repeated.
+        keep_bytes: most that is kept of a host's stdout, and of its stderr.
+    """
+
+    how: HowToRun = field(default_factory=HowToRun)
+    fanout: int = DEFAULT_FANOUT
+    timeout_s: float | None = None
+    total_timeout_s: float | None = None
+    retries: int = 0
+    keep_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class CommandResult(Result):
+    """How a command ended on a host; ``stdout`` and ``stderr`` hold the beginnings.
+
+    Attributes:
+        stdout_bytes, stderr_bytes: how much it wrote.
+        stdout_fingerprint, stderr_fingerprint: equal where two hosts wrote the same, kept or not.
+        timed_out: whether it was stopped because its time was over; ``exit_status`` is -1 then.
+        stopped: whether it is known to have ended.
+    """
+
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    stdout_fingerprint: bytes = b""
+    stderr_fingerprint: bytes = b""
+    timed_out: bool = False
+    stopped: bool = True
+
+    @property
+    def left_out_bytes(self) -> int:
+        """What it wrote beyond what is kept."""
+        kept = len(self.stdout) + len(self.stderr)
+        return self.stdout_bytes + self.stderr_bytes - kept
+
+
+def join_command(words: Sequence[str]) -> str:
+    """The shell text for what stood on a command line.
+
+    One word is shell text as it is (``'ls | wc -l'``); several are a program and its arguments,
+    and arrive as they were typed, blanks and quotes included.
+
+    >>> join_command(["ls | wc -l"]), join_command(["ls", "my file"])
+    ('ls | wc -l', "ls 'my file'")
+    """
+    return words[0] if len(words) == 1 else shlex.join(words)
+
+
+def select_hosts(hostfile: Hostfile, only: str | None, exclude: str | None) -> list[Host]:
+    """The hosts of ``only`` (all when None) without those of ``exclude``, in hostfile order.
+
+    Args:
+        hostfile: the hosts to choose from.
+        only: names as in ``gpu[01-04],login``.
+        exclude: names likewise.
+
+    Raises:
+        UsageError: a name is not in the hostfile, or no host is left.
+        HostfileError: a list cannot be read.
+    """
+    chosen = {host.name for host in hostfile}
+    for flag, text in (("--hosts", only), ("--exclude-hosts", exclude)):
+        if text is None:
+            continue
+        named = set()
+        for name in expand_hosts(text):
+            host = hostfile.get(name)
+            if host is None:
+                raise UsageError(
+                    f"{flag}: host '{name}' is not in {hostfile.source} "
+                    f"({', '.join(hostfile.names[:8])}{', …' if len(hostfile) > 8 else ''})"
+                )
+            named.add(host.name)
+        chosen = chosen & named if flag == "--hosts" else chosen - named
+    hosts = [host for host in hostfile if host.name in chosen]
+    if not hosts:
+        raise UsageError(f"--hosts and --exclude-hosts leave no host of {hostfile.source}")
+    return hosts
+
+
+def run_on_hosts(
+    hosts: Sequence[Host],
+    command: str,
+    options: SshOptions | None = None,
+    settings: CommandSettings | None = None,
+    stdin: Any = None,
+    on_lines: Callable[[Host, str, str], None] | None = None,
+    on_wait: Callable[[Mapping[str, float], int], None] | None = None,
+    kept: KeptHosts | None = None,
+) -> Iterator[HostResult[CommandResult]]:
+    """Runs a shell command on every host.
+
+    Who stops iterating ends it on all hosts, with all that it started there; so does the end of
+    this process. A command that ends by itself leaves its background children alone.
+
+    Args:
+        hosts: where.
+        command: shell text.
+        options: how to connect.
+        settings: time limits, environment and the like.
+        stdin: a binary file that every host's command reads from its beginning; None: nothing.
+        on_lines: is given (host, "stdout" or "stderr", text) in the thread of that host: whole
+            lines, as many as came at once, without the last line end.
+        on_wait: see :func:`hvd_elastic.hosts.fanout.fan_out`.
+        kept: the hosts that a keeper holds connections to.
+
+    Yields:
+        One result a host as it ends; an exit status other than 0 is the outcome FAILED.
+    """
+    options, settings = options or SshOptions(), settings or CommandSettings()
+    with contextlib.ExitStack() as stack:
+        spool = None if stdin is None else stack.enter_context(Spool(stdin))
+        task = _Task(command, options, settings, spool, on_lines, kept)
+        yield from fan_out(
+            hosts,
+            task.run,
+            settings.fanout,
+            task.limit_s,
+            lambda result: _judge(result, settings),
+            on_wait,
+        )
+
+
+class _Running(Protocol):
+    """A command on a host, held there or not."""
+
+    def feed(self, data: bytes) -> None: ...
+    def end_input(self) -> None: ...
+    def wait(self, timeout_s: float | None) -> int: ...
+    def wait_drained(self, timeout_s: float | None = None) -> bool: ...
+    def stop(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class _PlainCommand:
+    """For a host without Python: as ``ssh HOST COMMAND``."""
+
+    def __init__(self, process: RemoteProcess) -> None:
+        self._process = process
+        self.wait = process.wait
+        self.wait_drained = process.wait_drained
+        self.stop = process.stop
+        self.close = process.close
+
+    def feed(self, data: bytes) -> None:
+        self._process.stdin.write(data)
+
+    def end_input(self) -> None:
+        self._process.stdin.close()
+
+
+class _Task:
+    """What is done on each host."""
+
+    def __init__(
+        self,
+        command: str,
+        options: SshOptions,
+        settings: CommandSettings,
+        spool: Spool | None,
+        on_lines: Callable[[Host, str, str], None] | None,
+        kept: KeptHosts | None,
+    ) -> None:
+        self._connect_to: _ConnectTo = connect if kept is None else kept.connect
+        self._command = command
+        self._options = options
+        self._settings = settings
+        self._spool = spool
+        self._on_lines = on_lines
+        total_s = settings.total_timeout_s
+        self._deadline = None if total_s is None else time.monotonic() + total_s
+
+    @property
+    def limit_s(self) -> float | None:
+        """After so long something hangs that has no deadline of its own."""
+        settings = self._settings
+        limits = [settings.total_timeout_s] if settings.total_timeout_s is not None else []
+        if settings.timeout_s is not None:
+            tries = settings.retries + 1
+            pauses_s = FIRST_PAUSE_S * 2**settings.retries
+            limits.append(settings.timeout_s + tries * self._options.connect_timeout_s + pauses_s)
+        return min(limits) + BACKSTOP_S if limits else None
+
+    def run(self, host: Host, stopper: Stopper) -> CommandResult:
+        # Nothing was sent through a kept connection that is gone: the host is connected to anew,
+        # in the end without a keeper, which may be about to end.
+        for _ in range(2):
+            with contextlib.suppress(KeptGoneError):
+                return self._run_once(host, stopper, self._connect_to)
+        return self._run_once(host, stopper, connect)
+
+    def _run_once(self, host: Host, stopper: Stopper, connect_to: _ConnectTo) -> CommandResult:
+        with self._connect(host, stopper, connect_to) as connection:
+            started = time.monotonic()
+            out, err = self._captures(host)
+            try:
+                running: _Running = HeldCommand(
+                    connection,
+                    self._command,
+                    self._settings.how,
+                    self._spool is not None,
+                    out.take,
+                    err.take,
+                )
+                try:
+                    status, stopped = self._wait(host, running, stopper, (out, err))
+                except NotHeldError:
+                    if isinstance(connection, KeptHost) or not self._settings.how.is_plain:
+                        raise
+                    process = connection.start(self._command, err.take, out.take)
+                    running = _PlainCommand(process)
+                    status, stopped = self._wait(host, running, stopper, (out, err))
+            finally:
+                out.finish()
+                err.finish()
+            return CommandResult(
+                -1 if status is None else status,
+                out.kept,
+                err.kept,
+                time.monotonic() - started,
+                out.size_bytes,
+                err.size_bytes,
+                out.fingerprint,
+                err.fingerprint,
+                timed_out=status is None,
+                stopped=stopped,
+            )
+
+    def _wait(
+        self,
+        host: Host,
+        running: _Running,
+        stopper: Stopper,
+        captures: tuple[_LineCapture, _LineCapture],
+    ) -> tuple[int | None, bool]:
+        """The exit status (None: its time was over) and whether it has surely ended."""
+        stopper.add(running.stop)
+        failures: list[HvdElasticError] = []
+        if self._spool is None:
+            running.end_input()
+        else:
+            threading.Thread(
+                target=_feed,
+                args=(running, self._spool, failures),
+                name=f"stdin of {host.name}",
+                daemon=True,
+            ).start()
+        try:
+            status = running.wait(self._time_left(self._settings.timeout_s))
+        except TimeoutError:
+            return None, running.stop()
+        except BaseException:
+            running.close()
+            raise
+        if failures:
+            raise failures[0]
+
+        def written() -> int:
+            return sum(capture.size_bytes for capture in captures)
+
+        seen = written()
+        while not running.wait_drained(STRAGGLER_S) and seen != written():
+            seen = written()
+        running.close()
+        return status, True
+
+    def _connect(
+        self, host: Host, stopper: Stopper, connect_to: _ConnectTo
+    ) -> Connection | KeptHost:
+        given_up = threading.Event()
+        stopper.add(given_up.set)
+        for attempt in range(self._settings.retries + 1):
+            try:
+                time_left = self._time_left(self._options.connect_timeout_s)
+                if time_left is not None and time_left <= 0:
+                    raise CommandTimeoutError(
+                        f"host {host.name}: its turn did not come within "
+                        f"{self._settings.total_timeout_s:g} s",
+                        b"",
+                        b"",
+                    )
+                options = self._options
+                if time_left is not None and time_left < options.connect_timeout_s:
+                    options = replace(options, connect_timeout_s=time_left)
+                return connect_to(host, options)
+            except HostUnreachableError as error:
+                last = attempt == self._settings.retries
+                if last or given_up.wait(FIRST_PAUSE_S * 2**attempt):
+                    if attempt:
+                        raise type(error)(f"{error} ({attempt + 1} tries)") from error
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _time_left(self, limit_s: float | None) -> float | None:
+        if self._deadline is None:
+            return limit_s
+        left_s = max(0.0, self._deadline - time.monotonic())
+        return left_s if limit_s is None else min(limit_s, left_s)
+
+    def _captures(self, host: Host) -> tuple[_LineCapture, _LineCapture]:
+        def make(stream: str) -> _LineCapture:
+            emit = self._on_lines
+            lines = None if emit is None else lambda text: emit(host, stream, text)
+            return _LineCapture(self._settings.keep_bytes, lines)
+
+        return make("stdout"), make("stderr")
+
+
+class _LineCapture(Capture):
+    """Keeps the beginning, and gives out lines to whom listens."""
+
+    def __init__(self, limit: int, on_lines: Callable[[str], None] | None) -> None:
+        self._splitter = None if on_lines is None else LineSplitter(on_lines)
+        super().__init__(limit, None if self._splitter is None else self._splitter.feed)
+
+    def finish(self) -> None:
+        if self._splitter is not None:
+            self._splitter.finish()
+
+
+def _feed(running: _Running, spool: Spool, failures: list[HvdElasticError]) -> None:
+    # A command may end without reading all its input (head); that is no failure.
+    with contextlib.suppress(OSError, EOFError):
+        try:
+            for piece in spool.pieces():
+                running.feed(piece)
+        except HvdElasticError as error:
+            failures.append(error)
+            running.stop()
+        else:
+            running.end_input()
+
+
+def _judge(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, str]:
+    if result.timed_out:
+        limits = {"--timeout": settings.timeout_s, "--total-timeout": settings.total_timeout_s}
+        limit_s, flag = min((limit, flag) for flag, limit in limits.items() if limit is not None)
+        return Outcome.TIMED_OUT, f"did not end within {limit_s:g} s and " + (
+            f"was stopped. Give it more time with {flag}"
+            if result.stopped
+            else "cannot be stopped: the host does not answer. It may still run there"
+        )
+    if result.ok:
+        return Outcome.OK, ""
+    status = result.exit_status
+    if status < 0:
+        return Outcome.FAILED, "the connection was lost, or the command was killed"
+    meaning = {CANNOT_EXECUTE: " (cannot be executed)", NOT_FOUND: " (command not found)"}
+    by_signal = SIGNALLED < status <= SIGNALLED + LAST_SIGNAL
+    words = meaning.get(status, f" (signal {status - SIGNALLED})" if by_signal else "")
+    return Outcome.FAILED, f"exit status {status}{words}"

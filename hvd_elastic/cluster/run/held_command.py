@@ -1,0 +1,250 @@
+"""A command held on its host by ``remote/hold_command.py``: nothing of it outlives its leader.
+
+The environment, the folder and the input travel on the holder's stdin: none of their values is on
+a command line anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import marshal
+import os
+import shlex
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import MAGIC_NUMBER
+from pathlib import Path
+from typing import Protocol
+
+from hvd_elastic.cluster.kept import MARSHAL_VERSION, KeptHost
+from hvd_elastic.cluster.run.input_spool import PIECE_BYTES
+from hvd_elastic.errors import SshError
+from hvd_elastic.hosts.connection import Connection
+from hvd_elastic.hosts.programs.hold_command import MARK
+from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, no_python
+
+__all__ = ["HeldCommand", "HowToRun", "NotHeldError"]
+
+_REMOTE = Path(__file__).parent / "remote"
+# Reads its program from stdin without reading on: what follows is the command's input. The program
+# is there as code, and packed as text for a Python of another version. One line, since csh takes no
+# other.
+_LOADER = (
+    "import marshal, posix, sys; s = b''; a, b, c = map(int, sys.argv[1:4]); "
+    'exec("while len(s) < c: s += posix.read(0, c - len(s)) or sys.exit(1)"); '
+    "m = sys.modules['_frozen_importlib_external'].MAGIC_NUMBER.hex() == sys.argv[4]; "
+    "exec(marshal.loads(s[:a]) if m else __import__('zlib').decompress(s[a:b])); "
+    "main(*marshal.loads(s[b:]))"
+)
+_AS_ROOT = '[ "$(id -u)" = 0 ] || exec sudo -n -- "$@"; exec "$@"'
+PYTHON = "python3"
+GRACE_S = 2.0
+# What the holder gets, beyond the grace time, to end all and say so.
+STOP_S = 4.0
+DRAIN_S = 2.0
+SPOKEN_BYTES = 64 * 1024
+STARTED = "started"
+
+
+@dataclass(frozen=True)
+class HowToRun:
+    """What surrounds a command on its host.
+
+    Attributes:
+        env: variables set for it.
+        cwd: the folder it runs in; "" is the user's home.
+        sudo: whether it runs as root, by ``sudo -n`` where the user is another.
+    """
+
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    cwd: str = ""
+    sudo: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a command as sshd would run it."""
+        return not (self.env or self.cwd or self.sudo)
+
+
+class NotHeldError(SshError):
+    """The holder did not start, as where there is no Python; nor did the command."""
+
+
+@functools.cache
+def _read_holder() -> tuple[bytes, bytes]:
+    """The holder as code and as packed text, with what it may need."""
+    head, *rest = (
+        (_REMOTE / f"{name}.py").read_text("utf-8")
+        for name in ("hold_command", "end_processes", "pass_input")
+    )
+    later = dict(zip(("end_processes", "pass_input"), rest, strict=True))
+    text = f"{head}\nLATER = {later!a}"
+    code = compile(text, "hold_command.py", "exec", dont_inherit=True, optimize=2)
+    return marshal.dumps(code), zlib.compress(text.encode())
+
+
+class _Stdin(Protocol):
+    def write(self, data: bytes) -> int: ...
+    def close(self) -> None: ...
+
+
+class _Holder(Protocol):
+    """The holder's process, over ssh, here, or through a keeper."""
+
+    @property
+    def stdin(self) -> _Stdin: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def wait_drained(self, timeout: float | None = None) -> bool: ...
+    def stop(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class HeldCommand:
+    """A shell command running on a host.
+
+    Args:
+        connection: the host.
+        command: shell text, for the user's login shell.
+        how: what surrounds it.
+        feeds: whether :meth:`feed` and :meth:`end_input` will be called.
+        on_stdout, on_stderr: are given each piece of what it writes, in threads of its own.
+
+    Raises:
+        SshError: no command can be started there.
+    """
+
+    def __init__(
+        self,
+        connection: Connection | KeptHost,
+        command: str,
+        how: HowToRun,
+        feeds: bool,
+        on_stdout: Callable[[bytes], None],
+        on_stderr: Callable[[bytes], None],
+    ) -> None:
+        self._host = connection.host.name
+        self._how = how
+        self._feeds = feeds
+        self._on_stderr = on_stderr
+        self._begins = b""
+        self._said: str | None = None
+        self._process: _Holder
+        env = {os.fsencode(name): os.fsencode(value) for name, value in how.env.items()}
+        arguments = (os.fsencode(command), env, os.fsencode(how.cwd), feeds, GRACE_S)
+        if isinstance(connection, KeptHost) and not how.sudo:
+            self._said = STARTED
+            self._process = connection.hold(arguments, on_stderr, on_stdout, self._refused)
+            return
+        code, text = _read_holder()
+        source = code + text + marshal.dumps(arguments, MARSHAL_VERSION)
+        sizes = [len(code), len(code) + len(text), len(source)]
+        argv = [PYTHON, "-I", "-S", "-c", _LOADER, *map(str, sizes), MAGIC_NUMBER.hex()]
+        as_root = ["sh", "-c", _AS_ROOT, "sh", *argv]
+        if isinstance(connection, KeptHost):
+            self._process = connection.launch(as_root, self._listen, on_stdout)
+        elif how.sudo:
+            command = f"exec {shlex.join(as_root)}"
+            self._process = connection.start(command, self._listen, on_stdout)
+        else:
+            self._process = connection.start_python(argv, self._listen, on_stdout)
+        # Where there is no Python nobody reads it, and how the shell ends tells why.
+        with contextlib.suppress(OSError, EOFError):
+            self._process.stdin.write(source)
+
+    def feed(self, data: bytes) -> None:
+        """Input for the command; waits while it does not read.
+
+        Raises:
+            BrokenPipeError: it or the connection is gone.
+        """
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = data[at : at + PIECE_BYTES]
+            self._process.stdin.write(len(piece).to_bytes(4, "big") + piece)
+
+    def end_input(self) -> None:
+        """The command reads the end of its input."""
+        if not self._feeds:
+            return  # it reads /dev/null
+        with contextlib.suppress(OSError, EOFError):
+            self._process.stdin.write(bytes(4))
+
+    def wait(self, timeout_s: float | None) -> int:
+        """The exit status; 128 + N after signal N, -1 when the connection was lost.
+
+        Raises:
+            TimeoutError: it still runs.
+            NotHeldError: the holder did not start, as where there is no Python.
+            KeptGoneError: its kept connection was gone before it began.
+            SshError: it could not be started: no such folder, sudo asks for a password, ….
+        """
+        status = self._process.wait(timeout_s)
+        if self._said is None:
+            # What says whether it was held may be on its way.
+            self._process.wait_drained(DRAIN_S)
+        if self._said == STARTED or (self._said is None and status < 0):
+            return status
+        raise self._why_not(status)
+
+    def wait_drained(self, timeout_s: float | None = None) -> bool:
+        """Whether all output has arrived (a background child can hold a pipe open)."""
+        return self._process.wait_drained(timeout_s)
+
+    def stop(self) -> bool:
+        """Ends the command and all it started.
+
+        Returns:
+            Whether that is known; a host that does not answer cannot say.
+        """
+        # The holder ends it all when its stdin ends; that reaches root's command as well.
+        self._process.stdin.close()
+        try:
+            self._process.wait(GRACE_S + STOP_S)
+        except TimeoutError:
+            return self._process.stop()
+        self._process.close()
+        return True
+
+    def close(self) -> None:
+        """Lets go of it; if it still runs there, its holder ends it."""
+        self._process.close()
+
+    def _listen(self, data: bytes) -> None:
+        """Stderr, without what the holder says before the command's own begins."""
+        if self._said is None:
+            self._begins += data
+            before, _, after = self._begins.partition(MARK)
+            word, newline, after = after.partition(b"\n")
+            if not newline:
+                self._begins = self._begins[-SPOKEN_BYTES:]
+                return
+            self._begins = b""
+            self._said = word.decode("utf-8", "replace")
+            data = before + after
+        if data:
+            self._on_stderr(data)
+
+    def _refused(self, why: str) -> None:
+        self._said = why
+
+    def _why_not(self, status: int) -> SshError:
+        if self._said is not None:
+            return SshError(f"host {self._host}: {self._said}")
+        lines = self._begins.decode("utf-8", "replace").strip().splitlines()
+        last = lines[-1] if lines else f"exit status {status}"
+        if not self._how.sudo:
+            if status == COMMAND_NOT_FOUND or "not found" in last.lower():
+                return NotHeldError(str(no_python(self._host, PYTHON)))
+            return NotHeldError(
+                f"host {self._host}: no command can be started by its {PYTHON}: {last}"
+            )
+        if status == COMMAND_NOT_FOUND and "sudo" in last:
+            return SshError(
+                f"host {self._host}: there is no sudo. Log in as root: root@{self._host} in the "
+                "hostfile, or User in the ssh configuration"
+            )
+        return SshError(
+            f"host {self._host}: sudo does not run it without asking ({last}). Nobody is asked for "
+            "passwords here: allow the user NOPASSWD in its sudoers (visudo), or log in as root"
+        )

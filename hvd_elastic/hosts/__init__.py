@@ -1,0 +1,1 @@
+"""Hosts of a run: hostfiles, ssh connections, one task on many hosts."""

@@ -1,0 +1,562 @@
+"""Hostfiles: which hosts a run may use, and how many processes each can hold.
+
+One host a line, in any of these forms (order is kept, since ranks follow it)::
+
+    gpu1                            1 slot
+    gpu1 slots=8                    Horovod's form
+    gpu1:8                          MPI's form: the number after the colon is SLOTS, never a port
+    gpu1 slots=4 max_slots=8        Open MPI's limit
+    alice@gpu1 slots=8 port=2222    user and ssh port
+    gpu[01-16] slots=8              ranges as in pdsh and ClusterShell: gpu[1-4,7], r[1-2]n[01-08]
+    gpu1 cpus=64 price=2.5 labels=spot,a100
+    ::1   or   [fe80::1]:4          IPv6 addresses
+    # a comment, alone or after a host; blank lines are skipped
+
+``host:port`` is told apart from ``host:slots`` by not existing: mpirun and horovodrun read the
+number as slots, so it is slots here too. A port is written ``port=2222``, or stands in the ssh
+configuration under that host's name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from hvd_elastic.errors import HostfileError
+from hvd_elastic.formatting import count, hosts_named
+
+__all__ = [
+    "Host",
+    "Hostfile",
+    "expand_hosts",
+    "fold_hosts",
+    "format_hostfile",
+    "parse_hostfile",
+    "parse_hosts",
+    "require_prices",
+]
+
+# A slip such as gpu[1-1000000000] must end in a message, not in a full memory.
+MAX_HOSTS = 65_536
+MAX_SLOTS = 65_536
+
+VALID_FORMS = (
+    "valid lines: 'gpu1', 'gpu1 slots=8', 'gpu1:8' (8 slots), 'alice@gpu1 slots=8 port=2222', "
+    "'gpu[01-16] slots=8'; attributes: slots=, max_slots=, port=, cpus=, price=, labels=a,b; "
+    "'#' begins a comment"
+)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.+-]*\$?")
+_LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]*")
+_INTEGER = re.compile(r"[0-9]{1,9}")
+_DECIMAL = re.compile(
+    r"[0-9]{1,15}(\.[0-9]*)?([eE][+-]?[0-9]{1,3})?|\.[0-9]+([eE][+-]?[0-9]{1,3})?"
+)
+_ATTRIBUTE = re.compile(r"(?P<key>[^\s=]+)\s*=\s*(?P<value>\S*)")
+_WORD = re.compile(r"\S+")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(?P<low>[0-9]{1,9})(-(?P<high>[0-9]{1,9}))?(/(?P<step>[0-9]{1,9}))?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of a hostfile.
+
+    Attributes:
+        name: host name, ssh alias or address; unique in its hostfile, whatever the case.
+        slots: processes it holds, >= 1.
+        user: ssh user; None leaves it to the ssh configuration.
+        port: ssh port; None leaves it to the ssh configuration.
+        max_slots: most processes it may ever hold, >= ``slots``.
+        cpus: CPU cores to count on, where they differ from what the host has.
+        price: cost of the host [any currency, per hour], >= 0.
+        labels: words to choose hosts by, such as ``spot``.
+    """
+
+    name: str
+    slots: int = 1
+    user: str | None = None
+    port: int | None = None
+    max_slots: int | None = None
+    cpus: int | None = None
+    price: float | None = None
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for problem in _find_problems(self):
+            raise ValueError(problem)
+
+    @property
+    def target(self) -> str:
+        """How ssh would be told: ``user@name`` or ``name``."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+
+@dataclass(frozen=True)
+class Hostfile:
+    """The hosts of a hostfile in its order, and where they were read from."""
+
+    hosts: tuple[Host, ...]
+    source: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(host.name for host in self.hosts)
+
+    @property
+    def slots(self) -> int:
+        """All slots of all hosts."""
+        return sum(host.slots for host in self.hosts)
+
+    def get(self, name: str) -> Host | None:
+        """The host of that name, or None."""
+        wanted = name.lower()
+        return next((host for host in self.hosts if host.name.lower() == wanted), None)
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self.hosts)
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+
+class _PartError(Exception):
+    """A part of a line that cannot be read; ``column`` counts from 0 in the text."""
+
+    def __init__(self, column: int, message: str) -> None:
+        super().__init__(message)
+        self.column = column
+
+
+def parse_hostfile(path: str | Path) -> Hostfile:
+    """Reads a hostfile.
+
+    Raises:
+        HostfileError: the file is missing, unreadable, empty, or a line cannot be read; names
+            path, line, column, text, and the valid forms.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise HostfileError(
+            f"hostfile {path} does not exist. Give the path of a file with one host a line; "
+            f"{VALID_FORMS}"
+        ) from None
+    except IsADirectoryError:
+        raise HostfileError(
+            f"hostfile {path} is a folder, not a file with one host a line"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise HostfileError(f"hostfile {path} cannot be read: {reason}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise HostfileError(
+            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not UTF-8 text. "
+            f"A hostfile is plain text; {VALID_FORMS}"
+        ) from None
+    return parse_hosts(text, str(path))
+
+
+def parse_hosts(text: str, source: str) -> Hostfile:
+    """Reads the text of a hostfile; ``source`` names it in errors.
+
+    Raises:
+        HostfileError: as :func:`parse_hostfile`.
+
+    >>> [host.name for host in parse_hosts("gpu[08-10] slots=2", "example")]
+    ['gpu08', 'gpu09', 'gpu10']
+    """
+    hosts: list[Host] = []
+    seen: dict[str, tuple[int, str]] = {}
+    # Not splitlines(): it also breaks at form feeds and Unicode separators, which no editor counts
+    # as a line, and the line numbers of errors would be wrong.
+    for number, raw in enumerate(text.split("\n"), start=1):
+        line = raw.rstrip("\r")
+        content = line.split("#", 1)[0].rstrip()
+        if not content.strip():
+            continue
+        try:
+            parsed = _parse_line(content)
+            if len(hosts) + len(parsed) > MAX_HOSTS:
+                raise _PartError(0, f"more than {MAX_HOSTS} hosts in one hostfile")
+        except _PartError as error:
+            raise HostfileError(_describe(source, number, line, error.column, str(error))) from None
+        for host in parsed:
+            key = host.name.lower()
+            if key in seen:
+                first_number, first_line = seen[key]
+                column = len(content) - len(content.lstrip())
+                message = (
+                    f"host '{host.name}' stands already in line {first_number} "
+                    f"('{first_line.strip()}'). Name each host once, with all its slots; "
+                    "for two sshds on one machine use two Host entries of the ssh configuration"
+                )
+                raise HostfileError(_describe(source, number, line, column, message))
+            seen[key] = (number, line)
+            hosts.append(host)
+    if not hosts:
+        raise HostfileError(f"{source} names no host. Write one host a line; {VALID_FORMS}")
+    return Hostfile(tuple(hosts), source)
+
+
+def require_prices(hostfile: Hostfile) -> None:
+    """Refuse hosts whose price is not known.
+
+    Raises:
+        HostfileError: names them.
+    """
+    missing = [host.name for host in hostfile if host.price is None]
+    if missing:
+        raise HostfileError(
+            f"{hostfile.source} has no price= for {hosts_named(missing)}; add it, such as "
+            "'gpu1 slots=8 price=2.5'"
+        )
+
+
+def format_hostfile(hosts: Iterable[Host]) -> str:
+    """The text of a hostfile with these hosts, one a line; :func:`parse_hosts` reads it back.
+
+    >>> print(format_hostfile([Host("gpu1", slots=8, user="alice"), Host("::1")]), end="")
+    alice@gpu1 slots=8
+    ::1 slots=1
+    """
+    return "".join(f"{_format_host(host)}\n" for host in hosts)
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Host names of a list such as ``gpu[01-04,7],login``, in its order.
+
+    Raises:
+        HostfileError: a part cannot be read; names it.
+
+    >>> expand_hosts("gpu[01-03],login")
+    ('gpu01', 'gpu02', 'gpu03', 'login')
+    """
+    names: list[str] = []
+    column = 0
+    # Commas inside brackets belong to the range.
+    for part in re.split(r",(?![^\[\]]*\])", text):
+        if part.strip():
+            try:
+                names += _expand(part.strip(), column)
+            except _PartError as error:
+                raise HostfileError(
+                    f"host list '{text}', at '{part.strip()}': {error}. "
+                    "Write names and ranges with commas between, such as gpu[01-04],login"
+                ) from None
+        column += len(part) + 1
+    if not names:
+        raise HostfileError(f"host list '{text}' names no host. Write for example gpu[01-04],login")
+    return tuple(dict.fromkeys(names))
+
+
+def fold_hosts(names: Iterable[str]) -> str:
+    """Names as a short list for people: ranges over the last number of a name, duplicates dropped.
+
+    Groups stand in the order of their first name, numbers rise; :func:`expand_hosts` gives back
+    the same set of names.
+
+    >>> fold_hosts(["gpu01", "gpu02", "gpu04", "login"])
+    'gpu[01-02,04],login'
+    """
+    texts: dict[tuple[str, str], list[str]] = {}
+    order: list[tuple[str, str] | str] = []
+    for name in dict.fromkeys(names):
+        match = None if _is_address6(name) else re.fullmatch(r"(.*?)([0-9]{1,9})([^0-9]*)", name)
+        if match is None:
+            order.append(name)
+            continue
+        key = (match[1], match[3])
+        if key not in texts:
+            order.append(key)
+        texts.setdefault(key, []).append(match[2])
+    parts: list[str] = []
+    for entry in order:
+        if isinstance(entry, str):
+            parts.append(entry)
+            continue
+        prefix, suffix = entry
+        for width, numbers in _group_by_width(texts[entry]):
+            if len(numbers) == 1:
+                parts.append(f"{prefix}{numbers[0]:0{width}d}{suffix}")
+            else:
+                parts.append(f"{prefix}[{_fold_numbers(numbers, width)}]{suffix}")
+    return ",".join(parts)
+
+
+def _group_by_width(texts: list[str]) -> list[tuple[int, list[int]]]:
+    """Numbers that one range can hold, with the zero-padded width that writes them all."""
+    padded = {len(text) for text in texts if text[0] == "0" and len(text) > 1}
+    if not padded:
+        return [(1, sorted(map(int, texts)))]
+    if len(padded) == 1:
+        width = padded.pop()
+        if all(len(text) >= width for text in texts):
+            return [(width, sorted(map(int, texts)))]
+    by_length: dict[int, list[int]] = {}
+    for text in texts:
+        by_length.setdefault(len(text), []).append(int(text))
+    return [(length, sorted(numbers)) for length, numbers in by_length.items()]
+
+
+def _fold_numbers(numbers: list[int], width: int) -> str:
+    parts = []
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        low, high = f"{members[0]:0{width}d}", f"{members[-1]:0{width}d}"
+        parts.append(low if low == high else f"{low}-{high}")
+    return ",".join(parts)
+
+
+def _describe(source: str, number: int, line: str, column: int, message: str) -> str:
+    """The whole error: place, reason, the line with a mark under the offending part, help."""
+    shown = line.replace("\t", " ")
+    return (
+        f"{source}, line {number}, column {column + 1}: {message}.\n"
+        f"    {shown}\n"
+        f"    {' ' * column}^\n"
+        f"{VALID_FORMS}"
+    )
+
+
+def _parse_line(content: str) -> list[Host]:
+    match = _WORD.search(content)
+    assert match is not None, "blank lines are skipped by the caller"
+    entry, column = match.group(), match.start()
+    if entry.startswith("-"):
+        # ssh would take it for an option: -oProxyCommand=... runs a command.
+        raise _PartError(column, f"'{entry}' begins with '-'; a host name cannot")
+    if "=" in entry:
+        raise _PartError(column, f"'{entry}' stands where the host name should")
+    user, names, slots = _parse_entry(entry, column)
+    common = Host(names[0], user=user) if slots is None else Host(names[0], user=user, slots=slots)
+    changes = _parse_attributes(content, match.end(), slots_in_entry=slots is not None)
+    final_slots = changes.get("slots", common.slots)
+    max_slots = changes.get("max_slots")
+    if isinstance(max_slots, int) and isinstance(final_slots, int) and max_slots < final_slots:
+        at = re.search(r"max[_-]slots", content)
+        raise _PartError(
+            at.start() if at else column,
+            f"max_slots={max_slots} is below the host's {count(final_slots, 'slot')}",
+        )
+    if changes:
+        common = replace(common, **changes)  # type: ignore[arg-type]  # keys and types: _ATTRIBUTES
+    return [common, *(replace(common, name=name) for name in names[1:])]
+
+
+def _parse_entry(entry: str, column: int) -> tuple[str | None, list[str], int | None]:
+    """Takes ``user@names:slots`` apart."""
+    user: str | None = None
+    rest, start = entry, column
+    if "@" in entry:
+        user, _, rest = entry.rpartition("@")
+        start += len(user) + 1
+        if not _USER.fullmatch(user):
+            raise _PartError(column, f"'{user}' is no user name")
+    if rest.startswith("-"):
+        raise _PartError(start, f"'{rest}' begins with '-'; a host name cannot")
+    if not rest:
+        raise _PartError(start, f"no host name in '{entry}'")
+
+    bracketed = re.match(r"\[([^\[\]]*:[^\[\]]*)\](.*)", rest)
+    if bracketed:
+        name, tail = bracketed[1], bracketed[2]
+        if not _is_address6(name):
+            raise _PartError(start + 1, f"'{name}' is no IPv6 address")
+        if tail and not tail.startswith(":"):
+            raise _PartError(start + len(name) + 2, f"'{tail}' after the address")
+        names, slots_text = [name], tail[1:] if tail else None
+    elif rest.count(":") > 1:
+        if not _is_address6(rest):
+            raise _PartError(start, f"'{rest}' is neither 'host:slots' nor an IPv6 address")
+        names, slots_text = [rest], None
+    else:
+        pattern, colon, tail = rest.partition(":")
+        slots_text = tail if colon else None
+        names = _expand(pattern, start)
+    if slots_text is None:
+        return user, names, None
+    at = column + len(entry) - len(slots_text)
+    return user, names, _parse_count("slots", slots_text, at)
+
+
+def _expand(pattern: str, column: int) -> list[str]:
+    """Names of a pattern; several brackets multiply, the last one runs fastest."""
+    if _is_address6(pattern):
+        return [pattern]
+    leftover = _BRACKET.sub("", pattern)
+    if "[" in leftover or "]" in leftover:
+        raise _PartError(
+            column + pattern.find("[" if "[" in leftover else "]"),
+            f"unbalanced bracket in '{pattern}'",
+        )
+    choices: list[list[str]] = []
+    count = 1
+    position = 0
+    for bracket in _BRACKET.finditer(pattern):
+        choices.append([pattern[position : bracket.start()]])
+        numbers = _expand_ranges(bracket[1], column + bracket.start() + 1)
+        count *= len(numbers)
+        if count > MAX_HOSTS:
+            raise _PartError(column, f"'{pattern}' stands for more than {MAX_HOSTS} hosts")
+        choices.append(numbers)
+        position = bracket.end()
+    choices.append([pattern[position:]])
+    names = ["".join(parts) for parts in itertools.product(*choices)]
+    for name in names[:1]:
+        bad = _NAME.match(name)
+        if bad is None or bad.end() != len(name):
+            offending = name[bad.end()] if bad else name[:1]
+            raise _PartError(
+                column + max(pattern.find(offending), 0),
+                f"'{offending}' cannot stand in the host name '{pattern}' "
+                "(letters, digits, '-', '.', '_', ranges in [])",
+            )
+    return names
+
+
+def _expand_ranges(text: str, column: int) -> list[str]:
+    numbers: dict[str, None] = {}
+    at = column
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise _PartError(
+                at, f"'{part}' in '[{text}]' is no range; write numbers such as [01-16] or [1-4,7]"
+            )
+        low, high = match["low"], match["high"] or match["low"]
+        padded = low.startswith("0") and len(low) > 1
+        if high.startswith("0") and len(high) > 1 and len(high) != len(low):
+            raise _PartError(at, f"'{part}': both ends of a range are padded to the same width")
+        if int(high) < int(low):
+            raise _PartError(at, f"'{part}' runs backwards; the smaller number comes first")
+        step = int(match["step"] or 1)
+        if step < 1:
+            raise _PartError(at, f"'{part}': the step is at least 1")
+        span = range(int(low), int(high) + 1, step)
+        if len(span) > MAX_HOSTS:
+            raise _PartError(at, f"'{part}' stands for more than {MAX_HOSTS} hosts")
+        width = len(low) if padded else 1
+        numbers.update((f"{number:0{width}d}", None) for number in span)
+        at += len(part) + 1
+    return list(numbers)
+
+
+def _parse_attributes(content: str, position: int, slots_in_entry: bool) -> dict[str, object]:
+    changes: dict[str, object] = {}
+    while True:
+        word = _WORD.search(content, position)
+        if word is None:
+            return changes
+        match = _ATTRIBUTE.match(content, word.start())
+        if match is None:
+            raise _PartError(
+                word.start(), f"'{word.group()}' is no attribute; write key=value, one host a line"
+            )
+        key = match["key"].replace("-", "_")
+        if key not in _ATTRIBUTES:
+            raise _PartError(
+                match.start(),
+                f"unknown attribute '{match['key']}' (valid: {', '.join(_ATTRIBUTES)})",
+            )
+        if key in changes:
+            raise _PartError(match.start(), f"'{key}=' is given twice")
+        if key == "slots" and slots_in_entry:
+            raise _PartError(
+                match.start(),
+                "slots are given twice: the number after the colon is slots as well. "
+                "An ssh port is written port=2222",
+            )
+        changes[key] = _ATTRIBUTES[key](key, match["value"], match.start("value"))
+        position = match.end()
+
+
+def _parse_count(key: str, text: str, column: int) -> int:
+    if not _INTEGER.fullmatch(text):
+        raise _PartError(column, f"{key} is a whole number, not '{text}'")
+    value = int(text)
+    limit = 65_535 if key == "port" else MAX_SLOTS
+    if not 1 <= value <= limit:
+        raise _PartError(column, f"{key} is {value}; it must be 1 to {limit}")
+    return value
+
+
+def _parse_price(key: str, text: str, column: int) -> float:
+    value = float(text) if _DECIMAL.fullmatch(text) else math.nan
+    if not math.isfinite(value):
+        raise _PartError(column, f"{key} is a number >= 0 (cost per hour), not '{text}'")
+    return value
+
+
+def _parse_labels(key: str, text: str, column: int) -> tuple[str, ...]:
+    labels: dict[str, None] = {}
+    at = column
+    for label in text.split(","):
+        if not _LABEL.fullmatch(label):
+            raise _PartError(
+                at, f"'{label}' is no label; write {key}=spot,a100 without blanks after the commas"
+            )
+        labels[label] = None
+        at += len(label) + 1
+    return tuple(labels)
+
+
+_ATTRIBUTES: dict[str, Callable[[str, str, int], object]] = {
+    "slots": _parse_count,
+    "max_slots": _parse_count,
+    "port": _parse_count,
+    "cpus": _parse_count,
+    "price": _parse_price,
+    "labels": _parse_labels,
+}
+
+
+def _format_host(host: Host) -> str:
+    words = [host.target, f"slots={host.slots}"]
+    for field in fields(host):
+        value = getattr(host, field.name)
+        if field.name in ("name", "user", "slots") or value is None or value == ():
+            continue
+        text = ",".join(value) if isinstance(value, tuple) else repr(value)
+        words.append(f"{field.name}={text}")
+    return " ".join(words)
+
+
+def _is_address6(text: str) -> bool:
+    if ":" not in text:
+        return False
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    # A scope is the name of an interface; anything else could smuggle characters into a command.
+    return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?", text) is not None
+
+
+def _find_problems(host: Host) -> Iterator[str]:
+    if not (_NAME.fullmatch(host.name) or _is_address6(host.name)):
+        yield f"host name {host.name!r}: letters, digits, '-', '.', '_', or an IPv6 address"
+    if host.user is not None and not _USER.fullmatch(host.user):
+        yield f"user {host.user!r} of host {host.name}: letters, digits, '-', '.', '_', '+'"
+    for key in ("slots", "max_slots", "port", "cpus"):
+        value = getattr(host, key)
+        limit = 65_535 if key == "port" else MAX_SLOTS
+        if value is not None and not 1 <= value <= limit:
+            yield f"{key}={value} of host {host.name}: must be 1 to {limit}"
+    if host.max_slots is not None and host.max_slots < host.slots:
+        slots = count(host.slots, "slot")
+        yield f"max_slots={host.max_slots} of host {host.name} is below its {slots}"
+    if host.price is not None and not (math.isfinite(host.price) and host.price >= 0):
+        yield f"price={host.price} of host {host.name}: a number >= 0"
+    for label in host.labels:
+        if not _LABEL.fullmatch(label):
+            yield f"label {label!r} of host {host.name}: letters, digits, '_.:/-'"

@@ -1,0 +1,132 @@
+"""This machine as a host of a cluster, without ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import signal as signals
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import SshError
+from hvd_elastic.hosts.account import command_shell
+from hvd_elastic.hosts.connection import ConnectionBase
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.process import RemoteProcess, as_command
+
+__all__ = ["LocalConnection"]
+
+
+class LocalConnection(ConnectionBase):
+    """This machine, without ssh: commands as sshd would run them."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.local_address = self.peer_address = "::1" if host.name == "::1" else "127.0.0.1"
+        self._processes: list[_PopenEnds] = []
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed
+
+    def start(
+        self,
+        argv_or_command: str | Sequence[str],
+        on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
+    ) -> RemoteProcess:
+        if self._closed:
+            raise SshError(f"host {self.host.name}: the connection is closed")
+        command = as_command(argv_or_command)
+        account = pwd.getpwuid(os.getuid())
+        folder = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
+        try:
+            # As sshd: the user's shell, in the home folder, in a session of its own.
+            popen = subprocess.Popen(
+                [command_shell(account), "-c", command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=folder,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise SshError(f"host {self.host.name}: no command can be started: {error}") from error
+        ends = _PopenEnds(popen, self.host.name)
+        self._processes = [known for known in self._processes if not known.ended] + [ends]
+        return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
+
+    def addresses_seen_there(self) -> tuple[str, str] | None:
+        assert self.local_address is not None, "set in __init__"
+        return self.local_address, self.local_address
+
+    def close(self) -> None:
+        self._closed = True
+        for process in self._processes:
+            process.close()
+
+
+class _PopenEnds:
+    """A command's pipes on this machine."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], host: str) -> None:
+        assert popen.stdin is not None, "started with three pipes"
+        assert popen.stdout is not None, "started with three pipes"
+        assert popen.stderr is not None, "started with three pipes"
+        self._popen = popen
+        self._stdin, self._stdout, self._stderr = popen.stdin, popen.stdout, popen.stderr
+        self._ended = threading.Event()
+        # Reaps it whether or not somebody waits, and lets several threads wait with timeouts.
+        threading.Thread(target=self._reap, name=f"process on {host}", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def read_stdout(self, size: int) -> bytes:
+        return self._read(self._stdout, size)
+
+    def read_stderr(self, size: int) -> bytes:
+        return self._read(self._stderr, size)
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._stdin.write(view) :]
+        except ValueError as error:
+            raise BrokenPipeError("the command's input is closed") from error
+
+    def close_stdin(self) -> None:
+        self._stdin.close()
+
+    def wait(self, timeout: float | None) -> int | None:
+        if not self._ended.wait(timeout):
+            return None
+        code = self._popen.returncode
+        return 128 - code if code < 0 else code
+
+    def signal(self, name: str) -> None:
+        if not self.ended:
+            # It leads a session of its own, so its group is its pid.
+            os.killpg(self._popen.pid, signals.Signals[f"SIG{name}"])
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+
+    def _read(self, pipe: Any, size: int) -> bytes:
+        data: bytes = pipe.read(size)
+        if not data:
+            pipe.close()
+        return data
+
+    def _reap(self) -> None:
+        self._popen.wait()
+        self._ended.set()

@@ -1,0 +1,136 @@
+"""Holds one command on a host: when its leader goes away, nothing that the command started stays.
+
+It is the child subreaper of the command (prctl(2)), so whatever the command starts, however it
+detaches, is a descendant of this process, found and ended with it. A command that ends by itself
+leaves its background children alone, as under ssh.
+
+Its leader calls ``main``.
+Input (stdin, from then on): pieces of the command's input, each a length (4 bytes, big endian) and
+that many bytes; length 0 is the end of the input. The end of stdin itself: end the command.
+Output: the command's own stdout and stderr; before it on stderr one line, ``MARK`` and "started",
+or why it could not be. Exit status: the command's, 128 + N after signal N.
+
+Few imports (``posix`` is what ``os`` is made of) and little text: on many hosts at a time on one
+machine, what this loads and compiles is what a command costs. What is rarely needed stands in
+modules of its own; where this comes alone theirs are in ``LATER``.
+"""
+
+from __future__ import annotations
+
+import _thread
+import posix
+import pwd
+import sys
+
+TYPE_CHECKING = False  # typing is slow to load
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pwd import struct_passwd
+    from typing import Any
+
+MARK = b"\x01hvd-elastic-command "
+LATER: dict[str, str] = {}
+SUBREAPER = 36
+SIGPIPE, SIGTERM, SIGXFSZ = 13, 15, 25
+
+
+def find_prctl() -> Callable[..., object]:
+    """prctl(2), without ctypes where that is possible: loading it takes 2 ms."""
+    try:
+        import _ctypes
+
+        address = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")  # type: ignore[arg-type]
+        return lambda *numbers: _ctypes.call_function(address, numbers)
+    except (ImportError, AttributeError):
+        import ctypes
+
+        return ctypes.CDLL(None).prctl
+
+
+# Looked up here and not for each command: one process may fork many holders.
+PRCTL = find_prctl()
+
+
+def say(text: str) -> None:
+    """One line to the leader."""
+    posix.write(2, MARK + text.encode("utf-8", "replace") + b"\n")
+
+
+def why_not(error: OSError) -> str:
+    """What the user hears when the command cannot be started."""
+    where = error.filename or "the shell"
+    if type(where) is bytes:
+        where = where.decode("utf-8", "replace")
+    return f"{where}: {error.strerror}"
+
+
+def start(
+    account: struct_passwd, command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool
+) -> tuple[int, int]:
+    """Starts the command; returns its pid and the way into its stdin (-1: none)."""
+    shell = account.pw_shell or "/bin/sh"
+    if cwd == b"~" or cwd.startswith(b"~/"):
+        home = account.pw_dir.encode(sys.getfilesystemencoding(), "surrogateescape")
+        cwd = home + cwd[1:]
+    if cwd:
+        posix.chdir(cwd)
+    inside, way_in = posix.pipe() if feeds else (posix.open("/dev/null", posix.O_RDONLY), -1)
+    pid = posix.posix_spawn(
+        shell,
+        (shell, "-c", command),
+        {**posix.environ, **env},
+        file_actions=[(posix.POSIX_SPAWN_DUP2, inside, 0)],
+        setsid=True,
+        # Python ignores these, and what is ignored stays so in what is started.
+        setsigdef=[SIGPIPE, SIGXFSZ],
+    )
+    posix.close(inside)
+    return pid, way_in
+
+
+def later(module: str) -> dict[str, Callable[..., Any]]:
+    """What a module that is rarely needed has."""
+    if module not in LATER:
+        # importlib would be loaded by each holder anew.
+        return vars(__import__(f"hvd_elastic.hosts.programs.{module}", fromlist=["main"]))
+    found: dict[str, Callable[..., Any]] = {}
+    exec(compile(LATER[module], f"{module}.py", "exec"), found)  # noqa: S102  # our own
+    return found
+
+
+def main(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool, grace_s: float) -> None:
+    """Holds the command until it ends, or ends it.
+
+    Args:
+        command: shell text.
+        env: variables set for it.
+        cwd: the folder it runs in; empty is where this program runs.
+        feeds: whether input will come.
+        grace_s: seconds between TERM and KILL.
+    """
+    PRCTL(SUBREAPER, 1, 0, 0, 0)
+    try:
+        pid, way_in = start(pwd.getpwuid(posix.getuid()), command, env, cwd, feeds)
+    except OSError as error:
+        say(why_not(error))
+        sys.exit(1)
+    say("started")
+    ending = _thread.allocate_lock()
+
+    def wait_for_it() -> None:
+        _, status = posix.waitpid(pid, 0)
+        by_signal = posix.WIFSIGNALED(status)
+        code = 128 + posix.WTERMSIG(status) if by_signal else posix.WEXITSTATUS(status)
+        # Held for good by the main thread once it ends what is left.
+        with ending:
+            posix._exit(code)
+
+    _thread.start_new_thread(wait_for_it, ())
+    if way_in >= 0:
+        later("pass_input")["feed"](way_in)
+    else:
+        while posix.read(0, 1 << 16):
+            pass
+    with ending:
+        later("end_processes")["end_all"](grace_s)
+        posix._exit(128 + SIGTERM)

@@ -1,0 +1,434 @@
+"""The way to a host: configuration, jump hosts, socket, host key, authentication, and a deadline.
+
+What paramiko leaves open is closed here: host keys are verified before anything is sent, an attempt
+ends within its deadline, small packets are not held back, nobody is asked for a password.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from hvd_elastic.config import home
+from hvd_elastic.errors import (
+    HostKeyError,
+    HostUnknownError,
+    HostUnreachableError,
+    LoginRefusedError,
+    SshError,
+)
+from hvd_elastic.hosts import ssh_config
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownHosts, known_name
+
+if TYPE_CHECKING:
+    import paramiko
+
+__all__ = ["Attempt", "Route", "attempting", "own_known_hosts"]
+
+MAX_JUMPS = 8
+SSH_PORT = 22
+DEADLINE_SLACK_S = 0.02
+IDLE_WAKE_S = 5.0
+
+
+def own_known_hosts() -> Path:
+    """The project's own known_hosts, filled by ``hvd-elastic trust``."""
+    return home() / "known_hosts"
+
+
+@dataclass
+class Attempt:
+    """One try to connect, and what is cut off when its time is over."""
+
+    host: Host
+    options: SshOptions
+    deadline: float
+    where: str = ""
+    sockets: list[Any] = field(default_factory=list)
+    expired: bool = False
+
+    def remaining(self) -> float:
+        # 0 would mean "do not block" to a socket.
+        return max(0.001, self.deadline - time.monotonic())
+
+    def expire(self) -> None:
+        self.expired = True
+        for sock in self.sockets:
+            with contextlib.suppress(OSError, EOFError):
+                # Closing alone does not wake a thread that waits in recv.
+                if isinstance(sock, socket.socket):
+                    sock.shutdown(socket.SHUT_RDWR)
+                else:
+                    sock.close()
+
+
+class attempting:  # noqa: N801  # used as a with statement, like contextlib's own
+    """Bounds a try to connect and gives its failures the project's errors."""
+
+    def __init__(self, host: Host, options: SshOptions) -> None:
+        deadline = time.monotonic() + options.connect_timeout_s
+        self._attempt = Attempt(host, options, deadline)
+        # paramiko has timeouts for each phase, none for all of them: a server that answers one
+        # byte a second would hold the caller for minutes.
+        self._timer = threading.Timer(options.connect_timeout_s, self._attempt.expire)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Attempt:
+        # paramiko logs tracebacks of failures that are reported here in words.
+        logger = logging.getLogger("paramiko")
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
+        self._timer.start()
+        return self._attempt
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        if exc is None and self._attempt.expired:
+            # Logged in at the last moment, and cut off all the same.
+            raise _explain(TimeoutError(), self._attempt)
+        if exc is None or not isinstance(exc, Exception):
+            return
+        # paramiko's own timeouts end with the same deadline, under other names.
+        if time.monotonic() >= self._attempt.deadline - DEADLINE_SLACK_S:
+            self._attempt.expired = True
+        if isinstance(exc, SshError) and not self._attempt.expired:
+            return
+        raise _explain(exc, self._attempt) from exc
+
+
+def _explain(error: Exception, attempt: Attempt) -> SshError:
+    """The project's error for one of the network or of paramiko."""
+    from paramiko import ssh_exception
+
+    host, options = attempt.host, attempt.options
+    where = f"host {host.name}" + (f" ({attempt.where})" if attempt.where else "")
+    port_advice = "check the name and port (port= in the hostfile, or the ssh configuration)"
+    if isinstance(error, HostKeyError):
+        return error
+    if attempt.expired or isinstance(error, TimeoutError):
+        return HostUnreachableError(
+            f"{where}: no answer within {options.connect_timeout_s:g} s. "
+            f"Is it up, and does no firewall drop the connection? Otherwise {port_advice}"
+        )
+    if isinstance(error, socket.gaierror):
+        return HostUnknownError(
+            f"{where}: the name cannot be looked up ({error.strerror}). Mend the hostfile, or give "
+            "the host a HostName in the ssh configuration"
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return HostUnreachableError(
+            f"{where}: connection refused; no ssh server listens there. Start sshd on it, or "
+            f"{port_advice}"
+        )
+    if isinstance(error, (ssh_exception.PasswordRequiredException,)):
+        return SshError(
+            f"{where}: the private key is locked by a passphrase. Load it with ssh-add and try "
+            "again; nobody is asked for passwords here"
+        )
+    if isinstance(error, ssh_exception.AuthenticationException) or "authentication" in str(error):
+        return LoginRefusedError(
+            f"{where}: refused to log in {_user_of(attempt)} with any key ({error}). "
+            f"'ssh -o BatchMode=yes {host.target} true' must work: put your public key into its "
+            "~/.ssh/authorized_keys (for all hosts: checkclust HOSTFILE --bootstrap), or give "
+            "another key with --identity"
+        )
+    if isinstance(error, ssh_exception.ChannelException):
+        return HostUnreachableError(f"{where}: the jump host cannot reach it ({error.text})")
+    if isinstance(error, (ssh_exception.SSHException, EOFError)):
+        cause = str(error) or "the connection was closed"
+        return HostUnreachableError(
+            f"{where}: no ssh connection ({cause}). Does an ssh server answer there? "
+            f"Otherwise {port_advice}; a server at its limit (MaxStartups) wants a smaller --fanout"
+        )
+    if isinstance(error, OSError):
+        return HostUnreachableError(f"{where}: {error.strerror or error}. Is it up? {port_advice}")
+    return SshError(f"{where}: {type(error).__name__}: {error}")
+
+
+def _user_of(attempt: Attempt) -> str:
+    user = attempt.where.partition("@")[0] if "@" in attempt.where else attempt.host.user
+    return f"user {user or getpass.getuser()}"
+
+
+class Route:
+    """The way to a host: what the configuration says, its jump hosts, its socket, its keys."""
+
+    def __init__(self, host: Host, options: SshOptions, attempt: Attempt, depth: int = 0) -> None:
+        from paramiko import SSHClient
+
+        if depth > MAX_JUMPS:
+            raise SshError(
+                f"host {host.name}: more than {MAX_JUMPS} jump hosts. Does a ProxyJump of the ssh "
+                "configuration lead back to itself?"
+            )
+        self.host = host
+        self.options = options
+        self.attempt = attempt
+        self.depth = depth
+        entry = ssh_config.load_ssh_config(options.config_path, host.name).lookup(host.name)
+        self.entry: dict[str, Any] = entry
+        self.address = str(entry.get("hostname", host.name))
+        self.port = host.port or int(entry.get("port", SSH_PORT))
+        self.user = host.user or str(entry.get("user") or getpass.getuser())
+        self.client = SSHClient()
+        self.known_name = known_name(entry.get("hostkeyalias", self.address), self.port)
+        if "hostkeyalias" in entry:
+            self.known_name = str(entry["hostkeyalias"]).lower()
+        self.known = KnownHosts.load(
+            [
+                own_known_hosts(),
+                *(Path(path).expanduser() for path in options.known_hosts_files),
+                *ssh_config.known_hosts_files(entry),
+            ]
+        )
+        self.jumps = _parse_jumps(host, str(entry.get("proxyjump", "none")))
+        self.gateways: list[Route] = []
+        self.sock: Any = None
+        attempt.where = f"{self.user}@{self.address} port {self.port}"
+
+    def open_socket(self) -> None:
+        """A socket to the host's sshd, or a channel through its jump hosts."""
+        command = str(self.entry.get("proxycommand", "none"))
+        if self.jumps:
+            self.sock = self._open_through(self.jumps)
+        elif command.lower() != "none":
+            from paramiko import ProxyCommand
+
+            self.sock = ProxyCommand(command)
+        else:
+            self.sock = _open_tcp(self.address, self.port, self.attempt)
+        self.attempt.sockets.append(self.sock)
+
+    def _open_through(self, jumps: list[Host]) -> Any:
+        where = self.attempt.where
+        transport: paramiko.Transport | None = None
+        for jump in jumps:
+            route = Route(jump, self.options, self.attempt, self.depth + 1)
+            self.gateways.append(route)
+            if transport is None:
+                route.open_socket()
+            else:
+                route.sock = self._open_channel(transport, route)
+            route.log_in()
+            transport = route.client.get_transport()
+        self.attempt.where = where
+        assert transport is not None, "there is at least one jump"
+        return self._open_channel(transport, self)
+
+    def _open_channel(self, transport: paramiko.Transport, route: Route) -> Any:
+        return transport.open_channel(
+            "direct-tcpip",
+            (route.address, route.port),
+            ("127.0.0.1", 0),
+            timeout=self.attempt.remaining(),
+        )
+
+    def make_transport(self, sock: Any, **settings: Any) -> paramiko.Transport:
+        """A transport that asks the server for a key of a kind that is known.
+
+        paramiko's order of key exchanges stays: curve25519 (and its post-quantum form, where both
+        sides have it) comes first, at a fraction of what OpenSSH's sntrup761 costs the leader.
+        """
+        import paramiko
+
+        transport = paramiko.Transport(sock, **settings)
+        # Keeps gateways from forgetting an idle connection, and gives TCP_USER_TIMEOUT something to
+        # wait an answer for: a cut cable shows in a minute, not after a quarter of an hour.
+        transport.set_keepalive(self.options.keepalive_s)
+        security = transport.get_security_options()
+        wanted = []
+        for key_type in self.known.key_types(self.known_name):
+            rsa = key_type == "ssh-rsa"
+            wanted += ["rsa-sha2-512", "rsa-sha2-256"] if rsa else [key_type]
+        offered = tuple(security.key_types)
+        first = [key_type for key_type in wanted if key_type in offered]
+        security.key_types = tuple(dict.fromkeys([*first, *offered]))
+        # One pass over the bytes instead of two (cipher, then MAC): less work for a large file.
+        ciphers = tuple(security.ciphers)
+        gcm = [cipher for cipher in ciphers if "gcm" in cipher]
+        security.ciphers = tuple(dict.fromkeys([*gcm, *ciphers]))
+        return transport
+
+    def log_in(self) -> None:
+        """Key exchange, verification of the host key, authentication."""
+        import paramiko
+
+        identities = [self.options.identity] if self.options.identity else []
+        identities += [Path(name).expanduser() for name in self.entry.get("identityfile", [])]
+        only = str(self.entry.get("identitiesonly", "no")).lower() == "yes"
+        existing = [path for path in identities if path is not None and path.is_file()]
+        agent = paramiko.Agent() if only and existing else None
+        self.client.set_missing_host_key_policy(_make_policy(self))
+        remaining = self.attempt.remaining()
+        try:
+            self.client.connect(
+                self.address,
+                self.port,
+                self.user,
+                self.options.password,
+                _find_agent_key(agent, existing) if agent else None,
+                [str(path) for path in existing] or None,
+                remaining,
+                allow_agent=not only,
+                look_for_keys=not only,
+                sock=self.sock,
+                banner_timeout=remaining,
+                auth_timeout=remaining,
+                channel_timeout=max(remaining, 10.0),
+                transport_factory=self.make_transport,
+            )
+        finally:
+            if agent is not None:
+                agent.close()
+        if isinstance(self.sock, socket.socket):
+            # paramiko's thread wakes up so often although nothing comes, to see whether a keepalive
+            # is due; its own 0.1 s costs hundredths of a core where 128 hosts are kept.
+            self.sock.settimeout(IDLE_WAKE_S)
+
+    def close(self) -> None:
+        """Closes the connection, then the jump hosts behind it."""
+        if isinstance(self.sock, socket.socket):
+            # Else paramiko waits until its thread wakes up by itself.
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+        self.client.close()
+        if self.sock is not None:
+            with contextlib.suppress(OSError, EOFError):
+                self.sock.close()
+        for gateway in reversed(self.gateways):
+            gateway.close()
+
+
+def _parse_jumps(host: Host, text: str) -> list[Host]:
+    jumps = []
+    for part in text.split(",") if text.lower() != "none" else []:
+        user, _, rest = part.strip().removeprefix("ssh://").rpartition("@")
+        name, _, port = rest.rpartition(":") if rest.count(":") == 1 else (rest, "", "")
+        try:
+            jumps.append(
+                Host(name.strip("[]"), user=user or None, port=int(port) if port else None)
+            )
+        except ValueError as error:
+            raise SshError(
+                f"host {host.name}: ProxyJump '{part}' of the ssh configuration: {error}"
+            ) from error
+    return jumps
+
+
+def _make_policy(route: Route) -> Any:
+    """Called by paramiko for every key, since its own list of known hosts is left empty."""
+    import paramiko
+
+    class VerifyPolicy(paramiko.MissingHostKeyPolicy):
+        def missing_host_key(self, client: Any, hostname: str, key: paramiko.PKey) -> None:
+            _verify(route, HostKey(key.get_name(), key.asbytes()))
+
+    return VerifyPolicy()
+
+
+def _verify(route: Route, key: HostKey) -> None:
+    state, known = route.known.check(route.known_name, key)
+    name = route.host.name
+    shown = f"{key.key_type} {key.fingerprint}"
+    if state is KeyState.KNOWN:
+        return
+    if state is KeyState.REVOKED and known is not None:
+        raise HostKeyError(
+            f"host {name}: its key {shown} is marked as revoked in {known.path}, "
+            f"line {known.line}. Nothing was sent to it"
+        )
+    if state is KeyState.CHANGED and known is not None:
+        raise HostKeyError(
+            f"host {name} ({route.known_name}): THE HOST KEY HAS CHANGED. It shows {shown}; "
+            f"{known.path}, line {known.line} has {known.key.fingerprint}. Somebody may be "
+            "listening in; nothing was sent to it. If the host was set up anew, remove the old key "
+            f"with: ssh-keygen -R '{route.known_name}' -f {known.path}  "
+            "and accept the new one with: hvd-elastic trust HOSTFILE"
+        )
+    other = f" (known by another key: {known.key.key_type})" if known else ""
+    raise HostKeyError(
+        f"host {name} ({route.known_name}): unknown host key {shown}{other}. Compare it with the "
+        "host's own (on it: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub) and accept it with: "
+        "hvd-elastic trust HOSTFILE"
+    )
+
+
+def _find_agent_key(agent: paramiko.Agent, identities: list[Path]) -> Any:
+    """With IdentitiesOnly: the agent's key for one of these files, if it has one."""
+    wanted = set()
+    for path in identities:
+        with contextlib.suppress(OSError, IndexError, UnicodeDecodeError):
+            wanted.add(path.with_name(f"{path.name}.pub").read_text(encoding="utf-8").split()[1])
+    return next((key for key in agent.get_keys() if key.get_base64() in wanted), None)
+
+
+def _open_tcp(name: str, port: int, attempt: Attempt) -> socket.socket:
+    addresses = _look_up(name, port, attempt)
+    last: OSError | None = None
+    for index, (family, address) in enumerate(addresses):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(attempt.remaining() / (len(addresses) - index))
+            sock.connect(address)
+        except OSError as error:
+            sock.close()
+            last = error
+            continue
+        # paramiko sends small packets and waits for answers: with Nagle and delayed
+        # acknowledgements each costs 40 ms (connect 72 ms, not 18; a command 48, not 2).
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_QUICKACK"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            silence_ms = int(attempt.options.silence_timeout_s * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
+        return sock
+    assert last is not None, "a look-up gives at least one address"
+    raise last
+
+
+def _look_up(name: str, port: int, attempt: Attempt) -> list[tuple[int, Any]]:
+    """Addresses of a name, within the time that is left (the resolver has no deadline)."""
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        pass
+    else:
+        if address.version == 4:
+            return [(socket.AF_INET, (name, port))]
+    found: list[tuple[int, Any]] = []
+    failed: list[OSError] = []
+
+    def ask() -> None:
+        try:
+            for family, _, _, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
+                found.append((family, address))
+        except OSError as error:
+            failed.append(error)
+        except UnicodeError:
+            failed.append(socket.gaierror(socket.EAI_NONAME, "not a host name"))
+
+    asking = threading.Thread(target=ask, name=f"look up {name}", daemon=True)
+    asking.start()
+    asking.join(attempt.remaining())
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError
+    return found

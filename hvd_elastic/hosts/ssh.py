@@ -1,0 +1,288 @@
+"""Connections to hosts: one layer for the launcher and the cluster tools.
+
+:func:`connect` gives a :class:`Connection`, over ssh (paramiko) or, for this machine,
+on plain processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shlex
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hvd_elastic.errors import SshError
+from hvd_elastic.hosts import ssh_config
+from hvd_elastic.hosts.connection import Connection, ConnectionBase, SshOptions
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.known_hosts import HostKey, KeyState
+from hvd_elastic.hosts.local import LocalConnection
+from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, Result, as_command
+from hvd_elastic.hosts.route import Route, attempting, own_known_hosts
+
+if TYPE_CHECKING:
+    import fabric
+    import paramiko
+
+__all__ = [
+    "CommandTimeoutError",
+    "Connection",
+    "LocalConnection",
+    "RemoteProcess",
+    "Result",
+    "SshConnection",
+    "SshOptions",
+    "connect",
+    "is_local",
+    "jump_hosts",
+    "own_address_towards",
+    "own_known_hosts",
+    "read_host_key",
+]
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+# Every command first tells its process id on stderr (taken out again here), so that it can be
+# signalled: without a terminal sshd ends nothing when a client goes away. sshd makes the login
+# shell leader of a session, so its id is the process group's. Through sh, since $$ and >&2 mean
+# other things to csh and fish.
+PID_MARK = b"\x01hvd-elastic-pid "
+TELL_PID = """sh -c 'printf "\\001hvd-elastic-pid %s\\n" "$PPID" >&2'"""
+# An interpreter that takes the shell's place tells its own, and no process is needed for that.
+PYTHON_TELLS_PID = r"""import posix; posix.write(2, b"\1hvd-elastic-pid %d\n" % posix.getpid())"""
+PID_WAIT_S = 2.0
+HELD_BYTES = 64 * 1024
+
+
+def connect(host: Host, options: SshOptions | None = None) -> Connection:
+    """A connection to the host: over ssh, or directly when it is this machine.
+
+    Raises:
+        HostUnreachableError: no answer in time; names host, address, port and cause.
+        HostKeyError: the host key is unknown, changed or revoked.
+        SshError: the host refuses the user, or the ssh configuration cannot be used.
+    """
+    options = options or SshOptions()
+    if is_local(host, options):
+        return LocalConnection(host)
+    return SshConnection(host, options)
+
+
+def is_local(host: Host, options: SshOptions | None = None) -> bool:
+    """Whether the host is used without ssh.
+
+    So are localhost, 127.0.0.1, ::1 and this machine's own name, unless the hostfile gives a user
+    or port, or the ssh configuration has an entry for that name.
+    """
+    if host.user is not None or host.port is not None:
+        return False
+    own = socket.gethostname().lower()
+    if host.name.lower() not in LOOPBACK_NAMES | {own, own.partition(".")[0]}:
+        return False
+    config_path = options.config_path if options else None
+    return not ssh_config.has_entry(ssh_config.read_config_text(config_path), host.name)
+
+
+def jump_hosts(host: Host, options: SshOptions) -> list[Host]:
+    """The jump hosts that the ssh configuration puts before a host (no network is used)."""
+    with attempting(host, options) as attempt:
+        return Route(host, options, attempt).jumps
+
+
+def own_address_towards(host: Host, options: SshOptions | None = None) -> str:
+    """This machine's address on the way to the host; 127.0.0.1 when the host's name is unknown.
+
+    Nothing is sent: connecting a datagram socket only looks up the route.
+    """
+    config = ssh_config.load_ssh_config(options.config_path if options else None)
+    name = str(config.lookup(host.name).get("hostname", host.name))
+    try:
+        family, _, _, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"  # the host cannot be reached either, which is reported elsewhere
+
+
+def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeyState]:
+    """What key a host shows, without logging in.
+
+    Returns:
+        Its name for known_hosts, its key, and what is known of it.
+
+    Raises:
+        HostUnreachableError, HostKeyError (of a jump host), SshError: as :func:`connect`.
+    """
+    with attempting(host, options) as attempt:
+        route = Route(host, options, attempt)
+        try:
+            route.open_socket()
+            transport = route.make_transport(route.sock)
+            try:
+                transport.start_client(timeout=attempt.remaining())
+                shown = transport.get_remote_server_key()
+            finally:
+                transport.close()
+        finally:
+            route.close()
+        key = HostKey(shown.get_name(), shown.asbytes())
+        return route.known_name, key, route.known.check(route.known_name, key)[0]
+
+
+class SshConnection(ConnectionBase):
+    """A host over ssh."""
+
+    def __init__(self, host: Host, options: SshOptions) -> None:
+        self.host = host
+        self.options = options
+        with attempting(host, options) as attempt:
+            self._route = Route(host, options, attempt)
+            try:
+                self._route.open_socket()
+                self._route.log_in()
+            except BaseException:
+                self._route.close()
+                raise
+        self._transport: paramiko.Transport = self._route.client.get_transport()
+        sock = self._route.sock
+        if isinstance(sock, socket.socket):
+            self.local_address = str(sock.getsockname()[0])
+            self.peer_address = str(sock.getpeername()[0])
+
+    @property
+    def alive(self) -> bool:
+        return self._transport.is_active()
+
+    @functools.cached_property
+    def fabric(self) -> fabric.Connection:
+        """As an open ``fabric.Connection``, for what Fabric's users know; loaded when asked for."""
+        from fabric import Config, Connection
+        from paramiko import SSHConfig
+
+        route = self._route
+        # No ~/.fabric.yaml, no FABRIC_ variables; what runs here does not depend on them.
+        config = Config(ssh_config=SSHConfig(), lazy=True)
+        made = Connection(
+            route.address,
+            user=route.user,
+            port=route.port,
+            config=config,
+            gateway=False,
+        )
+        made.client, made.transport = route.client, self._transport
+        return made
+
+    def start(
+        self,
+        argv_or_command: str | Sequence[str],
+        on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
+    ) -> RemoteProcess:
+        command = as_command(argv_or_command)
+        return self._start(f"{TELL_PID}; {command}", command, on_stderr, on_stdout)
+
+    def start_python(
+        self,
+        argv: Sequence[str],
+        on_stderr: Callable[[bytes], None] | None = None,
+        on_stdout: Callable[[bytes], None] | None = None,
+    ) -> RemoteProcess:
+        at = argv.index("-c") + 1
+        command = shlex.join([*argv[:at], f"{PYTHON_TELLS_PID}; {argv[at]}", *argv[at + 1 :]])
+        return self._start(f"exec {command}", shlex.join(argv), on_stderr, on_stdout)
+
+    def _start(
+        self,
+        line: str,
+        command: str,
+        on_stderr: Callable[[bytes], None] | None,
+        on_stdout: Callable[[bytes], None] | None,
+    ) -> RemoteProcess:
+        from paramiko import SSHException
+
+        try:
+            channel = self._transport.open_session(timeout=self.options.connect_timeout_s)
+            channel.exec_command(line)
+        except (SSHException, OSError, EOFError) as error:
+            raise self._lost("no command can be started", error) from error
+        return RemoteProcess(_ChannelEnds(channel), command, self.host.name, on_stderr, on_stdout)
+
+    def addresses_seen_there(self) -> tuple[str, str] | None:
+        result = self.run('printf %s "$SSH_CONNECTION"', timeout_s=self.options.connect_timeout_s)
+        words = result.text.split()
+        return (words[0], words[2]) if len(words) == 4 else None
+
+    def close(self) -> None:
+        self._route.close()
+
+    def _lost(self, what: str, error: BaseException) -> SshError:
+        cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if not self.alive:
+            cause = f"the connection is lost ({cause}); is the host still up?"
+        return SshError(f"host {self.host.name}: {what}: {cause}")
+
+
+class _ChannelEnds:
+    """A command's pipes over an ssh channel."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+        self._pid = 0
+        self._pid_known = threading.Event()
+        self._held = b""
+
+    def read_stdout(self, size: int) -> bytes:
+        data: bytes = self._channel.recv(size)
+        return data
+
+    def read_stderr(self, size: int) -> bytes:
+        while not self._pid_known.is_set():
+            data: bytes = self._channel.recv_stderr(size)
+            self._held += data
+            before, _, after = self._held.partition(PID_MARK)
+            pid, newline, rest = after.partition(b"\n")
+            if newline:
+                self._pid = int(pid) if pid.strip().isdigit() else 0
+            elif data and len(self._held) < HELD_BYTES:
+                continue
+            else:
+                before, rest = self._held, b""
+            self._held = b""
+            self._pid_known.set()
+            if before + rest or not data:
+                return before + rest
+        return bytes(self._channel.recv_stderr(size))
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._channel.sendall(data)
+        except (OSError, EOFError) as error:
+            raise BrokenPipeError(f"the command or its connection is gone ({error})") from error
+
+    def close_stdin(self) -> None:
+        self._channel.shutdown_write()
+
+    def wait(self, timeout: float | None) -> int | None:
+        if not self._channel.status_event.wait(timeout):
+            return None
+        status: int = self._channel.recv_exit_status()
+        return status
+
+    def signal(self, name: str) -> None:
+        # Not the protocol's own signal request: OpenSSH refuses it for root and without privilege
+        # separation.
+        if self._pid_known.wait(PID_WAIT_S) and self._pid and not self._channel.closed:
+            channel = self._channel.transport.open_session(timeout=PID_WAIT_S)
+            channel.settimeout(PID_WAIT_S)
+            channel.exec_command(f"sh -c 'kill -s {name} -- -{self._pid}'")
+            channel.status_event.wait(PID_WAIT_S)
+            channel.close()
+
+    def close(self) -> None:
+        # It says goodbye over the connection, which may be gone.
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.close()

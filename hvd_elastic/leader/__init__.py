@@ -1,0 +1,1 @@
+"""The leader of a run: carries out what the controller decides."""

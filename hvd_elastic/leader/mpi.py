@@ -1,0 +1,100 @@
+"""A static job through Open MPI: ``hvd-elastic run --mpi``.
+
+MPI ends a job when one rank is lost, so nothing here is elastic. It is for sites whose network
+only MPI drives well, and for scripts that use mpi4py beside Horovod.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.hosts.hostfile import Host, parse_hostfile
+from hvd_elastic.leader.spec import RunSpec, forwarded_environment
+
+__all__ = ["mpirun_command", "run_mpi"]
+
+_FOR_MPI = {
+    "HOROVOD_CONTROLLER": "mpi",
+    "HOROVOD_CPU_OPERATIONS": "mpi",
+    "PYTHONFAULTHANDLER": "1",  # a rank that dies by a signal prints its Python stack
+}
+
+
+def mpirun_command(
+    spec: RunSpec, hosts: list[Host], hostfile: str, variables: list[str], *, root: bool
+) -> list[str]:
+    """The command line of ``mpirun``.
+
+    Variables are named without their values: Open MPI sends those inside its own channel, and no
+    value shows in ``ps``.
+
+    Args:
+        spec: the run.
+        hosts: hosts of the job.
+        hostfile: path of a file with these hosts in MPI's form.
+        variables: names of the environment variables to forward.
+        root: whether root runs it, which Open MPI wants to be told.
+    """
+    ssh = ["ssh", "-o", "BatchMode=yes"]
+    if spec.ssh_config is not None:
+        ssh += ["-F", spec.ssh_config]
+    command = ["mpirun", "--hostfile", hostfile]
+    command += ["-np", str(spec.np or sum(host.slots for host in hosts))]
+    command += ["--wdir", spec.cwd, "--bind-to", "none", "--map-by", "slot"]
+    command += ["--mca", "plm_rsh_agent", shlex.join(ssh), "--mca", "pml", "ob1"]
+    # UCX and openib look for hardware for seconds and then warn.
+    command += ["--mca", "btl", "^openib"]
+    if spec.interface is not None:
+        for layer in ("btl_tcp_if_include", "oob_tcp_if_include"):
+            command += ["--mca", layer, spec.interface]
+    if root:
+        command.append("--allow-run-as-root")
+    for name in variables:
+        command += ["-x", name]
+    return [*command, *spec.command]
+
+
+def run_mpi(spec: RunSpec, environment: Mapping[str, str]) -> int:
+    """Run the job to its end and return mpirun's exit status.
+
+    Raises:
+        RunError: there is no ``mpirun``.
+        HostfileError: the hostfile cannot be read.
+    """
+    if shutil.which("mpirun") is None:
+        raise RunError(
+            "--mpi needs Open MPI's mpirun, which is not on PATH. Install it on every host: "
+            "apt-get install openmpi-bin libopenmpi-dev, then build Horovod again: make horovod"
+        )
+    path = spec.hostfile_path
+    hosts = [Host("localhost", slots=spec.slots)] if path is None else [*parse_hostfile(path).hosts]
+    forwarded = {**forwarded_environment(environment), **_FOR_MPI}
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as folder:
+        hostfile = Path(folder) / "hosts"
+        lines = [
+            f"{f'{host.user}@' if host.user else ''}{host.name} slots={host.slots}\n"
+            for host in hosts
+        ]
+        hostfile.write_text("".join(lines), encoding="utf-8")
+        command = mpirun_command(
+            spec, hosts, str(hostfile), sorted(forwarded), root=os.geteuid() == 0
+        )
+        process = subprocess.Popen(command, env={**environment, **_FOR_MPI})
+        before = {
+            # mpirun ends its ranks on these; the file must stay until it has.
+            number: signal.signal(number, lambda sent, _: process.send_signal(sent))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            return process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

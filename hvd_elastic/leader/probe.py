@@ -1,0 +1,122 @@
+"""A short run that is led through a few sizes, so that its events say what others would bring."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.records.json_lines import EventFollower
+from hvd_elastic.records.run_folder import RunFolder
+
+__all__ = ["probe", "sizes_to_probe"]
+
+_POLL_S = 0.2
+_PATIENCE_S = 600.0
+"""For a size to train: scripts may load much before their first step."""
+
+
+def sizes_to_probe(hosts: Sequence[Host]) -> list[int]:
+    """Numbers of processes that tell most: on one host one, two and all, on two the fewest and all.
+
+    >>> sizes_to_probe([Host("a", slots=8), Host("b", slots=4), Host("c", slots=8)])
+    [1, 2, 8, 9, 12]
+    """
+    first = hosts[0].slots
+    both = first + (hosts[1].slots if len(hosts) > 1 else 0)
+    return sorted({size for size in (1, 2, first, first + 1, both) if size <= both})
+
+
+def probe(
+    hostfile: Path,
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    for_s: float,
+    options: Sequence[str],
+    tell: Callable[[str], None],
+) -> RunFolder:
+    """Train for a while on each of :func:`sizes_to_probe`, and end the run.
+
+    Args:
+        hostfile, hosts: where.
+        command: of the training.
+        for_s: time of training, over all sizes [s].
+        options: more of ``hvd-elastic run``.
+        tell: is told what is being measured.
+
+    Returns:
+        The folder of the run.
+
+    Raises:
+        UsageError, RunError: it did not train; says why.
+    """
+    sizes = sizes_to_probe(hosts)
+    folder = _start(hostfile, command, [*options, "--np", str(sizes[0])])
+    follower = EventFollower(folder.events)
+    try:
+        for size in sizes:
+            tell(f"probing: {size} of {sizes[-1]} processes")
+            if size != sizes[0]:
+                folder.ask_leader("scale", {"np": size})
+            _wait_for_size(folder, follower, size)
+            _train(folder, follower, for_s / len(sizes))
+    finally:
+        if folder.leader_alive():
+            folder.ask_leader("stop", {"reason": "the probe is over"})
+            deadline = time.monotonic() + _PATIENCE_S
+            while folder.leader_alive() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+    return folder
+
+
+def _start(hostfile: Path, command: Sequence[str], options: Sequence[str]) -> RunFolder:
+    words = ["run", "--detach", "--hostfile", str(hostfile), "--checkpoint-every", "0", *options]
+    started = subprocess.run(
+        [sys.executable, "-m", "hvd_elastic.cli.app", *words, "--", *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    if started.returncode:
+        kind = UsageError if started.returncode == UsageError.exit_status else RunError
+        raise kind("the probe could not be started; see above")
+    return RunFolder.open(started.stdout.split()[0])
+
+
+def _wait_for_size(folder: RunFolder, follower: EventFollower, size: int) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        alive = folder.leader_alive()
+        for event in follower.poll():
+            if event["kind"] == "rescale_finished" and event.get("size") == size:
+                return
+            _raise_if_over(folder, event)
+        if not alive:
+            raise RunError(f"the leader of the probe ended early; see {folder.leader_log}")
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"the probe did not come to train on {size} processes within {_PATIENCE_S:g} s; "
+                f"see: hvd-elastic status {folder.run_id}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _train(folder: RunFolder, follower: EventFollower, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for event in follower.poll():
+            _raise_if_over(folder, event)
+        time.sleep(_POLL_S)
+
+
+def _raise_if_over(folder: RunFolder, event: dict[str, object]) -> None:
+    if event["kind"] == "run_finished":
+        raise RunError(
+            f"the probe {event.get('status')} before it had measured enough: "
+            f"{event.get('message')}. Give it a longer training (more epochs), or a shorter "
+            f"--probe-for; its logs: hvd-elastic logs {folder.run_id}"
+        )

@@ -1,0 +1,192 @@
+"""Between the leader and the scaling controller: what the run is now, and what to ask of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from hvd_elastic.control.commands import Member
+from hvd_elastic.control.events import TargetChanged
+from hvd_elastic.control.fleet import AgentState
+from hvd_elastic.control.machine import Phase, RunMachine
+from hvd_elastic.control.scaling import ScalingConfig, ScalingController
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.objective import Objective
+from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
+
+__all__ = ["Scaler", "objective_of"]
+
+
+def objective_of(spec: RunSpec) -> Objective:
+    """What the run is after.
+
+    Raises:
+        ValueError: the values do not fit together.
+    """
+    return Objective(
+        kind=spec.objective,
+        min_speedup_per_slot=spec.min_speedup_per_slot,
+        budget=spec.budget,
+        deadline_s=spec.deadline_s,
+        target=spec.target_examples,
+    )
+
+
+class Scaler:
+    """Has the controller look at a run, and turns what it decides into events.
+
+    Args:
+        spec: the run.
+        emit: records an event.
+        started_at: when the run began [s].
+        past: its events under earlier leaders: what they measured need not be measured anew, and
+            a policy that was paused stays so.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        emit: Callable[[str, Mapping[str, Any]], None],
+        started_at: float,
+        past: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        config = ScalingConfig(spec.min_np, spec.max_np, objective_of(spec))
+        self._controller = ScalingController(config, started_at, replay(past))
+        self._controller.pause(_why_paused(past))
+        self._asked = _last_asked(past)
+        """Slots that were decided on and are not in use yet."""
+        self._pinned = frozenset(spec.pin_hosts)
+        self._emit = emit
+        self._generation = 0
+        self._said: tuple[object, ...] = ()
+        self._looked = False
+
+    def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
+        """An event of the run."""
+        self._controller.note(kind, fields, now)
+
+    def look(
+        self,
+        machine: RunMachine,
+        hosts: Iterable[Host],
+        members: Sequence[Member],
+        now: float,
+    ) -> TargetChanged | None:
+        """Decide if it is time; what to tell the machine, if anything."""
+        controller = self._controller
+        controller.hosts_are(_offers(machine, hosts, self._pinned), now)
+        if not self._looked:
+            self._looked = True
+            late = controller.out_of_reach(now)
+            if late:
+                self._emit("warning", {"message": late})
+        # While hosts are being left the machine moves; what it comes to is judged afterwards.
+        leaving = any(member.host in machine.draining for member in members)
+        if machine.phase is not Phase.RUNNING or leaving:
+            controller.rescaling()
+            self._generation = 0
+            return None
+        if machine.generation != self._generation:
+            self._generation = machine.generation
+            controller.formed([member.host for member in members], now)
+        found = controller.look(now)
+        if found is None:
+            return None
+        decision, snapshot = found
+        if controller.miss is not None:
+            self._emit("prediction_missed", dataclasses.asdict(controller.miss))
+        if snapshot.current == self._asked:
+            self._asked = None
+        if decision.action == "stay":
+            return self._stay(decision, snapshot, members)
+        np = decision.target.slots
+        if decision.target != self._asked:  # else it was told, and its slots are still starting
+            self._asked = decision.target
+            self._emit("decision", {**_fields(decision, snapshot), "np": np})
+        return TargetChanged(np, _slots(decision.target, members))
+
+    def pause(self, why: str) -> None:
+        """Decide nothing until :meth:`resume`."""
+        self._controller.pause(why)
+        self._asked = None
+        self._emit("decision", {"action": "pause", "reason": why})
+
+    def resume(self, why: str, now: float) -> None:
+        """Decide again."""
+        self._controller.resume(now)
+        self._said = ()
+        self._emit("decision", {"action": "resume", "reason": why})
+
+    def _stay(
+        self, decision: Decision, snapshot: Snapshot, members: Sequence[Member]
+    ) -> TargetChanged | None:
+        """Give back slots that were asked for and have not joined; emit the decision once.
+
+        Once means: in each generation, and again where slots are given back, where nothing keeps
+        to the objective any longer, or something does again. Waiting for measurements is no
+        decision.
+        """
+        if decision.wish is not None or not decision.known:
+            return None
+        said = (self._generation, decision.known, decision.kept)
+        offered = {host.name for host in snapshot.hosts}
+        if self._asked is None or not offered.issuperset(host for host, _ in self._asked.counts):
+            # A host that failed is tried again only while its slots are wanted.
+            if said != self._said:
+                self._said = said
+                self._emit("decision", _fields(decision, snapshot))
+            return None
+        self._asked, self._said = None, said
+        reason = f"{decision.reason}; slots that were still starting are given back"
+        np = snapshot.current.slots
+        given_back = dataclasses.replace(decision, reason=reason)
+        self._emit("decision", {**_fields(given_back, snapshot), "np": np})
+        return TargetChanged(np, _slots(snapshot.current, members))
+
+
+def _fields(decision: Decision, snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "action": decision.action,
+        "reason": decision.reason,
+        "target": [list(pair) for pair in decision.target.counts],
+        "snapshot": snapshot.as_fields(),
+    }
+
+
+def _why_paused(past: Sequence[Mapping[str, Any]]) -> str:
+    """Why the policy was paused when the run's last leader ended; empty: it was not."""
+    for record in reversed(past):
+        if record.get("kind") == "decision":
+            return str(record.get("reason")) if record.get("action") == "pause" else ""
+    return ""
+
+
+def _last_asked(past: Sequence[Mapping[str, Any]]) -> Allocation | None:
+    """The slots of the run's last decision, if that was to change them."""
+    for record in reversed(past):
+        if record.get("kind") == "decision":
+            return Allocation.of(dict(record["target"])) if "np" in record else None
+    return None
+
+
+def _offers(machine: RunMachine, hosts: Iterable[Host], pinned: frozenset[str]) -> list[HostOffer]:
+    """Hosts whose agents answer, or were not asked yet, and that are not drained."""
+    failed = {name for name, state in machine.agent_states().items() if state is AgentState.FAILED}
+    return [
+        HostOffer(host.name, host.slots, host.price, pinned=host.name in pinned)
+        for host in hosts
+        if host.name not in failed | machine.draining
+    ]
+
+
+def _slots(target: Allocation, members: Sequence[Member]) -> tuple[tuple[str, int], ...]:
+    """Indexes of the slots on each host: those in use first."""
+    found: list[tuple[str, int]] = []
+    for host, number in target.counts:
+        used = [member.slot for member in members if member.host == host]
+        free = [index for index in range(max([*used, -1]) + number + 1) if index not in used]
+        found += [(host, index) for index in sorted([*used, *free][:number])]
+    return tuple(found)

@@ -1,0 +1,474 @@
+"""The folder of a run: who may use a run id, where things lie, and how a leader is asked things.
+
+    runs/<run-id>/
+      run.json         what was asked for (written by the leader)
+      events.jsonl     everything that happened
+      audit.jsonl      indices really read (only with --audit)
+      logs/            <host>.<local_rank>.log
+      checkpoints/
+      tensorboard/     event files (only with --tensorboard)
+      commands/        one file for each request to the leader
+      leader.lock      locked while a leader lives
+      leader.log       output of a detached leader
+
+Requests are plain files, so that nothing has to listen and file permissions decide who may ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.closing import Closing
+from hvd_elastic.config import runs_folder
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
+
+__all__ = [
+    "COMMAND_TIMEOUT_S",
+    "LeaderLock",
+    "Request",
+    "RunFolder",
+    "check_run_id",
+    "list_runs",
+    "new_run_id",
+]
+
+COMMAND_TIMEOUT_S = 20.0
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LOCK_TRIES = 20  # a reader that asks whether the leader lives holds the lock for an instant
+_LOCK_WAIT_S = 0.05
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Request:
+    """One thing the leader is asked to do; it answers with event ``command_done {id, ok}``."""
+
+    id: str
+    op: str
+    fields: Mapping[str, Any]
+
+
+def new_run_id(now: float | None = None) -> str:
+    """A fresh run id such as ``20261121-153012-a3f``: local time, then three random digits."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    return f"{stamp}-{secrets.token_hex(2)[:3]}"
+
+
+def check_run_id(run_id: str) -> str:
+    """Return ``run_id`` if it can name a run.
+
+    Raises:
+        UsageError: says which characters are valid.
+
+    >>> check_run_id("digits-3.b")
+    'digits-3.b'
+    """
+    if _RUN_ID.fullmatch(run_id):
+        return run_id
+    raise UsageError(
+        f"run id {run_id!r} is not valid. A run id has 1 to 64 of the characters A-Z a-z 0-9 . _ - "
+        "and starts with a letter or a digit, for example 'digits-3'."
+    )
+
+
+class LeaderLock(Closing):
+    """Proof that this process leads the run; the kernel frees it however the process ends."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def release(self) -> None:
+        """Let another leader have the run; further calls do nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def close(self) -> None:
+        """As :meth:`release`, for a ``with`` statement."""
+        self.release()
+
+
+class RunFolder:
+    """One run's folder. Make it with :meth:`create`, find it with :meth:`open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.run_id = self.path.name
+
+    # -- finding and making ----------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        run_id: str | None = None,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        root: Path | None = None,
+    ) -> RunFolder:
+        """Make the folder of a new run; without ``run_id`` a fresh one is chosen.
+
+        Args:
+            run_id: its name.
+            fields: what was asked for, for run.json.
+            root: the folder of all runs.
+
+        Raises:
+            UsageError: the run id is not valid.
+            RunError: the run id is in use, or the folder cannot be written.
+        """
+        parent = runs_folder() if root is None else Path(root)
+        while True:
+            folder = cls(parent / (new_run_id() if run_id is None else check_run_id(run_id)))
+            try:
+                # Environment values and paths of the job pass through here: for the owner only.
+                parent.mkdir(parents=True, exist_ok=True)
+                folder.path.mkdir(mode=0o700)
+                for part in (folder.logs, folder.checkpoints, folder.commands):
+                    part.mkdir(mode=0o700)
+                own = {"run_id": folder.run_id, "created": time.time()}
+                folder.write_run({**(fields or {}), **own})
+            except FileExistsError as error:
+                if not folder.path.is_dir():
+                    raise RunError(
+                        f"cannot make the run folder {folder.path}: a file is in its place. "
+                        "Remove it or set HVD_ELASTIC_HOME elsewhere."
+                    ) from error
+                if run_id is None:
+                    continue
+                raise RunError(folder._in_use()) from error
+            except OSError as error:
+                shutil.rmtree(folder.path, ignore_errors=True)  # so that the id stays free
+                raise RunError(
+                    f"cannot make the run folder {folder.path}: {error.strerror}. Free space or "
+                    "mend the permissions there, or set HVD_ELASTIC_HOME to a folder on another "
+                    "disk."
+                ) from error
+            return folder
+
+    @classmethod
+    def open(cls, run_id: str | None = None, *, root: Path | None = None) -> RunFolder:
+        """The folder of a run that exists; without ``run_id`` the newest.
+
+        Raises:
+            UsageError: the run id is not valid.
+            RunError: no such run; names the newest ones.
+        """
+        parent = runs_folder() if root is None else Path(root)
+        if run_id is not None:
+            folder = cls(parent / check_run_id(run_id))
+            if folder.path.is_dir():
+                return folder
+        runs = list_runs(root=parent)
+        if run_id is None and runs:
+            return runs[0]
+        wanted = "there is no run yet" if run_id is None else f"there is no run {run_id!r}"
+        if runs:
+            newest = ", ".join(run.run_id for run in runs[:5])
+            raise RunError(
+                f"{wanted} in {parent}. The newest are: {newest}. See all with: hvd-elastic list"
+            )
+        raise RunError(
+            f"{wanted} in {parent}. Start one with: hvd-elastic run --hostfile HOSTFILE -- "
+            "python train.py   (runs of another HVD_ELASTIC_HOME are not seen)"
+        )
+
+    # -- where things lie ------------------------------------------------------------------
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def audit(self) -> Path:
+        return self.path / "audit.jsonl"
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def commands(self) -> Path:
+        return self.path / "commands"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "leader.lock"
+
+    @property
+    def leader_log(self) -> Path:
+        return self.path / "leader.log"
+
+    def log_path(self, host: str, local_rank: int) -> Path:
+        """Where the output of a worker goes."""
+        return self.logs / f"{host.replace('/', '_')}.{local_rank}.log"
+
+    # -- run.json --------------------------------------------------------------------------
+
+    def read_run(self) -> dict[str, Any]:
+        """What run.json says; empty when it is missing or unreadable (a run that never began)."""
+        try:
+            found = json.loads(self.run_json.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write_run(self, fields: Mapping[str, Any]) -> None:
+        """Set these fields of run.json and keep the others; readers never see half of it."""
+        _write_whole(self.run_json, {**self.read_run(), **fields})
+
+    @property
+    def created(self) -> float:
+        """When the run was made [unix seconds]."""
+        value = self.read_run().get("created")
+        if isinstance(value, (int, float)):
+            return float(value)
+        try:
+            return self.path.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+
+    @property
+    def began_elsewhere(self) -> bool:
+        """Whether another machine led the run before, and has the records of that."""
+        return bool(self.read_run().get("began_elsewhere"))
+
+    def read_events(self) -> list[Record]:
+        """Everything that happened so far, oldest first."""
+        return read_events(self.events)
+
+    # -- the leader ------------------------------------------------------------------------
+
+    def take_lead(self) -> LeaderLock:
+        """Become this run's leader.
+
+        Raises:
+            RunError: another process leads it, or the folder cannot be written.
+        """
+        try:
+            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RunError(
+                f"cannot make {self.lock}: {error.strerror}. Free space or mend the permissions "
+                "there; only the user who started a run may lead it."
+            ) from error
+        for left in reversed(range(_LOCK_TRIES)):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if left:
+                    time.sleep(_LOCK_WAIT_S)
+                    continue
+                os.close(fd)
+                raise RunError(
+                    f"run {self.run_id} has a live leader{self._leader_words()}. Look at it with: "
+                    f"hvd-elastic attach {self.run_id}   End it with: hvd-elastic stop "
+                    f"{self.run_id}"
+                ) from error
+        with contextlib.suppress(OSError):  # a full disk: the lock counts, not who says to have it
+            os.ftruncate(fd, 0)
+            os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        return LeaderLock(fd)
+
+    def leader_alive(self) -> bool:
+        """Whether a process holds the lead of this run now."""
+        try:
+            fd = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)  # frees the shared lock as well
+        return False
+
+    def leaderless_until(self, last_event: float | None) -> float | None:
+        """When the hosts of a run whose leader is gone give up waiting for another [Unix seconds].
+
+        They count from the moment they missed it, which is hardly later than its last event. None:
+        they have, or did not wait.
+
+        Args:
+            last_event: when that was [Unix seconds]; None: there is none.
+        """
+        grace_s = self.read_run().get("leader_grace_s")
+        if last_event is None or not isinstance(grace_s, (int, float)):
+            return None
+        until = last_event + grace_s
+        return until if time.time() < until else None
+
+    def leader(self) -> dict[str, Any]:
+        """``{"pid", "host"}`` of the leader that holds the lead now or held it last."""
+        try:
+            found = json.loads(self.lock.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    # -- requests --------------------------------------------------------------------------
+
+    def send_request(self, op: str, fields: Mapping[str, Any] | None = None) -> str:
+        """Leave a request for the leader and return its id."""
+        request_id = f"{time.time_ns():020d}-{secrets.token_hex(3)}"
+        self.commands.mkdir(mode=0o700, exist_ok=True)
+        try:
+            _write_whole(
+                self.commands / f"{request_id}.json", {**(fields or {}), "id": request_id, "op": op}
+            )
+        except OSError as error:
+            raise RunError(
+                f"cannot leave a request in {self.commands}: {error.strerror}. Only the user who "
+                "started the run may steer it, and its disk needs room."
+            ) from error
+        return request_id
+
+    def take_requests(self, only: str | None = None) -> list[Request]:
+        """The requests that wait, oldest first; each is handed out once. Called by the leader.
+
+        Args:
+            only: what to do; requests for anything else wait on.
+        """
+        requests = []
+        try:
+            paths = sorted(self.commands.glob("[!.]*.json"))
+        except OSError:
+            return []
+        for path in paths:
+            try:
+                found = json.loads(path.read_bytes())
+                request_id, op = str(found.pop("id")), str(found.pop("op"))
+            except FileNotFoundError:
+                continue  # whoever asked took it back
+            except (OSError, ValueError, KeyError, AttributeError, TypeError):
+                with contextlib.suppress(OSError):  # a folder, or a file server's hiccup
+                    path.unlink()  # not one of ours: nobody waits for an answer
+                continue
+            if only in (None, op):
+                path.unlink(missing_ok=True)
+                requests.append(Request(request_id, op, found))
+        return requests
+
+    def ask_leader(
+        self,
+        op: str,
+        fields: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float = COMMAND_TIMEOUT_S,
+        on_event: Callable[[Record], None] | None = None,
+    ) -> str:
+        """Send a request, wait for the answer, and return the leader's message.
+
+        Args:
+            op: what to do, ``stop`` or ``scale`` for instance.
+            fields: its arguments.
+            timeout_s: how long to wait for the answer.
+            on_event: gets every event that comes meanwhile.
+
+        Raises:
+            RunError: no live leader, no answer in time, or the leader refused.
+        """
+        self.need_leader(op)
+        follower = EventFollower(self.events, from_end=True)
+        request_id = self.send_request(op, fields)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            alive = self.leader_alive()  # asked before reading: its last words must be read
+            for record in follower.poll():
+                if on_event is not None:
+                    on_event(record)
+                if record["kind"] == "command_done" and record.get("id") == request_id:
+                    if record.get("ok", True):
+                        return str(record.get("message") or "")
+                    raise RunError(
+                        f"the leader of run {self.run_id} refused '{op}': {record.get('message')}"
+                    )
+            if not alive or time.monotonic() > deadline:
+                # A later leader of this run must not find it.
+                (self.commands / f"{request_id}.json").unlink(missing_ok=True)
+                why = f"did not answer within {timeout_s:g} s" if alive else "ended meanwhile"
+                raise RunError(
+                    f"the leader of run {self.run_id}{self._leader_words()} {why}; '{op}' may not "
+                    f"have been done. See: hvd-elastic status {self.run_id}   and "
+                    f"{self.leader_log if self.leader_log.exists() else 'its terminal'}"
+                )
+            time.sleep(_POLL_S)
+
+    def need_leader(self, op: str) -> None:
+        """Raise RunError with the run's last state unless a leader lives."""
+        if self.leader_alive():
+            return
+        ended = "it never began"
+        for record in iter_events(self.events):
+            if record["kind"] == "run_finished":
+                ended = f"it has {record.get('status', 'finished')}"
+            elif record["kind"] == "run_started":
+                ended = f"its leader died; go on with: hvd-elastic run --resume {self.run_id}"
+        raise RunError(f"run {self.run_id} has no live leader, so '{op}' cannot reach it: {ended}.")
+
+    def _leader_words(self) -> str:
+        leader = self.leader()
+        return f" (pid {leader.get('pid')} on {leader.get('host')})" if leader else ""
+
+    def _in_use(self) -> str:
+        state = "it is running" if self.leader_alive() else "it is not running"
+        return (
+            f"run id {self.run_id!r} is in use ({state}; its folder is {self.path}). Choose "
+            f"another --run-id or none, or continue it with: hvd-elastic run --resume {self.run_id}"
+        )
+
+
+def list_runs(*, root: Path | None = None) -> list[RunFolder]:
+    """All runs, newest first."""
+    parent = runs_folder() if root is None else Path(root)
+    try:
+        names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    runs = [RunFolder(parent / name) for name in names if _RUN_ID.fullmatch(name)]
+    return sorted(runs, key=lambda run: (run.created, run.run_id), reverse=True)
+
+
+def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, default=str)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

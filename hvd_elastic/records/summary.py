@@ -1,0 +1,535 @@
+"""A run's events boiled down to what people ask of it. Pure: records in, a dataclass out."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hvd_elastic.formatting import worker_name
+from hvd_elastic.records.wording import batch_words, shares_words
+
+__all__ = [
+    "Arrival",
+    "Checkpoint",
+    "Departure",
+    "Draining",
+    "MetricSeries",
+    "Rescale",
+    "RunSummary",
+    "TimedEvent",
+    "summarize",
+]
+
+METRIC_FIELDS = frozenset(
+    {
+        "t", "mono", "kind", "step", "epoch", "examples", "throughput", "noise_scale", "efficiency",
+        "goodput", "global_batch_size", "skipped_steps", "lr", "loss", "position", "size",
+        "generation", "rank", "host", "local_rank", "passes", "rank_s", "shares",
+    }
+)  # fmt: skip
+"""Fields of ``metrics`` that the library fills; all others are the script's own."""
+
+
+@dataclass(frozen=True)
+class Rescale:
+    """One change of the set of workers.
+
+    Attributes:
+        generation: its number; 1 is the start of the run.
+        at_s: seconds after the start of the run.
+        from_size: processes before.
+        to_size: processes after.
+        reason: in words.
+        pause_s: last step before to first step after; None for the start, and when it never ended.
+        finished: whether training went on in it.
+    """
+
+    generation: int
+    at_s: float
+    from_size: int
+    to_size: int
+    reason: str
+    pause_s: float | None = None
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A worker that joined."""
+
+    at_s: float
+    host: str
+    local_rank: int
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A worker or a whole host (``local_rank`` None) that left."""
+
+    at_s: float
+    host: str
+    local_rank: int | None
+    cause: str
+
+
+@dataclass(frozen=True)
+class Draining:
+    """A host that is not used until it is given back.
+
+    Attributes:
+        at_s: since when, after the start of the run.
+        cause: in words.
+        leave_in_s: how long it had then [s]; None: nobody said.
+        empty: whether it holds no worker any more.
+        asked: whether the user asked for it; else the host gave notice.
+    """
+
+    at_s: float
+    cause: str
+    leave_in_s: float | None
+    empty: bool = False
+    asked: bool = True
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was completed.
+
+    Attributes:
+        seconds: from the beginning of the write until it lay there, verified.
+        blocked_s: training stood still for it on the slowest rank; None where nobody said.
+    """
+
+    at_s: float
+    step: int
+    path: str
+    size_bytes: int
+    seconds: float
+    blocked_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TimedEvent:
+    """Something that was said: a decision, a warning, a note of waiting."""
+
+    at_s: float
+    kind: str
+    text: str
+
+
+@dataclass
+class MetricSeries:
+    """The values of one metric over time; ``values`` may hold NaN (a diverged loss)."""
+
+    at_s: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass
+class RunSummary:
+    """What happened in a run.
+
+    Attributes:
+        status: ``running`` (as far as the events tell), ``succeeded``, ``failed``, ``stopped``,
+            or ``unknown`` before the first event.
+        started, ended: unix seconds; ``ended`` is the time of the last event.
+        ended_in: epoch in which training stood when the run ended; None before.
+        first_step_s: from the start of the run to its first finished step.
+        size: processes training now, 0 after the end.
+        hosts: the hostfile as it was seen last, ``(host, slots)``.
+        draining: hosts of it that are drained, by name.
+        attempts: how often a leader was started (1 + resumes).
+        series: metrics over time, by name.
+        last: the newest value of each metric.
+        user_metrics: names of the metrics that the script added itself.
+        restores: how often training went back to a checkpoint.
+        np: number of processes that the run was started with; None: not given.
+        pinned: hosts that are used before all others.
+        scaled_to: number that was asked for since, by the user or the policy; None: none.
+        scaled_slots: where the policy wanted them, (host, index).
+        generation_hosts: hosts of the last generation that was announced.
+        batch_plan: the newest plan of a batch that adapts; empty: it does not.
+        missed: what of the last change did not come about as predicted; empty: nothing.
+    """
+
+    run_id: str = ""
+    status: str = "unknown"
+    message: str = ""
+    started: float | None = None
+    ended: float | None = None
+    first_step_s: float | None = None
+    steps: int = 0
+    examples: int = 0
+    epochs: int = 0
+    ended_in: int | None = None
+    size: int = 0
+    largest_size: int = 0
+    min_np: int | None = None
+    max_np: int | None = None
+    attempts: int = 0
+    restores: int = 0
+    hosts: list[tuple[str, int]] = field(default_factory=list)
+    draining: dict[str, Draining] = field(default_factory=dict)
+    waiting: str = ""
+    rescales: list[Rescale] = field(default_factory=list)
+    sizes: list[tuple[float, int]] = field(default_factory=list)
+    joined: list[Arrival] = field(default_factory=list)
+    left: list[Departure] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    decisions: list[TimedEvent] = field(default_factory=list)
+    shares: str = ""
+    warnings: list[TimedEvent] = field(default_factory=list)
+    failure: str = ""
+    failed_worker: str = ""
+    series: dict[str, MetricSeries] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+    user_metrics: list[str] = field(default_factory=list)
+    np: int | None = None
+    pinned: list[str] = field(default_factory=list)
+    scaled_to: int | None = None
+    scaled_slots: list[tuple[str, int]] = field(default_factory=list)
+    generation_hosts: list[str] = field(default_factory=list)
+    batch_plan: dict[str, Any] = field(default_factory=dict)
+    missed: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the last event."""
+        if self.started is None or self.ended is None:
+            return 0.0
+        return max(0.0, self.ended - self.started)
+
+    @property
+    def live_rescales(self) -> list[Rescale]:
+        """Rescales other than the start of the run (or of a resumed one)."""
+        return [rescale for rescale in self.rescales if rescale.from_size > 0]
+
+    @property
+    def longest_pause_s(self) -> float | None:
+        """The longest pause of a rescale."""
+        pauses = [r.pause_s for r in self.live_rescales if r.pause_s is not None]
+        return max(pauses, default=None)
+
+    @property
+    def mean_throughput(self) -> float | None:
+        """Examples a second over the whole training, pauses included."""
+        if self.first_step_s is None or not self.examples:
+            return None
+        training_s = self.duration_s - self.first_step_s
+        return self.examples / training_s if training_s > 0 else None
+
+    def final_metrics(self) -> dict[str, Any]:
+        """The newest values of what the script reports itself (``accuracy``), and of the loss."""
+        names = [*(["loss"] if "loss" in self.last else []), *self.user_metrics]
+        return {name: self.last[name] for name in names}
+
+    def as_json(self, *, with_series: bool = False) -> dict[str, Any]:
+        """Plain data for ``--json``."""
+        data = asdict(self)
+        if not with_series:
+            del data["series"], data["sizes"]
+        data["duration_s"] = self.duration_s
+        data["longest_pause_s"] = self.longest_pause_s
+        data["mean_throughput"] = self.mean_throughput
+        data["final_metrics"] = self.final_metrics()
+        return data
+
+
+def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
+    """The summary of a run's events, oldest first.
+
+    >>> events = [
+    ...     {"t": 5.0, "kind": "run_started", "run_id": "a", "hosts": [["n1", 2]]},
+    ...     {"t": 6.0, "kind": "rescale_started", "generation": 1, "from_size": 0, "to_size": 2,
+    ...      "reason": "start with 2 slots"},
+    ...     {"t": 8.0, "kind": "rescale_finished", "generation": 1, "size": 2, "pause_s": None},
+    ...     {"t": 9.0, "kind": "metrics", "step": 10, "epoch": 0, "loss": 0.5, "accuracy": 0.9},
+    ... ]
+    >>> run = summarize(events)
+    >>> run.status, run.steps, run.size, run.first_step_s, run.final_metrics()
+    ('running', 10, 2, 3.0, {'loss': 0.5, 'accuracy': 0.9})
+    """
+    run = RunSummary()
+    for record in records:
+        t = record.get("t")
+        if isinstance(t, (int, float)):
+            if run.started is None:
+                run.started = float(t)
+            run.ended = float(t)
+        at_s = run.duration_s
+        handle = _HANDLERS.get(str(record.get("kind")))
+        if handle is not None:
+            handle(run, record, at_s)
+    return run
+
+
+def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.run_id = str(record.get("run_id") or run.run_id)
+    run.status = "running"
+    run.message = run.failure = run.failed_worker = ""
+    run.ended_in = None
+    run.attempts += 1
+    run.min_np = _whole(record.get("min_np"))
+    run.max_np = _whole(record.get("max_np"))
+    run.pinned = [str(host) for host in record.get("pinned") or []]
+    np = _whole(record.get("np"))
+    if np != run.np:
+        run.np, run.scaled_to, run.scaled_slots = np, None, []
+    if "hosts" in record:
+        _hosts_changed(run, record, at_s)
+    if run.attempts > 1:
+        _set_size(run, at_s, 0)
+    run.shares = ""
+
+
+def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    run.hosts = [
+        (str(entry[0]), int(entry[1]))
+        for entry in record.get("hosts") or []
+        if isinstance(entry, (list, tuple)) and len(entry) >= 2
+    ]
+    names = {name for name, _ in run.hosts}
+    run.draining = {name: found for name, found in run.draining.items() if name in names}
+
+
+def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    host, cause = str(record.get("host")), str(record.get("cause") or "")
+    before = run.draining.get(host)
+    # A notice takes nothing back of what was asked for.
+    asked = record.get("asked") is not False or (before is not None and before.asked)
+    leave_in_s = _number(record.get("leave_in_s"))
+    run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
+
+
+def _host_drained(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    host = str(record.get("host"))
+    if host in run.draining:
+        run.draining[host] = replace(run.draining[host], empty=True)
+
+
+def _host_returned(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    run.draining.pop(str(record.get("host")), None)
+
+
+def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.waiting = run.missed = ""
+    run.shares = ""  # in another world they are equal at first
+    run.generation_hosts = [str(host) for host in record.get("hosts") or []]
+    run.rescales.append(
+        Rescale(
+            generation=_whole(record.get("generation")) or 0,
+            at_s=at_s,
+            from_size=_whole(record.get("from_size")) or 0,
+            to_size=_whole(record.get("to_size")) or 0,
+            reason=str(record.get("reason") or ""),
+        )
+    )
+
+
+def _taken_over(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    _set_size(run, at_s, _whole(record.get("size")) or 0)
+
+
+def _command_done(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    if record.get("op") == "scale" and record.get("ok"):
+        run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
+
+
+def _rescale_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    size = _whole(record.get("size")) or 0
+    generation = _whole(record.get("generation")) or 0
+    pause_s = _number(record.get("pause_s"))
+    # From the end: a resumed run may count its generations from 1 again.
+    for place in reversed(range(len(run.rescales))):
+        begun = run.rescales[place]
+        if begun.generation == generation and not begun.finished:
+            run.rescales[place] = Rescale(
+                generation, begun.at_s, begun.from_size, size, begun.reason, pause_s, True
+            )
+            break
+    _set_size(run, at_s, size)
+    _first_step(run, at_s)
+
+
+def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    for name in ("step", "epoch", "examples"):
+        count = _whole(record.get(name))
+        if count is not None:
+            run.last[name] = count
+    if _whole(record.get("step")):
+        _first_step(run, at_s)
+    run.steps = _whole(run.last.get("step")) or run.steps
+    run.examples = _whole(run.last.get("examples")) or run.examples
+    epoch = _whole(run.last.get("epoch"))
+    if epoch is not None:
+        run.epochs = epoch + 1
+    if "global_batch_size" in record:
+        # Left out where it is infinite or not known any more: the last one is out of date.
+        for name in {"noise_scale", "efficiency", "goodput"} & run.last.keys() - record.keys():
+            del run.last[name]
+            series = run.series.setdefault(name, MetricSeries())
+            series.at_s.append(at_s)
+            series.values.append(math.nan)
+    for name, value in record.items():
+        own = name not in METRIC_FIELDS
+        if name in {"t", "mono", "kind", "step", "epoch", "examples"}:
+            continue
+        if value is None and name in run.series:
+            value = math.nan  # the writer's null for what is not a number
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            value = math.nan if _number(value) is None else value
+            series = run.series.setdefault(name, MetricSeries())
+            series.at_s.append(at_s)
+            series.values.append(float(value))
+        elif not isinstance(value, (str, bool)):
+            continue
+        if own and name not in run.user_metrics:
+            run.user_metrics.append(name)
+        run.last[name] = value
+
+
+def _worker_joined(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    host, local_rank = str(record.get("host")), _whole(record.get("local_rank")) or 0
+    run.joined.append(Arrival(at_s, host, local_rank, _whole(record.get("rank"))))
+
+
+def _worker_left(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    host, cause = str(record.get("host")), str(record.get("cause") or "no cause given")
+    run.left.append(Departure(at_s, host, _whole(record.get("local_rank")), cause))
+
+
+def _host_lost(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    cause = str(record.get("cause") or "no cause given")
+    run.left.append(Departure(at_s, str(record.get("host")), None, cause))
+
+
+def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.checkpoints.append(
+        Checkpoint(
+            at_s=at_s,
+            step=_whole(record.get("step")) or 0,
+            path=str(record.get("path") or ""),
+            size_bytes=_whole(record.get("bytes")) or 0,
+            seconds=_number(record.get("seconds")) or 0.0,
+            blocked_s=_number(record.get("blocked_s")),
+        )
+    )
+
+
+def _restored(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    if _whole(record.get("step")):
+        run.restores += 1
+    run.steps = _whole(record.get("step")) or 0
+    run.examples = _whole(record.get("examples")) or 0
+    run.last.update({"step": run.steps, "examples": run.examples})
+
+
+def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = f"{record.get('action') or ''}: {record.get('reason') or ''}".strip(": ")
+    np = _whole(record.get("np"))
+    if np:
+        run.scaled_to = np
+        run.scaled_slots = [
+            (str(host), index)
+            for host, number in record.get("target") or []
+            for index in range(_whole(number) or 0)
+        ]
+    run.decisions.append(TimedEvent(at_s, "decision", text))
+
+
+def _shares(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = shares_words(record)
+    run.decisions.append(TimedEvent(at_s, "shares", text))
+    run.shares = text if record.get("shares") else ""
+
+
+def _batch_plan(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = batch_words(record, run.batch_plan)
+    run.batch_plan = dict(record)
+    if text:
+        run.decisions.append(TimedEvent(at_s, "batch_plan", text))
+
+
+def _prediction_missed(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.missed = str(record.get("reason") or "")
+    run.decisions.append(TimedEvent(at_s, "prediction_missed", f"prediction missed: {run.missed}"))
+
+
+def _warning(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = str(record.get("message") or record.get("reason") or "")
+    run.warnings.append(TimedEvent(at_s, str(record.get("kind")), text))
+
+
+def _waiting(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    run.waiting = str(record.get("reason") or "waiting for hosts")
+
+
+def _script_failed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+    if not run.failure:
+        run.failure = str(record.get("traceback") or "")
+        run.failed_worker = worker_name(record.get("host"), record.get("local_rank"))
+
+
+def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.status = str(record.get("status") or "finished")
+    run.message = str(record.get("message") or "")
+    run.steps = _whole(record.get("steps")) or run.steps
+    run.examples = _whole(record.get("examples")) or run.examples
+    run.ended_in = _whole(record.get("epochs"))
+    run.epochs = run.ended_in or run.epochs
+    run.waiting = ""
+    _set_size(run, at_s, 0)
+
+
+def _first_step(run: RunSummary, at_s: float) -> None:
+    if run.first_step_s is None:
+        run.first_step_s = at_s
+
+
+def _set_size(run: RunSummary, at_s: float, size: int) -> None:
+    run.size = size
+    run.largest_size = max(run.largest_size, size)
+    run.sizes.append((at_s, size))
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
+
+
+def _number(value: Any) -> float | None:
+    """A number that a float can hold; else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if abs(value) <= sys.float_info.max else None
+
+
+_HANDLERS = {
+    "run_started": _run_started,
+    "hosts_changed": _hosts_changed,
+    "rescale_started": _rescale_started,
+    "rescale_finished": _rescale_finished,
+    "metrics": _metrics,
+    "worker_joined": _worker_joined,
+    "worker_left": _worker_left,
+    "host_lost": _host_lost,
+    "host_draining": _host_draining,
+    "host_drained": _host_drained,
+    "host_returned": _host_returned,
+    "checkpoint": _checkpoint,
+    "restored": _restored,
+    "decision": _decision,
+    "prediction_missed": _prediction_missed,
+    "batch_plan": _batch_plan,
+    "shares": _shares,
+    "warning": _warning,
+    "waiting": _waiting,
+    "script_failed": _script_failed,
+    "taken_over": _taken_over,
+    "command_done": _command_done,
+    "run_finished": _run_finished,
+}

@@ -1,0 +1,107 @@
+"""One HTML file with plots and tables. It needs no network and no server to be read."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from hvd_elastic.errors import RunError
+
+__all__ = ["MAX_ROWS", "cell", "chart_boxes", "escape", "render_page", "table", "write_page"]
+
+MAX_ROWS = 200
+"""Rows of one table; more is for tools that read the events."""
+
+
+def render_page(title: str, body: str, data: Mapping[str, Any]) -> str:
+    """The whole page.
+
+    Args:
+        title: plain text.
+        body: HTML.
+        data: for report.js: ``charts``, ``marks`` and, for a time axis, ``duration_s``; or
+            ``x_name``, what the whole numbers of the x axis count.
+    """
+    # "<" could close the script element that holds the data.
+    encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return Template(_asset("report.html")).substitute(
+        title=escape(title),
+        plot_css=_asset("uPlot.min.css"),
+        css=_asset("report.css"),
+        body=body,
+        data=encoded,
+        plot_js=_asset("uPlot.iife.min.js"),
+        js=_asset("report.js"),
+    )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write it whole or not at all.
+
+    Raises:
+        RunError: it cannot be written there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(
+            f"cannot write the report to {path}: {error.strerror}. Choose another place with --out."
+        ) from error
+
+
+def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
+    """Where report.js draws the charts of the page's data, in their order."""
+    boxes = []
+    for chart in charts:
+        button = '<button type="button" aria-pressed="false">log</button>' if chart["log"] else ""
+        boxes.append(
+            f'<div class="chart" data-name="{escape(chart["name"])}"><div class="chart-head">'
+            f'<h3>{escape(chart["title"])}</h3><span class="unit">{escape(chart["unit"])}</span>'
+            f'{button}<span class="readout"></span></div><div class="plot"></div></div>'
+        )
+    return "".join(boxes)
+
+
+def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
+    """A table of cells; of very many rows the last.
+
+    Args:
+        heads: text and class of each column.
+        rows: made with :func:`cell`.
+    """
+    head = "".join(f'<th class="{kind}">{escape(name)}</th>' for name, kind in heads)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows[-MAX_ROWS:])
+    cut = (
+        f'<p class="hint">The last {MAX_ROWS} of {len(rows)} are shown.</p>'
+        if len(rows) > MAX_ROWS
+        else ""
+    )
+    return (
+        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        f"</div>{cut}"
+    )
+
+
+def cell(text: str, kind: str = "") -> str:
+    """One cell; ``kind`` is ``n`` for numbers, ``w`` for long text."""
+    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
+
+
+def escape(text: Any) -> str:
+    """Text that cannot become markup."""
+    return html.escape(str(text))
+
+
+def _asset(name: str) -> str:
+    place = resources.files("hvd_elastic.views") / "assets" / name
+    return place.read_text(encoding="utf-8")

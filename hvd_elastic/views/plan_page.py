@@ -1,0 +1,145 @@
+"""A forecast for other numbers of hosts, as one HTML file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvd_elastic.formatting import count
+from hvd_elastic.policy.forecast import Forecast
+from hvd_elastic.records.wording import duration_words, number_words
+from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table
+
+__all__ = ["plan_cells", "render_plan"]
+
+
+def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]) -> str:
+    """The page.
+
+    Args:
+        run_id: of the run that was measured.
+        forecasts: by number of hosts.
+        notes: sentences on what they rest on.
+    """
+    known = [entry for entry in forecasts if not entry.unknown]
+    charts = _charts(known) if known else []
+    heads, rows = plan_cells(forecasts)
+    cells = [[cell(text, "n") for text in row] for row in rows]
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+    hint = (
+        "The shaded range holds 80 % by the model. Drag to zoom, double-click to see everything "
+        "again."
+    )
+    body = [
+        f"<header><h1>{escape(run_id)}</h1><p>What other numbers of hosts would bring</p></header>",
+        f'<section>{chart_boxes(charts)}<p class="hint">{hint}</p></section>',
+        f"<section><h2>Hosts</h2>{table([(head, 'n') for head in heads], cells)}"
+        + "".join(f'<p class="hint">{escape(note)}</p>' for note in notes)
+        + "</section>",
+        f"<footer>Written {date} by hvd_elastic from the run's events.</footer>",
+    ]
+    data = {"charts": charts, "marks": [], "x_name": _size_name(forecasts)}
+    return render_page(f"{run_id}: plan", "\n".join(body), data)
+
+
+def plan_cells(forecasts: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table, in words; columns that nothing is known for are left out."""
+
+    def told(words: Callable[[Forecast], str], otherwise: str = "") -> list[str]:
+        return [otherwise if f.unknown else words(f) for f in forecasts]
+
+    columns: list[tuple[str, list[str]]] = [
+        ("hosts", [f"{f.hosts}{'*' if f.seen else ''}" for f in forecasts]),
+        ("slots", [str(f.slots) for f in forecasts]),
+        ("batch", told(lambda f: number_words(f.global_batch_size))),
+        ("examples/s", told(lambda f: number_words(round(f.throughput)), "not known")),
+        ("efficiency", told(lambda f: f"{f.efficiency:.2f}")),
+        ("useful/s", told(lambda f: number_words(round(f.goodput)), "not known")),
+        ("80 % range", told(_range)),
+        ("speedup", told(lambda f: f"{f.speedup:.2f}")),
+        ("price/h", ["" if f.rate is None else f"{f.rate:.2f}" for f in forecasts]),
+        ("time", ["" if f.time_s is None else duration_words(f.time_s) for f in forecasts]),
+        ("cost", ["" if f.cost is None else f"{f.cost:.2f}" for f in forecasts]),
+    ]
+    kept = [(head, cells) for head, cells in columns if any(cells)]
+    rows = [list(row) for row in zip(*(cells for _, cells in kept), strict=True)]
+    return [head for head, _ in kept], rows
+
+
+def _range(found: Forecast) -> str:
+    return f"{number_words(round(found.low))} to {number_words(round(found.high))}"
+
+
+def _charts(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
+    charts = [
+        _chart(
+            forecasts,
+            ("goodput", "Goodput", "useful examples/s", "throughput"),
+            [f.goodput for f in forecasts],
+            [f.low for f in forecasts],
+            [f.high for f in forecasts],
+        )
+    ]
+    timed = [f for f in forecasts if f.time_s is not None]
+    if timed:
+        hours = [(f.time_s or 0.0) / 3600 for f in timed]
+        charts.append(
+            _chart(
+                timed,
+                ("time", "Time to the target", "hours", "size"),
+                hours,
+                [value * f.goodput / f.high for value, f in zip(hours, timed, strict=True)],
+                [value * f.goodput / f.low for value, f in zip(hours, timed, strict=True)],
+            )
+        )
+    paid = [f for f in timed if f.cost is not None]
+    if paid:
+        costs = [f.cost or 0.0 for f in paid]
+        charts.append(
+            _chart(
+                paid,
+                ("cost", "Cost to the target", "", "loss"),
+                costs,
+                [value * f.goodput / f.high for value, f in zip(costs, paid, strict=True)],
+                [value * f.goodput / f.low for value, f in zip(costs, paid, strict=True)],
+            )
+        )
+    return charts
+
+
+def _chart(
+    forecasts: Sequence[Forecast],
+    words: tuple[str, str, str, str],
+    values: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+) -> dict[str, Any]:
+    name, title, unit, color = words
+    noun = _size_name(forecasts)
+    sizes = [f.hosts if noun == "hosts" else f.slots for f in forecasts]
+    return {
+        "name": name,
+        "title": title,
+        "unit": unit,
+        "color": color,
+        "x": sizes,
+        "y": _short(values),
+        "low": _short(low),
+        "high": _short(high),
+        "stepped": False,
+        "whole": False,
+        "from_zero": True,
+        "height": 220,
+        "log": False,
+        "summary": f"{number_words(values[-1])} with {count(sizes[-1], noun[:-1])}",
+    }
+
+
+def _size_name(forecasts: Sequence[Forecast]) -> str:
+    """What tells the entries apart."""
+    return "hosts" if len({f.hosts for f in forecasts}) == len(forecasts) else "slots"
+
+
+def _short(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]

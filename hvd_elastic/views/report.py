@@ -1,0 +1,465 @@
+"""A run as one HTML file: plots, rescales, audit. It needs no network and no server to be read."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import worker_name
+from hvd_elastic.records.audit import AuditResult, check_audit
+from hvd_elastic.records.json_lines import iter_events
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary, summarize
+from hvd_elastic.records.wording import bytes_words, duration_words, number_words
+from hvd_elastic.views.page import (
+    MAX_ROWS,
+    cell,
+    chart_boxes,
+    escape,
+    render_page,
+    table,
+    write_page,
+)
+
+__all__ = ["ReportResult", "downsample", "render_report", "write_report"]
+
+MAX_POINTS = 2000
+"""Points of one plot: about two for each pixel of its width."""
+
+_TITLES = {
+    "throughput": ("Throughput", "examples/s", "throughput"),
+    "loss": ("Loss", "", "loss"),
+    "goodput": ("Goodput", "useful examples/s", "throughput"),
+    "lr": ("Learning rate", "", "other"),
+    "global_batch_size": ("Global batch size", "examples", "size"),
+    "noise_scale": ("Gradient noise scale", "examples", "other"),
+    "efficiency": ("Statistical efficiency", "", "other"),
+}
+_FROM_ZERO = frozenset({"throughput", "goodput", "global_batch_size"})
+_OF_THE_BATCH = ("global_batch_size", "noise_scale", "efficiency")
+_UNPLOTTED = frozenset({"position", "size", "generation", "rank", "local_rank"})
+
+
+@dataclass(frozen=True)
+class ReportResult:
+    """A report that was written, and what it was made of."""
+
+    path: Path
+    summary: RunSummary
+    audit: AuditResult
+
+
+def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
+    """Write the report of a run; without ``out`` to ``report.html`` in its folder.
+
+    Raises:
+        RunError: nothing happened in the run yet, or ``out`` cannot be written.
+    """
+    summary = summarize(iter_events(folder.events))
+    if summary.started is None:
+        raise RunError(
+            f"run {folder.run_id} has no events yet, so there is nothing to report; see: "
+            f"hvd-elastic status {folder.run_id}"
+        )
+    summary.run_id = folder.run_id
+    if summary.status == "running" and not folder.leader_alive():
+        trains = folder.leaderless_until(summary.ended) is not None
+        summary.status = "leaderless" if trains else "died"
+    finished = summary.status == "succeeded"
+    audit = check_audit(
+        iter_events(folder.audit),
+        finished=finished,
+        ended_in=summary.ended_in,
+        steps_made=summary.steps if finished else 0,
+        examples_made=summary.examples if finished else 0,
+    )
+    path = folder.path / "report.html" if out is None else Path(out)
+    write_page(path, render_report(summary, audit, asked=folder.read_run()))
+    return ReportResult(path, summary, audit)
+
+
+def render_report(
+    summary: RunSummary, audit: AuditResult, *, asked: Mapping[str, Any] | None = None
+) -> str:
+    """The report as HTML text.
+
+    Args:
+        summary: of the run's events.
+        audit: of its audit records; a run without any says so.
+        asked: run.json, for the command that was run.
+    """
+    charts, of_the_batch = _charts(summary)
+    data = {
+        "duration_s": summary.duration_s,
+        "charts": charts + of_the_batch,
+        "marks": [
+            {"at_s": rescale.at_s, "label": str(number), "way": _way(rescale)}
+            for number, rescale in enumerate(summary.live_rescales, start=1)
+        ],
+    }
+    body = [
+        _header(summary, asked or {}),
+        _tiles(summary, audit),
+        _failure(summary),
+        _plots(charts, bool(data["marks"])),
+        _batch_panel(summary, of_the_batch),
+        _rescale_table(summary),
+        _audit_section(audit),
+        _decision_table(summary),
+        _worker_table(summary),
+        _checkpoint_table(summary),
+        _warning_table(summary),
+        f"<footer>Written {_date(time.time())} by hvd_elastic from the run's events.</footer>",
+    ]
+    title = f"{summary.run_id}: {summary.status}"
+    return render_page(title, "\n".join(part for part in body if part), data)
+
+
+def downsample(
+    x: Sequence[float], y: Sequence[float], max_points: int = MAX_POINTS
+) -> tuple[list[float], list[float]]:
+    """Thin out a line for drawing without losing its peaks.
+
+    The line is cut into equal parts, of which the first, lowest, highest and last point stay, so
+    that one bad step in a million is still seen. NaN counts as neither lowest nor highest.
+
+    Args:
+        x: increasing, any length.
+        y: as many values.
+        max_points: at least 4; fewer points than that are returned as they are.
+
+    >>> x, y = downsample(range(1000), [0.0] * 500 + [9.0] + [0.0] * 499, max_points=40)
+    >>> len(x) <= 40, max(y), (x[0], x[-1])
+    (True, 9.0, (0, 999))
+    """
+    if len(x) <= max_points:
+        return list(x), list(y)
+    import numpy as np
+
+    values = np.asarray(y, dtype=np.float64)
+    keep: set[int] = set()
+    for part in np.array_split(np.arange(len(values)), max_points // 4):
+        first = int(part[0])
+        keep.update((first, int(part[-1])))
+        piece = values[part]
+        if np.isfinite(piece).any():
+            keep.add(first + int(np.argmin(np.where(np.isfinite(piece), piece, np.inf))))
+            keep.add(first + int(np.argmax(np.where(np.isfinite(piece), piece, -np.inf))))
+    chosen = sorted(keep)
+    return [x[place] for place in chosen], [y[place] for place in chosen]
+
+
+# -- plots ---------------------------------------------------------------------------------------
+
+
+def _charts(summary: RunSummary) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Those of the run, and those of a batch that adapts."""
+    charts: list[dict[str, Any]] = []
+    of_the_batch: list[dict[str, Any]] = []
+    if summary.sizes:
+        charts.append(_size_chart(summary))
+    names = [name for name in _TITLES if name in summary.series]
+    names += [name for name in summary.user_metrics if name in summary.series]
+    for name in names:
+        series = summary.series[name]
+        if name in _UNPLOTTED or not any(math.isfinite(value) for value in series.values):
+            continue
+        if name in _OF_THE_BATCH:
+            if summary.batch_plan:
+                of_the_batch.append(_metric_chart(name, series))
+        elif name != "lr" or len(set(series.values)) > 1:  # a constant one is no news
+            charts.append(_metric_chart(name, series))
+    return charts, of_the_batch
+
+
+def _size_chart(summary: RunSummary) -> dict[str, Any]:
+    # The last size holds until the last event, and there was nobody before the first.
+    x = [0.0, *(at_s for at_s, _ in summary.sizes), summary.duration_s]
+    y = [0.0, *(float(size) for _, size in summary.sizes), float(summary.sizes[-1][1])]
+    x, y = downsample(x, y)
+    return {
+        "name": "size",
+        "title": "World size",
+        "unit": "processes",
+        "color": "size",
+        "x": _rounded(x),
+        "y": y,
+        "stepped": True,
+        "whole": True,
+        "from_zero": True,
+        "height": 150,
+        "log": False,
+        "summary": f"at most {summary.largest_size}",
+    }
+
+
+def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
+    title, unit, color = _TITLES.get(name, (_title(name), "", "other"))
+    finite = [value for value in series.values if math.isfinite(value)]
+    last = finite[-1]
+    x, y = downsample(series.at_s, series.values)
+    return {
+        "name": name,
+        "title": title,
+        "unit": unit,
+        "color": color,
+        "x": _rounded(x),
+        "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in y],
+        "stepped": name == "global_batch_size",
+        "whole": False,
+        "from_zero": name in _FROM_ZERO,
+        "height": 200,
+        "log": name not in _FROM_ZERO and min(finite) > 0,
+        "summary": f"last {number_words(last)}",
+    }
+
+
+def _title(name: str) -> str:
+    spaced = name.replace("_", " ")
+    return spaced[:1].upper() + spaced[1:]
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, 3) for value in values]
+
+
+def _way(rescale: Rescale) -> str:
+    if rescale.to_size > rescale.from_size:
+        return "up"
+    return "down" if rescale.to_size < rescale.from_size else "same"
+
+
+# -- parts of the page ---------------------------------------------------------------------------
+
+
+def _header(summary: RunSummary, asked: Mapping[str, Any]) -> str:
+    tone = {"succeeded": "good", "failed": "bad", "died": "bad"}.get(summary.status, "")
+    words = [_date(summary.started or 0.0)]
+    if summary.hosts:
+        words.append("hosts " + " ".join(f"{name}:{slots}" for name, slots in summary.hosts))
+    if summary.attempts > 1:
+        words.append(f"resumed {_times(summary.attempts - 1)}")
+    command = asked.get("command")
+    if isinstance(command, list):
+        import shlex
+
+        command = shlex.join(str(word) for word in command)
+    shown = f"<p><code>{escape(command)}</code></p>" if command else ""
+    message = f"<p>{escape(summary.message)}</p>" if summary.message else ""
+    return (
+        f'<header><h1>{escape(summary.run_id)}</h1><span class="pill {tone}">'
+        f"{escape(summary.status)}</span><p>{escape(' · '.join(words))}</p>"
+        f"{shown}{message}</header>"
+    )
+
+
+def _tiles(summary: RunSummary, audit: AuditResult) -> str:
+    tiles = [
+        (number_words(value) if isinstance(value, (int, float)) else str(value), name, "")
+        for name, value in summary.final_metrics().items()
+        if name != "loss"
+    ]
+    if "loss" in summary.last:
+        tiles.append((number_words(summary.last["loss"]), "last loss", ""))
+    plan = summary.batch_plan
+    if plan:
+        initial = (plan.get("limits") or {}).get("initial_batch_size")
+        name = f"batch, {number_words(initial)} at first"
+        tiles.append((number_words(plan.get("global_batch_size")), name, ""))
+    tiles += [
+        (number_words(summary.steps), "steps", ""),
+        (number_words(summary.examples), "examples", ""),
+        # A batch that adapts makes more passes than the script asked for epochs.
+        (number_words(summary.epochs), "passes over data" if plan else "epochs", ""),
+        (duration_words(summary.duration_s), "duration", ""),
+        (duration_words(summary.first_step_s), "until the first step", ""),
+    ]
+    if summary.mean_throughput is not None:
+        tiles.append((number_words(summary.mean_throughput), "examples/s overall", ""))
+    tiles.append((str(len(summary.live_rescales)), "rescales", ""))
+    if summary.longest_pause_s is not None:
+        tiles.append((duration_words(summary.longest_pause_s), "longest pause", ""))
+    if audit.recorded:
+        verdict = ("exactly once", "good") if audit.ok else ("with faults", "bad")
+        tiles.append((verdict[0], "examples used", verdict[1]))
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile {tone}"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+            for value, name, tone in tiles
+        )
+        + "</div>"
+    )
+
+
+def _failure(summary: RunSummary) -> str:
+    if not summary.failure:
+        return ""
+    return (
+        f'<section class="failure"><h2>The script failed in worker {escape(summary.failed_worker)}'
+        f"</h2><pre>{escape(summary.failure.rstrip())}</pre></section>"
+    )
+
+
+def _plots(charts: list[dict[str, Any]], marked: bool) -> str:
+    if not charts:
+        return '<section><h2>Plots</h2><p class="hint">No metrics were recorded.</p></section>'
+    numbers = "Numbered lines are the rescales of the table below. " if marked else ""
+    hint = f'<p class="hint">{numbers}Drag to zoom, double-click to see everything again.</p>'
+    return f"<section>{chart_boxes(charts)}{hint}</section>"
+
+
+def _batch_panel(summary: RunSummary, charts: list[dict[str, Any]]) -> str:
+    if not charts:
+        return ""
+    initial = number_words((summary.batch_plan.get("limits") or {}).get("initial_batch_size"))
+    hint = (
+        "Larger batches train on more examples per second, and each example brings less progress; "
+        "the larger the gradient noise scale, the less is lost. Efficiency is the progress of an "
+        f"example relative to one in a batch of {initial}. Where the noise scale is infinite or "
+        "not known, nothing is drawn. The decisions below have each change and its reason."
+    )
+    return f'<section><h2>Batch</h2>{chart_boxes(charts)}<p class="hint">{hint}</p></section>'
+
+
+def _rescale_table(summary: RunSummary) -> str:
+    rows = []
+    for number, rescale in enumerate(summary.live_rescales, start=1):
+        way = _way(rescale)
+        pause = "not finished" if not rescale.finished else duration_words(rescale.pause_s)
+        rows.append(
+            [
+                f'<td><span class="mark {way}">{number}</span></td>',
+                cell(_clock(rescale.at_s), "n"),
+                cell(f"{rescale.from_size} → {rescale.to_size}", f"n {way}"),
+                cell(pause, "n"),
+                cell(rescale.reason, "w"),
+            ]
+        )
+    heads = [("", ""), ("at", "n"), ("processes", "n"), ("pause", "n"), ("reason", "")]
+    if not rows:
+        return '<section><h2>Rescales</h2><p class="hint">None.</p></section>'
+    return f"<section><h2>Rescales</h2>{table(heads, rows)}</section>"
+
+
+def _audit_section(audit: AuditResult) -> str:
+    if not audit.recorded:
+        return (
+            f'<section><h2>Use of the examples</h2><p class="hint">{escape(audit.sentence())}'
+            "</p></section>"
+        )
+    tone = "good" if audit.ok else "bad"
+    parts = [f'<p class="verdict {tone}">{"✓" if audit.ok else "✗"} {escape(audit.sentence())}</p>']
+    if len(audit.problems()) > 1:
+        lines = "\n".join(audit.problems()[:MAX_ROWS])
+        parts.append(f"<pre>{escape(lines)}</pre>")
+    rows = [
+        [
+            cell(f"{epoch.epoch}{' (open)' * epoch.open}{' (ended in it)' * epoch.ended}", "n"),
+            cell(number_words(epoch.used), "n"),
+            cell(number_words(epoch.missing), "n"),
+            cell(number_words(epoch.duplicated), "n"),
+            cell(number_words(epoch.steps), "n"),
+            cell(number_words(epoch.padding), "n"),
+        ]
+        for epoch in audit.epochs
+    ]
+    heads = [
+        (name, "n")
+        for name in ("epoch", "used", "not used", "used twice or more", "steps", "padding")
+    ]
+    epochs = table(heads, rows)
+    if len(rows) > 12 and audit.ok:
+        epochs = f"<details><summary>All {len(rows)} epochs</summary>{epochs}</details>"
+    parts.append(epochs)
+    notes = [f"{number_words(audit.steps)} steps counted, from what the workers really read"]
+    if audit.repeated_steps:
+        notes.append(f"{audit.repeated_steps} done again after a failure")
+    if audit.voided_steps:
+        notes.append(f"{audit.voided_steps} undone by going back to a checkpoint")
+    parts.append(f'<p class="hint">{escape("; ".join(notes))}.</p>')
+    return f"<section><h2>Use of the examples</h2>{''.join(parts)}</section>"
+
+
+def _decision_table(summary: RunSummary) -> str:
+    rows = [
+        [cell(_clock(decision.at_s), "n"), cell(decision.text, "w")]
+        for decision in summary.decisions
+    ]
+    return _optional("Decisions", [("at", "n"), ("decision", "")], rows)
+
+
+def _worker_table(summary: RunSummary) -> str:
+    changes: list[tuple[float, str, str, str]] = [
+        (join.at_s, worker_name(join.host, join.local_rank), "joined", f"rank {join.rank}")
+        for join in summary.joined
+    ]
+    for gone in summary.left:
+        name = gone.host if gone.local_rank is None else worker_name(gone.host, gone.local_rank)
+        changes.append(
+            (gone.at_s, name, "left" if gone.local_rank is not None else "lost", gone.cause)
+        )
+    rows = [
+        [
+            cell(_clock(at_s), "n"),
+            cell(name),
+            cell(what, "up" if what == "joined" else "down" if what == "lost" else ""),
+            cell(words, "w"),
+        ]
+        for at_s, name, what, words in sorted(changes)
+    ]
+    heads = [("at", "n"), ("worker or host", ""), ("", ""), ("", "")]
+    return _optional("Workers", heads, rows)
+
+
+def _checkpoint_table(summary: RunSummary) -> str:
+    rows = [
+        [
+            cell(_clock(checkpoint.at_s), "n"),
+            cell(number_words(checkpoint.step), "n"),
+            cell(bytes_words(checkpoint.size_bytes), "n"),
+            cell(duration_words(checkpoint.seconds), "n"),
+            cell(_blocked_words(checkpoint.blocked_s), "n"),
+            cell(checkpoint.path, "w"),
+        ]
+        for checkpoint in summary.checkpoints
+    ]
+    heads = [("at", "n"), ("step", "n"), ("size", "n"), ("took", "n")]
+    heads += [("training waited", "n"), ("file", "")]
+    return _optional("Checkpoints", heads, rows)
+
+
+def _blocked_words(seconds: float | None) -> str:
+    if seconds is not None and seconds < 1:
+        return f"{1000 * seconds:.1f} ms"
+    return duration_words(seconds)
+
+
+def _warning_table(summary: RunSummary) -> str:
+    rows = [
+        [cell(_clock(warning.at_s), "n"), cell(warning.text, "w")] for warning in summary.warnings
+    ]
+    return _optional("Warnings", [("at", "n"), ("", "")], rows)
+
+
+def _optional(title: str, heads: list[tuple[str, str]], rows: list[list[str]]) -> str:
+    return f"<section><h2>{title}</h2>{table(heads, rows)}</section>" if rows else ""
+
+
+def _clock(at_s: float) -> str:
+    minutes, seconds = divmod(at_s, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
+
+
+def _date(t: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

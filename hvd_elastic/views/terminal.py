@@ -1,0 +1,229 @@
+"""A run on the terminal: a line for each thing worth one, and one line of progress.
+
+On a terminal the progress line stays at the bottom and is redrawn; elsewhere (a file, a pipe, CI)
+it is printed every few seconds, so that a log stays readable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from hvd_elastic.closing import Closing
+from hvd_elastic.records.wording import Line, Narrator, duration_words, progress_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+__all__ = ["LastingView", "RunView", "unless_nobody_reads"]
+
+PLAIN_INTERVAL_S = 5.0
+REDRAW_INTERVAL_S = 0.1
+
+_STYLES = {
+    "good": "green",
+    "bad": "red",
+    "change": "cyan",
+    "note": "yellow",
+    "plain": "",
+}
+
+
+class RunView(Closing):
+    """Shows events of a run as they come; call :meth:`close` at the end.
+
+    Args:
+        stream: where to write; stdout unless told.
+        live: whether to keep a progress line at the bottom; None: if ``stream`` is a terminal.
+        interval_s: seconds between printed progress lines where there is no live line.
+        clock: seconds that never jump.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        live: bool | None = None,
+        interval_s: float = PLAIN_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._narrator = Narrator()
+        self._metrics: dict[str, Any] = {}
+        self._size = 0
+        self._started: float | None = None
+        self._state = ""
+        self._rescaling_to: int | None = None
+        self._rescaling_generation: object = None
+        self._shown_at = float("-inf")
+        self._unshown = False
+        self._console: Console | None = None
+        self._live: Live | None = None
+        if self._stream.isatty() if live is None else live:
+            self._start_live(force=live is True)
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Take in one event and show what is worth showing."""
+        with self._lock:
+            before = self._state
+            ended = event.get("kind") == "run_finished"
+            lines = self._narrator.tell(event)
+            if self._unshown and (ended or (lines and self._live is None)):
+                # What was reached comes before what ended or changed it. Output of the script may
+                # have come between: as the last state, progress has the time of the end.
+                self._print_progress(event.get("t") if ended else self._metrics.get("t"))
+            self._take(event)
+            for line in lines:
+                self._print(line, event.get("t"))
+            if not ended and (event.get("kind") == "metrics" or self._state != before):
+                self._show_progress(at_once=self._state != before)
+
+    def print(self, text: str) -> None:
+        """Print a line of something else without tearing the progress line."""
+        with self._lock:
+            self._print(Line(text), None)
+
+    def close(self) -> None:
+        """Show the last progress and give the terminal back; further calls do nothing."""
+        with self._lock:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+            if self._unshown:
+                self._print_progress(self._metrics.get("t"))
+
+    # ------------------------------------------------------------------------------------------
+
+    def _start_live(self, *, force: bool) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(
+            file=self._stream, force_terminal=True if force else None, highlight=False
+        )
+        # Redrawn when events come, not by a thread of its own: training hosts are short of cores.
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("kind")
+        if kind == "run_started":
+            self._started = event.get("t")
+            self._state = "starting"
+        elif kind == "metrics":
+            # Metrics of an evaluation may lack what those of a step have: keep the newest of each.
+            self._metrics.update(event)
+            self._unshown = True
+            if self._rescaling_to is not None and event.get("size") == self._rescaling_to:
+                # They are together; a script that makes no further step never says more.
+                self._rescaled(self._rescaling_to)
+        elif kind == "rescale_started":
+            self._rescaling_to = event.get("to_size")
+            self._rescaling_generation = event.get("generation")
+            self._state = f"rescaling {event.get('from_size')} → {self._rescaling_to}"
+        elif kind == "rescale_finished":
+            if self._rescaling_to is None or event.get("generation") == self._rescaling_generation:
+                self._rescaled(int(event.get("size") or 0))
+        elif kind == "waiting":
+            self._state = "waiting"
+        elif kind == "stop_requested":
+            self._state = "stopping"
+        elif kind == "run_finished":
+            self._state = ""
+
+    def _rescaled(self, size: int) -> None:
+        self._size = size
+        self._rescaling_to = None
+        self._state = ""
+
+    def _show_progress(self, *, at_once: bool) -> None:
+        now = self._clock()
+        if self._live is not None:
+            if at_once or now - self._shown_at >= REDRAW_INTERVAL_S:
+                self._shown_at = now
+                self._live.update(self._progress_text(), refresh=True)
+        elif self._unshown and now - self._shown_at >= self._interval_s:
+            self._print_progress(self._metrics.get("t"))
+
+    def _print_progress(self, t: Any) -> None:
+        self._unshown = False
+        self._shown_at = self._clock()
+        words = progress_words(self._metrics, self._size)
+        if words:
+            self._print(Line(words), t)
+
+    def _progress_text(self) -> Text:
+        from rich.text import Text
+
+        parts = [progress_words(self._metrics, self._size)]
+        t = self._metrics.get("t")
+        if self._started is not None and t is not None:
+            parts.append(duration_words(max(0.0, t - self._started)))
+        text = Text(no_wrap=True, overflow="ellipsis")
+        if self._state:  # first, so that a narrow window does not cut it off
+            text.append(f"{self._state} …  ", "bold yellow")
+        return text.append(" · ".join(part for part in parts if part), "bold")
+
+    def _print(self, line: Line, t: Any) -> None:
+        stamp = time.strftime("%H:%M:%S  ", time.localtime(t)) if t is not None else ""
+        if self._console is not None:
+            from rich.text import Text
+
+            text = Text().append(stamp, "dim").append(line.text, _STYLES[line.tone])
+            self._console.print(text, soft_wrap=True)
+        else:
+            self._stream.write(f"{stamp}{line.text}\n")
+            self._stream.flush()
+
+
+class LastingView(RunView):
+    """A view that outlives its terminal, for a process that has more to do than to show something.
+
+    A closed window, a pipe whose reader is gone and a full disk cost what would have been shown.
+    """
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """As in :class:`RunView`."""
+        with unless_nobody_reads():
+            super().show(event)
+
+    def print(self, text: str) -> None:
+        """As in :class:`RunView`."""
+        with unless_nobody_reads():
+            super().print(text)
+
+    def close(self) -> None:
+        """As in :class:`RunView`."""
+        with unless_nobody_reads():
+            super().close()
+
+
+@contextlib.contextmanager
+def unless_nobody_reads() -> Iterator[None]:
+    """What is written inside is dropped where it cannot be written.
+
+    Where stdout or stderr lead to a closed window or a reader that is gone, they lead to nowhere
+    from then on, so that nothing else that prints fails, the end of the interpreter included.
+    """
+    try:
+        yield
+    except (OSError, SystemExit):  # rich exits where a pipe is broken
+        ends = select.poll()
+        for descriptor in (1, 2):
+            ends.register(descriptor, 0)
+        for descriptor, found in ends.poll(0):
+            if found & (select.POLLERR | select.POLLHUP):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, descriptor)
+                os.close(null)

@@ -1,0 +1,513 @@
+"""A virtual cluster from its making to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvd_elastic.closing import Closing
+from hvd_elastic.errors import UsageError, VirtualClusterError
+from hvd_elastic.virtual import plan, sshfiles
+from hvd_elastic.virtual.loopback import Loopback, login_user
+from hvd_elastic.virtual.marks import marked_clusters, marks
+from hvd_elastic.virtual.netns import Namespaces, default_shares, hidden_shares, why_no_namespaces
+from hvd_elastic.virtual.state import (
+    ClusterState,
+    HostState,
+    HostStatus,
+    cluster_folder,
+    cluster_names,
+    clusters_folder,
+    load_state,
+    locked,
+    save_state,
+    unwritable,
+)
+from hvd_elastic.virtual.tools import find_tool
+
+__all__ = ["VirtualCluster"]
+
+
+class Backend(Protocol):
+    """What hosts are made of: namespaces or loopback addresses."""
+
+    def prepare(self, state: ClusterState) -> ClusterState: ...
+    def place(self, state: ClusterState, indices: Iterable[int]) -> tuple[HostState, ...]: ...
+    def publish(self, state: ClusterState) -> None: ...
+    def remove(self, state: ClusterState | None) -> None: ...
+    def boot(self, state: ClusterState, hosts: Sequence[HostState]) -> None: ...
+    def crash(self, state: ClusterState, host: HostState, silent: bool) -> None: ...
+    def cut(self, host: HostState) -> None: ...
+    def heal(self, host: HostState) -> None: ...
+    def pids(self, host: HostState, system: bool) -> set[int]: ...
+    def local_pid(self, host: HostState, pid: int) -> int: ...
+    def inside(self, host: HostState, argv: Sequence[str]) -> list[str]: ...
+
+
+class VirtualCluster(Closing):
+    """Hosts that can be cut off, crashed and booted, all on this machine.
+
+    Made by :meth:`up` or found by :meth:`find`; what it says is read from the cluster's folder, so
+    several objects, in several processes, may look at one cluster. As a context manager it is
+    taken down at the end::
+
+        with VirtualCluster.up(hosts=3, slots=2) as cluster:
+            subprocess.run(["ssh", "-F", cluster.ssh_config, cluster.hosts[0], "hostname"])
+
+    Args:
+        name: name of the cluster.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.folder = cluster_folder(name)
+
+    # ---- making and finding
+
+    @classmethod
+    def up(
+        cls,
+        hosts: int = 3,
+        slots: int = 2,
+        *,
+        name: str | None = None,
+        rate: str | None = None,
+        loopback: bool | None = None,
+        cpus: float | None = None,
+        shares: Iterable[str | os.PathLike[str]] = (),
+        hostfile: str | os.PathLike[str] | None = None,
+    ) -> VirtualCluster:
+        """Make a cluster and wait until every host takes logins.
+
+        Args:
+            hosts: number of hosts, 1 to 250.
+            slots: slots of each host, as the hostfile will say.
+            name: hosts are called ``<name>-1``, …; None takes the first free of vc1, vc2, ….
+            rate: link rate of each host in each direction, such as ``1gbit``.
+            loopback: hosts on 127/8 instead of namespaces; None: only where there is no root.
+            cpus: CPU cores that each host may use.
+            shares: files and folders under /tmp, /data or /run that the hosts shall see although
+                these are their own. The running Python and this package are always among them.
+            hostfile: where to put a second copy of the hostfile.
+
+        Raises:
+            UsageError: an argument is out of range.
+            VirtualClusterError: a program is missing, the name is in use, or the kernel refuses.
+        """
+        plan.parse_shape(f"{hosts}x{slots}")
+        if name is not None:
+            plan.check_name(name)
+        bits = plan.parse_rate(rate).bits_per_s if rate is not None else None
+        if cpus is not None and not 0.01 <= cpus <= 4096:
+            raise UsageError(f"a CPU share of {cpus:g} cores makes no sense; write 0.01 to 4096")
+        for program in ("sshd", "ssh-keygen"):
+            find_tool(program)
+        user = login_user()
+        on_loopback = _choose_loopback(loopback)
+        if on_loopback and (bits is not None or cpus is not None):
+            raise VirtualClusterError(
+                "link rates and CPU shares need hosts in network namespaces; leave out --rate and "
+                "--cpus, or make the cluster as root, without --loopback"
+            )
+        with locked(clusters_folder()):
+            name = name or _free_name()
+            cluster = cls(name)
+            if cluster.folder.exists():
+                raise VirtualClusterError(
+                    f"a cluster {name} exists in {cluster.folder}; choose another --name, or take "
+                    f"it down with: virtclust down --name {name}"
+                )
+            state = ClusterState(
+                name=name,
+                backend="loopback" if on_loopback else "netns",
+                slots=slots,
+                user=user,
+                rate_bits_per_s=bits,
+                cpus=cpus,
+                shares=() if on_loopback else _all_shares(shares),
+            )
+            try:
+                with _writing(cluster.folder):
+                    cluster.folder.mkdir(mode=0o755)
+                    save_state(cluster.folder, state)
+                    sshfiles.make_keys([cluster.folder / "id_ed25519"])
+                    state = cluster._backend(state).prepare(state)
+                    save_state(cluster.folder, state)
+                    if hostfile is not None:
+                        copy = Path(hostfile).expanduser().absolute()
+                        state = replace(state, hostfiles=(str(copy),))
+                    cluster._boot_new(state, range(1, hosts + 1))
+            except BaseException:
+                with _uninterrupted():
+                    cluster._remove()
+                raise
+        return cluster
+
+    @classmethod
+    def find(cls, name: str | None = None) -> VirtualCluster:
+        """The cluster of that name; without a name, the only one there is."""
+        names = cluster_names()
+        if name is None and len(names) == 1:
+            return cls(names[0])
+        if name is not None and name in names:
+            return cls(name)
+        if not names:
+            raise VirtualClusterError(
+                f"there is no virtual cluster in {clusters_folder()}; "
+                "make one with: virtclust up 3x2"
+            )
+        if name is None:
+            raise UsageError(f"several clusters are up: {', '.join(names)}; say which with --name")
+        raise VirtualClusterError(f"there is no cluster '{name}'; there are {', '.join(names)}")
+
+    @classmethod
+    def find_host(cls, host: str, name: str | None = None) -> tuple[VirtualCluster, str]:
+        """The cluster that has this host, and the host's full name."""
+        if name is None:
+            for candidate in cluster_names():
+                state = load_state(cluster_folder(candidate))
+                if state and any(host == entry.name for entry in state.hosts):
+                    return cls(candidate), host
+        cluster = cls.find(name)
+        return cluster, cluster.state.host(host).name
+
+    @classmethod
+    def every(cls) -> list[VirtualCluster]:
+        """All clusters of this home, also those of which only processes are left."""
+        folder = clusters_folder()
+        orphans = {Path(path).name for path in marked_clusters() if Path(path).parent == folder}
+        return [cls(name) for name in sorted({*cluster_names(), *orphans})]
+
+    def close(self) -> None:
+        """As :meth:`down`, for a ``with`` statement."""
+        self.down()
+
+    # ---- what it is
+
+    @property
+    def state(self) -> ClusterState:
+        """The cluster as its folder says."""
+        state = load_state(self.folder)
+        if state is None:
+            raise VirtualClusterError(f"cluster {self.name} is not up")
+        return state
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the hosts in the order of the hostfile."""
+        return [host.name for host in self.state.hosts]
+
+    @property
+    def hostfile(self) -> Path:
+        return self.folder / "hostfile"
+
+    @property
+    def ssh_config(self) -> Path:
+        """For ``ssh -F`` and for ``--ssh-config``."""
+        return self.folder / "ssh_config"
+
+    @property
+    def loopback(self) -> bool:
+        return self.state.backend == "loopback"
+
+    @property
+    def leader_address(self) -> str:
+        """Where the hosts reach this machine."""
+        state = self.state
+        return "127.0.0.1" if self.loopback else plan.leader_address(state.subnet)
+
+    def address(self, host: str) -> str:
+        return self.state.host(host).address
+
+    def data(self, host: str) -> Path:
+        """The host's ``/data``, seen from this machine (namespaces only)."""
+        return self.folder / "hosts" / self.state.host(host).name / "data"
+
+    def status(self, host: str) -> HostStatus:
+        """How a host stands: ``up``, ``cut`` or ``off`` (also when somebody killed it)."""
+        state = self.state
+        entry = state.host(host)
+        alive = self._backend(state).pids(entry, system=True)
+        return entry.status if alive else "off"
+
+    def pids(self, host: str, *, system: bool = False) -> set[int]:
+        """Processes on a host, by this machine's ids.
+
+        Args:
+            host: the host.
+            system: with the host's first process and its listening sshd, which are always there.
+        """
+        state = self.state
+        return self._backend(state).pids(state.host(host), system)
+
+    # ---- doing things to it
+
+    def cut(self, host: str) -> None:
+        """Pull the host's cable: packets are lost without a word, in both directions."""
+        self._change(host, "cut", "cut", lambda backend, _, entry: backend.cut(entry))
+
+    def heal(self, host: str) -> None:
+        """Plug the cable in again."""
+        self._change(host, "up", "healed", lambda backend, _, entry: backend.heal(entry))
+
+    def crash(self, host: str, *, silent: bool = False) -> None:
+        """Kill -9 everything on the host, its sshd included; it stays off until :meth:`boot`.
+
+        Args:
+            host: the host.
+            silent: pull the cable first, so that peers see no closed connection, as when the
+                power fails.
+        """
+        with locked(self.folder.parent):
+            state = self.state
+            entry = state.host(host)
+            self._backend(state).crash(state, entry, silent)
+            save_state(self.folder, state.with_status(entry.name, "off"))
+
+    def boot(self, host: str) -> None:
+        """Start a crashed host: same name, address, host key and /data; empty /tmp."""
+        with locked(self.folder.parent):
+            state = self.state
+            entry = state.host(host)
+            backend = self._backend(state)
+            if entry.status != "off" and backend.pids(entry, system=True):
+                raise VirtualClusterError(f"host {entry.name} is running ({entry.status})")
+            # Of a host that died without virtclust, parts may be left.
+            backend.crash(state, entry, False)
+            try:
+                with _writing(self.folder):
+                    backend.boot(state, [entry])
+            except BaseException:
+                with _uninterrupted():
+                    backend.crash(state, entry, False)
+                    save_state(self.folder, state.with_status(entry.name, "off"))
+                raise
+            save_state(self.folder, state.with_status(entry.name, "up"))
+
+    def add(self, hosts: int = 1) -> list[str]:
+        """More hosts of the same kind; returns their names. The hostfile grows by them."""
+        with locked(self.folder.parent):
+            before = self.state
+            last = max((host.index for host in before.hosts), default=0)
+            if hosts < 1 or last + hosts > plan.MAX_HOSTS:
+                raise UsageError(
+                    f"{hosts} more hosts: a cluster has at most {plan.MAX_HOSTS}, "
+                    f"and {self.name} has {last}"
+                )
+            new = range(last + 1, last + hosts + 1)
+            try:
+                with _writing(self.folder):
+                    return self._boot_new(before, new)
+            except BaseException:
+                with _uninterrupted():
+                    backend = self._backend(before)
+                    for index in new:
+                        name = f"{self.name}-{index}"
+                        backend.crash(before, HostState(name, index, "", 0), False)
+                        shutil.rmtree(self.folder / "hosts" / name, ignore_errors=True)
+                    self._write_files(before)
+                raise
+
+    def down(self) -> None:
+        """End the cluster and leave nothing behind; does no harm when there is none."""
+        if not self.folder.exists() and str(self.folder) not in marked_clusters():
+            return
+        with locked(self.folder.parent):
+            self._remove()
+
+    def run_on(
+        self,
+        host: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command inside a host's namespaces, past ssh; ``options`` as `subprocess.run`.
+
+        On the loopback interface it runs on this machine, marked as the host's.
+        """
+        command, environment = self._inside(host, argv, env)
+        options.setdefault("capture_output", "stdout" not in options and "stderr" not in options)
+        return subprocess.run(command, env=environment, text=True, **options)
+
+    def popen_on(
+        self,
+        host: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """As :meth:`run_on`, without waiting. A signal to it reaches nsenter, not the command."""
+        command, environment = self._inside(host, argv, env)
+        return subprocess.Popen(command, env=environment, text=True, **options)
+
+    def kill(self, host: str, pid: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a process by the id that it has *on the host* (its ``os.getpid()``).
+
+        Hosts in namespaces count their processes from 1, so ``os.kill`` from outside would hit
+        another process.
+        """
+        state = self.state
+        os.kill(self._backend(state).local_pid(state.host(host), pid), number)
+
+    # ---- private
+
+    def _backend(self, state: ClusterState) -> Backend:
+        return Loopback(self.folder) if state.backend == "loopback" else Namespaces(self.folder)
+
+    def _boot_new(self, before: ClusterState, indices: Iterable[int]) -> list[str]:
+        """Make hosts and start them; the state on disk knows them when they answer."""
+        backend = self._backend(before)
+        new = backend.place(before, indices)
+        folders = [self.folder / "hosts" / host.name for host in new]
+        for folder in folders:
+            for name in ("root", "tmp", "data"):
+                (folder / name).mkdir(parents=True)
+        sshfiles.make_keys(folder / sshfiles.HOST_KEY for folder in folders)
+        login_key = (self.folder / "id_ed25519.pub").read_text()
+        for folder in folders:
+            (folder / "authorized_keys").write_text(login_key)
+        running = tuple(replace(host, status="up") for host in new)
+        state = replace(before, hosts=(*before.hosts, *running))
+        backend.publish(state)
+        backend.boot(state, new)
+        self._write_files(state)
+        return [host.name for host in new]
+
+    def _write_files(self, state: ClusterState) -> None:
+        self._backend(state).publish(state)
+        files = {
+            self.ssh_config: sshfiles.client_config(state, self.folder),
+            self.folder / "known_hosts": sshfiles.known_hosts(state, self.folder),
+            # The hostfile last: who watches it must be able to reach what it names.
+            self.hostfile: sshfiles.hostfile_text(state),
+        }
+        for copy in state.hostfiles:
+            files[Path(copy)] = sshfiles.hostfile_text(state)
+        for path, text in files.items():
+            try:
+                temporary = path.with_name(path.name + ".new")
+                temporary.write_text(text)
+                temporary.replace(path)
+            except OSError as error:
+                if path.parent == self.folder:
+                    raise unwritable(path, error.strerror) from error
+                raise VirtualClusterError(f"{path} cannot be written: {error.strerror}") from error
+        save_state(self.folder, state)
+
+    def _inside(
+        self, host: str, argv: Sequence[str], env: Mapping[str, str] | None
+    ) -> tuple[list[str], dict[str, str]]:
+        state = self.state
+        entry = state.host(host)
+        environment = dict(os.environ if env is None else env)
+        environment.update(marks(self.folder, entry.name))
+        return self._backend(state).inside(entry, argv), environment
+
+    def _change(
+        self,
+        host: str,
+        status: HostStatus,
+        done: str,
+        change: Callable[[Backend, ClusterState, HostState], None],
+    ) -> None:
+        with locked(self.folder.parent):
+            state = self.state
+            entry = state.host(host)
+            if self.status(entry.name) == "off":
+                raise VirtualClusterError(
+                    f"host {entry.name} is off, so its cable cannot be {done}; "
+                    f"start it with: virtclust boot {entry.name}"
+                )
+            change(self._backend(state), state, entry)
+            save_state(self.folder, state.with_status(entry.name, status))
+
+    def _remove(self) -> None:
+        """Take everything back; the caller holds the lock."""
+        state: ClusterState | None = None
+        # Even a state that cannot be read must not keep the cluster alive.
+        with contextlib.suppress(VirtualClusterError):
+            state = load_state(self.folder)
+        backends: list[Backend] = []
+        if state is None or state.backend == "loopback":
+            backends.append(Loopback(self.folder))
+        if state is None or state.backend == "netns":
+            backends.append(Namespaces(self.folder))
+        for backend in backends:
+            backend.remove(state)
+        if state:
+            _remove_copies(state)
+        try:
+            shutil.rmtree(self.folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise VirtualClusterError(
+                f"the processes of cluster {self.name} have ended, but its folder {self.folder} "
+                f"cannot be removed: {error}"
+            ) from error
+        with contextlib.suppress(OSError):
+            self.folder.parent.rmdir()
+
+
+def _remove_copies(state: ClusterState) -> None:
+    for copy in map(Path, state.hostfiles):
+        with contextlib.suppress(OSError):
+            # One that the user has edited since is the user's.
+            if copy.read_text() == sshfiles.hostfile_text(state):
+                copy.unlink()
+
+
+def _choose_loopback(asked: bool | None) -> bool:
+    if asked:
+        return True
+    refusal = why_no_namespaces()
+    if refusal and asked is False:
+        raise VirtualClusterError(
+            f"{refusal}; run virtclust as root, or make hosts on the loopback interface "
+            "with --loopback"
+        )
+    return refusal is not None
+
+
+def _free_name() -> str:
+    taken = set(cluster_names())
+    return next(
+        name for name in (f"vc{number}" for number in range(1, 10_000)) if name not in taken
+    )
+
+
+def _all_shares(asked: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    given = [Path(share).expanduser().absolute() for share in asked]
+    for path in given:
+        if not path.exists():
+            raise UsageError(f"--share {path}: there is no such file or folder")
+    return hidden_shares([*map(str, given), *default_shares()])
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What cannot be written is the user's to mend: an error with its place."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(Path(error.filename or folder), error.strerror) from error
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the cleaning up that a first one began is done."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

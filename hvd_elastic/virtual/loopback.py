@@ -1,0 +1,262 @@
+"""Virtual hosts without root: addresses of 127/8, one user-mode sshd each.
+
+They share the machine's processes, files and host name; what tells them apart is the address, and
+the mark in the environment of everything started over ssh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import random
+import re
+import socket
+import stat
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hvd_elastic.errors import VirtualClusterError
+from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
+from hvd_elastic.virtual import plan, sshfiles
+from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
+from hvd_elastic.virtual.marks import (
+    children_of,
+    end_processes,
+    is_alive,
+    marked_processes,
+    marks,
+    process_ids,
+)
+from hvd_elastic.virtual.state import ClusterState, HostState
+from hvd_elastic.virtual.tools import find_tool
+
+__all__ = ["Loopback"]
+
+SCRIPT = Path(__file__).with_name("loopback.sh")
+
+# Below the range from which the kernel takes ports for outgoing connections.
+PORTS = range(20_000, 32_000)
+
+SSHD_FOLDER = Path("/run/sshd")
+SSHD_FOLDER_MODE = 0o711
+"""Tells virtclust's folder from the system's, which has 755; sshd takes both."""
+
+
+class Loopback:
+    """The hosts of one cluster on the loopback interface.
+
+    Args:
+        folder: the cluster's folder; its name is the cluster's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self.folder = folder
+
+    # ---- the whole cluster
+
+    def prepare(self, state: ClusterState) -> ClusterState:
+        """Choose a network of 127/8; nothing has to be made."""
+        subnet = next(plan.loopback_subnets((), random.SystemRandom()))
+        _provide_sshd_folder(self.folder / "id_ed25519")
+        return replace(state, subnet=subnet)
+
+    def place(self, state: ClusterState, indices: Iterable[int]) -> tuple[HostState, ...]:
+        """Names, addresses and ports of hosts."""
+        return tuple(
+            HostState(f"{state.name}-{index}", index, address, _free_port(address))
+            for index in indices
+            for address in [plan.host_address(state.subnet, index)]
+        )
+
+    def publish(self, state: ClusterState) -> None:
+        """Names are known to ssh only; there is nobody else to tell."""
+
+    def remove(self, state: ClusterState | None) -> None:  # the processes tell all
+        """End and take back everything but the folder; nothing need be there."""
+        end_processes(self._all_processes, what=f"cluster {self.name}")
+        reap_started()
+        _remove_sshd_folder()
+
+    # ---- single hosts
+
+    def boot(self, state: ClusterState, hosts: Sequence[HostState]) -> None:
+        """Start the hosts' sshd, all at the same time, and wait until they answer."""
+        sshd = find_tool("sshd")
+        started = []
+        for host in hosts:
+            folder = self.folder / "hosts" / host.name
+            (folder / "sshd_config").write_text(
+                sshfiles.sshd_config(
+                    host,
+                    folder=folder,
+                    cluster_folder=self.folder,
+                    use_pam=_is_locked(state.user),
+                )
+            )
+            holder = Holder(
+                ["/bin/sh", str(SCRIPT), sshd, str(folder)],
+                plain_environment(marks(self.folder, host.name)),
+                folder / "boot.log",
+            )
+            started.append((host, holder))
+        wait_until_up(self.folder, started)
+
+    def crash(self, state: ClusterState, host: HostState, silent: bool) -> None:
+        """End everything that runs on the host; its port refuses connections afterwards."""
+        if silent:
+            raise _needs_namespaces("a crash that peers do not notice")
+        end_processes(lambda: self._processes_of(host.name), what=f"host {host.name}")
+        reap_started()
+
+    def cut(self, host: HostState) -> None:
+        raise _needs_namespaces("cutting a cable")
+
+    def heal(self, host: HostState) -> None:
+        raise _needs_namespaces("healing a cable")
+
+    def pids(self, host: HostState, system: bool) -> set[int]:
+        found = {pid for pid in self._processes_of(host.name) if is_alive(pid)}
+        if not system:
+            found -= {pid for pid in found if _is_holder(pid)}
+            found -= self._listeners(host.name)
+        return found
+
+    def local_pid(self, host: HostState, pid: int) -> int:
+        """The machine's id of a process that is ``pid`` on the host: the same."""
+        if pid not in self.pids(host, system=True):
+            raise VirtualClusterError(f"host {host.name} has no process {pid}")
+        return pid
+
+    def inside(self, host: HostState, argv: Sequence[str]) -> list[str]:
+        """The command line that runs ``argv`` inside a host: there is no inside."""
+        return list(argv)
+
+    # ---- private
+
+    def _processes_of(self, host: str) -> set[int]:
+        # What a program starts with an empty environment is found below its parents only.
+        return children_of({*marked_processes(self.folder, host), *self._listeners(host)})
+
+    def _all_processes(self) -> set[int]:
+        return children_of({*marked_processes(self.folder), *self._listeners()})
+
+    def _listeners(self, host: str = "") -> set[int]:
+        """The sshd that take connections, of one host or of all.
+
+        Their environment is overwritten by their title, which holds their arguments.
+        """
+        hosts = os.fsencode(self.folder / "hosts") + b"/"
+        wanted = hosts + os.fsencode(f"{host}/sshd_config") if host else hosts
+        found = set()
+        for pid in process_ids():
+            with contextlib.suppress(OSError):
+                process = Path(f"/proc/{pid}")
+                if wanted in (process / "cmdline").read_bytes():
+                    if (process / "comm").read_text() == "sshd\n":
+                        found.add(pid)
+        return found
+
+
+def _needs_namespaces(what: str) -> VirtualClusterError:
+    return VirtualClusterError(
+        f"{what} needs hosts in network namespaces, and this cluster is on the loopback "
+        "interface; make one as root, without --loopback"
+    )
+
+
+def _is_holder(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return len(words) > 1 and words[1] == os.fsencode(SCRIPT)
+
+
+def _free_port(address: str) -> int:
+    rng = random.SystemRandom()
+    for _ in range(100):
+        port = rng.choice(PORTS)
+        with socket.socket() as trial:
+            try:
+                trial.bind((address, port))
+            except OSError:
+                continue
+            return port
+    raise VirtualClusterError(
+        f"no free port between {PORTS.start} and {PORTS.stop} on {address}; "
+        "is 127.0.0.0/8 on the loopback interface? See 'ip address show lo'"
+    )
+
+
+def _provide_sshd_folder(some_key: Path) -> None:
+    """Make the folder that sshd, run as root, drops its privileges in, when it is missing.
+
+    Debian makes it when its ssh service starts, which it never does in a container.
+    """
+    if os.geteuid() != 0:
+        return
+    done = subprocess.run(
+        [find_tool("sshd"), "-t", "-f", "/dev/null", "-h", str(some_key)],
+        capture_output=True,
+        text=True,
+    )
+    missing = re.search(r"Missing privilege separation directory: (\S+)", done.stderr)
+    if missing is not None:
+        folder = Path(missing[1])
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(SSHD_FOLDER_MODE)
+
+
+def _remove_sshd_folder() -> None:
+    """Take the folder back, when virtclust made it and nobody needs it any more."""
+    with contextlib.suppress(OSError):
+        if stat.S_IMODE(SSHD_FOLDER.stat().st_mode) == SSHD_FOLDER_MODE and os.geteuid() == 0:
+            if not _sshd_is_running():
+                SSHD_FOLDER.rmdir()
+
+
+def _sshd_is_running() -> bool:
+    """Whether an sshd lives that sees this machine's files, and so needs the folder."""
+    own = os.stat("/proc/self/ns/mnt").st_ino  # noqa: PTH116
+    for pid in process_ids():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text() == "sshd\n" and is_alive(pid):
+                if os.stat(f"/proc/{pid}/ns/mnt").st_ino == own:  # noqa: PTH116
+                    return True
+    return False
+
+
+def _is_locked(user: str) -> bool:
+    """Whether sshd would turn the account away unless PAM is asked."""
+    try:
+        with Path("/etc/shadow").open() as lines:
+            return any(line.startswith(f"{user}:!") for line in lines)
+    except OSError:
+        # Nor can sshd, run by the same user, see it.
+        return False
+
+
+def login_user() -> str:
+    """The user who logs in, which is the one who makes the cluster.
+
+    Raises:
+        VirtualClusterError: the user has no entry or no login shell.
+    """
+    try:
+        entry = pwd.getpwuid(os.geteuid())
+    except KeyError:
+        raise VirtualClusterError(
+            f"user id {os.geteuid()} has no entry in /etc/passwd, so nobody can log in as it; "
+            "run virtclust as a named user"
+        ) from None
+    fault = why_no_commands(entry)
+    if fault is not None:
+        raise VirtualClusterError(
+            f"{fault}. Give it one ({how_to_mend_shell(entry)}), or make the cluster as another "
+            "user"
+        )
+    return entry.pw_name

@@ -1,0 +1,422 @@
+"""Virtual hosts in namespaces: network, host name, mounts, processes, System V IPC.
+
+Nothing is pinned: no named network namespace, no mount outside the hosts. Two kinds of processes
+hold everything, and when they die the kernel takes back the rest:
+
+- the *switch* holds a network namespace with the bridge. In a namespace of its own, since the
+  machine's packet filter would otherwise judge what hosts say to one another (Docker sets it to
+  drop). One veth leads from it to the machine itself: the leader's side, with the leader's address.
+- each host's first process (``host.sh``), PID 1 of the host's process namespace. ``unshare`` stays
+  outside as its parent.
+
+The host's cable is a veth from the bridge (``p1``, ``p2``, …) to ``eth0`` in the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hvd_elastic.errors import VirtualClusterError
+from hvd_elastic.virtual import plan, sshfiles
+from hvd_elastic.virtual.cpushare import CpuGroups
+from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
+from hvd_elastic.virtual.marks import (
+    SWITCH,
+    end_processes,
+    is_alive,
+    marked_processes,
+    marks,
+    processes_in_namespace,
+)
+from hvd_elastic.virtual.state import ClusterState, HostState
+from hvd_elastic.virtual.tools import find_tool, run_tool
+
+__all__ = ["Namespaces", "why_no_namespaces"]
+
+SEEN_IN_HOST = Path("/run/virtclust")
+"""Where a host finds its own folder, wherever that is on the machine."""
+
+UNSHARE = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL"]
+NSENTER = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+HIDDEN = ("/tmp", "/data", "/run")  # noqa: S108  # names of places, nothing is written there
+
+# States of /proc/net/tcp in which a peer has not been told that the host is gone:
+# established, FIN sent, last acknowledgement awaited, closing.
+_UNTOLD = {"01", "04", "09", "0B"}
+
+
+def why_no_namespaces() -> str | None:
+    """Why this process cannot make namespaces; None when it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for name in ("unshare", "nsenter", "ip", "tc", "mount"):
+        find_tool(name)
+    done = subprocess.run(
+        [
+            find_tool("unshare"),
+            *UNSHARE,
+            "sh",
+            "-c",
+            "mount -n -t tmpfs none /tmp && ip link add type bridge",
+        ],
+        capture_output=True,
+        text=True,
+        cwd="/",
+    )
+    if done.returncode == 0:
+        return None
+    return f"this root may not make namespaces ({done.stderr.strip() or 'refused'})"
+
+
+class Namespaces:
+    """The hosts of one cluster in namespaces.
+
+    Args:
+        folder: the cluster's folder; its name is the cluster's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self.folder = folder
+
+    # ---- the whole cluster
+
+    def prepare(self, state: ClusterState) -> ClusterState:
+        """Make the bridge and the leader's side of it; returns the state with its subnet."""
+        switch = Holder(
+            [find_tool("unshare"), "--net", "--", "sh", "-c", "echo made; exec sleep infinity"],
+            plain_environment(marks(self.folder, SWITCH)),
+            self.folder / "switch.log",
+        )
+        switch.expect("made", "the switch of the cluster")
+        switch.let_go()
+        rng = random.SystemRandom()
+        for subnet in plan.free_subnets(_subnets_in_use(), rng):
+            interface = plan.interface_name(subnet)
+            # The name is the lock: of two callers that choose one subnet, the kernel refuses one.
+            if _try_interface(interface, switch.pid):
+                break
+        else:
+            raise VirtualClusterError(
+                "no private /24 network is free: routes of this machine overlap all of 10/8, "
+                "172.16/12, 192.168/16 and 198.18/15; see 'ip route'"
+            )
+        self._switch_batch(
+            switch.pid,
+            [
+                "link set lo up",
+                "link add br0 type bridge forward_delay 0 stp_state 0 mcast_snooping 0",
+                "link set br0 addrgenmode none",
+                "link set br0 up",
+                "link set uplink addrgenmode none",
+                "link set uplink master br0",
+                "link set uplink up",
+            ],
+        )
+        run_tool(
+            ["ip", "-batch", "-"],
+            text_in=(
+                f"link set {interface} addrgenmode none\n"
+                f"address add {plan.leader_address(subnet)}/24 brd + dev {interface}\n"
+                f"link set {interface} up\n"
+            ),
+        )
+        return replace(state, subnet=subnet)
+
+    def place(self, state: ClusterState, indices: Iterable[int]) -> tuple[HostState, ...]:
+        """Names and addresses of hosts."""
+        return tuple(
+            HostState(f"{state.name}-{index}", index, plan.host_address(state.subnet, index), 22)
+            for index in indices
+        )
+
+    def publish(self, state: ClusterState) -> None:
+        """Tell the hosts of one another; the file is mounted in them, so it is never replaced."""
+        text = sshfiles.etc_hosts(
+            state, (plan.leader_address(state.subnet), socket.gethostname().split(".")[0])
+        )
+        with (self.folder / "etc_hosts").open("a+") as file:
+            file.truncate(0)
+            file.write(text)
+
+    def remove(self, state: ClusterState | None) -> None:
+        """End and take back everything but the folder; nothing need be there."""
+        for pid in self._switch_pids():
+            # Deleted from the switch's side, so that another cluster's cannot be meant.
+            with contextlib.suppress(VirtualClusterError):
+                run_tool(["nsenter", "-t", str(pid), "-n", "ip", "link", "delete", "uplink"])
+        end_processes(lambda: marked_processes(self.folder), what=f"cluster {self.name}")
+        reap_started()
+        if state and state.subnet:
+            self._wait_interface_gone(plan.interface_name(state.subnet))
+        groups = CpuGroups.find(self.group_name)
+        if groups:
+            groups.remove()
+
+    # ---- single hosts
+
+    def boot(self, state: ClusterState, hosts: Sequence[HostState]) -> None:
+        """Start hosts, all at the same time, and wait until their sshd answers."""
+        switch = self._switch()
+        started = []
+        for host in hosts:
+            folder = self.folder / "hosts" / host.name
+            _empty(folder / "tmp")
+            (folder / "tmp").chmod(0o1777)
+            holder = Holder(
+                [
+                    find_tool("unshare"),
+                    *UNSHARE,
+                    "--",
+                    "sh",
+                    str(Path(__file__).with_name("host.sh")),
+                ],
+                plain_environment(self._host_environment(state, host)),
+                folder / "boot.log",
+            )
+            started.append((host, holder))
+        batch: list[str] = []
+        for host, holder in started:
+            holder.expect("made", f"host {host.name}")
+            port = f"p{host.index}"
+            mac = plan.hardware_address(state.subnet, host.index)
+            batch += [
+                f"link add {port} type veth peer name eth0 address {mac} netns {holder.pid}",
+                f"link set {port} addrgenmode none",
+                f"link set {port} master br0",
+                f"link set {port} up",
+            ]
+        self._switch_batch(switch, batch)
+        if state.rate_bits_per_s:
+            tbf = plan.Rate(state.rate_bits_per_s).arguments
+            lines = [f"qdisc add dev p{host.index} root {tbf}" for host in hosts]
+            self._switch_batch(switch, lines, program="tc")
+        for _, holder in started:
+            holder.tell("go")
+        wait_until_up(self.folder, started)
+
+    def crash(self, state: ClusterState, host: HostState, silent: bool) -> None:
+        """End everything on the host at once.
+
+        The kernel then closes its connections, which peers see at once; ``silent`` pulls the
+        cable first, so that peers see nothing at all, as when the power fails.
+        """
+        first = self._first_process(host.name)
+        if first is not None:
+            if silent:
+                self._set_link(host, "down")
+            with contextlib.ExitStack() as stack:
+                # The network must outlive the processes for as long as it says good-bye.
+                network = stack.enter_context(Path(f"/proc/{first}/ns/net").open("rb"))
+                self._end_host(host.name)
+                if not silent:
+                    _let_connections_end(network.fileno())
+        self._end_host(host.name)
+        with contextlib.suppress(VirtualClusterError):
+            self._switch_batch(self._switch(), [f"link delete p{host.index}"])
+        reap_started()
+
+    def cut(self, host: HostState) -> None:
+        self._set_link(host, "down")
+
+    def heal(self, host: HostState) -> None:
+        self._set_link(host, "up")
+
+    def pids(self, host: HostState, system: bool) -> set[int]:
+        first = self._first_process(host.name)
+        if first is None:
+            return set()
+        inode = os.stat(f"/proc/{first}/ns/pid").st_ino  # noqa: PTH116
+        found = processes_in_namespace("pid", inode)
+        if not system:
+            found.discard(first)
+            found.discard(self._listener(host, found))
+        return {pid for pid in found if is_alive(pid)}
+
+    def local_pid(self, host: HostState, pid: int) -> int:
+        """The machine's id of a process that is ``pid`` on the host."""
+        for candidate in self.pids(host, system=True):
+            chain = _pid_chain(candidate)
+            if chain and chain[-1] == pid:
+                return candidate
+        raise VirtualClusterError(f"host {host.name} has no process {pid}")
+
+    def inside(self, host: HostState, argv: Sequence[str]) -> list[str]:
+        """The command line that runs ``argv`` inside a host."""
+        first = self._first_process(host.name)
+        if first is None:
+            raise VirtualClusterError(
+                f"host {host.name} is off; start it with: virtclust boot {host.name}"
+            )
+        return [find_tool("nsenter"), "-t", str(first), *NSENTER, "--", *argv]
+
+    # ---- private
+
+    def _host_environment(self, state: ClusterState, host: HostState) -> dict[str, str]:
+        folder = self.folder / "hosts" / host.name
+        (folder / "sshd_config").write_text(
+            sshfiles.sshd_config(host, folder=SEEN_IN_HOST, cluster_folder=self.folder)
+        )
+        group = ""
+        if state.cpus is not None:
+            groups = CpuGroups.find(self.group_name)
+            if groups is None:
+                raise VirtualClusterError(
+                    "--cpus needs a mounted control group file system with the cpu controller, "
+                    "and this machine has none; leave --cpus out"
+                )
+            group = str(groups.make(host.name, state.cpus))
+        rate = state.rate_bits_per_s
+        return {
+            **marks(self.folder, host.name),
+            "VC_HOST": host.name,
+            "VC_FOLDER": str(folder),
+            "VC_CLUSTER": str(self.folder),
+            "VC_ADDRESS": host.address,
+            "VC_TBF": plan.Rate(rate).arguments if rate else "",
+            "VC_CGROUP": group,
+            "VC_SHARES": "\n".join(state.shares),
+            "VC_SSHD": find_tool("sshd"),
+            "VC_IP": find_tool("ip"),
+            "VC_TC": find_tool("tc"),
+        }
+
+    @property
+    def group_name(self) -> str:
+        """Name of the control group of this cluster."""
+        # Unique on the machine as the folder is; control group names hold no slash.
+        return "hvd_elastic" + str(self.folder).replace("/", "-")
+
+    def _switch_pids(self) -> list[int]:
+        return [pid for pid, host in marked_processes(self.folder).items() if host == SWITCH]
+
+    def _switch(self) -> int:
+        for pid in self._switch_pids():
+            return pid
+        raise VirtualClusterError(
+            f"the switch of cluster {self.name} is gone (somebody killed it, or the machine was "
+            f"started anew); take it down with: virtclust down --name {self.name}"
+        )
+
+    def _switch_batch(self, switch: int, lines: Iterable[str], program: str = "ip") -> None:
+        run_tool(
+            ["nsenter", "-t", str(switch), "-n", program, "-batch", "-"],
+            text_in="".join(f"{line}\n" for line in lines),
+        )
+
+    def _set_link(self, host: HostState, status: str) -> None:
+        self._switch_batch(self._switch(), [f"link set p{host.index} {status}"])
+
+    def _first_process(self, host: str) -> int | None:
+        """The machine's id of the process that is PID 1 on the host."""
+        for pid, owner in marked_processes(self.folder, host).items():
+            chain = _pid_chain(pid)
+            if owner == host and len(chain) > 1 and chain[-1] == 1:
+                return pid
+        return None
+
+    def _listener(self, host: HostState, pids: Iterable[int]) -> int:
+        """The sshd that takes connections."""
+        with contextlib.suppress(OSError, ValueError):
+            number = int((self.folder / "hosts" / host.name / "sshd.pid").read_text())
+            for pid in pids:
+                if _pid_chain(pid)[-1:] == [number]:
+                    return pid
+        return 0
+
+    def _end_host(self, host: str) -> None:
+        first = self._first_process(host)
+        if first is not None:
+            # All at the same instant: the kernel ends a process namespace with its first process.
+            inode = os.stat(f"/proc/{first}/ns/pid").st_ino  # noqa: PTH116
+            end_processes(
+                lambda: processes_in_namespace("pid", inode) if is_alive(first) else (),
+                what=f"host {host}",
+            )
+        end_processes(lambda: marked_processes(self.folder, host), what=f"host {host}")
+
+    def _wait_interface_gone(self, interface: str) -> None:
+        # The kernel takes a dead namespace's interfaces away in the background.
+        deadline = time.monotonic() + 10
+        while Path(f"/sys/class/net/{interface}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _subnets_in_use() -> list[str]:
+    """Networks that this machine has a route or an address in; not the default route."""
+    routes = json.loads(run_tool(["ip", "-4", "-json", "route", "show", "table", "all"]))
+    return [route["dst"] for route in routes if route["dst"] != "default"]
+
+
+def _try_interface(interface: str, switch: int) -> bool:
+    if Path(f"/sys/class/net/{interface}").exists():
+        return False
+    try:
+        words = f"link add {interface} type veth peer name uplink netns {switch}"
+        run_tool(["ip", *words.split()])
+    except VirtualClusterError as error:
+        if "File exists" in str(error):
+            return False
+        raise
+    return True
+
+
+def _pid_chain(pid: int) -> list[int]:
+    """Ids of a process in each process namespace that it is in, the machine's first."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return [int(word) for word in line.split()[1:]]
+    except OSError:
+        pass
+    return []
+
+
+def _let_connections_end(network: int, timeout_s: float = 0.5) -> None:
+    """Wait until the peers of a dead host have been told, as far as the link lets them."""
+    deadline = time.monotonic() + timeout_s
+    command = [find_tool("nsenter"), f"--net=/proc/self/fd/{network}", "cat", "/proc/net/tcp"]
+    while time.monotonic() < deadline:
+        done = subprocess.run(command, pass_fds=[network], capture_output=True, text=True)
+        if done.returncode != 0:
+            return
+        if not any(line.split()[3] in _UNTOLD for line in done.stdout.splitlines()[1:]):
+            return
+        time.sleep(0.005)
+
+
+def _empty(folder: Path) -> None:
+    """An empty folder: /tmp does not survive a boot."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def default_shares() -> tuple[str, ...]:
+    """Python and this package, where a host's own /tmp, /data or /run would hide them."""
+    import sys
+
+    package = Path(__file__).resolve().parents[3]
+    wanted = {Path(sys.prefix), Path(sys.base_prefix), package}
+    return hidden_shares(map(str, sorted(wanted)))
+
+
+def hidden_shares(paths: Iterable[str]) -> tuple[str, ...]:
+    """Those of the paths that the hosts would not see; without those inside another."""
+    found: list[str] = []
+    for text in sorted({str(Path(path).absolute()) for path in paths}, key=len):
+        path = Path(text)
+        if any(path.is_relative_to(place) for place in HIDDEN) and text not in HIDDEN:
+            if not any(path.is_relative_to(other) for other in found):
+                found.append(text)
+    return tuple(found)

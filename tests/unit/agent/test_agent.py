@@ -1,0 +1,641 @@
+"""One agent as a process, spoken to as the leader does: JSON lines on its stdin and stdout."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hvd_elastic.agent.agent import interface_of
+from hvd_elastic.control.endings import crash_stack
+from hvd_elastic.launch.protocol import PROTOCOL, Message, decode, encode
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 60.0
+
+WORKER = """
+import json, os, socket, sys
+s = socket.socket(socket.AF_UNIX)
+s.connect("\\0" + os.environ["HVD_ELASTIC_AGENT"])
+def say(**m): s.sendall(json.dumps(m).encode() + b"\\n")
+say(kind="hello", worker=os.environ["HVD_ELASTIC_WORKER"], pid=os.getpid())
+say(kind="ready", warm_s=0.1, secret=os.environ.get("SECRET"), rank=os.environ.get("HOROVOD_RANK"))
+sys.stdout.write("worker %s\\n" % os.environ["HVD_ELASTIC_LOCAL_RANK"])
+sys.stdout.flush()
+for line in s.makefile("rb"):
+    heard = json.loads(line)
+    if heard["kind"] == "leave":
+        raise SystemExit(0)
+    say(kind="checkpoint" if heard["kind"] == "checkpoint" else "heard", message=heard)
+"""
+
+# Leaves files in its folder where it is asked to write; ``hold-<worker>`` there keeps it from that,
+# and ``stuck`` until its generation is called off.
+JOINED = """
+import threading, time
+def beat():
+    while True:
+        time.sleep(0.1)
+        say(kind="beat")
+say(kind="joined", generation=1, step=0)
+threading.Thread(target=beat, daemon=True).start()
+"""
+WRITE = """
+    name, there = os.environ["HVD_ELASTIC_WORKER"], os.path.exists
+    if heard["kind"] == ("abort" if there("stuck") else "checkpoint"):
+        open("asked-" + name, "w").close()
+        while there("hold-" + name): time.sleep(0.01)
+        open("written-" + name, "w").close()
+        say(kind="checkpoint_answered")
+"""
+WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
+    "    if heard", f"{WRITE}    if heard", 1
+)
+WRITES = {"checkpoint_every_s": 600}
+
+
+# Speaks to its agent as every worker does, and has a child such as a data loader's.
+LINKED = """
+import os, signal, time
+from hvd_elastic.launch.worker import AgentLink
+link = AgentLink.from_environment(lambda generation: None)
+child = os.fork()
+if child == 0:
+    time.sleep(3600)
+link.send({"kind": "ready", "pid": os.getpid(), "child": child})
+while link.wait(0) is None:
+    link.take_checkpoint_request()
+    link.send({"kind": "asked"})
+"""
+
+
+class Agent:
+    def __init__(self, folder: Path, command: list[str], **hello: Any) -> None:
+        self.run_id = hello.get("run_id") or f"unit-{secrets.token_hex(4)}"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HVD_ELASTIC_HOME": str(folder)}
+        environment.pop("SSH_CONNECTION", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hvd_elastic.agent.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        self.skipped: list[Message] = []
+        fields: Message = {"run_id": self.run_id, "host": "node1", "cwd": str(folder)}
+        fields |= {"command": command}
+        fields |= {"leader": "first", "led_by": "a test", "led_since": 5.0}
+        # An agent that is killed leaves its temporary folder.
+        sent = {"SECRET": "s3cret", "TMPDIR": str(folder)}
+        fields |= {"env": sent, "options": {}, "heartbeat_s": 0.1}
+        # What a leader tells all its agents while one of them is still being connected.
+        self.say(op="collected", step=1)
+        self.say(op="abort", generation=1)
+        self.say(op="hello", **{**fields, **hello})
+
+    def say(self, **message: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode(message))
+        self.process.stdin.flush()
+
+    def hear(self, wanted: Callable[[Message], Any]) -> Message:
+        """The first message that is wanted; the test's own timeout is the deadline."""
+        for message in self.skipped:
+            if wanted(message):
+                self.skipped.remove(message)
+                return message
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            message = decode(line)
+            if wanted(message):
+                return message
+            self.skipped.append(message)
+        raise AssertionError(f"the agent ended with {self.process.wait(TIMEOUT_S)}")
+
+    def event(self, kind: str) -> Message:
+        return self.hear(lambda message: message.get("ev") == kind)
+
+    def said_by_worker(self, kind: str) -> Message:
+        found = self.hear(lambda m: m.get("ev") == "worker" and m["message"]["kind"] == kind)
+        message: Message = found["message"]
+        return message
+
+    def announce(self, generation: int, workers: dict[str, Any]) -> None:
+        members = [[name, "node1", slot] for slot, name in enumerate(workers)]
+        self.say(
+            op="announce",
+            generation=generation,
+            members=members,
+            workers=workers,
+            root_rank=0,
+            restore=None,
+            life="l",
+        )
+
+    def start_worker(self, name: str = "w0", local_rank: int = 0) -> None:
+        self.say(op="start_worker", worker=name, local_rank=local_rank, slots=1)
+
+    def marked(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("HVD_ELASTIC_RUN_ID") == self.run_id:
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(process)
+        return found
+
+    def wait_clean(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while left := self.marked():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+
+
+StartAgent = Callable[..., Agent]
+
+
+@pytest.fixture
+def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
+    agents: list[Agent] = []
+
+    def start(program: str = WORKER, **hello: Any) -> Agent:
+        own = {"command": [sys.executable, "-S", "-c", program]}
+        agents.append(Agent(tmp_path, **{**own, **hello}))
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.process.kill()
+        agent.process.wait()
+        for stream in (agent.process.stdin, agent.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        for process in agent.marked():
+            process.kill()
+
+
+def test_hello_says_what_the_leader_has_to_know(start_agent: StartAgent) -> None:
+    hello = start_agent().event("hello")
+    assert hello["protocol"] == PROTOCOL
+    assert hello["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert hello["interface"] == "lo", "not over ssh: this machine alone"
+    assert hello["interfaces"]["lo"] == "127.0.0.1"
+    assert hello["cpus"] >= 1
+    assert hello["swept"] == 0
+
+
+def test_a_worker_from_its_start_to_its_leave(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.start_worker("w7", 3)
+    agent.say(op="tell", worker="w7", message={"kind": "early"})  # it has not connected yet
+    ready = agent.said_by_worker("ready")
+    assert ready["secret"] == "s3cret"
+    assert ready["rank"] is None
+    assert agent.said_by_worker("heard")["message"] == {"kind": "early"}
+    agent.say(op="tell", worker="w7", message={"kind": "leave"})
+    log = agent.event("log")
+    assert (log["worker"], log["data"]) == ("w7", "worker 3\n")
+    ended = agent.event("worker_exited")
+    assert (ended["worker"], ended["code"], ended["signal"]) == ("w7", 0, None)
+
+
+def test_the_end_of_a_worker_is_told_after_its_last_words(start_agent: StartAgent) -> None:
+    agent = start_agent("import sys; print('x' * 300_000); sys.exit('last words')")
+    agent.start_worker()
+    text = ""
+    while True:
+        message = agent.hear(lambda m: m["ev"] in ("log", "worker_exited"))
+        if message["ev"] == "worker_exited":
+            break
+        text += message["data"]
+    assert message["code"] == 1
+    assert text.endswith("last words\n")
+    assert len(text) > 300_000
+
+
+def test_a_kill_is_told_as_a_signal(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    agent.say(op="kill", worker="w0")
+    ended = agent.event("worker_exited")
+    assert (ended["code"], ended["signal"]) == (None, 9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"command": ["no-such-command"]}, "no command 'no-such-command' on this host"),
+        ({"cwd": "/no/such/folder"}, "/no/such/folder does not exist on this host"),
+    ],
+)
+def test_a_command_that_cannot_start_is_told(
+    start_agent: StartAgent, fields: dict[str, Any], words: str
+) -> None:
+    agent = start_agent(**fields)
+    agent.start_worker()
+    assert words in agent.event("worker_not_started")["error"]
+
+
+def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    ranks = {"HOROVOD_RANK": "0"}
+    agent.announce(4, {"w0": ranks})
+    told = agent.said_by_worker("heard")["message"]
+    assert (told["kind"], told["generation"], told["env"]["HOROVOD_RANK"]) == ("join", 4, "0")
+    assert told["env"]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
+    port = int(told["env"]["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+
+    def ask(method: str, body: bytes | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, "/global/0", body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    assert ask("PUT", b"\x00\xff") == (200, b"")
+    sent = agent.event("store")
+    assert (sent["generation"], sent["scope"], sent["key"]) == (4, "global", "0")
+    assert base64.b64decode(sent["value"]) == b"\x00\xff"
+    value = base64.b64encode(b"other").decode()
+    agent.say(op="store", generation=4, scope="global", key="0", value=value)
+    agent.say(op="tell", worker="w0", message={"kind": "mark"})
+    agent.said_by_worker("heard")  # what came before it has been done
+    assert ask("GET") == (200, b"other")
+    agent.say(op="abort", generation=4)
+    assert agent.said_by_worker("heard")["message"] == {"kind": "abort", "generation": 4}
+    assert ask("GET")[0] == 410
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, "=lo"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "ib0")])
+def test_nccl_takes_the_ring_s_interface_unless_the_user_names_others(
+    start_agent: StartAgent, given: dict[str, str], wanted: str, tmp_path: Path
+) -> None:
+    """From the start of the process: NCCL looks once."""
+    agent = start_agent(env={"TMPDIR": str(tmp_path), **given})
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    (found,) = [
+        process.environ()["NCCL_SOCKET_IFNAME"]
+        for process in agent.marked()
+        if "HVD_ELASTIC_WORKER" in process.environ()
+    ]
+    assert found == wanted
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_host_that_does_not_know_its_own_name_is_told_once(
+    start_agent: StartAgent, slot: int, tmp_path: Path
+) -> None:
+    unknown = tmp_path / "getent"
+    unknown.write_text("#!/bin/sh\nexit 2\n")
+    unknown.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    agent = start_agent(LINKED, env={"TMPDIR": str(tmp_path), "PATH": path})
+    agent.start_worker(local_rank=slot)
+    agent.said_by_worker("ready")
+    if slot == 0:
+        said = agent.said_by_worker("warning")["message"]
+        assert f"does not know its own name {socket.gethostname()!r}" in said
+        assert "/etc/hosts" in said
+    agent.say(op="tell", worker="w0", message={"kind": "checkpoint"})
+    agent.said_by_worker("asked")
+    assert not [m for m in agent.skipped if m.get("message", {}).get("kind") == "warning"]
+
+
+def test_the_stack_of_a_worker_that_a_signal_ends_is_in_its_log(start_agent: StartAgent) -> None:
+    fall = "def fall(): os.kill(os.getpid(), signal.SIGSEGV)"
+    agent = start_agent(f"import os, signal\n{fall}\nfall()")
+    agent.start_worker()
+    text = ""
+    while (message := agent.hear(lambda m: m["ev"] in ("log", "worker_exited")))["ev"] == "log":
+        text += message["data"]
+    assert message["signal"] == signal.SIGSEGV
+    stack = crash_stack(text)
+    assert stack.startswith("Fatal Python error: Segmentation fault\nCurrent thread (most recent ")
+    assert 'File "<string>", line 2 in fall' in stack
+
+
+@pytest.mark.parametrize("end", ["shutdown", "end of input", "nonsense", "unknown command"])
+def test_the_agent_leaves_nothing_behind(start_agent: StartAgent, end: str, tmp_path: Path) -> None:
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    assert agent.marked()
+    stdin = agent.process.stdin
+    assert stdin is not None
+    if end == "shutdown":
+        agent.say(op="shutdown", grace_s=0.5)
+    elif end == "end of input":
+        stdin.close()
+    else:
+        stdin.write(b"nonsense\n" if end == "nonsense" else b'{"op": "no_such_thing"}\n')
+        stdin.flush()
+        assert "agent stopped" in agent.event("fatal")["message"]
+    assert agent.process.wait(TIMEOUT_S) == 0
+    agent.wait_clean()
+    assert not (tmp_path / "spool").exists()
+
+
+def test_workers_of_an_agent_that_is_killed_are_gone(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    agent.process.kill()
+    agent.wait_clean()
+
+
+def test_a_stranger_on_the_socket_is_not_heard(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    (worker,) = agent.marked()
+    name = "\0" + worker.environ()["HVD_ELASTIC_AGENT"]
+    for line in (b'{"worker": "unknown"}\n', b'{"worker": "w0"}\n', b"nonsense\n", b"[]\n"):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(TIMEOUT_S)
+            stranger.connect(name)
+            stranger.sendall(line)
+            assert stranger.recv(100) == b"", f"{line!r} is answered by the end"
+    agent.say(op="tell", worker="w0", message={"kind": "still"})
+    assert agent.said_by_worker("heard")["message"] == {"kind": "still"}
+
+
+def test_interfaces_are_found_by_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("127.3.4.5") == "lo"
+    assert interface_of("192.0.2.1") is None
+
+
+# ---- without a leader
+
+
+def lose_leader(agent: Agent) -> None:
+    """As when it is killed: both pipes end."""
+    for stream in (agent.process.stdin, agent.process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+def test_workers_outlive_the_leader_for_the_grace_time_and_no_longer(
+    start_agent: StartAgent,
+) -> None:
+    agent = start_agent(leader_grace_s=1.0)
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    (worker,) = agent.marked()
+    lose_leader(agent)
+    with pytest.raises(psutil.TimeoutExpired):
+        worker.wait(0.5)
+    agent.wait_clean()
+    assert agent.process.wait(TIMEOUT_S) == 0
+
+
+def until_there(path: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def start_writers(start_agent: StartAgent, *workers: str, **hello: Any) -> Agent:
+    agent = start_agent(WRITER, options=WRITES, **hello)
+    for slot, name in enumerate(workers):
+        agent.start_worker(name, slot)
+    for _ in workers:
+        agent.said_by_worker("joined")
+    return agent
+
+
+def test_after_the_grace_time_every_worker_of_the_host_gets_to_write(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", "w1", leader_grace_s=0.2)
+    (tmp_path / "hold-w1").touch()
+    lose_leader(agent)
+    for name in ("asked-w1", "written-w0"):
+        until_there(tmp_path / name)
+    with pytest.raises(subprocess.TimeoutExpired):
+        agent.process.wait(0.5)
+    (tmp_path / "hold-w1").unlink()
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w1").exists()
+    agent.wait_clean()
+
+
+def test_a_step_that_hangs_without_a_leader_is_called_off_for_the_checkpoint(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=0.2, failure_timeout_s=1.0)
+    (tmp_path / "stuck").touch()
+    lose_leader(agent)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w0").exists()
+
+
+def test_a_sigterm_without_a_leader_ends_the_grace_time_with_a_checkpoint(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=3600)
+    lose_leader(agent)
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert (tmp_path / "written-w0").exists()
+    agent.wait_clean()
+
+
+def test_a_second_sigterm_waits_for_no_checkpoint(start_agent: StartAgent, tmp_path: Path) -> None:
+    agent = start_writers(start_agent, "w0", leader_grace_s=3600)
+    (tmp_path / "hold-w0").touch()
+    lose_leader(agent)
+    agent.process.send_signal(signal.SIGTERM)
+    until_there(tmp_path / "asked-w0")
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    agent.wait_clean()
+
+
+def test_without_a_grace_time_all_ends_with_the_leader(start_agent: StartAgent) -> None:
+    agent = start_agent(leader_grace_s=0)
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    lose_leader(agent)
+    agent.wait_clean()
+    assert agent.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_leader_that_says_nothing_is_lost_too(start_agent: StartAgent) -> None:
+    agent = start_agent(leader_grace_s=0, failure_timeout_s=0.5)
+    agent.start_worker()
+    agent.wait_clean()
+    assert agent.process.wait(TIMEOUT_S) == 0
+
+
+def test_the_next_leader_gets_the_workers_and_hears_what_the_last_one_did_not(
+    start_agent: StartAgent,
+) -> None:
+    old = start_agent(leader_grace_s=60)
+    old.start_worker()
+    seq = old.hear(lambda m: m.get("ev") == "worker" and m["message"]["kind"] == "ready")["seq"]
+    old.say(op="beat", seq=seq)
+    old.announce(3, {"w0": {"HOROVOD_RANK": "0"}})
+    heard = old.hear(lambda m: m.get("ev") == "worker" and m["message"]["kind"] == "heard")
+    (worker,) = old.marked()
+    lose_leader(old)
+    new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
+    hello = new.event("hello")
+    assert hello["pid"] == old.process.pid
+    held = hello["held"]
+    assert held["generation"] == 3
+    assert held["members"] == [["w0", "node1", 0]]
+    (facts,) = held["workers"]
+    assert (facts["worker"], facts["ready"], facts["generation"]) == ("w0", True, 3)
+    again = new.hear(lambda m: m.get("ev") == "worker")
+    assert again == heard, "it was never acknowledged"
+    assert worker.is_running()
+    new.say(op="tell", worker="w0", message={"kind": "leave"})
+    assert new.event("worker_exited")["code"] == 0
+    new.say(op="shutdown", grace_s=0.5)
+    assert new.process.wait(TIMEOUT_S) == 0
+    assert old.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_second_leader_is_refused_while_the_first_leads(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.event("hello")
+    second = start_agent(run_id=agent.run_id, leader="second", take_over=True)
+    agent.say(op="beat", seq=0)
+    refused = second.event("refused")
+    assert (refused["leader"], refused["led_by"], refused["led_since"]) == ("first", "a test", 5.0)
+    assert 0 <= refused["heard_s"] < TIMEOUT_S
+    assert second.process.wait(TIMEOUT_S) == 0
+    agent.start_worker()
+    agent.said_by_worker("ready")
+
+
+def test_a_leader_that_dies_while_another_calls_is_none(start_agent: StartAgent) -> None:
+    old = start_agent(leader_grace_s=60)
+    old.start_worker()
+    old.said_by_worker("ready")
+    new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
+    lose_leader(old)  # which may be seen after the call
+    assert new.event("hello")["pid"] == old.process.pid
+
+
+def test_a_silent_leader_is_told_who_took_over(start_agent: StartAgent) -> None:
+    old = start_agent(leader_grace_s=60, failure_timeout_s=0.5)
+    old.start_worker()
+    old.said_by_worker("ready")
+    time.sleep(1)  # it says nothing for longer than the timeout, and its connection stays open
+    new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
+    assert new.event("hello")["pid"] == old.process.pid
+    told = old.event("taken_over")
+    assert (told["run_id"], told["leader"], told["led_since"]) == (old.run_id, "second", 5.0)
+
+
+def test_a_leader_that_begins_anew_ends_what_it_left_behind(start_agent: StartAgent) -> None:
+    old = start_agent(leader_grace_s=60)
+    old.start_worker()
+    old.said_by_worker("ready")
+    (worker,) = old.marked()
+    new = start_agent(run_id=old.run_id)  # the same leader, which has lost the connection
+    assert new.event("hello")["held"] is None
+    assert not worker.is_running()
+    assert old.process.wait(TIMEOUT_S) == 0
+
+
+def test_an_agent_that_stands_still_is_ended_by_the_next(start_agent: StartAgent) -> None:
+    old = start_agent(leader_grace_s=60)
+    old.start_worker()
+    old.said_by_worker("ready")
+    old.process.send_signal(signal.SIGSTOP)
+    new = start_agent(run_id=old.run_id, leader="second", take_over=True)
+    assert new.event("hello")["held"] is None
+    assert old.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    old.wait_clean()
+
+
+# ---- notices that the host will go
+
+
+def test_a_first_sigterm_is_told_and_a_second_ends_the_agent(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.start_worker()
+    agent.said_by_worker("ready")
+    agent.process.send_signal(signal.SIGTERM)
+    notice = agent.event("notice")
+    assert (notice["cause"], notice["leave_in_s"]) == ("its agent got SIGTERM", 30.0)
+    agent.say(op="tell", worker="w0", message={"kind": "still"})
+    assert agent.said_by_worker("heard")["message"] == {"kind": "still"}
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    agent.wait_clean()
+
+
+def test_a_machine_that_is_shut_down_tells_all_at_once_and_state_is_saved(
+    start_agent: StartAgent,
+) -> None:
+    agent = start_agent(LINKED)
+    agent.start_worker()
+    worker = agent.said_by_worker("ready")["pid"]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.kill(worker, number)
+        agent.process.send_signal(number)
+    assert agent.event("notice")["cause"] in ("its agent got SIGTERM", "its agent got SIGHUP")
+    for _ in range(2):
+        agent.say(op="tell", worker="w0", message={"kind": "checkpoint"})
+        agent.said_by_worker("asked")
+    assert not any(message.get("ev") == "notice" for message in agent.skipped), "said once"
+    agent.say(op="shutdown", grace_s=3600)
+    assert agent.process.wait(TIMEOUT_S) == 0, "it does not wait for who outlives SIGTERM"
+    agent.wait_clean()
+
+
+def test_a_worker_that_gets_sigterm_alone_ends_and_so_do_its_children(
+    start_agent: StartAgent,
+) -> None:
+    agent = start_agent(LINKED)
+    agent.start_worker()
+    ready = agent.said_by_worker("ready")
+    child = psutil.Process(ready["child"])
+    child.terminate()
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    os.kill(ready["pid"], signal.SIGTERM)
+    ended = agent.event("worker_exited")
+    assert (ended["code"], ended["signal"]) == (None, signal.SIGTERM), "what was sent"
+    assert not any(message.get("ev") == "notice" for message in agent.skipped)
+
+
+def test_the_preemption_command_gives_notice(start_agent: StartAgent, tmp_path: Path) -> None:
+    (tmp_path / "notice").write_text("75\n")
+    agent = start_agent(preemption_command=f"cat {tmp_path}/notice")
+    notice = agent.event("notice")
+    assert notice["cause"] == "the preemption command says so"
+    assert notice["leave_in_s"] == 75.0
+    agent.start_worker()
+    agent.say(op="tell", worker="w0", message={"kind": "leave"})
+    assert agent.event("worker_exited")["code"] == 0, "workers are reaped beside it"
+
+
+def test_a_preemption_command_that_cannot_be_run_is_told(start_agent: StartAgent) -> None:
+    agent = start_agent(preemption_command="exec no-such-command")
+    told = agent.event("warning")["message"]
+    assert told == "the preemption command cannot be run: exec no-such-command"

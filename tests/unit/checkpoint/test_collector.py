@@ -1,0 +1,535 @@
+"""Shards of several hosts come together, whatever is missing; hosts are folders here."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.checkpoint import collector
+from hvd_elastic.checkpoint.collector import Brought, CheckpointCollector
+from hvd_elastic.checkpoint.files import (
+    complete_checkpoint,
+    drop_shards,
+    find_checkpoints,
+    find_shards,
+    newest_valid,
+)
+from hvd_elastic.checkpoint.url import CheckpointUrl
+from hvd_elastic.errors import CheckpointError, SshError
+from hvd_elastic.launch.protocol import Message
+from tests.unit.checkpoint.test_files import spooled
+
+
+class Host:
+    """An agent and its disk, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.spool = folder
+        self.spool.mkdir(parents=True)
+        self.info: Message = {"spool": str(folder)}
+        self.reachable = True
+        self.full = False
+        self.puts = 0
+
+    def send(self, message: Message) -> None:
+        assert message["op"] == "collected"
+        drop_shards(self.spool, message["step"])
+
+    def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
+        if not self.reachable:
+            raise SshError(f"host {self.spool.name}: the connection is lost")
+        write(Path(remote).read_bytes())
+
+    def put(self, local: Path, remote: str) -> None:
+        self.puts += 1
+        if not self.reachable:
+            raise SshError(f"host {self.spool.name}: the connection is lost")
+        if self.full and remote.endswith(".json"):
+            raise SshError(f"host {self.spool.name}: {remote} cannot be written: no space")
+        Path(remote).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(local, remote)
+
+    def discard(self, remote: str) -> None:
+        shutil.rmtree(remote)
+
+    def steps(self) -> list[tuple[int, int]]:
+        return [(shard.step, shard.index) for shard in find_shards(self.spool)]
+
+
+class Run:
+    """A leader's loop with three hosts."""
+
+    def __init__(self, folder: Path, place: str | None = None, **options: Any) -> None:
+        self.folder = folder / "checkpoints"
+        self.hosts = {name: Host(folder / name) for name in ("node0", "node1", "node2")}
+        self.calls: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.events: list[Mapping[str, Any]] = []
+        self.warnings: list[str] = []
+        settings = {"keep": 2, "copies": 0, "resumed": False, **options}
+        self.collector = CheckpointCollector(
+            "r1",
+            self.folder,
+            place,
+            agents=lambda: self.hosts,
+            post=self.calls.put,
+            emit=lambda _, fields: self.events.append(fields),
+            warn=self.warnings.append,
+            on_idle=lambda: None,
+            **settings,
+        )
+        self.collector.check()
+
+    def settle(self) -> None:
+        """Run the loop until no checkpoint is on its way."""
+        while self.collector.busy or not self.calls.empty():
+            self.calls.get(timeout=30)()
+
+    def written(self, step: int, *indices: int, count: int = 2, run: str = "") -> None:
+        for index in indices:
+            name = f"node{index}"
+            shard = spooled(self.hosts[name].spool, step, index, count, run=run)
+            said = {"shard": shard.manifest(), "seconds": 0.5, "blocked_s": 0.001 * (index + 1)}
+            self.collector.written(name, self.hosts[name], said)
+
+    def bring(self, *hosts: str, wanted: Callable[[], bool] = lambda: True) -> Brought:
+        found: list[Brought] = []
+        self.collector.bring(hosts or ("node0",), "restore-1", wanted, found.append)
+        while not found:
+            self.calls.get(timeout=30)()
+        return found[0]
+
+    def steps(self) -> list[int]:
+        return [info.step for info in find_checkpoints(self.folder)]
+
+
+def test_a_checkpoint_is_there_when_all_shards_are(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0)
+    run.settle()
+    assert run.steps() == []
+    run.written(10, 1)
+    run.settle()
+    assert run.steps() == [10]
+    (event,) = run.events
+    assert (event["step"], event["shards"], event["blocked_s"]) == (10, 2, 0.002)
+    assert newest_valid(run.folder) is not None
+    assert [host.steps() for host in run.hosts.values()] == [[], [], []]
+    for step in (20, 30):
+        run.written(step, 1, 0)
+        run.settle()
+    assert run.steps() == [30, 20]
+    assert not run.warnings
+
+
+def test_what_misses_a_shard_is_not_offered_and_goes_with_the_next(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0, 1)
+    run.settle()
+    run.written(20, 0)  # the rank of shard 1 was killed
+    run.settle()
+    assert run.steps() == [10]
+    run.written(30, 0, 1)
+    run.settle()
+    assert run.steps() == [30, 10]
+    assert run.hosts["node0"].steps() == []
+
+
+def test_where_checkpoints_cannot_be_written_the_spools_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    shutil.rmtree(run.folder)
+    run.folder.write_text("in the way")
+    with pytest.raises(CheckpointError, match="checkpoints cannot be written to"):
+        run.collector.check()
+    spooled(run.hosts["node0"].spool, 10, 0, 2)
+    run.collector.end(succeeded=False)
+    assert run.hosts["node0"].steps() == [(10, 0)]
+    run.folder.unlink()
+    run.collector.check()
+    run.collector.end(succeeded=False)
+    assert run.hosts["node0"].steps() == []
+
+
+def test_a_failure_costs_the_checkpoint_and_is_said_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0, 1)
+    run.settle()
+    run.hosts["node1"].reachable = False
+    for step in (20, 30):
+        run.written(step, 0, 1)
+        run.settle()
+    assert run.steps() == [10]
+    (said,) = run.warnings
+    assert said.startswith("the checkpoint of step 20 was not kept: host node1: the connection")
+    assert len(list(run.folder.iterdir())) == 3, "what was fetched of it is gone"
+    assert run.hosts["node0"].steps() == [(30, 0)], "the newest stays where it is"
+    run.hosts["node1"].reachable = True
+    run.written(40, 0, 1)
+    run.settle()
+    assert run.steps() == [40, 10]
+    for _ in range(3):
+        run.collector.failed("node1", "no checkpoint was written: /spool is full")
+    assert run.warnings[1:] == ["host node1: no checkpoint was written: /spool is full"]
+
+
+def test_what_the_leader_before_had_fetched_already_is_no_loss(tmp_path: Path) -> None:
+    """Agents tell the next leader what the last one may not have heard."""
+    first = Run(tmp_path)
+    first.written(20, 0, 1)
+    told = [
+        (name, first.hosts[name], find_shards(first.hosts[name].spool)[0])
+        for name in ("node0", "node1")
+    ]
+    first.settle()
+    assert first.steps() == [20]
+    assert not find_shards(first.hosts["node0"].spool)
+    second = Run(tmp_path / "next", resumed=True)
+    shutil.copytree(first.folder, second.folder, dirs_exist_ok=True)
+    second.collector.check()
+    for name, host, shard in told:
+        said = {"shard": shard.manifest(), "seconds": 0.5, "blocked_s": 0.0}
+        second.collector.written(name, host, said)
+    second.settle()
+    assert second.warnings == []
+    assert second.steps() == [20]
+
+
+def test_copies_are_on_other_hosts_until_the_next_is_complete(tmp_path: Path) -> None:
+    run = Run(tmp_path, copies=1)
+    for step in (10, 20):
+        run.written(step, 0, 1)
+        run.settle()
+    assert run.hosts["node0"].steps() == [(20, 0)]
+    assert run.hosts["node1"].steps() == [(20, 0), (20, 1)]
+    assert run.hosts["node2"].steps() == [(20, 1)]
+    run.collector.end(succeeded=False)
+    assert run.hosts["node2"].steps() == [(20, 1)]
+    run.collector.end(succeeded=True)
+    assert [host.steps() for host in run.hosts.values()] == [[], [], []]
+
+
+def test_more_copies_than_hosts_are_said(tmp_path: Path) -> None:
+    run = Run(tmp_path, copies=3)
+    run.written(10, 0, 1)
+    run.settle()
+    assert run.warnings == [
+        "a checkpoint has fewer copies than --checkpoint-copies 3: only 2 other hosts are up"
+    ]
+
+
+def test_a_resumed_run_takes_up_what_the_dead_leader_left_from_copies_too(tmp_path: Path) -> None:
+    before = Run(tmp_path / "before", copies=1)
+    before.written(10, 0, 1)
+    before.settle()
+    run = Run(tmp_path / "after", resumed=True)
+    # The first host's disk is lost, and so is the leader's.
+    for name in ("node1", "node2"):
+        shutil.copytree(before.hosts[name].spool, run.hosts[name].spool, dirs_exist_ok=True)
+        held = [shard.manifest() for shard in find_shards(run.hosts[name].spool)]
+        run.collector.offered(name, run.hosts[name], held)
+    brought = Path(run.bring().manifest)
+    assert brought.parent == run.hosts["node0"].spool / "restore-1"
+    newest = newest_valid(brought.parent)
+    assert newest is not None
+    assert newest.step == 10
+    assert run.steps() == [10]
+    assert run.collector.restored_from == str(run.folder / "step-000000000010.json")
+    assert [host.steps() for host in run.hosts.values()] == [[], [], []]
+
+
+def test_what_belongs_to_a_history_given_up_is_removed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0, 1)
+    run.settle()
+    host = run.hosts["node2"]
+    for index in range(2):
+        spooled(host.spool, 99, index, 2, life="old")
+    run.collector.offered("node2", host, [s.manifest() for s in find_shards(host.spool)])
+    run.settle()
+    assert host.steps() == []
+    assert run.steps() == [10]
+
+
+def test_a_damaged_newest_is_skipped_by_name_and_shards_after_it_are_collected(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    for step in (10, 20):
+        run.written(step, 0, 1)
+        run.settle()
+    cut = find_checkpoints(run.folder)[0].shards[1].path
+    os.truncate(cut, 3)
+    assert run.bring().manifest
+    assert run.warnings == [f"checkpoint {cut} was skipped: it is truncated: 3 of 10 bytes"]
+    run.written(15, 0, 1)
+    run.settle()
+    assert 15 in run.steps()
+
+
+def test_without_a_checkpoint_nothing_is_brought(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.bring() == Brought()
+    assert not run.warnings
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_TRY_AGAIN_S", (0.0, 0.0))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_host_that_cannot_take_the_checkpoint_leaves_it_to_the_next(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0, 1)
+    run.settle()
+    run.hosts["node0"].full = True
+    brought = run.bring("node0", "node1", "node2")
+    assert (brought.host, brought.error) == ("node1", "")
+    assert Path(brought.manifest).parent == run.hosts["node1"].spool / "restore-1"
+    assert not (run.hosts["node0"].spool / "restore-1").exists(), "half of one is of no use"
+    (said,) = run.warnings
+    assert "cannot be written: no space; the workers take the checkpoint from host node1" in said
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_checkpoint_that_no_host_can_take_is_not_as_if_there_were_none(tmp_path: Path) -> None:
+    run = Run(tmp_path, resumed=True)
+    run.written(10, 0, 1)
+    run.settle()
+    for host in run.hosts.values():
+        host.full = True
+    brought = run.bring("node0", "node1")
+    assert not brought.manifest
+    assert brought.error.startswith(f"checkpoint {run.folder}/step-000000000010.json cannot be")
+    assert "host node0: " in brought.error
+    assert "host node1: " in brought.error
+    (said,) = run.warnings
+    assert said.endswith("; trying again")
+    assert run.collector.newest_step == 10
+    run.written(20, 0, 1)
+    run.settle()
+    assert run.steps() == [20, 10]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_host_that_mends_itself_gets_it_and_what_is_called_off_is_not_tried_again(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.written(10, 0, 1)
+    run.settle()
+    run.hosts["node0"].full = True
+    run.hosts["node0"].puts = 0
+    assert run.bring(wanted=lambda: False).error
+    assert run.hosts["node0"].puts == 3, "two shards and the manifest, once"
+
+    def mended() -> bool:
+        run.hosts["node0"].full = False
+        return True
+
+    assert run.bring(wanted=mended).host == "node0"
+    run.written(20, 0, 1)
+    run.settle()
+    run.written(30, 0)
+    late = run.bring(wanted=lambda: False)
+    assert late.host == "node0"
+    assert run.hosts["node0"].steps() == [(30, 0)], "a later generation trains, and wrote it"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_the_hosts_have_and_cannot_be_fetched_is_kept_there_and_tried_again(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.hosts["node1"].reachable = False
+    run.written(10, 0, 1)
+    run.settle()
+    brought = run.bring()
+    assert brought.error.startswith("the checkpoint of step 10 was not kept: host node1: the conn")
+    assert run.hosts["node1"].steps() == [(10, 1)], "not given up"
+    run.hosts["node1"].reachable = True
+    assert Path(run.bring().manifest).name == "step-000000000010.json"
+    run.hosts["node1"].reachable = False
+    run.written(20, 0, 1)
+    run.settle()
+    del run.hosts["node1"]
+    shutil.rmtree(run.folder)
+    assert "that of step 10 was written" in run.bring().error, "the host of step 20 is gone"
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("lost", ["gone", "damaged"])
+def test_where_one_was_written_it_is_looked_for_until_it_is_there_again(
+    tmp_path: Path, lost: str
+) -> None:
+    before = Run(tmp_path / "before")
+    before.written(10, 0, 1)
+    before.settle()
+    away = before.folder.rename(tmp_path / "away")
+    run = Run(tmp_path / "after", resumed=True)
+    run.collector.expect("that of step 10 was written")
+    if lost == "damaged":
+        shutil.copytree(away, run.folder, dirs_exist_ok=True)
+        for shard in find_checkpoints(run.folder)[0].shards:
+            os.truncate(shard.path, 3)
+    half = spooled(run.hosts["node2"].spool, 20, 0, 2)
+    run.collector.offered("node2", run.hosts["node2"], [half.manifest()])
+    brought = run.bring()
+    assert brought.error == (
+        f"no whole checkpoint of run r1 is found in {run.folder}, though that of step 10 was "
+        "written: that place is not mounted, or its files are gone or damaged"
+    )
+    assert f"{brought.error}; trying again" in run.warnings
+    run.collector.end(succeeded=False)
+    assert run.hosts["node2"].steps() == [(20, 0)], "its other half may be on a host that is off"
+
+    def mounted() -> bool:
+        shutil.copytree(away, run.folder, dirs_exist_ok=True)
+        return True
+
+    assert Path(run.bring(wanted=mounted).manifest).name == "step-000000000010.json"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_folder_that_cannot_be_read_is_not_as_if_it_were_empty(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    shutil.rmtree(run.folder)
+    run.folder.write_text("a disk that went")
+    assert run.bring().error.startswith("no checkpoint can be looked for: checkpoints cannot be")
+
+
+def test_a_place_belongs_to_one_run(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    run = Run(tmp_path, str(place))
+    run.written(10, 0, 1, run="r1")
+    run.settle()
+    with pytest.raises(CheckpointError, match=r"of run r1, step-0.*a new run needs a folder"):
+        Run(tmp_path / "fresh", str(place))
+    assert Run(tmp_path / "again", str(place), resumed=True).collector.newest_step == 10
+    spooled(place, 20, 0, 1, run="r2")
+    complete_checkpoint(tmp_path / "other", [spooled(tmp_path / "other", 20, 0, 1, run="r2")], 9)
+    for path in (tmp_path / "other").iterdir():
+        shutil.copy(path, place)
+    with pytest.raises(CheckpointError, match=r"of run r2, .* run r1 neither goes on from another"):
+        Run(tmp_path / "mixed", str(place), resumed=True)
+    # Where both were started at once, the second to write is told, and nothing is taken over.
+    run.warnings.clear()
+    run.written(30, 0, 1, run="r1")
+    run.settle()
+    assert "the checkpoint of step 30 was not kept: " in run.warnings[0]
+    assert Path(run.bring().manifest).name == "step-000000000010.json"
+    assert any("step-000000000020.json was skipped: it is of run r2" in w for w in run.warnings)
+
+
+def test_checkpoints_from_before_they_had_the_id_of_their_run_are_resumed(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    shard = spooled(place, 10, 0, 1)
+    info = complete_checkpoint(place, [shard], 9)
+    manifest = info.manifest()
+    del manifest["run"], manifest["shards"][0]["run"]
+    info.path.write_text(json.dumps(manifest))
+    run = Run(tmp_path, str(place), resumed=True)
+    assert Path(run.bring().manifest).name == "step-000000000010.json"
+    with pytest.raises(CheckpointError, match=r"of another run, step-0+10\.json"):
+        Run(tmp_path / "fresh", str(place))
+
+
+# -- URLs
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    yield "memory://hvd_elastic-test/run"
+    files.rm("/hvd_elastic-test", recursive=True)
+
+
+def test_a_url_has_the_newest_and_a_lost_run_folder_gets_it_back(tmp_path: Path, url: str) -> None:
+    run = Run(tmp_path / "first", url)
+    for step in (10, 20, 30):
+        run.written(step, 0, 1)
+        run.settle()
+    assert [event["path"] for event in run.events][-1] == f"{url}/step-000000000030.json"
+    again = Run(tmp_path / "second", url, resumed=True)
+    assert again.bring().manifest.endswith("restore-1/step-000000000030.json")
+    assert again.steps() == [30]
+    files = CheckpointUrl(url)._files
+    assert len(files.ls("/hvd_elastic-test/run")) == 2 * 3, "two are kept"
+    path = next(p for p in files.ls("/hvd_elastic-test/run", detail=False) if "030-1-of" in p)
+    files.pipe_file(path, b"x" * 9)
+    third = Run(tmp_path / "third", url, resumed=True)
+    third.bring()
+    assert third.steps() == [20]
+    assert "step-000000000030.json was skipped" in third.warnings[0]
+    assert "it is truncated: 9 of 10 bytes" in third.warnings[0]
+
+
+def test_a_url_that_cannot_be_written_keeps_the_checkpoint_here(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, url)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("no such key")
+
+    files = run.collector._url._files  # type: ignore[union-attr]
+    monkeypatch.setattr(type(files), "put_file", refuse)
+    run.written(10, 0, 1)
+    run.settle()
+    assert run.steps() == [10]
+    (said,) = run.warnings
+    assert said.startswith("a checkpoint is in the run folder alone: checkpoints at memory://")
+    assert said.endswith("cannot be written: no such key")
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_url_that_cannot_be_read_is_not_as_if_it_were_empty(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "first", url)
+    run.written(10, 0, 1, run="r1")
+    run.settle()
+    with pytest.raises(CheckpointError, match=f"{url} holds a checkpoint of run r1, step-0"):
+        Run(tmp_path / "fresh", url)
+    elsewhere = Run(tmp_path / "elsewhere", url, resumed=True)
+    files = run.collector._url._files  # type: ignore[union-attr]
+    opened = type(files).open
+
+    def refuse(*_: object, **__: object) -> None:
+        raise TimeoutError("the network is gone")
+
+    monkeypatch.setattr(type(files), "open", refuse)
+    error = elsewhere.bring().error
+    assert error.startswith(f"no checkpoint can be looked for: checkpoints at {url} cannot be read")
+    monkeypatch.setattr(type(files), "ls", refuse)
+    assert Path(run.bring().manifest).name == "step-000000000010.json", "it is here, too"
+    assert (
+        f"cannot be read: the network is gone; the workers take checkpoint {run.folder}"
+        in (run.warnings[-1])
+    )
+    monkeypatch.undo()
+    assert type(files).open is opened
+    for path in files.ls("/hvd_elastic-test/run", detail=False):
+        if path.endswith(".shard"):
+            files.rm_file(path)
+    assert elsewhere.bring() == Brought(), "of a checkpoint without shards nothing can be had"
+
+
+def test_a_missing_backend_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(CheckpointError, match=r"needs a package .*s3fs"):
+        CheckpointUrl("s3://bucket/run")
+    with pytest.raises(CheckpointError, match="nonsense"):
+        CheckpointUrl("nonsense://bucket/run")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'hvd-elastic\[checkpoint\]'"):
+        CheckpointUrl("memory://run")

@@ -1,0 +1,143 @@
+"""What the cluster commands make of what they are given; no hosts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cli.cluster_tools import (
+    _is_nothing,
+    checkclust_main,
+    copyclust_main,
+    killclust_main,
+    runclust_main,
+)
+from hvd_elastic.records.run_folder import RunFolder
+
+
+@pytest.mark.parametrize(("name", "nothing"), [("null", True), ("zero", False)])
+def test_an_input_that_is_nothing(name: str, nothing: bool) -> None:
+    with Path("/dev", name).open("rb") as file:
+        assert _is_nothing(file.fileno()) is nothing
+
+
+def test_an_input_that_is_empty_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with (tmp_path / "empty").open("rb") as file:
+        assert not _is_nothing(file.fileno())
+    ours, theirs = os.pipe()
+    assert not _is_nothing(ours)
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["", "/data"],
+        ["--from", "127.0.0.1", "", "/data"],
+        ["--pull", "cp x {dst}", ""],
+        ["/etc", ""],
+    ],
+)
+def test_an_empty_place_is_not_the_current_folder(
+    tmp_path: Path,
+    places: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As when the variable of a script is not set."""
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+    monkeypatch.setattr(sys, "argv", ["copyclust", "--dry-run", str(tmp_path / "hosts"), *places])
+    with pytest.raises(SystemExit) as caught:
+        copyclust_main()
+    assert caught.value.code == 2
+    assert "''" in capsys.readouterr().err
+
+
+def test_an_empty_run_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+    monkeypatch.setattr(sys, "argv", ["killclust", str(tmp_path / "hosts"), "--run", ""])
+    with pytest.raises(SystemExit) as caught:
+        killclust_main()
+    assert caught.value.code == 2
+    assert "--run '': it is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (runclust_main, ["--exclude", "127.0.0.1", "true"]),
+        (killclust_main, ["--exclude", "127.0.0.1", "--all"]),
+        (checkclust_main, ["--exclude", "127.0.0.1"]),
+        (copyclust_main, ["--exclude", "127.0.0.1", "/etc/hosts", "/data"]),
+    ],
+)
+def test_exclude_leaves_out_files_and_never_hosts(
+    tmp_path: Path,
+    main: Callable[[], None],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+    monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "hosts"), *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "--exclude-hosts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--exclude-hosts", "-x"])
+def test_hosts_are_left_out_alike_by_all_tools(
+    tmp_path: Path,
+    option: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 port=1\n")
+    places = ["/etc/hosts", "/data"]
+    for main, words in (
+        (runclust_main, ["true"]),
+        (killclust_main, ["--all"]),
+        (checkclust_main, []),
+        (copyclust_main, places),
+    ):
+        monkeypatch.setattr(sys, "argv", ["tool", str(tmp_path / "hosts"), option, "x", *words])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 2
+        assert "--exclude-hosts: host 'x' is not in" in capsys.readouterr().err
+
+
+def test_a_run_that_is_nowhere_is_an_error_and_one_that_has_ended_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    RunFolder.create("killed-1")
+    (tmp_path / "hosts").write_text("localhost\n")
+
+    def end(run: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["killclust", str(tmp_path / "hosts"), "--run", run])
+        with pytest.raises(SystemExit) as caught:
+            killclust_main()
+        return int(caught.value.code or 0), capsys.readouterr().err
+
+    status, error = end("kiled-1")
+    assert status == 1
+    assert "no host has a process or folder of a run 'kiled-1', and there is no such run" in error
+    assert "Did you mean 'killed-1'? See: hvd-elastic list" in error
+    assert end("killed-1") == (0, "")
+    # A run of another machine's leader, which has processes here.
+    elsewhere = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, "HVD_ELASTIC_RUN_ID": "killed-elsewhere"}
+    )
+    assert end("killed-elsewhere") == (0, "")
+    assert elsewhere.wait(timeout=30) < 0

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hvd_elastic.hosts.process import ByteStream
+
+
+def test_lines_and_pieces() -> None:
+    stream = ByteStream()
+    stream.put(b"one\ntw")
+    assert stream.readline() == b"one\n"
+    with pytest.raises(TimeoutError):
+        stream.readline(timeout=0)
+    stream.put(b"o\nthree")
+    assert stream.readline() == b"two\n"
+    assert stream.read(2) == b"th"
+    stream.end()
+    assert stream.readline() == b"ree"
+    assert stream.readline() == b""
+    assert stream.read(5) == b""
+    stream.put(b"late")
+    assert stream.read() == b""
+
+
+def test_a_full_buffer_holds_the_writer_until_it_is_read() -> None:
+    stream = ByteStream(limit=10)
+    stream.put(b"0123456789")
+    written = threading.Event()
+
+    def write() -> None:
+        stream.put(b"more\n")
+        written.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert not written.wait(0.05)
+    # A line longer than the buffer comes in pieces.
+    assert stream.readline(timeout=5) == b"0123456789"
+    assert written.wait(5)
+    assert stream.readline(timeout=5) == b"more\n"
+    writer.join(5)
+
+
+def test_the_end_sets_a_held_writer_free() -> None:
+    stream = ByteStream(limit=1)
+    stream.put(b"x")
+    writer = threading.Thread(target=stream.put, args=(b"y",))
+    writer.start()
+    stream.end()
+    writer.join(5)
+    assert not writer.is_alive()
+    assert stream.read() == b"x"

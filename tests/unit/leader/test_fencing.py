@@ -1,0 +1,229 @@
+"""A leader that meets another one of its run, told by the agent of a host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.checkpoint.lease import Claim
+from hvd_elastic.control.commands import Finish
+from hvd_elastic.launch.protocol import Message
+from hvd_elastic.leader.leader import _ADOPTION_S, Leader
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.leader.takeover import Adoption
+from hvd_elastic.records.run_folder import COMMAND_TIMEOUT_S, RunFolder
+
+HELD = {"generation": 1, "members": [], "workers": []}
+
+
+@dataclass
+class AgentHeard:
+    """A connection to an agent, of which something was read last then."""
+
+    last_read: float = 0.0
+    last_heard: float = 0.0
+    up: bool = False
+    acted_upon: int = 0
+
+    def send(self, message: Message) -> None:
+        """Nobody is there."""
+
+
+def met(
+    folder: Path, *, since: float, began: bool, leads: bool = True, **refusal: Any
+) -> Finish | None:
+    """How a leader that began to lead at 100 ends, if it does."""
+    run = RunFolder.create("met", root=folder)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    leader._led_since = 100.0
+    if not began:
+        leader._adoption = Adoption(["n1", "n2"], ["n1", "n2"], deadline=0.0)
+    agent: Any = AgentHeard()
+    first: Any = AgentHeard(up=leads)
+    leader._agents |= {"n1": first, "n2": agent}
+    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": since}
+    message = {"ev": "refused", "run_id": "met", **said, "heard_s": 0.5, **refusal}
+    if refusal.get("leader") == "own":
+        message["leader"] = leader._id
+    leader._heard(agent, "n2", message)
+    return leader._finish
+
+
+@pytest.mark.parametrize("since", [50.0, 200.0])
+def test_one_that_has_begun_nothing_ends_at_the_first_refusal(tmp_path: Path, since: float) -> None:
+    finish = met(tmp_path, since=since, began=False)
+    assert finish is not None
+    assert finish.status == "failed"
+    for words in (
+        "run met has a leader: host n2 is led by process 7 on alpha since ",
+        "which was heard from 0.5 s ago",
+        "ends, and has started nothing",
+        "hvd-elastic stop met",
+        "after 5 s: try again",
+    ):
+        assert words in finish.message
+
+
+def test_one_that_was_heard_from_at_this_moment_is_no_zero_seconds_old(tmp_path: Path) -> None:
+    finish = met(tmp_path, since=50.0, began=False, heard_s=0.02)
+    assert finish is not None
+    assert "which was heard from just now. Two would" in finish.message
+
+
+def test_of_two_that_train_the_later_one_ends(tmp_path: Path) -> None:
+    finish = met(tmp_path / "later", since=50.0, began=True)
+    assert finish is not None
+    assert "which began later, ends" in finish.message
+    assert met(tmp_path / "earlier", since=200.0, began=True) is None
+    finish = met(tmp_path / "left", since=200.0, began=True, leads=False)
+    assert finish is not None
+    assert "which has no host left, ends" in finish.message
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_leader_is_not_its_own_rival(tmp_path: Path, began: bool) -> None:
+    """After it was cut off it comes as another, to agents that may not have noticed."""
+    assert met(tmp_path, since=50.0, began=began, leader="own") is None
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_leader_ends_when_its_last_host_has_been_taken_over(
+    tmp_path: Path, *, closed: bool
+) -> None:
+    """Whether or not the end of the first one's connection was read by then."""
+    run = RunFolder.create("met", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    first: Any = AgentHeard(up=True)
+    last: Any = AgentHeard(up=True)
+    leader._agents |= {"n1": first, "n2": last}
+    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": 50.0}
+    message = {"ev": "taken_over", "run_id": "met", **said, "heard_s": 0.0}
+    leader._heard(first, "n1", message)
+    assert leader._finish is None, "another host still follows it"
+    first.up = not closed
+    leader._heard(last, "n2", message)
+    assert leader._finish is not None
+    assert leader._finish.status == "failed"
+    assert "run met was taken over by process 7 on alpha (since " in leader._finish.message
+    assert "starts nothing again" in leader._finish.message
+
+
+class Keeper:
+    """A claim, as far as the leader is concerned."""
+
+    def __init__(self, since: float) -> None:
+        self.claim = Claim("met", "own", "", since, "", 1)
+        self.insisted = False
+
+    def insist(self) -> None:
+        self.insisted = True
+
+
+def claimed(
+    folder: Path, *, since: float, trains: bool, adopts: bool = False, heard: float = 10.0
+) -> tuple[Finish | None, bool]:
+    """How a leader since 100 ends, if it does, or insists, when another has claimed its place."""
+    run = RunFolder.create("met", root=folder)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    keeper: Any = Keeper(100.0)
+    leader._claim = keeper
+    agent: Any = AgentHeard(heard)
+    leader._agents["n1"] = agent
+    adoption = Adoption(["n1", "n2"], ["n1", "n2"], deadline=math.inf)
+    adoption.claim_open = True
+    if trains and not adopts:
+        leader._workers["n1:0.1"] = ("n1", 0)
+    if adopts:
+        leader._adoption = adoption
+    leader._on_claim(Claim("met", "another", "process 7 on alpha", since, "", 7), 5.0)
+    if adopts:
+        assert leader._finish is None, "whom the hosts follow is asked first"
+        adoption.answered(
+            "n1", {**HELD, "workers": [{"worker": "n1:0.1", "slot": 0}]} if trains else None
+        )
+        adoption.failed("n2")
+        leader._adopt_when_complete()
+    return leader._finish, keeper.insisted
+
+
+def test_a_leader_whose_hosts_follow_nobody_ends_where_another_keeps_checkpoints(
+    tmp_path: Path,
+) -> None:
+    finish, _ = claimed(tmp_path, since=200.0, trains=False, adopts=True)
+    assert finish is not None
+    assert "run met has a leader: checkpoints in " in finish.message
+    assert "are kept by process 7 on alpha since" in finish.message
+    assert "ends, and has started nothing" in finish.message
+    assert "is known after 9 s" in finish.message
+
+
+def test_a_leader_whose_hosts_have_lost_the_other_takes_its_place(tmp_path: Path) -> None:
+    assert claimed(tmp_path, since=50.0, trains=True, adopts=True) == (None, True)
+
+
+def test_of_two_that_train_apart_the_later_one_ends(tmp_path: Path) -> None:
+    finish, insisted = claimed(tmp_path / "later", since=50.0, trains=True)
+    assert finish is not None
+    assert not insisted
+    assert "which began later, ends" in finish.message
+    assert claimed(tmp_path / "earlier", since=200.0, trains=True) == (None, True)
+    asleep = claimed(tmp_path / "asleep", since=200.0, trains=True, heard=6.0)
+    assert asleep == (None, False), "what its hosts said before it was frozen is no proof"
+    finish, _ = claimed(tmp_path / "alone", since=200.0, trains=False)
+    assert finish is not None
+    assert "which has no process that trains, ends" in finish.message
+
+
+def test_nothing_begins_before_every_host_was_asked_who_leads() -> None:
+    adoption = Adoption(["n1"], ["n1", "n2"], deadline=0.0)
+    adoption.answered("n1", None)
+    assert not adoption.complete, "n2 may be led by another"
+    adoption.answered("n2", None)
+    assert adoption.complete
+    adoption.claim_open = True
+    assert not adoption.complete, "another may have claimed the run"
+
+
+def test_where_the_last_generation_lives_nobody_else_leads() -> None:
+    adoption = Adoption(["n1", "n2"], ["n1", "n2", "n3"], deadline=0.0)
+    adoption.claim_open = True
+    for host in ("n1", "n2"):
+        assert not adoption.complete
+        adoption.answered(host, HELD)
+    assert adoption.complete, "n3 is not waited for"
+    assert adoption.event(()).awaited == ("n3",)
+
+
+def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_path: Path) -> None:
+    run = RunFolder.create("met", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    silent: Any = AgentHeard(last_heard=98.0, up=True)
+    heard: Any = AgentHeard(last_heard=129.9, up=True)  # read while the leader was woken
+    leader._agents |= {"n1": silent, "n2": heard}
+    leader._looked_at = 100.0
+    leader._look_for_silence(130.0)
+    assert (silent.last_heard, heard.last_heard) == (128.0, 130.0)
+
+
+def test_who_asks_a_leader_that_looks_for_live_processes_waits_as_long_as_it_does() -> None:
+    assert COMMAND_TIMEOUT_S > _ADOPTION_S + 2
+
+
+@pytest.mark.parametrize("has_led", [False, True])
+def test_only_one_that_never_led_counts_as_never_there(tmp_path: Path, has_led: bool) -> None:
+    """One that was cut off has a run folder with all that it did."""
+    run = RunFolder.create("met", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
+    leader._has_led = has_led
+    leader._adoption = Adoption(["n1"], ["n1"], deadline=0.0)
+    agent: Any = AgentHeard()
+    leader._agents["n1"] = agent
+    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": 50.0}
+    leader._heard(agent, "n1", {"ev": "refused", "run_id": "met", **said, "heard_s": 0.5})
+    assert leader._finish is not None
+    assert ("has started nothing" in leader._finish.message) is not has_led
+    assert leader.gave_way is not has_led

@@ -1,0 +1,92 @@
+"""What a leader does about a hostfile that cannot be looked at; nothing is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.leader import leader as leader_module
+from hvd_elastic.leader.leader import Leader
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+
+
+def become_a_pipe(hostfile: Path) -> None:
+    hostfile.unlink()
+    os.mkfifo(hostfile)
+
+
+def lose_its_folder(hostfile: Path) -> None:
+    hostfile.parent.rename(hostfile.parent.with_name("moved"))
+    hostfile.parent.touch()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(become_a_pipe, "cannot be looked at (not a regular file)"), (lose_its_folder, "is gone")],
+)
+@pytest.mark.timeout(20)
+def test_the_hosts_stay_and_it_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], told: str
+) -> None:
+    monkeypatch.setattr(leader_module, "_HOSTFILE_GONE_S", 0.0)
+    hostfile = tmp_path / "folder" / "hosts"
+    hostfile.parent.mkdir()
+    hostfile.write_text("a\nb\n")
+    shown: list[Mapping[str, Any]] = []
+    folder = RunFolder.create("r1", root=tmp_path)
+    spec = RunSpec(("true",), "/", hostfile=str(hostfile))
+    leader = Leader(spec, folder, {}, shown.append, lambda *_: None)
+    leader._read_hostfile()
+    change(hostfile)
+    for _ in range(3):
+        leader._look_at_hostfile()
+    assert [event["message"] for event in shown if event["kind"] == "warning"] == [
+        f"the hostfile {hostfile} {told}, the hosts stay; put it back to change them"
+    ]
+    assert list(leader._hosts) == ["a", "b"]
+
+
+def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
+    tmp_path: Path,
+) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a price=1\n")
+    shown: list[Mapping[str, Any]] = []
+    folder = RunFolder.create("r1", root=tmp_path)
+    spec = RunSpec(
+        ("true",), "/", hostfile=str(hostfile), policy="goodput", objective="cost", budget=4.0
+    )
+    leader = Leader(spec, folder, {}, shown.append, lambda *_: None)
+    leader._read_hostfile()
+    hostfile.write_text("a price=1\nbig slots=8\n")
+    for _ in range(2):
+        leader._look_at_hostfile()
+    told = [event["message"] for event in shown if event["kind"] == "warning"]
+    assert len(told) == 1
+    assert f"the hosts stay: {hostfile} has no price= for host big; add it" in told[0]
+    assert list(leader._hosts) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("np", "pinned", "first"), [(1, (), ["b"]), (3, (), ["c"]), (3, ("a",), ["a", "b"])]
+)
+def test_where_the_policy_minds_the_cost_the_cheapest_hosts_come_first(
+    tmp_path: Path, np: int, pinned: tuple[str, ...], first: list[str]
+) -> None:
+    """Before a step was timed nothing else keeps to the budget."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2 price=9\nb price=2\nc slots=4 price=3\nd price=2\n")
+    folder = RunFolder.create("r1", root=tmp_path)
+    spec = RunSpec(
+        ("true",), "/", hostfile=str(hostfile), policy="goodput", objective="cost", budget=20.0,
+        np=np, pin_hosts=pinned,
+    )  # fmt: skip
+    leader = Leader(spec, folder, {}, lambda _: None, lambda *_: None)
+    found = [host.name for host in leader._read_hostfile()]
+    assert found[: len(first)] == first
+    assert sorted(found) == ["a", "b", "c", "d"]

@@ -1,0 +1,148 @@
+"""What a leader makes of a checkpoint that was brought, or was not; nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.checkpoint.collector import Brought
+from hvd_elastic.checkpoint.files import complete_checkpoint
+from hvd_elastic.control import events as ev
+from hvd_elastic.control.commands import Announce, StartWorker
+from hvd_elastic.launch.protocol import Message
+from hvd_elastic.leader.leader import Leader
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.json_lines import Record, read_events
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import summarize
+from tests.unit.checkpoint.test_files import spooled
+
+HOSTS = ("a", "b")
+
+
+class Agent:
+    """The connection to one, which keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+class Resumed:
+    """A leader that has just announced a generation on two hosts, and looks for a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shown: list[Mapping[str, Any]] = []
+        self.folder = RunFolder.create("r1", root=folder)
+        spec = RunSpec(("python", "train.py"), "/", audit=True)
+        self.leader = Leader(
+            spec, self.folder, {}, self.shown.append, lambda *_: None, resumed=True
+        )
+        self.agents = {host: Agent() for host in HOSTS}
+        self.leader._agents.update(self.agents)  # type: ignore[arg-type]
+        self.announced = self.announce()
+
+    def announce(self) -> Announce:
+        machine = self.leader._machine
+        machine.handle(ev.HostsChanged(tuple(ev.HostSlots(host, 1) for host in HOSTS)), 0.0)
+        started = [c for host in HOSTS for c in machine.handle(ev.AgentReady(host), 0.0)]
+        workers = [c.worker for c in started if isinstance(c, StartWorker)]
+        ready = [c for worker in workers for c in machine.handle(ev.WorkerReady(worker, 0.1), 0.0)]
+        (announced,) = [command for command in ready if isinstance(command, Announce)]
+        assert announced.restore
+        return announced
+
+    def audit(self) -> list[Record]:
+        return read_events(self.folder.audit)
+
+    def warnings(self) -> list[str]:
+        return [record["message"] for record in self.shown if record["kind"] == "warning"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Resumed]:
+    resumed = Resumed(tmp_path)
+    yield resumed
+    for log in (resumed.leader._events, resumed.leader._audit, resumed.leader._output):
+        assert log is not None
+        log.close()
+
+
+def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
+    run: Resumed, tmp_path: Path
+) -> None:
+    info = complete_checkpoint(tmp_path / "c", [spooled(tmp_path / "c", 20, 0, 1)], keep=1)
+    run.leader._restore(run.announced, Brought(info, "b", "/spool/restore-1/step.json"))
+    (restored,) = run.audit()
+    assert (restored["kind"], restored["step"], restored["epoch"]) == ("restored", 20, 2)
+    for agent in run.agents.values():
+        (message,) = agent.sent
+        assert (message["root_rank"], message["restore"]) == (1, "/spool/restore-1/step.json")
+        assert message["checkpoint"] == str(info.path), "what messages name is not the spool's copy"
+    run.leader._said_restored("b:0.1", {"kind": "restored", "step": 20})
+    assert len(run.audit()) == 1, "steps may be on record by now, which stay valid"
+
+
+def test_what_cannot_be_brought_ends_the_run_and_is_not_begun_anew(run: Resumed) -> None:
+    run.leader._restore(run.announced, Brought(error="checkpoint X cannot be brought to any host"))
+    finish = run.leader._finish
+    assert finish is not None
+    assert finish.status == "failed"
+    assert finish.message == (
+        "checkpoint X cannot be brought to any host. Nothing was removed or begun anew: mend that "
+        "and go on with: hvd-elastic run --resume r1, or start a new run"
+    )
+    assert run.audit() == []
+    assert not any(agent.sent for agent in run.agents.values())
+
+
+def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
+    run: Resumed,
+) -> None:
+    collector = run.leader._collector
+    run.leader._expect_checkpoint(summarize([]))
+    assert collector._try_to_bring(HOSTS, "restore-1", lambda _: None) == Brought()
+    past = [{"kind": "checkpoint", "step": step, "path": "/data/c.json"} for step in (90, 120)]
+    run.leader._expect_checkpoint(summarize(past))
+    brought = collector._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    assert f"is found in {collector.folder}, though that of step 120 was written" in brought.error
+
+
+def test_of_what_another_machine_led_nobody_here_knows_whether_it_had_one(run: Resumed) -> None:
+    run.folder.write_run({**run.folder.read_run(), "began_elsewhere": True})
+    run.leader._expect_checkpoint(summarize([]))
+    brought = run.leader._collector._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    assert "though it was led by another machine, which may have written one" in brought.error
+
+
+def test_only_where_there_is_none_training_begins_anew(run: Resumed) -> None:
+    run.leader._restore(run.announced, Brought())
+    assert [record["step"] for record in run.audit()] == [0]
+    assert run.warnings() == ["there is no complete checkpoint: training begins anew"]
+    assert [agent.sent[0]["restore"] for agent in run.agents.values()] == [None, None]
+
+
+def test_what_was_called_off_meanwhile_leaves_no_record(run: Resumed) -> None:
+    run.leader._machine.handle(ev.GenerationStuck(run.announced.generation, "a test"), 1.0)
+    run.leader._restore(run.announced, Brought())
+    run.leader._restore(run.announced, Brought(error="a full disk"))
+    assert run.leader._finish is None
+    assert run.audit() == []
+    assert run.warnings() == []
+    # Members that wait for the announcement learn from it that it is off.
+    assert all(len(agent.sent) == 2 for agent in run.agents.values())
+
+
+def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:
+    """Metrics come four times a second, and steps more often."""
+    told = {"kind": "broken", "generation": 1, "step": 8}
+    progress = {"step": 8, "epoch": 1, "position": 20, "examples": 80}
+    run.leader._said_broken("a:0.1", {**told, "progress": progress})
+    run.leader._said_broken("b:0.1", {**told, "step": -1, "progress": None})
+    run.leader._said_broken("b:0.1", {**told, "progress": {**progress, "step": 7}})
+    assert run.leader._progress == {"step": 8, "epoch": 1, "examples": 80}

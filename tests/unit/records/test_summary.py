@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import math
+
+from hvd_elastic.records.summary import summarize
+from tests.unit.records.sample_run import EXAMPLES, START, sample_events
+
+
+def test_a_whole_run() -> None:
+    run = summarize(sample_events())
+    assert (run.run_id, run.status, run.epochs, run.steps) == ("digits-3", "succeeded", 12, 276)
+    assert run.examples == 12 * EXAMPLES
+    assert run.started == START
+    assert run.duration_s > 5
+    assert run.first_step_s == 2.5
+    assert run.size == 0
+    assert run.largest_size == 3
+    changes = [(r.from_size, r.to_size, r.pause_s) for r in run.rescales]
+    assert changes == [(0, 2, None), (2, 3, 0.12), (3, 2, 0.07), (2, 1, 0.83), (1, 2, 0.15)]
+    assert len(run.live_rescales) == 4
+    assert run.longest_pause_s == 0.83
+    assert [(gone.host, gone.cause) for gone in run.left] == [
+        ("node2", "asked to leave"),
+        ("node3", "killed by signal 9"),
+    ]
+    assert len(run.joined) == 4
+    assert [checkpoint.step for checkpoint in run.checkpoints] == [100, 200]
+    assert run.user_metrics == ["accuracy"]
+    assert list(run.final_metrics()) == ["loss", "accuracy"]
+    assert len(run.series["loss"].values) == 276
+    assert run.mean_throughput is not None
+    json.dumps(run.as_json(with_series=True))
+
+
+def test_a_run_that_goes_on() -> None:
+    run = summarize(sample_events(status="running"))
+    assert (run.status, run.size) == ("running", 2)
+
+
+def test_a_number_that_no_float_can_hold_is_none() -> None:
+    event = {"t": 3.0, "kind": "metrics", "step": 10**400, "examples": 5, "loss": 10**400}
+    run = summarize([*sample_events(status="running"), event])
+    assert (run.steps, run.examples) == (276, 5)
+    assert math.isnan(run.series["loss"].values[-1])
+    json.dumps(run.as_json(with_series=True))
+
+
+def test_no_events() -> None:
+    run = summarize([])
+    assert (run.status, run.duration_s, run.final_metrics()) == ("unknown", 0.0, {})
+
+
+def test_a_resumed_run_counts_on() -> None:
+    events = [
+        {"t": 0.0, "kind": "run_started", "run_id": "a", "hosts": [["n1", 2]]},
+        {"t": 1.0, "kind": "rescale_started", "generation": 1, "from_size": 0, "to_size": 2},
+        {"t": 2.0, "kind": "rescale_finished", "generation": 1, "size": 2, "pause_s": None},
+        {"t": 3.0, "kind": "metrics", "step": 50, "epoch": 2, "examples": 500, "loss": 0.5},
+        {"t": 9.0, "kind": "run_started", "run_id": "a", "hosts": [["n1", 4]]},
+        {"t": 9.5, "kind": "restored", "step": 40, "epoch": 1, "examples": 400, "path": "p"},
+        {"t": 10.0, "kind": "rescale_started", "generation": 1, "from_size": 0, "to_size": 4},
+        {"t": 11.0, "kind": "rescale_finished", "generation": 1, "size": 4, "pause_s": None},
+    ]
+    run = summarize(events)
+    assert (run.status, run.attempts, run.restores, run.steps) == ("running", 2, 1, 40)
+    assert run.hosts == [("n1", 4)]
+    assert run.sizes == [(2.0, 2), (9.0, 0), (11.0, 4)]
+    assert [(r.at_s, r.to_size, r.finished) for r in run.rescales] == [(1, 2, True), (10, 4, True)]
+
+
+def test_a_rescale_that_broke_is_kept_as_unfinished() -> None:
+    events = [
+        {"t": 0.0, "kind": "run_started", "run_id": "a"},
+        {"t": 1.0, "kind": "rescale_started", "generation": 2, "from_size": 2, "to_size": 3},
+        {"t": 2.0, "kind": "rescale_started", "generation": 3, "from_size": 3, "to_size": 2},
+        {"t": 3.0, "kind": "rescale_finished", "generation": 3, "size": 2, "pause_s": 1.5},
+    ]
+    assert [(r.generation, r.finished) for r in summarize(events).rescales] == [
+        (2, False),
+        (3, True),
+    ]
+
+
+def test_shares_are_those_of_the_present_world() -> None:
+    events = [
+        {"t": 1.0, "kind": "run_started", "run_id": "a"},
+        {"t": 2.0, "kind": "rescale_started", "generation": 1, "from_size": 0, "to_size": 2},
+        {"t": 3.0, "kind": "shares", "shares": [24, 8], "global_batch_size": 32, "reason": "slow"},
+    ]
+    assert summarize(events).shares == "the ranks have 24, 8 of 32 examples: slow"
+    another = {"t": 4.0, "kind": "rescale_started", "generation": 2, "from_size": 2, "to_size": 3}
+    assert summarize([*events, another]).shares == ""
+    assert summarize([*events, {"t": 4.0, "kind": "run_started"}]).shares == ""
+
+
+def test_a_failed_script_keeps_its_first_traceback() -> None:
+    events = [
+        {"t": 0.0, "kind": "run_started", "run_id": "a"},
+        {"t": 1.0, "kind": "script_failed", "host": "n1", "local_rank": 0, "traceback": "first"},
+        {"t": 1.1, "kind": "script_failed", "host": "n2", "local_rank": 0, "traceback": "second"},
+        {"t": 2.0, "kind": "run_finished", "status": "failed", "message": "m", "steps": 7},
+    ]
+    run = summarize(events)
+    assert (run.status, run.message, run.failure, run.failed_worker, run.steps) == (
+        "failed", "m", "first", "n1:0", 7,
+    )  # fmt: skip
+
+
+def test_what_was_asked_to_be_drained_stays_so_when_the_host_gives_notice_as_well() -> None:
+    draining = {"kind": "host_draining", "cause": "", "leave_in_s": None}
+    run = summarize(
+        [
+            {**draining, "host": "n1", "asked": True},
+            {**draining, "host": "n1", "asked": False},
+            {**draining, "host": "n2", "asked": False},
+        ]
+    )
+    assert {host: found.asked for host, found in run.draining.items()} == {"n1": True, "n2": False}
+
+
+def test_a_diverged_loss_stays_visible() -> None:
+    events = [
+        {"t": 0.0, "kind": "metrics", "step": 1, "loss": 2.0, "note": "text", "flag": True},
+        {"t": 1.0, "kind": "metrics", "step": 2, "loss": None},
+    ]
+    run = summarize(events)
+    assert run.series["loss"].values[0] == 2.0
+    assert math.isnan(run.series["loss"].values[1])
+    assert run.user_metrics == ["note", "flag"]
+    assert "note" not in run.series
+
+
+def test_odd_fields_do_not_break_it() -> None:
+    run = summarize(
+        [
+            {"kind": "metrics"},
+            {"t": "x", "kind": "rescale_started"},
+            {"t": 1.0, "kind": "hosts_changed", "hosts": [["n1"], "n2", ["n3", 2]]},
+            {"t": 1.0, "kind": "checkpoint"},
+            {"t": 1.0, "kind": "unheard of"},
+            {"t": 1.0},
+        ]
+    )
+    assert run.hosts == [("n3", 2)]
