@@ -41,7 +41,7 @@ ANSWER_S = 3.0
 # More is sent by a thread of its own, since it could have to wait.
 LIGHT_BYTES = 4096
 _PROGRAM = (
-    "end_processes", "pass_input", "hold_command", "keep_wire", "hold_in_turn", "keep_commands",
+    "hvd_elastic.hosts.programs.end_processes", "hvd_elastic.hosts.programs.pass_input", "hvd_elastic.hosts.programs.hold_command", "hvd_elastic.hosts.programs.keep_wire", "hvd_elastic.hosts.programs.hold_in_turn", "hvd_elastic.hosts.programs.keep_commands",
 )  # fmt: skip
 
 

@@ -12,14 +12,17 @@ import json
 import shlex
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, collect
 
-__all__ = ["no_python", "run_script", "start_program"]
+__all__ = ["PROGRAMS", "no_python", "run_script", "source_of", "start_program"]
+
+PROGRAMS = "hvd_elastic.hosts.programs"
+"""The package of programs that stand alone."""
 
 _LOADER = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv[1])), sys.argv[2], 'exec'))"
 _UNPACKER = (
@@ -43,13 +46,13 @@ def run_script(
     timeout_s: float | None = 60.0,
     python: str = "python3",
 ) -> Any:
-    """Runs ``remote/<name>.py`` on the host with a JSON input; returns its JSON output.
+    """Runs ``programs/<name>.py`` on the host with a JSON input; returns its JSON output.
 
     Raises:
         SshError: there is no such python on the host, or the program failed; shows its last lines.
         CommandTimeoutError: it took too long.
     """
-    source = (Path(__file__).parent / "remote" / f"{name}.py").read_bytes()
+    source = source_of(f"{PROGRAMS}.{name}").encode()
     command = shlex.join([python, "-c", _LOADER, str(len(source)), f"{name}.py"])
     stdin = source + json.dumps(payload).encode()
     host = connection.host.name
@@ -74,12 +77,12 @@ def start_program(
     python: str = "python3",
     on_stdout: Callable[[bytes], None] | None = None,
 ) -> RemoteProcess:
-    """Starts a program made of several modules ``remote/<name>.py``.
+    """Starts a program made of several modules of this package.
 
     Args:
         connection: the host.
-        names: the modules, each after those it imports; ``main`` of the last is called. It reads
-            what the caller writes to the process's stdin.
+        names: the modules (``hvd_elastic.…``), each after those it imports; ``main`` of the last is
+            called. It reads what the caller writes to the process's stdin.
         python: the interpreter there; it is started without its site-packages.
         on_stdout: is given what the program writes, in a thread of the process.
 
@@ -88,7 +91,7 @@ def start_program(
     """
     source = _pack_program(tuple(names))
     size = str(len(source))
-    argv = [python, "-I", "-S", "-c", _UNPACKER, size, names[-1]]
+    argv = [python, "-I", "-S", "-c", _UNPACKER, size, names[-1].rpartition(".")[2]]
     process = connection.start_python(argv, on_stdout=on_stdout)
     # Where there is no Python nobody reads it.
     with contextlib.suppress(OSError, EOFError):
@@ -99,12 +102,14 @@ def start_program(
 @functools.cache
 def _pack_program(names: tuple[str, ...]) -> bytes:
     """The same for all hosts, and small: it goes to each of them over the leader's own link."""
-    folder = Path(__file__).parent / "remote"
-    modules = [
-        (f"{__package__}.remote.{name}", (folder / f"{name}.py").read_text("utf-8"))
-        for name in names
-    ]
+    modules = [(name, source_of(name)) for name in names]
     return zlib.compress(_MODULES.format(modules=modules).encode())
+
+
+def source_of(module: str) -> str:
+    """Returns the text of a module of this package."""
+    package, *inside = module.split(".")
+    return resources.files(package).joinpath("/".join(inside) + ".py").read_text("utf-8")
 
 
 def no_python(host: str, python: str) -> SshError:

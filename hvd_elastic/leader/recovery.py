@@ -1,7 +1,6 @@
-"""A run whose leader's machine is gone, disk and all, found again on the hosts that it ran on.
+"""Finds a run whose leader's machine is gone, disk and all, on the hosts that it ran on.
 
-Each agent keeps what the run was asked to be in the spool of its host, beside the shards of
-checkpoints. From there another machine gets it, and resumes the run as if it had led it before.
+Each agent keeps the run's specification in the spool of its host (:mod:`hvd_elastic.agent.spool`).
 """
 
 from __future__ import annotations
@@ -10,40 +9,28 @@ import contextlib
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
 
+from hvd_elastic.agent.spool import SPEC_NAME
 from hvd_elastic.errors import RunError
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.fanout import Stopper, fan_out
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.ssh import connect
 from hvd_elastic.leader.spec import RunSpec
 
-if TYPE_CHECKING:
-    from hvd_elastic.hosts.connection import SshOptions
-    from hvd_elastic.hosts.hostfile import Host
-
-__all__ = ["WHAT_IS_TRUSTED", "find_run", "keep_run"]
+__all__ = ["WHAT_IS_TRUSTED", "find_run"]
 
 WHAT_IS_TRUSTED = (
     *("command", "cwd", "python", "preemption_command", "checkpoint_folder", "interface"),
 )
 """What decides which programs run and where files go; a host that lies about it must stand out."""
 
-_NAME = "run.json"
 _LIMIT_S = 30.0
 
 
-def keep_run(spool: Path, fields: Mapping[str, Any]) -> None:
-    """Leave what the run was asked to be in the spool of a host, in one line."""
-    path = spool / f"{_NAME}.part"
-    with contextlib.suppress(OSError):  # a full disk; other hosts have it, too
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(dict(fields)) + "\n")
-        path.replace(spool / _NAME)
-
-
 def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec:
-    """What a run was asked to be, as its hosts know it.
+    """Returns the specification of a run as its hosts know it.
 
     Args:
         run_id: a valid one.
@@ -53,18 +40,20 @@ def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec
     Raises:
         RunError: no host knows the run, or they do not agree on what is started where; names them.
     """
-    # Every agent loads this module for keep_run, and starts sooner without these.
-    from hvd_elastic.cluster.run.commands import CommandSettings, run_on_hosts
-
     home = os.environ.get("HVD_ELASTIC_HOME")
     folder = '"$HOME"/.hvd_elastic' if home is None else shlex.quote(home)
-    command = f"cat {folder}/spool/{shlex.quote(run_id)}/*/{_NAME} 2>/dev/null || true"
+    command = f"cat {folder}/spool/{shlex.quote(run_id)}/*/{SPEC_NAME} 2>/dev/null || true"
+
+    def read(host: Host, stopper: Stopper) -> list[bytes]:
+        with connect(host, options) as connection:
+            stopper.add(connection.close)
+            return connection.run(command, _LIMIT_S).stdout.splitlines()
+
     failed: list[str] = []
     found: list[tuple[str, RunSpec]] = []
-    for result in run_on_hosts(hosts, command, options, CommandSettings(timeout_s=_LIMIT_S)):
+    for result in fan_out(hosts, read, timeout_s=options.connect_timeout_s + _LIMIT_S):
         if result.ok:
-            texts = result.answer.stdout.splitlines()
-            found += [(result.host.name, spec) for spec in _specs(texts, run_id)]
+            found += [(result.host.name, spec) for spec in _specs(result.answer, run_id)]
         else:
             failed.append(result.error)
     if not found:
@@ -88,7 +77,7 @@ def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec
 
 
 def _specs(texts: Iterable[bytes], run_id: str) -> Iterator[RunSpec]:
-    """Those of this run; what is none is left out."""
+    """Yields the valid specifications of this run among the lines."""
     for text in texts:
         with contextlib.suppress(ValueError, RunError):
             fields = json.loads(text)

@@ -2,10 +2,10 @@
 
 Every agent knows who leads it and refuses anybody else, as long as that one is heard of; leaders
 that share no host meet at the place of the run's checkpoints, see
-:mod:`hvd_elastic.checkpoint.lease`. A leader that has begun nothing gives way to whoever is there. One
-that trains already meets another only on a host or a place that it could not ask before; then the
-one that began to lead later gives way. Both compare the same two times, so it is exactly one of
-them that ends.
+:mod:`hvd_elastic.checkpoint.lease`. A leader that has begun nothing gives way to whoever is there.
+One that trains already meets another only on a host or a place that it could not ask before; then
+the one that began to lead later gives way. Both compare the same two times, so it is exactly one
+of them that ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from hvd_elastic.checkpoint.lease import PATIENCE_S, Claim
-from hvd_elastic.launch.protocol import Message
+from hvd_elastic.wire.framing import Message
 
 __all__ = ["Rival"]
 

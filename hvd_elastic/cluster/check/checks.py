@@ -133,7 +133,7 @@ def choose_reference(
 
     Args:
         leader: "python", "packages", "code" and "package_code" of this machine.
-        facts: of each host, the answer of ``remote/look_at_host.py``.
+        facts: of each host, the answer of ``programs/look_at_host.py``.
         settings: what is checked.
     """
     whose = {}
@@ -171,7 +171,7 @@ def judge_host(
 
     Args:
         host: as the hostfile has it.
-        facts: the answer of ``remote/look_at_host.py``.
+        facts: the answer of ``programs/look_at_host.py``.
         reference: what it is compared with.
         settings: what is checked.
     """

@@ -19,7 +19,7 @@ from hvd_elastic.hosts.fanout import fan_out
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.local import LocalConnection
 from hvd_elastic.hosts.process import RemoteProcess
-from hvd_elastic.hosts.remote_python import start_program
+from hvd_elastic.hosts.remote_python import PROGRAMS, start_program
 from hvd_elastic.hosts.ssh import connect, own_address_towards
 
 __all__ = ["Link", "NetworkProbe", "all_pairs_in_rounds", "slow_links"]
@@ -92,7 +92,7 @@ class NetworkProbe(Closing):
         def begin(host: Host, _: object) -> None:
             connection = connect(host, options)
             try:
-                process = start_program(connection, ["probe_network"], python)
+                process = start_program(connection, [f"{PROGRAMS}.probe_network"], python)
             except BaseException:
                 connection.close()
                 raise

@@ -1,7 +1,7 @@
 """A file or folder to many hosts, verified (``copyclust``).
 
 The data go from host to host: the leader sends them once, and each host passes on what it receives
-while it writes it (``copy_session``). A host asks whoever feeds it for exactly what it lacks.
+while it writes it (``session``). A host asks whoever feeds it for exactly what it lacks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A data set from a shared store to many hosts, read there once: each host fetches a share of it.
 
 The user says how, by a command. Then the hosts give one another what they fetched: each feeds the
-next one, the last one the first (``copy_session``).
+next one, the last one the first (``session``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hvd_elastic.cluster.copy.node.pull_command import placeholders
 from hvd_elastic.cluster.copy.node.tree import ANY, check_inside, decode, is_excluded, shown
 from hvd_elastic.cluster.copy.session import (
     MODULES,
+    NODE,
     SILENCE_S,
     Copied,
     CopyProgress,
@@ -29,6 +30,7 @@ from hvd_elastic.errors import SshError, UsageError
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.remote_python import PROGRAMS
 
 __all__ = ["Pulled", "check_pull", "pull_to_hosts", "read_list"]
 
@@ -55,7 +57,7 @@ def read_list(data: bytes, patterns: Sequence[str] = ()) -> tuple[tuple[str, int
 
     Args:
         data: the list.
-        patterns: what is left out (see ``copy_tree.is_excluded``).
+        patterns: what is left out (see ``node.tree.is_excluded``).
 
     Raises:
         UsageError: a line is no path below a folder; says which and why.
@@ -152,7 +154,11 @@ class PullSession(CopySession):
         pulled: what is fetched.
     """
 
-    modules = (*MODULES, "end_processes", "hold_command", "pull_command", "copy_pull")
+    modules = (
+        *MODULES,
+        *(f"{PROGRAMS}.{name}" for name in ("end_processes", "hold_command")),
+        *(f"{NODE}.{name}" for name in ("pull_command", "pull")),
+    )
 
     def __init__(
         self,

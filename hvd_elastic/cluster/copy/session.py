@@ -31,7 +31,8 @@ from hvd_elastic.hosts.ssh import connect, is_local, own_address_towards
 
 __all__ = ["MODULES", "SILENCE_S", "Copied", "CopyProgress", "CopySession", "CopySettings", "Node"]
 
-MODULES = ("copy_wire", "copy_tree", "copy_names", "copy_store", "copy_feed", "copy_node")
+NODE = "hvd_elastic.cluster.copy.node"
+MODULES = tuple(f"{NODE}.{name}" for name in ("frames", "tree", "names", "store", "feed", "node"))
 SOURCE = "the source"
 TICK_S = 0.1
 PING_S = 5.0
@@ -56,7 +57,7 @@ class CopySettings:
 
     Attributes:
         delete: remove at the destination what the source has not.
-        exclude: patterns of what is neither sent nor removed (see ``copy_tree.is_excluded``).
+        exclude: patterns of what is neither sent nor removed (see ``node.tree.is_excluded``).
         checksum: compare contents even where size and time agree.
         plain: no encryption; nodes still prove to one another that they belong to this copy.
         compress: compress where it pays.

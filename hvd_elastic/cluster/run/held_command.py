@@ -1,4 +1,4 @@
-"""A command held on its host by ``remote/hold_command.py``: nothing of it outlives its leader.
+"""A command held on its host by ``programs/hold_command.py``: nothing of it outlives its leader.
 
 The environment, the folder and the input travel on the holder's stdin: none of their values is on
 a command line anywhere.
@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import MAGIC_NUMBER
-from pathlib import Path
 from typing import Protocol
 
 from hvd_elastic.cluster.kept import MARSHAL_VERSION, KeptHost
@@ -23,11 +22,10 @@ from hvd_elastic.cluster.run.input_spool import PIECE_BYTES
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.programs.hold_command import MARK
-from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, no_python
+from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, PROGRAMS, no_python, source_of
 
 __all__ = ["HeldCommand", "HowToRun", "NotHeldError"]
 
-_REMOTE = Path(__file__).parent / "remote"
 # Reads its program from stdin without reading on: what follows is the command's input. The program
 # is there as code, and packed as text for a Python of another version. One line, since csh takes no
 # other.
@@ -76,8 +74,7 @@ class NotHeldError(SshError):
 def _read_holder() -> tuple[bytes, bytes]:
     """The holder as code and as packed text, with what it may need."""
     head, *rest = (
-        (_REMOTE / f"{name}.py").read_text("utf-8")
-        for name in ("hold_command", "end_processes", "pass_input")
+        source_of(f"{PROGRAMS}.{name}") for name in ("hold_command", "end_processes", "pass_input")
     )
     later = dict(zip(("end_processes", "pass_input"), rest, strict=True))
     text = f"{head}\nLATER = {later!a}"
