@@ -47,7 +47,6 @@ __all__ = [
     "check",
     "checkclust_main",
     "cluster",
-    "cluster_app",
     "copy",
     "copyclust_main",
     "kill",
@@ -626,7 +625,6 @@ cluster.command("copy")(copy)
 cluster.command("kill")(kill)
 cluster.command("check")(check)
 cluster.command("trust")(trust)
-cluster_app = cluster
 
 
 def runclust_main() -> None:
