@@ -12,7 +12,7 @@ or why it could not be. Exit status: the command's, 128 + N after signal N.
 
 Few imports (``posix`` is what ``os`` is made of) and little text: on many hosts at a time on one
 machine, what this loads and compiles is what a command costs. What is rarely needed stands in
-modules of its own; where this comes alone theirs are in ``LATER``.
+modules of its own, whose text the leader puts into ``LATER``.
 """
 
 from __future__ import annotations
@@ -75,10 +75,7 @@ def start(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool) -> t
 
 
 def later(module: str) -> dict[str, Callable[..., None]]:
-    """Returns the names of a module that is rarely needed."""
-    if module not in LATER:
-        # importlib would be loaded by each holder anew.
-        return vars(__import__(f"hvd_elastic.hosts.programs.{module}", fromlist=["main"]))
+    """Compiles a module that is rarely needed and returns its names."""
     found: dict[str, Callable[..., None]] = {}
     exec(compile(LATER[module], f"{module}.py", "exec"), found)  # noqa: S102  # our own
     return found
