@@ -5,7 +5,7 @@
 PYTHON ?= python3
 # what pip is asked for; Horovod is compiled against it
 TORCH  ?= torch==2.13.0
-# extras of setup.py to install
+# extras of pyproject.toml to install
 EXTRAS ?= torch,dev
 # added to the command behind test, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
@@ -60,7 +60,7 @@ $(SETTINGS): FORCE
 	@mkdir -p $(VENV)
 	@echo '$(PYTHON) $(TORCH) $(EXTRAS) $(CURDIR)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH) $(EXTRAS) $(CURDIR)' > $@
 
-$(READY): $(SETTINGS) setup.py scripts/setup_env.py
+$(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py
 	@sh scripts/bootstrap.sh "$(PYTHON)"
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --extras "$(EXTRAS)"
 	@touch $@

@@ -58,7 +58,6 @@ from hvd_elastic.install.prerequisites import (  # noqa: E402
 )
 from scripts.file_lock import file_lock  # noqa: E402
 from scripts.quiet import make_percentage, run_quietly  # noqa: E402
-from scripts.unified_diff import apply_patch  # noqa: E402
 
 PATCH = HERE / f"horovod-{HOROVOD_VERSION}.patch"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -93,12 +92,24 @@ def without_xla_ops(tensorflow: str) -> bool:
 
 
 def prepare_source(source: Path, inputs: BuildInputs) -> None:
-    """Patch the unpacked source release for these inputs.
+    """Patch the unpacked source release for these inputs; all of the patch, or nothing.
 
     Raises:
         BuildError: the source is not what the patch was made for.
     """
-    apply_patch(PATCH.read_text(encoding="utf-8"), source)
+    done = subprocess.run(
+        ["git", "apply", "--whitespace=nowarn", str(PATCH)],
+        cwd=source,
+        # Inside somebody's repository git would take the paths for that one's and change nothing.
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(source.resolve().parent)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise BuildError(
+            f"{PATCH.name} does not fit the source, which is not the release that it was made "
+            f"for:\n{done.stderr.strip()}"
+        )
     if inputs.tensorflow is not None and without_xla_ops(inputs.tensorflow):
         cmake = source / "horovod" / "tensorflow" / "CMakeLists.txt"
         text = cmake.read_text(encoding="utf-8")

@@ -38,7 +38,7 @@ from hvd_elastic.install.prerequisites import (  # noqa: E402
 from scripts.file_lock import file_lock  # noqa: E402
 from scripts.quiet import run_quietly  # noqa: E402
 
-BASE_PACKAGES = ("pip>=23", "setuptools>=64", "wheel")
+BASE_PACKAGES = ("pip>=23", "setuptools>=77", "wheel")
 BUILD_PACKAGES = ("packaging", "cffi", "cloudpickle", "psutil", "pyyaml")
 APT_LISTS = Path("/var/lib/apt/lists")
 
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the checkout's Python environment.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for")
-    parser.add_argument("--extras", default="torch,dev", help="extras of setup.py")
+    parser.add_argument("--extras", default="torch,dev", help="extras of pyproject.toml")
     arguments = parser.parse_args(argv)
     venv = arguments.venv.absolute()
     log = venv / "setup.log"

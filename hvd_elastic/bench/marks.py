@@ -86,12 +86,10 @@ class Change:
     Attributes:
         pause_s: longest time between two finished steps of a worker that was there before and
             stayed, between the request and the settling of the new world.
-        effect_s: from the request to the first step finished in a world of the new size.
         survivors: how many workers were there before and stayed.
     """
 
     pause_s: float
-    effect_s: float
     survivors: int
 
 
@@ -144,7 +142,7 @@ def measure_change(
     Returns:
         None until all survivors have settled. What one does after it settled does not count.
     """
-    pauses, effects = [], []
+    pauses = []
     for lane, members in lanes(processes).items():
         steps = [(step, process.born) for process in members for step in process.steps]
         before = [step.mono for step, _ in steps if step.mono <= asked]
@@ -157,10 +155,9 @@ def measure_change(
         end = new[settle_steps - 1]
         times = [before[-1], *(step.mono for step, _ in after if step.mono <= end)]
         pauses.append(longest_gap(times))
-        effects.append(new[0] - asked)
     if not pauses:
         return None
-    return Change(max(pauses), min(effects), len(pauses))
+    return Change(max(pauses), len(pauses))
 
 
 def newcomer_step(processes: Iterable[Process], asked: float, size: int) -> float | None:

@@ -10,11 +10,10 @@ import difflib
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,35 +32,27 @@ from hvd_elastic.cli.host_options import Chosen, over_hosts
 from hvd_elastic.cli.host_report import Printer, conclude, finish, show_result
 from hvd_elastic.cli.kill_report import describe_ended, show_ended
 from hvd_elastic.cli.newcomers import Newcomers
-from hvd_elastic.cli.numbers import duration_option, number_option, whole_number_option
-from hvd_elastic.cluster.keeping import attach, attach_through, stop_keepers
-from hvd_elastic.cluster.kept import KeptHosts
+from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cluster.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, parse_hosts
-from hvd_elastic.hosts.ssh import is_local
 
 if TYPE_CHECKING:
     from hvd_elastic.cluster.copy.copying import Copied
     from hvd_elastic.cluster.kill import Ended
 
 __all__ = [
-    "CalledElsewhere",
-    "called_through",
     "check",
     "checkclust_main",
     "cluster",
-    "cluster_app",
     "copy",
     "copyclust_main",
     "kill",
     "killclust_main",
     "run",
-    "runclust_command",
     "runclust_main",
-    "stop_keeping",
     "trust",
 ]
 
@@ -140,17 +131,6 @@ def run(
         bool,
         typer.Option("--no-stdin", "-n", help="No input for the command; else it gets this one's."),
     ] = False,
-    keep: Annotated[
-        float | None,
-        duration_option(
-            "--keep",
-            envvar="HVD_ELASTIC_KEEP",
-            help="Keep the connections for the next call, until none was made for so long.",
-        ),
-    ] = None,
-    no_keep: Annotated[
-        bool, typer.Option("--no-keep", help="End what earlier calls kept, and keep nothing.")
-    ] = False,
 ) -> None:
     """Run a shell command on every host, output as it comes, each line under its host's name.
 
@@ -165,8 +145,6 @@ def run(
       runclust hosts --env HF_TOKEN --cwd /data -- python3 fetch.py
 
       runclust hosts 'cat > job.yaml' < job.yaml
-
-      runclust --keep 10m hosts hostname    (the next calls are quick; --no-keep ends that)
     """
     text = join_command(command)
     how = HowToRun(_read_environment(env or ()), cwd or "", sudo)
@@ -179,12 +157,9 @@ def run(
     has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
     has_stdin = has_stdin and not _is_nothing(0)
     # Not sys.stdin, whose reader in a background thread would hold up the end of this process.
-    with (
-        open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin,
-        _kept_hosts(chosen, keep, no_keep) as kept,
-    ):
+    with open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin:
         results = run_on_hosts(
-            chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting, kept
+            chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting
         )
         finish(
             chosen,
@@ -194,51 +169,6 @@ def run(
             gather=partial(show_gathered, chosen.hosts) if gather and not chosen.as_json else None,
             tell_reasons=True,
         )
-
-
-class CalledElsewhere(Exception):  # noqa: N818  # no error: the caller's process does it itself
-    """A call that must run in the process that was called, and not in a keeper's."""
-
-
-_given: socket.socket | None = None
-
-
-@contextmanager
-def called_through(sock: socket.socket) -> Iterator[None]:
-    """Calls within this block run in a keeper's process, which reaches its hosts through that."""
-    global _given
-    _given = sock
-    yield
-
-
-@contextmanager
-def _kept_hosts(chosen: Chosen, keep_s: float | None, no_keep: bool) -> Iterator[KeptHosts | None]:
-    if _given is not None and (no_keep or any(is_local(host, chosen.ssh) for host in chosen.hosts)):
-        # A command on this machine has limits, mask and the like of the caller's process.
-        raise CalledElsewhere
-    if no_keep:
-        stop_keepers()
-        yield None
-        return
-    if _given is not None:
-        kept = attach_through(_given, chosen.ssh, keep_s)
-    else:
-        kept = attach(chosen.ssh, keep_s)
-    with kept or nullcontext():
-        yield kept
-
-
-def stop_keeping() -> None:
-    """End the connections that runclust --keep has kept, and all of ours on the hosts with them.
-
-    Calls that run through them go on to their end.
-
-    For example:
-
-      hvd-elastic cluster stop-keeping
-    """
-    told = stop_keepers()
-    print("nothing is kept" if not told else "what was kept has ended, or ends with its last call")
 
 
 def _read_environment(words: Sequence[str]) -> dict[str, str]:
@@ -695,46 +625,26 @@ cluster.command("copy")(copy)
 cluster.command("kill")(kill)
 cluster.command("check")(check)
 cluster.command("trust")(trust)
-cluster.command("stop-keeping")(stop_keeping)
-cluster_app = cluster
-
-
-def runclust_command() -> Any:
-    """What ``runclust`` is to the parser of command lines."""
-    return _command("runclust", run, _HostfileFirst, _PASS_ON)
 
 
 def runclust_main() -> None:
     """Entry point of ``runclust``."""
-    _main("runclust", runclust_command())
+    _main("runclust", run, _HostfileFirst, _PASS_ON)
 
 
 def copyclust_main() -> None:
     """Entry point of ``copyclust``."""
-    _main("copyclust", _command("copyclust", copy))
+    _main("copyclust", copy)
 
 
 def killclust_main() -> None:
     """Entry point of ``killclust``."""
-    _main("killclust", _command("killclust", kill))
+    _main("killclust", kill)
 
 
 def checkclust_main() -> None:
     """Entry point of ``checkclust``."""
-    _main("checkclust", _command("checkclust", check))
-
-
-def _command(
-    name: str,
-    function: Callable[..., None],
-    cls: type[typer.core.TyperCommand] = typer.core.TyperCommand,
-    settings: dict[str, Any] | None = None,
-) -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command(
-        name, cls=cls, context_settings={"help_option_names": ["-h", "--help"], **(settings or {})}
-    )(function)
-    return typer.main.get_command(app)
+    _main("checkclust", check)
 
 
 def _is_nothing(descriptor: int) -> bool:
@@ -742,7 +652,16 @@ def _is_nothing(descriptor: int) -> bool:
     return os.fstat(descriptor).st_rdev == os.stat(os.devnull).st_rdev  # noqa: PTH116
 
 
-def _main(name: str, command: Any) -> None:
-    # A batch system ends us with TERM: the hosts are told as for Ctrl-C.
+def _main(
+    name: str,
+    function: Callable[..., None],
+    cls: type[typer.core.TyperCommand] = typer.core.TyperCommand,
+    settings: dict[str, Any] | None = None,
+) -> None:
+    app = typer.Typer(add_completion=False)
+    app.command(
+        name, cls=cls, context_settings={"help_option_names": ["-h", "--help"], **(settings or {})}
+    )(function)
+    # Batch systems end a process with TERM: treat it as Ctrl-C, so that the hosts are told.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    enter(name, command)
+    enter(name, typer.main.get_command(app))

@@ -11,7 +11,7 @@ import typer
 
 from hvd_elastic.errors import UsageError
 
-__all__ = ["duration_option", "number_option", "parse_duration", "parse_number"]
+__all__ = ["number_option", "parse_duration", "parse_number"]
 __all__ += ["parse_whole_number", "whole_number_option"]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
@@ -84,17 +84,6 @@ def number_option(
 ) -> Any:
     """An option for any number, by its spellings."""
     return _option(lambda value: parse_number(names[0], value, least, above), names, metavar, help)
-
-
-def duration_option(name: str, *, envvar: str, help: str) -> Any:  # noqa: A002
-    """An option for a time, also from a variable."""
-    return typer.Option(
-        name,
-        parser=lambda text: parse_duration(name, str(text)),
-        envvar=envvar,
-        metavar="TIME",
-        help=help,
-    )
 
 
 def _option(

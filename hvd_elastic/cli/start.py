@@ -6,13 +6,12 @@ import system. Until a command begins there is nothing to clean up, so the proce
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # signal loads enum
+import gc
+import importlib
 import os
+import signal
 import sys
-
-TYPE_CHECKING = False  # typing is slow to load
-if TYPE_CHECKING:
-    from types import FrameType
+from types import FrameType
 
 __all__ = [
     "INTERRUPTED",
@@ -31,14 +30,14 @@ INTERRUPTED = 130
 
 def end_at_interrupt() -> None:
     """From now on Ctrl-C ends the process at once; where it is ignored or handled, it stays so."""
-    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        _signal.signal(_signal.SIGINT, _end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
 
 
 def raise_at_interrupt() -> None:
     """Undoes :func:`end_at_interrupt`: Ctrl-C raises KeyboardInterrupt again."""
-    if _signal.getsignal(_signal.SIGINT) is _end:
-        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
@@ -47,7 +46,10 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _open_streams() -> None:
-    """Has what the caller closed (``2>&-``) lead nowhere; else the next file got its number."""
+    """Redirects closed standard streams (``2>&-``) to /dev/null.
+
+    Otherwise the next file that is opened would get their descriptor.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)
@@ -55,27 +57,15 @@ def _open_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
-def _begin() -> None:
-    """What must be so before anything else is loaded."""
+def _start(module: str, function: str) -> None:
     _open_streams()
     end_at_interrupt()
-
-
-def _call(module: str, function: str) -> None:
-    import gc
-    import importlib
-
-    # What is loaded stays: looking through it for garbage takes a tenth of the start.
+    # Imported modules stay; collecting garbage among them would take a tenth of the start.
     gc.disable()
     begin = getattr(importlib.import_module(module), function)
     gc.freeze()
     gc.enable()
     begin()
-
-
-def _start(module: str, function: str) -> None:
-    _begin()
-    _call(module, function)
 
 
 def hvd_elastic() -> None:
@@ -84,14 +74,8 @@ def hvd_elastic() -> None:
 
 
 def runclust() -> None:
-    """Entry point of ``runclust``; a keeper does what it can without much being loaded here."""
-    _begin()
-    from hvd_elastic.cli import warm
-
-    status = warm.call(sys.argv[1:])
-    if status is not None:
-        os._exit(status)
-    _call("hvd_elastic.cli.cluster_tools", "runclust_main")
+    """Entry point of ``runclust``."""
+    _start("hvd_elastic.cli.cluster_tools", "runclust_main")
 
 
 def copyclust() -> None:

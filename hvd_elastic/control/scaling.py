@@ -122,11 +122,6 @@ class ScalingController:
         self.evidence.distrust_what_is_old(now)
         self._look_at = now
 
-    @property
-    def paused(self) -> str:
-        """Why nothing is decided; empty: it is."""
-        return self._paused
-
     # -- what follows ----------------------------------------------------------------------
 
     def out_of_reach(self, now: float) -> str:

@@ -48,12 +48,10 @@ class Connection(Protocol):
 
     Attributes:
         host: the host as the hostfile has it.
-        local_address, peer_address: addresses of the connection's two ends, as seen from here;
-            None through a jump host (see :meth:`addresses_seen_there`).
+        peer_address: the host's address as seen from here; None through a jump host.
     """
 
     host: Host
-    local_address: str | None
     peer_address: str | None
 
     @property
@@ -106,9 +104,6 @@ class Connection(Protocol):
             SshError: as :meth:`start`.
         """
 
-    def addresses_seen_there(self) -> tuple[str, str] | None:
-        """(our address, its address) as the host sees this connection; None if it cannot tell."""
-
     def close(self) -> None:
         """Ends the connection; commands still running read the end of their input."""
 
@@ -126,7 +121,6 @@ class ConnectionBase(Closing):
     """What is the same over ssh and on this machine."""
 
     host: Host
-    local_address: str | None = None
     peer_address: str | None = None
 
     def start(

@@ -26,7 +26,7 @@ class LocalConnection(ConnectionBase):
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.local_address = self.peer_address = "::1" if host.name == "::1" else "127.0.0.1"
+        self.peer_address = "::1" if host.name == "::1" else "127.0.0.1"
         self._processes: list[_PopenEnds] = []
         self._closed = False
 
@@ -61,10 +61,6 @@ class LocalConnection(ConnectionBase):
         ends = _PopenEnds(popen, self.host.name)
         self._processes = [known for known in self._processes if not known.ended] + [ends]
         return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
-
-    def addresses_seen_there(self) -> tuple[str, str] | None:
-        assert self.local_address is not None, "set in __init__"
-        return self.local_address, self.local_address
 
     def close(self) -> None:
         self._closed = True

@@ -11,7 +11,7 @@ import functools
 import json
 import shlex
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -72,10 +72,7 @@ def run_script(
 
 
 def start_program(
-    connection: Connection,
-    names: Sequence[str],
-    python: str = "python3",
-    on_stdout: Callable[[bytes], None] | None = None,
+    connection: Connection, names: Sequence[str], python: str = "python3"
 ) -> RemoteProcess:
     """Starts a program made of several modules of this package.
 
@@ -84,7 +81,6 @@ def start_program(
         names: the modules (``hvd_elastic.…``), each after those it imports; ``main`` of the last is
             called. It reads what the caller writes to the process's stdin.
         python: the interpreter there; it is started without its site-packages.
-        on_stdout: is given what the program writes, in a thread of the process.
 
     Raises:
         SshError: no command can be started there.
@@ -92,7 +88,7 @@ def start_program(
     source = _pack_program(tuple(names))
     size = str(len(source))
     argv = [python, "-I", "-S", "-c", _UNPACKER, size, names[-1].rpartition(".")[2]]
-    process = connection.start_python(argv, on_stdout=on_stdout)
+    process = connection.start_python(argv)
     # Where there is no Python nobody reads it.
     with contextlib.suppress(OSError, EOFError):
         process.stdin.write(source)

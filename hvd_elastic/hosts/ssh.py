@@ -150,7 +150,6 @@ class SshConnection(ConnectionBase):
         self._transport: paramiko.Transport = self._route.client.get_transport()
         sock = self._route.sock
         if isinstance(sock, socket.socket):
-            self.local_address = str(sock.getsockname()[0])
             self.peer_address = str(sock.getpeername()[0])
 
     @property
@@ -210,11 +209,6 @@ class SshConnection(ConnectionBase):
         except (SSHException, OSError, EOFError) as error:
             raise self._lost("no command can be started", error) from error
         return RemoteProcess(_ChannelEnds(channel), command, self.host.name, on_stderr, on_stdout)
-
-    def addresses_seen_there(self) -> tuple[str, str] | None:
-        result = self.run('printf %s "$SSH_CONNECTION"', timeout_s=self.options.connect_timeout_s)
-        words = result.text.split()
-        return (words[0], words[2]) if len(words) == 4 else None
 
     def close(self) -> None:
         self._route.close()

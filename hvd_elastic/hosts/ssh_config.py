@@ -21,7 +21,6 @@ __all__ = [
     "has_entry",
     "known_hosts_files",
     "load_ssh_config",
-    "needs_folder",
     "read_config_text",
 ]
 
@@ -32,10 +31,6 @@ MAX_INCLUDE_DEPTH = 16
 VIRTCLUST_MARK = "# Written by virtclust."
 """How the ssh configuration of a virtual cluster begins."""
 
-# Their values are files, or shell text.
-_FILES = ("identityfile", "certificatefile", "userknownhostsfile", "globalknownhostsfile")
-_COMMANDS = ("proxycommand", "match")
-_FIXED = re.compile(r"[/~%$-]|none$")
 _NAME = re.compile(r"[\w.:-]+")
 _EVERY_HOST = "Host *"
 _KEYWORD = re.compile(r"\s*(?P<key>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<value>.*)")
@@ -177,24 +172,6 @@ def _criteria(line: str) -> str:
     if match["key"].lower() == "match":
         return match["value"].strip()
     return f"originalhost {','.join(match['value'].split())}"
-
-
-def needs_folder(text: str) -> bool:
-    """Whether a configuration names files relative to the folder that ssh is called in.
-
-    >>> needs_folder("IdentityFile ~/.ssh/id"), needs_folder("IdentityFile keys/id")
-    (False, True)
-    """
-    # Many hosts have the same lines.
-    for line in dict.fromkeys(text.splitlines()):
-        match = _KEYWORD.match(line)
-        key = match["key"].lower() if match else ""
-        if match is None or key not in (*_FILES, *_COMMANDS):
-            continue
-        for word in match["value"].replace('"', " ").split():
-            if _FIXED.match(word) is None and (key in _FILES or "/" in word):
-                return True
-    return False
 
 
 def config_beside(hostfile: Path) -> Path | None:

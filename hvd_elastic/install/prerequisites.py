@@ -101,6 +101,7 @@ PREREQUISITES: tuple[Prerequisite, ...] = (
     Prerequisite("g++", lambda: find_program("g++", "c++"), ("g++",), Purpose.BUILD),
     Prerequisite("make", lambda: find_program("make", "gmake"), ("make",), Purpose.BUILD),
     Prerequisite("cmake", find_cmake, ("cmake",), Purpose.BUILD),
+    Prerequisite("git", lambda: find_program("git"), ("git",), Purpose.BUILD),
     Prerequisite("ssh", lambda: find_program("ssh"), ("openssh-client",), Purpose.CLUSTER),
     Prerequisite("sshd", lambda: find_program("sshd"), ("openssh-server",), Purpose.CLUSTER),
     Prerequisite("ip", lambda: find_program("ip"), ("iproute2",), Purpose.NETWORKS, optional=True),

@@ -23,8 +23,6 @@ from hvd_elastic.wire.framing import PROTOCOL, Message, decode, encode
 
 __all__ = ["AgentConnection"]
 
-_HELLO_TIMEOUT_S = 60.0
-_CLOSE_TIMEOUT_S = 12.0
 _DISCARD_TIMEOUT_S = 10.0
 
 Post = Callable[[str, Message], None]

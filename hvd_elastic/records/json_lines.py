@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_elastic.closing import Closing
 from hvd_elastic.errors import RunError
@@ -28,8 +28,6 @@ __all__ = [
     "LineFollower",
     "Record",
     "RecordNotWrittenError",
-    "StopFlag",
-    "follow_events",
     "iter_events",
     "read_events",
     "read_last_events",
@@ -50,14 +48,6 @@ class RecordNotWrittenError(RunError):
     def __init__(self, message: str, record: Record) -> None:
         super().__init__(message)
         self.record = record
-
-
-class StopFlag(Protocol):
-    """What a follower needs of ``threading.Event``."""
-
-    def is_set(self) -> bool: ...
-
-    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 class EventLog(Closing):
@@ -264,24 +254,6 @@ class EventFollower:
         """The new records; broken lines are skipped."""
         decoded = (_decode(line) for line in self._lines.poll())
         return [record for record in decoded if record is not None]
-
-
-def follow_events(
-    path: Path, stop: StopFlag, *, poll_s: float = 0.1, from_end: bool = False
-) -> Iterator[Record]:
-    """The records of a file and then each new one, until ``stop`` is set.
-
-    What was written before ``stop`` was set is still handed out. The file is looked at every
-    ``poll_s`` seconds: file notifications do not cross network file systems, where home folders
-    of clusters lie.
-    """
-    follower = EventFollower(path, from_end=from_end)
-    while True:
-        last = stop.is_set()
-        yield from follower.poll()
-        if last:
-            return
-        stop.wait(poll_s)
 
 
 def _ends_inside_a_line(fd: int) -> bool:

@@ -146,7 +146,6 @@ class RunSummary:
         series: metrics over time, by name.
         last: the newest value of each metric.
         user_metrics: names of the metrics that the script added itself.
-        restores: how often training went back to a checkpoint.
         np: number of processes that the run was started with; None: not given.
         pinned: hosts that are used before all others.
         scaled_to: number that was asked for since, by the user or the policy; None: none.
@@ -171,7 +170,6 @@ class RunSummary:
     min_np: int | None = None
     max_np: int | None = None
     attempts: int = 0
-    restores: int = 0
     hosts: list[tuple[str, int]] = field(default_factory=list)
     draining: dict[str, Draining] = field(default_factory=dict)
     waiting: str = ""
@@ -421,8 +419,6 @@ def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
 
 
 def _restored(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
-    if _whole(record.get("step")):
-        run.restores += 1
     run.steps = _whole(record.get("step")) or 0
     run.examples = _whole(record.get("examples")) or 0
     run.last.update({"step": run.steps, "examples": run.examples})

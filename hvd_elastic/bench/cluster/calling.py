@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from hvd_elastic.errors import RunError
 
-__all__ = ["LIMIT_S", "timed_call"]
+__all__ = ["timed_call"]
 
 LIMIT_S = 300.0
 """For one call."""

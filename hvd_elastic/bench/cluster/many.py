@@ -1,13 +1,11 @@
-"""How commands grow with the number of hosts, and what that foretells for 1,000; memory here.
+"""Measures how commands grow with the number of hosts and predicts 1,000; memory of the leader.
 
-Many names lead to a few sshds of this machine: each name is logged in to, and kept, on its own.
+Many names lead to a few sshds of this machine: each name is logged in to on its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,10 +23,7 @@ from hvd_elastic.virtual import VirtualCluster
 __all__ = ["Grown", "Memory", "Model", "fit_growth", "measure_many", "show_many", "write_many"]
 
 SSHDS = 8
-FORETOLD = 1000
-WARM_CALLS = 3
-LIMIT_S = 900.0
-KEEP = "900s"
+PREDICTED = 1000
 OUTPUT_BYTES = (1_000_000, 1_000_000_000)
 MB = 1e6
 # Not getrusage for the memory, which begins with what the parent had.
@@ -49,19 +44,15 @@ class Grown:
 
     Attributes:
         hosts: how many.
-        cold_s: a call that connects to all.
-        cold_cpu_s: processor time of runclust itself in it.
-        cold_bytes: the most memory that runclust had in it.
-        kept_s: the best of a few calls through kept agents.
-        keeper_bytes: the most memory that the keeper's processes had, all together.
+        seconds: of the call.
+        cpu_s: processor time of runclust itself in it.
+        peak_bytes: the most memory that runclust had in it.
     """
 
     hosts: int
-    cold_s: float
-    cold_cpu_s: float
-    cold_bytes: int
-    kept_s: float
-    keeper_bytes: int
+    seconds: float
+    cpu_s: float
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -92,15 +83,15 @@ class Model:
 def fit_growth(grown: Sequence[Grown]) -> dict[str, Model]:
     """A line for each figure; none with fewer than two numbers of hosts.
 
-    >>> some = [Grown(n, 1 + 0.5 * n, 0.1, 7, 0.01, 9) for n in (10, 20, 30)]
-    >>> round(fit_growth(some)["cold_s"].at(1000), 3)
+    >>> some = [Grown(n, 1 + 0.5 * n, 0.1, 7) for n in (10, 20, 30)]
+    >>> round(fit_growth(some)["seconds"].at(1000), 3)
     501.0
     """
     hosts = [each.hosts for each in grown]
     if len(set(hosts)) < 2:
         return {}
     models = {}
-    for name in ("cold_s", "cold_cpu_s", "cold_bytes", "kept_s", "keeper_bytes"):
+    for name in ("seconds", "cpu_s", "peak_bytes"):
         slope, constant = np.polyfit(hosts, [getattr(each, name) for each in grown], 1)
         models[name] = Model(float(constant), float(slope))
     return models
@@ -118,7 +109,6 @@ class _Bed:
             text = text.replace(f"Host {host}\n", f"Host {host} {own}\n", 1)
         self._config.write_text(text)
         self._environment = {**os.environ, "HVD_ELASTIC_HOME": str(folder)}
-        self._environment.pop("HVD_ELASTIC_KEEP", None)
 
     def hostfile(self, count: int) -> str:
         path = self._folder / f"hosts{count}"
@@ -126,35 +116,12 @@ class _Bed:
         return str(path)
 
     def measure(self, tool: str, *arguments: str) -> tuple[float, float, int]:
-        """Seconds, processor seconds, and the most memory of a call that no keeper takes."""
+        """Seconds, processor seconds, and the most memory of a call."""
         program = _PROGRAM.replace("PROGRAM", tool)
-        seconds, errors = self._run(program, arguments)
+        command = [sys.executable, "-c", program, "-F", str(self._config), *arguments]
+        seconds, errors = timed_call(command, self._environment)
         peak, cpu = errors.rpartition("MEASURED ")[2].split()
         return seconds, float(cpu), int(peak)
-
-    def call(self, *arguments: str) -> float:
-        """Seconds of a call of runclust as users make it."""
-        program = "from hvd_elastic.cli.start import runclust; runclust()"
-        return self._run(program, arguments)[0]
-
-    def keeper_bytes(self) -> int:
-        """The most memory that each process of the keeper had, added up."""
-        found = 0
-        mark = f"HVD_ELASTIC_HOME={self._folder}".encode()
-        for path in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if (
-                    path.name.isdigit()
-                    and b"cli.keeping" in (path / "cmdline").read_bytes()
-                    and mark in (path / "environ").read_bytes().split(b"\0")
-                ):
-                    peak = re.search(r"VmHWM:\s+(\d+) kB", (path / "status").read_text())
-                    found += 0 if peak is None else int(peak[1]) * 1024
-        return found
-
-    def _run(self, program: str, arguments: Sequence[str]) -> tuple[float, str]:
-        command = [sys.executable, "-c", program, "-F", str(self._config), *arguments]
-        return timed_call(command, self._environment)
 
 
 def measure_many(
@@ -210,22 +177,14 @@ def measure_many(
 
 
 def _measure_calls(bed: _Bed, count: int) -> Grown:
-    call = [bed.hostfile(count), "true"]
-    cold_s, cpu_s, peak = bed.measure("runclust", *call)
-    try:
-        bed.call("--keep", KEEP, *call)
-        kept_s = min(bed.call(*call) for _ in range(WARM_CALLS))
-        keeper = bed.keeper_bytes()
-    finally:
-        bed.call("--no-keep", bed.hostfile(1), "true")
-    return Grown(count, round(cold_s, 3), round(cpu_s, 3), peak, round(kept_s, 3), keeper)
+    seconds, cpu_s, peak = bed.measure("runclust", bed.hostfile(count), "true")
+    return Grown(count, round(seconds, 3), round(cpu_s, 3), peak)
 
 
 def _grown_line(grown: Grown) -> str:
     return (
-        f"{grown.hosts:5} hosts  cold {grown.cold_s:7.2f} s, of it runclust's processor time "
-        f"{grown.cold_cpu_s:6.2f} s, memory {grown.cold_bytes / MB:4.0f} MB;  kept "
-        f"{grown.kept_s:6.3f} s, keeper's memory {grown.keeper_bytes / MB:4.0f} MB"
+        f"{grown.hosts:5} hosts  {grown.seconds:7.2f} s, of it runclust's processor time "
+        f"{grown.cpu_s:6.2f} s, memory {grown.peak_bytes / MB:4.0f} MB"
     )
 
 
@@ -240,17 +199,15 @@ def show_many(result: dict[str, Any]) -> str:
     lines += [_memory_line(each) for each in result["memory"]]
     models: dict[str, Model] = result["models"]
     if models:
-        foretold = {name: model.at(FORETOLD) for name, model in models.items()}
-        per_host_ms = models["cold_cpu_s"].per_host * 1000
+        predicted = {name: model.at(PREDICTED) for name, model in models.items()}
+        per_host_ms = models["cpu_s"].per_host * 1000
         lines += [
             "",
             f"It rests on {per_host_ms:.1f} ms of one core here for each host connected to.",
-            f"Straight lines say of {FORETOLD} hosts:",
-            f"  cold: at least {foretold['cold_cpu_s']:.1f} s, however quick the hosts are",
-            f"  cold, where they share these cores: {foretold['cold_s']:.1f} s",
-            f"  kept, where they share these cores: {foretold['kept_s']:.2f} s",
-            f"  memory of a cold call: {foretold['cold_bytes'] / MB:.0f} MB",
-            f"  memory of the keeper: {foretold['keeper_bytes'] / MB:.0f} MB",
+            f"Straight lines say of {PREDICTED} hosts:",
+            f"  at least {predicted['cpu_s']:.1f} s, however quick the hosts are",
+            f"  where they share these cores: {predicted['seconds']:.1f} s",
+            f"  memory: {predicted['peak_bytes'] / MB:.0f} MB",
         ]
     return "\n".join([*lines, "", result["conditions"].sentence()])
 
@@ -262,6 +219,6 @@ def write_many(result: dict[str, Any], path: Path) -> None:
         "grown": [asdict(each) for each in result["grown"]],
         "memory": [asdict(each) for each in result["memory"]],
         "models": {name: asdict(model) for name, model in models.items()},
-        f"at_{FORETOLD}_hosts": {name: model.at(FORETOLD) for name, model in models.items()},
+        f"at_{PREDICTED}_hosts": {name: model.at(PREDICTED) for name, model in models.items()},
     }
     write_result(path, "cluster_many", result["conditions"], body)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from hvd_elastic.cluster.kept import KeptGoneError, KeptHost, KeptHosts
 from hvd_elastic.cluster.run.capture import Capture, LineSplitter
 from hvd_elastic.cluster.run.held_command import HeldCommand, HowToRun, NotHeldError
 from hvd_elastic.cluster.run.input_spool import Spool
@@ -35,7 +34,6 @@ BACKSTOP_S = 20.0
 FIRST_PAUSE_S = 0.5
 CANNOT_EXECUTE, NOT_FOUND, SIGNALLED = 126, 127, 128
 LAST_SIGNAL = 64
-_ConnectTo = Callable[[Host, SshOptions], "Connection | KeptHost"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,6 @@ def run_on_hosts(
     stdin: Any = None,
     on_lines: Callable[[Host, str, str], None] | None = None,
     on_wait: Callable[[Mapping[str, float], int], None] | None = None,
-    kept: KeptHosts | None = None,
 ) -> Iterator[HostResult[CommandResult]]:
     """Runs a shell command on every host.
 
@@ -152,7 +149,6 @@ def run_on_hosts(
         on_lines: is given (host, "stdout" or "stderr", text) in the thread of that host: whole
             lines, as many as came at once, without the last line end.
         on_wait: see :func:`hvd_elastic.hosts.fanout.fan_out`.
-        kept: the hosts that a keeper holds connections to.
 
     Yields:
         One result a host as it ends; an exit status other than 0 is the outcome FAILED.
@@ -160,7 +156,7 @@ def run_on_hosts(
     options, settings = options or SshOptions(), settings or CommandSettings()
     with contextlib.ExitStack() as stack:
         spool = None if stdin is None else stack.enter_context(Spool(stdin))
-        task = _Task(command, options, settings, spool, on_lines, kept)
+        task = _Task(command, options, settings, spool, on_lines)
         yield from fan_out(
             hosts,
             task.run,
@@ -209,9 +205,7 @@ class _Task:
         settings: CommandSettings,
         spool: Spool | None,
         on_lines: Callable[[Host, str, str], None] | None,
-        kept: KeptHosts | None,
     ) -> None:
-        self._connect_to: _ConnectTo = connect if kept is None else kept.connect
         self._command = command
         self._options = options
         self._settings = settings
@@ -232,15 +226,7 @@ class _Task:
         return min(limits) + BACKSTOP_S if limits else None
 
     def run(self, host: Host, stopper: Stopper) -> CommandResult:
-        # Nothing was sent through a kept connection that is gone: the host is connected to anew,
-        # in the end without a keeper, which may be about to end.
-        for _ in range(2):
-            with contextlib.suppress(KeptGoneError):
-                return self._run_once(host, stopper, self._connect_to)
-        return self._run_once(host, stopper, connect)
-
-    def _run_once(self, host: Host, stopper: Stopper, connect_to: _ConnectTo) -> CommandResult:
-        with self._connect(host, stopper, connect_to) as connection:
+        with self._connect(host, stopper) as connection:
             started = time.monotonic()
             out, err = self._captures(host)
             try:
@@ -255,7 +241,7 @@ class _Task:
                 try:
                     status, stopped = self._wait(host, running, stopper, (out, err))
                 except NotHeldError:
-                    if isinstance(connection, KeptHost) or not self._settings.how.is_plain:
+                    if not self._settings.how.is_plain:
                         raise
                     process = connection.start(self._command, err.take, out.take)
                     running = _PlainCommand(process)
@@ -314,9 +300,7 @@ class _Task:
         running.close()
         return status, True
 
-    def _connect(
-        self, host: Host, stopper: Stopper, connect_to: _ConnectTo
-    ) -> Connection | KeptHost:
+    def _connect(self, host: Host, stopper: Stopper) -> Connection:
         given_up = threading.Event()
         stopper.add(given_up.set)
         for attempt in range(self._settings.retries + 1):
@@ -332,7 +316,7 @@ class _Task:
                 options = self._options
                 if time_left is not None and time_left < options.connect_timeout_s:
                     options = replace(options, connect_timeout_s=time_left)
-                return connect_to(host, options)
+                return connect(host, options)
             except HostUnreachableError as error:
                 last = attempt == self._settings.retries
                 if last or given_up.wait(FIRST_PAUSE_S * 2**attempt):

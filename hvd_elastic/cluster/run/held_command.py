@@ -15,9 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import MAGIC_NUMBER
-from typing import Protocol
 
-from hvd_elastic.cluster.kept import MARSHAL_VERSION, KeptHost
 from hvd_elastic.cluster.run.input_spool import PIECE_BYTES
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
@@ -38,6 +36,8 @@ _LOADER = (
 )
 _AS_ROOT = '[ "$(id -u)" = 0 ] || exec sudo -n -- "$@"; exec "$@"'
 PYTHON = "python3"
+# Every Python 3 reads it.
+MARSHAL_VERSION = 2
 GRACE_S = 2.0
 # What the holder gets, beyond the grace time, to end all and say so.
 STOP_S = 4.0
@@ -82,22 +82,6 @@ def _read_holder() -> tuple[bytes, bytes]:
     return marshal.dumps(code), zlib.compress(text.encode())
 
 
-class _Stdin(Protocol):
-    def write(self, data: bytes) -> int: ...
-    def close(self) -> None: ...
-
-
-class _Holder(Protocol):
-    """The holder's process, over ssh, here, or through a keeper."""
-
-    @property
-    def stdin(self) -> _Stdin: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def wait_drained(self, timeout: float | None = None) -> bool: ...
-    def stop(self) -> bool: ...
-    def close(self) -> None: ...
-
-
 class HeldCommand:
     """A shell command running on a host.
 
@@ -114,7 +98,7 @@ class HeldCommand:
 
     def __init__(
         self,
-        connection: Connection | KeptHost,
+        connection: Connection,
         command: str,
         how: HowToRun,
         feeds: bool,
@@ -127,22 +111,14 @@ class HeldCommand:
         self._on_stderr = on_stderr
         self._begins = b""
         self._said: str | None = None
-        self._process: _Holder
         env = {os.fsencode(name): os.fsencode(value) for name, value in how.env.items()}
         arguments = (os.fsencode(command), env, os.fsencode(how.cwd), feeds, GRACE_S)
-        if isinstance(connection, KeptHost) and not how.sudo:
-            self._said = STARTED
-            self._process = connection.hold(arguments, on_stderr, on_stdout, self._refused)
-            return
         code, text = _read_holder()
         source = code + text + marshal.dumps(arguments, MARSHAL_VERSION)
         sizes = [len(code), len(code) + len(text), len(source)]
         argv = [PYTHON, "-I", "-S", "-c", _LOADER, *map(str, sizes), MAGIC_NUMBER.hex()]
-        as_root = ["sh", "-c", _AS_ROOT, "sh", *argv]
-        if isinstance(connection, KeptHost):
-            self._process = connection.launch(as_root, self._listen, on_stdout)
-        elif how.sudo:
-            command = f"exec {shlex.join(as_root)}"
+        if how.sudo:
+            command = f"exec {shlex.join(['sh', '-c', _AS_ROOT, 'sh', *argv])}"
             self._process = connection.start(command, self._listen, on_stdout)
         else:
             self._process = connection.start_python(argv, self._listen, on_stdout)
@@ -173,7 +149,6 @@ class HeldCommand:
         Raises:
             TimeoutError: it still runs.
             NotHeldError: the holder did not start, as where there is no Python.
-            KeptGoneError: its kept connection was gone before it began.
             SshError: it could not be started: no such folder, sudo asks for a password, ….
         """
         status = self._process.wait(timeout_s)
@@ -221,9 +196,6 @@ class HeldCommand:
             data = before + after
         if data:
             self._on_stderr(data)
-
-    def _refused(self, why: str) -> None:
-        self._said = why
 
     def _why_not(self, status: int) -> SshError:
         if self._said is not None:

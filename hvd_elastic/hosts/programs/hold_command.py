@@ -12,7 +12,7 @@ or why it could not be. Exit status: the command's, 128 + N after signal N.
 
 Few imports (``posix`` is what ``os`` is made of) and little text: on many hosts at a time on one
 machine, what this loads and compiles is what a command costs. What is rarely needed stands in
-modules of its own; where this comes alone theirs are in ``LATER``.
+modules of its own, whose text the leader puts into ``LATER``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import sys
 TYPE_CHECKING = False  # typing is slow to load
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pwd import struct_passwd
-    from typing import Any
 
 MARK = b"\x01hvd-elastic-command "
 LATER: dict[str, str] = {}
@@ -34,40 +32,28 @@ SUBREAPER = 36
 SIGPIPE, SIGTERM, SIGXFSZ = 13, 15, 25
 
 
-def find_prctl() -> Callable[..., object]:
-    """prctl(2), without ctypes where that is possible: loading it takes 2 ms."""
+def become_subreaper() -> None:
+    """Orphaned descendants of this process become its children (prctl(2))."""
     try:
+        # Without ctypes where that is possible: loading it takes 2 ms.
         import _ctypes
 
         address = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")  # type: ignore[arg-type]
-        return lambda *numbers: _ctypes.call_function(address, numbers)
+        _ctypes.call_function(address, (SUBREAPER, 1, 0, 0, 0))
     except (ImportError, AttributeError):
         import ctypes
 
-        return ctypes.CDLL(None).prctl
-
-
-# Looked up here and not for each command: one process may fork many holders.
-PRCTL = find_prctl()
+        ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
 
 
 def say(text: str) -> None:
-    """One line to the leader."""
+    """Sends one line to the leader."""
     posix.write(2, MARK + text.encode("utf-8", "replace") + b"\n")
 
 
-def why_not(error: OSError) -> str:
-    """What the user hears when the command cannot be started."""
-    where = error.filename or "the shell"
-    if type(where) is bytes:
-        where = where.decode("utf-8", "replace")
-    return f"{where}: {error.strerror}"
-
-
-def start(
-    account: struct_passwd, command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool
-) -> tuple[int, int]:
-    """Starts the command; returns its pid and the way into its stdin (-1: none)."""
+def start(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool) -> tuple[int, int]:
+    """Starts the command; returns its pid and the write end of its stdin (-1: none)."""
+    account = pwd.getpwuid(posix.getuid())
     shell = account.pw_shell or "/bin/sh"
     if cwd == b"~" or cwd.startswith(b"~/"):
         home = account.pw_dir.encode(sys.getfilesystemencoding(), "surrogateescape")
@@ -88,12 +74,9 @@ def start(
     return pid, way_in
 
 
-def later(module: str) -> dict[str, Callable[..., Any]]:
-    """What a module that is rarely needed has."""
-    if module not in LATER:
-        # importlib would be loaded by each holder anew.
-        return vars(__import__(f"hvd_elastic.hosts.programs.{module}", fromlist=["main"]))
-    found: dict[str, Callable[..., Any]] = {}
+def later(module: str) -> dict[str, Callable[..., None]]:
+    """Compiles a module that is rarely needed and returns its names."""
+    found: dict[str, Callable[..., None]] = {}
     exec(compile(LATER[module], f"{module}.py", "exec"), found)  # noqa: S102  # our own
     return found
 
@@ -108,11 +91,14 @@ def main(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool, grace
         feeds: whether input will come.
         grace_s: seconds between TERM and KILL.
     """
-    PRCTL(SUBREAPER, 1, 0, 0, 0)
+    become_subreaper()
     try:
-        pid, way_in = start(pwd.getpwuid(posix.getuid()), command, env, cwd, feeds)
+        pid, way_in = start(command, env, cwd, feeds)
     except OSError as error:
-        say(why_not(error))
+        where = error.filename or "the shell"
+        if type(where) is bytes:
+            where = where.decode("utf-8", "replace")
+        say(f"{where}: {error.strerror}")
         sys.exit(1)
     say("started")
     ending = _thread.allocate_lock()

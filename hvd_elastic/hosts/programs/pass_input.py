@@ -11,78 +11,44 @@ import select
 HELD_BYTES = 1 << 18
 
 
-class Input:
-    """From stdin to the command.
+def feed(way_in: int) -> None:
+    """Passes stdin on to the command and returns when stdin has ended.
 
     Args:
-        way_in: the command's end of it.
-
-    Attributes:
-        complete: whether its end has come; nothing else will.
+        way_in: the write end of the command's stdin; closed at the end of the input, or when the
+            command reads no more.
     """
-
-    def __init__(self, way_in: int) -> None:
-        os.set_blocking(way_in, False)
-        self._way_in = way_in
-        self._arrived = b""
-        self._waiting = b""
-        self.complete = False
-
-    def register(self, poll: select.poll) -> None:
-        """What is to be waited for."""
-        wanted = select.POLLIN if len(self._arrived) < HELD_BYTES else 0
-        # The end of stdin is seen even while there is no room for more.
-        poll.register(0, select.POLLRDHUP | wanted)
-        if self._way_in >= 0 and self._waiting:
-            poll.register(self._way_in, select.POLLOUT)
-
-    def step(self, events: dict[int, int]) -> bool:
-        """Does what can be done; False: stdin has ended."""
+    os.set_blocking(way_in, False)
+    arrived, waiting, complete = b"", b"", False
+    while True:
+        poll = select.poll()
+        # The end of stdin is noticed even while the buffer is full.
+        poll.register(0, select.POLLRDHUP | (select.POLLIN if len(arrived) < HELD_BYTES else 0))
+        if way_in >= 0 and waiting:
+            poll.register(way_in, select.POLLOUT)
+        events = dict(poll.poll())
         if events.get(0, 0) & select.POLLIN:
             data = os.read(0, 1 << 16)
             if not data:
-                return False
-            self._arrived += data
+                return
+            arrived += data
         elif events.get(0, 0):
-            return False
-        self._unpack()
-        if self._way_in >= 0 and self._waiting:
+            return
+        while len(waiting) < HELD_BYTES and len(arrived) >= 4 and not complete:
+            size = int.from_bytes(arrived[:4], "big")
+            if len(arrived) < 4 + size:
+                break
+            waiting, arrived = waiting + arrived[4 : 4 + size], arrived[4 + size :]
+            complete = size == 0
+        if way_in >= 0 and waiting:
             try:
-                self._waiting = self._waiting[os.write(self._way_in, self._waiting) :]
+                waiting = waiting[os.write(way_in, waiting) :]
             except BlockingIOError:
                 pass
             except OSError:
-                self.close()
-        if self.complete and not self._waiting:
-            self.close()
-        if self._way_in < 0:
-            self._arrived = b""
-        return True
-
-    def _unpack(self) -> None:
-        # Once the command reads no more, pieces are cut anywhere.
-        if self._way_in < 0:
-            return
-        while len(self._waiting) < HELD_BYTES and len(self._arrived) >= 4 and not self.complete:
-            size = int.from_bytes(self._arrived[:4], "big")
-            if len(self._arrived) < 4 + size:
-                break
-            self._waiting += self._arrived[4 : 4 + size]
-            self._arrived = self._arrived[4 + size :]
-            self.complete = size == 0
-
-    def close(self) -> None:
-        """The command reads no more, or has read all."""
-        if self._way_in >= 0:
-            os.close(self._way_in)
-        self._way_in, self._waiting = -1, b""
-
-
-def feed(way_in: int) -> None:
-    """Passes the input on until the leader is gone."""
-    given = Input(way_in)
-    goes_on = True
-    while goes_on:
-        poll = select.poll()
-        given.register(poll)
-        goes_on = given.step(dict(poll.poll()))
+                complete, waiting = True, b""
+        if way_in >= 0 and complete and not waiting:
+            os.close(way_in)
+            way_in = -1
+        if way_in < 0:
+            arrived = b""

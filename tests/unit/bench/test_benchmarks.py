@@ -118,8 +118,7 @@ def test_what_the_cluster_benchmarks_show_and_keep(tmp_path: Path):
     assert kept["rows"][0]["values"] == {"results": 0.4, "end": 5.1}
 
     grown = [
-        Grown(hosts, 0.5 + 0.02 * hosts, 0.5 + 0.01 * hosts, 60_000_000, 0.1, 100_000_000)
-        for hosts in (32, 64, 128)
+        Grown(hosts, 0.5 + 0.02 * hosts, 0.5 + 0.01 * hosts, 60_000_000) for hosts in (32, 64, 128)
     ]
     many = taken({"grown": grown, "memory": [Memory("x", 10**9, 62_000_000)]})
     many["models"] = fit_growth(grown)
@@ -129,5 +128,5 @@ def test_what_the_cluster_benchmarks_show_and_keep(tmp_path: Path):
     assert "1000 MB  memory 62 MB" in text
     write_many(many, tmp_path / "many.json")
     kept = json.loads((tmp_path / "many.json").read_text())
-    assert kept["at_1000_hosts"]["cold_s"] == pytest.approx(20.5)
+    assert kept["at_1000_hosts"]["seconds"] == pytest.approx(20.5)
     assert fit_growth(grown[:1]) == {}

@@ -141,3 +141,20 @@ def test_a_run_that_is_nowhere_is_an_error_and_one_that_has_ended_is_none(
     )
     assert end("killed-elsewhere") == (0, "")
     assert elsewhere.wait(timeout=30) < 0
+
+
+@pytest.mark.parametrize(
+    ("close", "out"),
+    [(">&-", ""), ("2>&-", "localhost: a\n"), ("<&-", "localhost: a\n")],
+)
+def test_a_closed_stream_is_no_hindrance(tmp_path: Path, close: str, out: str) -> None:
+    (tmp_path / "hosts").write_text("localhost\n")
+    program = "from hvd_elastic.cli.start import runclust; runclust()"
+    call = [sys.executable, "-c", program, str(tmp_path / "hosts"), "echo a; echo b >&2"]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {close}', "sh", *call],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, out)
+    assert "Traceback" not in done.stderr

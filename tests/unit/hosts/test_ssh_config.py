@@ -14,7 +14,6 @@ from hvd_elastic.hosts.ssh_config import (
     has_entry,
     known_hosts_files,
     load_ssh_config,
-    needs_folder,
     read_config_text,
 )
 
@@ -33,27 +32,6 @@ from hvd_elastic.hosts.ssh_config import (
 )
 def test_an_entry_of_its_own(line: str, name: str, found: bool) -> None:
     assert has_entry(f"{line}\n  Port 1\n", name) is found
-
-
-@pytest.mark.parametrize(
-    ("line", "needs"),
-    [
-        ("IdentityFile keys/id", True),
-        ("  identityfile=id", True),
-        ('IdentityFile "~/my keys"', True),  # as blanks go, it could be
-        ("UserKnownHostsFile ~/.ssh/known_hosts hosts", True),
-        ("UserKnownHostsFile /dev/null", False),
-        ("CertificateFile %d/cert", False),
-        ("IdentityFile none", False),
-        ("ProxyCommand ./proxy %h", True),
-        ("ProxyCommand ssh -F conf/ssh -W %h:%p gate", True),
-        ("ProxyCommand /bin/nc -X 5 %h %p", False),
-        ("# IdentityFile id", False),
-        ("Host a/b\n  HostName keys/id", False),
-    ],
-)
-def test_what_depends_on_the_folder(line: str, needs: bool) -> None:
-    assert needs_folder(f"User me\n{line}\nPort 1") == needs
 
 
 def test_included_files(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from hvd_elastic.records.json_lines import (
     EventLog,
     LineFollower,
     RecordNotWrittenError,
-    follow_events,
     iter_events,
     read_events,
     read_last_events,
@@ -233,22 +232,6 @@ def test_a_line_follower_starts_again_when_the_file_was_replaced(path: Path) -> 
 def test_lines_longer_than_a_read_arrive_whole(path: Path) -> None:
     path.write_bytes(b"a" * 3_000_000 + b"\nb\n")
     assert [len(line) for line in LineFollower(path).poll()] == [3_000_000, 1]
-
-
-def test_following_until_told_to_stop(path: Path) -> None:
-    log = EventLog(path)
-    log.append("a")
-    stop = threading.Event()
-    seen = []
-    for record in follow_events(path, stop, poll_s=0.01):
-        seen.append(record["kind"])
-        if seen == ["a"]:
-            log.append("b")
-        if seen == ["a", "b"]:
-            log.append("c")
-            stop.set()
-    log.close()
-    assert seen == ["a", "b", "c"]
 
 
 def test_the_end_of_a_long_file(path: Path) -> None:

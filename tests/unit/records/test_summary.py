@@ -63,7 +63,7 @@ def test_a_resumed_run_counts_on() -> None:
         {"t": 11.0, "kind": "rescale_finished", "generation": 1, "size": 4, "pause_s": None},
     ]
     run = summarize(events)
-    assert (run.status, run.attempts, run.restores, run.steps) == ("running", 2, 1, 40)
+    assert (run.status, run.attempts, run.steps) == ("running", 2, 40)
     assert run.hosts == [("n1", 4)]
     assert run.sizes == [(2.0, 2), (9.0, 0), (11.0, 4)]
     assert [(r.at_s, r.to_size, r.finished) for r in run.rescales] == [(1, 2, True), (10, 4, True)]

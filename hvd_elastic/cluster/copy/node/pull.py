@@ -42,7 +42,7 @@ from hvd_elastic.cluster.copy.node.tree import (
     walk,
 )
 from hvd_elastic.hosts.programs.end_processes import end_all
-from hvd_elastic.hosts.programs.hold_command import PRCTL, SUBREAPER
+from hvd_elastic.hosts.programs.hold_command import become_subreaper
 
 # After so many failures one after the other the command is at fault, and not the file.
 MOST_FAILED = 5
@@ -310,7 +310,7 @@ class PullNode(Destination):
 
     def begin(self) -> None:
         """As any destination."""
-        PRCTL(SUBREAPER, 1, 0, 0, 0)
+        become_subreaper()
         threading.Thread(target=self._fetch_on_order, daemon=True).start()
         super().begin()
 
