@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import RemoteProcess, Result, collect
 
@@ -117,7 +116,7 @@ class Connection(Protocol):
     ) -> None: ...
 
 
-class ConnectionBase(Closing):
+class ConnectionBase:
     """What is the same over ssh and on this machine."""
 
     host: Host
@@ -146,3 +145,12 @@ class ConnectionBase(Closing):
         stdin: bytes | None = None,
     ) -> Result:
         return collect(lambda on_stderr: self.start(argv_or_command, on_stderr), timeout_s, stdin)
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -45,13 +45,20 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class HostResult(Generic[T]):
-    """One host's outcome; ``value`` is None unless the task returned, ``error`` says why not."""
+    """One host's outcome.
+
+    Attributes:
+        value: what the task returned; None where it raised or was given up.
+        error: why not, in words; "" where all is well.
+        exception: what the task raised.
+    """
 
     host: Host
     outcome: Outcome
     seconds: float
     value: T | None = None
     error: str = ""
+    exception: BaseException | None = None
 
     @property
     def ok(self) -> bool:
@@ -174,16 +181,17 @@ def _run_task(
         value = task(host, entry.stopper)
         outcome, reason = judge(value) if judge else (Outcome.OK, "")
         result = HostResult(host, outcome, seconds(), value, reason)
-    except HostUnreachableError as error:
-        result = HostResult(host, Outcome.UNREACHABLE, seconds(), error=str(error))
-    except CommandTimeoutError as error:
-        result = HostResult(host, Outcome.TIMED_OUT, seconds(), error=str(error))
     except HvdElasticError as error:
-        result = HostResult(host, Outcome.FAILED, seconds(), error=str(error))
+        outcome = Outcome.FAILED
+        if isinstance(error, HostUnreachableError):
+            outcome = Outcome.UNREACHABLE
+        elif isinstance(error, CommandTimeoutError):
+            outcome = Outcome.TIMED_OUT
+        result = HostResult(host, outcome, seconds(), None, str(error), error)
     except Exception as error:  # a defect must not leave a host unaccounted for
         log.debug("task on %s", host.name, exc_info=True)
         message = f"host {host.name}: {type(error).__name__}: {error}"
-        result = HostResult(host, Outcome.FAILED, seconds(), error=message)
+        result = HostResult(host, Outcome.FAILED, seconds(), None, message, error)
     ended.put(result)
 
 

@@ -7,7 +7,6 @@ on plain processes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 import socket
 import threading
@@ -24,7 +23,6 @@ from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, Result
 from hvd_elastic.hosts.route import Route, attempting, own_known_hosts
 
 if TYPE_CHECKING:
-    import fabric
     import paramiko
 
 __all__ = [
@@ -156,24 +154,10 @@ class SshConnection(ConnectionBase):
     def alive(self) -> bool:
         return self._transport.is_active()
 
-    @functools.cached_property
-    def fabric(self) -> fabric.Connection:
-        """As an open ``fabric.Connection``, for what Fabric's users know; loaded when asked for."""
-        from fabric import Config, Connection
-        from paramiko import SSHConfig
-
-        route = self._route
-        # No ~/.fabric.yaml, no FABRIC_ variables; what runs here does not depend on them.
-        config = Config(ssh_config=SSHConfig(), lazy=True)
-        made = Connection(
-            route.address,
-            user=route.user,
-            port=route.port,
-            config=config,
-            gateway=False,
-        )
-        made.client, made.transport = route.client, self._transport
-        return made
+    @property
+    def client(self) -> paramiko.SSHClient:
+        """The logged-in paramiko client, for libraries that build on one."""
+        return self._route.client
 
     def start(
         self,

@@ -16,10 +16,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.errors import RunError
 
 __all__ = [
@@ -50,7 +50,7 @@ class RecordNotWrittenError(RunError):
         self.record = record
 
 
-class EventLog(Closing):
+class EventLog(AbstractContextManager["EventLog"]):
     """Append-only writer of records; safe to share between threads, one process at a time.
 
     Args:
@@ -125,6 +125,9 @@ class EventLog(Closing):
                 ) from error
             self.lost = 0
         return record
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Sync and close; further calls do nothing."""

@@ -26,11 +26,11 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
@@ -85,7 +85,7 @@ def check_run_id(run_id: str) -> str:
     )
 
 
-class LeaderLock(Closing):
+class LeaderLock(AbstractContextManager["LeaderLock"]):
     """Proof that this process leads the run; the kernel frees it however the process ends."""
 
     def __init__(self, fd: int) -> None:
@@ -96,6 +96,9 @@ class LeaderLock(Closing):
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """As :meth:`release`, for a ``with`` statement."""

@@ -14,10 +14,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.errors import UsageError
 from hvd_elastic.records.json_lines import Record
 
@@ -68,7 +68,7 @@ def check_tensorboard(asked_by: str) -> None:
         ) from error
 
 
-class TensorBoardWriter(Closing):
+class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
     """Adds the metrics of a run to a folder of event files.
 
     Each writer begins a file with its first record. Where training goes back to an earlier step,
@@ -107,6 +107,9 @@ class TensorBoardWriter(Closing):
                     f"cannot write for TensorBoard into {self._folder}: {error.strerror}. The run "
                     "goes on without; free space on that disk or mend its permissions."
                 )
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the file; another record begins another one."""

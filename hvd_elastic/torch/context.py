@@ -55,7 +55,7 @@ _LONG_S = 2.0
 """A step or a wait of this length is told with the line of the script that it is at."""
 _NOT_THE_SCRIPT = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(Path(__file__).parents[1] / name) for name in ("torch", "launch")),
+    *(str(Path(__file__).parents[1] / name) for name in ("torch", "wire")),
     "<frozen ",
 )
 _REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them

@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.records.wording import Line, Narrator, duration_words, progress_words
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _STYLES = {
 }
 
 
-class RunView(Closing):
+class RunView(AbstractContextManager["RunView"]):
     """Shows events of a run as they come; call :meth:`close` at the end.
 
     Args:
@@ -93,6 +93,9 @@ class RunView(Closing):
         """Print a line of something else without tearing the progress line."""
         with self._lock:
             self._print(Line(text), None)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Show the last progress and give the terminal back; further calls do nothing."""

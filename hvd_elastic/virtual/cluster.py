@@ -8,11 +8,11 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.errors import UsageError, VirtualClusterError
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.loopback import Loopback, login_user
@@ -51,7 +51,7 @@ class Backend(Protocol):
     def inside(self, host: HostState, argv: Sequence[str]) -> list[str]: ...
 
 
-class VirtualCluster(Closing):
+class VirtualCluster(AbstractContextManager["VirtualCluster"]):
     """Hosts that can be cut off, crashed and booted, all on this machine.
 
     Made by :meth:`up` or found by :meth:`find`; what it says is read from the cluster's folder, so
@@ -184,6 +184,9 @@ class VirtualCluster(Closing):
         folder = clusters_folder()
         orphans = {Path(path).name for path in marked_clusters() if Path(path).parent == folder}
         return [cls(name) for name in sorted({*cluster_names(), *orphans})]
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """As :meth:`down`, for a ``with`` statement."""

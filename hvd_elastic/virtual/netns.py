@@ -406,7 +406,7 @@ def default_shares() -> tuple[str, ...]:
     """Python and this package, where a host's own /tmp, /data or /run would hide them."""
     import sys
 
-    package = Path(__file__).resolve().parents[3]
+    package = Path(__file__).resolve().parents[2]
     wanted = {Path(sys.prefix), Path(sys.base_prefix), package}
     return hidden_shares(map(str, sorted(wanted)))
 

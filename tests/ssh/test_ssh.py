@@ -399,12 +399,3 @@ def test_importing_is_quick() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.stdout == "[]\n", result.stderr
-
-
-def test_a_connection_is_one_of_fabrics_as_well(options: SshOptions) -> None:
-    with connect(Host("node1"), options) as connection:
-        assert isinstance(connection, SshConnection)
-        done = connection.fabric.run("echo $0; exit 3", hide=True, warn=True, in_stream=False)
-        assert done.exited == 3
-        assert connection.fabric.is_connected
-    assert not connection.fabric.is_connected

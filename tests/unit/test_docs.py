@@ -136,7 +136,7 @@ def test_option_tables_are_current() -> None:
 def emitted_kinds() -> set[str]:
     """First arguments of every call that adds an event, in the packages that write them."""
     found: set[str] = set()
-    for package in ("control", "launch"):
+    for package in ("control", "leader", "checkpoint"):
         for module in (ROOT / "hvd_elastic" / package).glob("*.py"):
             for node in ast.walk(ast.parse(read(module))):
                 if (

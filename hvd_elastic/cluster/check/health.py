@@ -34,7 +34,7 @@ from hvd_elastic.hosts.ssh import connect
 __all__ = ["Check", "CheckSettings", "ClusterHealth", "HostHealth", "Level", "check_cluster"]
 
 SCRIPT_S = 30.0
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection, SshOptions
 from hvd_elastic.hosts.fanout import fan_out
@@ -65,7 +65,7 @@ class _Node:
     port: int = 0
 
 
-class NetworkProbe(Closing):
+class NetworkProbe(AbstractContextManager["NetworkProbe"]):
     """Programs on the hosts that measure the way to one another; use it in a ``with`` statement.
 
     Args:
@@ -162,6 +162,9 @@ class NetworkProbe(Closing):
                 again = {(link.source, link.target): link for link in self._measure_at_once([pair])}
                 links = [_better(link, again.get((link.source, link.target))) for link in links]
         return links
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         nodes, self._nodes = self._nodes, {}

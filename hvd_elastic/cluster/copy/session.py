@@ -13,10 +13,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.cluster.copy.chain import Chain, Verdict, Why
 from hvd_elastic.cluster.copy.keys import make_certificate
 from hvd_elastic.cluster.copy.node.frames import pack, unpack
@@ -162,7 +162,7 @@ class Node:
 _Event = tuple[Node, "dict[str, Any] | Exception | None"]
 
 
-class CopySession(Closing):
+class CopySession(AbstractContextManager["CopySession"]):
     """A copy from its first connection to its last; use it in a ``with`` statement.
 
     Args:
@@ -264,6 +264,9 @@ class CopySession(Closing):
                     open_nodes.remove(result.host.name)
                     yield result
         self._tell_progress()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Ends all nodes; waits for them no longer than a few seconds."""

@@ -6,9 +6,9 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
-from hvd_elastic.closing import Closing
 from hvd_elastic.errors import HvdElasticError
 
 __all__ = ["PIECE_BYTES", "Spool"]
@@ -16,7 +16,7 @@ __all__ = ["PIECE_BYTES", "Spool"]
 PIECE_BYTES = 64 * 1024
 
 
-class Spool(Closing):
+class Spool(AbstractContextManager["Spool"]):
     """Reads an input once and gives it to every reader from its beginning.
 
     Held on the disk and not in memory, since a reader may begin when the input has long ended, and
@@ -56,6 +56,9 @@ class Spool(Closing):
                 data = os.pread(self._file.fileno(), PIECE_BYTES, at)
             at += len(data)
             yield data
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Readers come to an end; what is still to come is not looked at."""

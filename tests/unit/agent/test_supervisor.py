@@ -23,7 +23,7 @@ def supervise(body: str, timeout_s: float = TIMEOUT_S) -> str:
     program = (
         "import os, signal, subprocess, sys, time\n"
         "import psutil\n"
-        "from hvd_elastic.launch import supervisor\n"
+        "from hvd_elastic.agent import supervisor\n"
         "supervisor.become_subreaper()\n"
         "children = lambda: psutil.Process().children(recursive=True)\n"
         "def start(text, **env):\n"
@@ -89,7 +89,7 @@ def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     program = (
         "import os, sys, signal\n"
-        "from hvd_elastic.launch import supervisor\n"
+        "from hvd_elastic.agent import supervisor\n"
         "p = supervisor.spawn([sys.executable, '-S', '-c', 'import time; time.sleep(1000)'],\n"
         "                     cwd='/', env=dict(os.environ), output=1)\n"
         f"open({str(note)!r}, 'w').write(str(p.pid))\n"

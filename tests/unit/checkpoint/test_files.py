@@ -371,8 +371,8 @@ def test_a_read_only_disk_is_explained_and_can_still_be_read(small_disk: Path) -
 WRITER = """
 import sys, time
 from pathlib import Path
-from hvd_elastic.launch import checkpoints
-from tests.unit.launch import test_checkpoints
+from hvd_elastic.checkpoint import files as checkpoints
+from tests.unit.checkpoint import test_files as test_checkpoints
 
 folder, moment = sys.argv[1:]
 

@@ -1,0 +1,345 @@
+"""The hosts of a hostfile as a ``fabric.Group``, for fabfiles and Python programs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import fabric
+from fabric.exceptions import GroupException
+from fabric.group import GroupResult
+from fabric.runners import Result
+from fabric.transfer import Result as TransferResult
+from invoke.exceptions import CommandTimedOut, UnexpectedExit
+from paramiko import SSHConfig
+
+from hvd_elastic.cluster.copy.copying import (
+    Copied,
+    CopySettings,
+    check_destination,
+    check_source,
+    copy_to_hosts,
+)
+from hvd_elastic.cluster.run.commands import (
+    CommandResult,
+    CommandSettings,
+    HowToRun,
+    run_on_hosts,
+    select_hosts,
+)
+from hvd_elastic.errors import SshError, UsageError
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Stopper, fan_out
+from hvd_elastic.hosts.hostfile import Host, Hostfile, parse_hostfile, parse_hosts
+from hvd_elastic.hosts.ssh import SshConnection, is_local
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["HostConnection", "HostGroup"]
+
+_OUTPUT_BYTES = 1 << 30
+"""Most that is kept of a command's output on each host: as good as all, as Fabric keeps it."""
+
+_HIDDEN: dict[bool | str | None, tuple[str, ...]] = {
+    **dict.fromkeys((None, False), ()),
+    **dict.fromkeys(("out", "stdout"), ("stdout",)),
+    **dict.fromkeys(("err", "stderr"), ("stderr",)),
+    **dict.fromkeys((True, "both"), ("stdout", "stderr")),
+}
+
+
+class HostConnection(fabric.Connection):
+    """A ``fabric.Connection`` to one host, opened when it is first used.
+
+    Host keys are verified and ``~/.ssh/config`` is read as by all tools here; Fabric's own
+    configuration (``~/.fabric.yaml``, ``FABRIC_`` variables) is not.
+    """
+
+    def __init__(self, host: Host, options: SshOptions | None = None) -> None:
+        config = fabric.Config(ssh_config=SSHConfig(), lazy=True)
+        super().__init__(host.name, user=host.user, port=host.port, config=config, gateway=False)
+        # Fabric refuses to set attributes that its configuration does not know.
+        self._set(at=host, options=options or SshOptions(), ours=None)
+
+    def open(self) -> None:
+        """Connect, unless that is done.
+
+        Raises:
+            HostUnreachableError, HostKeyError, SshError: as :func:`hvd_elastic.hosts.ssh.connect`;
+                SshError also for this machine itself (use :meth:`local`).
+        """
+        if self.is_connected:
+            return
+        if is_local(self.at, self.options):
+            raise SshError(f"host {self.at.name} is this machine: use local() of the connection")
+        self.ours = SshConnection(self.at, self.options)
+        self.client, self.transport = self.ours.client, self.ours.client.get_transport()
+
+    def close(self) -> None:
+        """Close the connection; a further call does nothing."""
+        super().close()
+        if self.ours is not None:
+            self.ours.close()
+
+
+class HostGroup(fabric.Group):
+    """A group of hosts, on which commands run at the same time.
+
+    Each method returns a ``fabric.GroupResult`` that maps each host's connection to its result. If
+    anything fails on any host, ``fabric.exceptions.GroupException`` is raised after all hosts are
+    done; its ``result`` has ``succeeded`` and ``failed``. Members are :class:`HostConnection`.
+
+    Args:
+        hosts: as in a hostfile (``"node1"``, ``"me@node2:2222"``, ``"gpu[01-16]"``).
+        options: how to connect.
+        fanout: hosts at a time.
+        timeout_s: seconds that :meth:`run` and :meth:`get` may take on each host; None: no limit.
+
+    Raises:
+        HostfileError: a host cannot be parsed.
+
+    >>> HostGroup("gpu[1-3]", "login")
+    <HostGroup gpu1, gpu2, gpu3, login>
+    """
+
+    def __init__(
+        self,
+        *hosts: str,
+        options: SshOptions | None = None,
+        fanout: int = DEFAULT_FANOUT,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = options or SshOptions()
+        self.fanout = fanout
+        self.timeout_s = timeout_s
+        if hosts:
+            self._add(parse_hosts("\n".join(hosts), "HostGroup"))
+
+    @classmethod
+    def from_hostfile(
+        cls,
+        path: str | Path,
+        *,
+        only: str | None = None,
+        exclude: str | None = None,
+        options: SshOptions | None = None,
+        fanout: int = DEFAULT_FANOUT,
+        timeout_s: float | None = None,
+    ) -> Self:
+        """Return the hosts of a hostfile.
+
+        Args:
+            path: of the hostfile.
+            only: names of hosts to take, as in ``gpu[01-04],login``; None: all.
+            exclude: names to leave out, likewise.
+            options, fanout, timeout_s: as of the class.
+
+        Raises:
+            HostfileError: it cannot be read; names path and line.
+            UsageError: ``only`` or ``exclude`` names no host of it.
+        """
+        group = cls(options=options, fanout=fanout, timeout_s=timeout_s)
+        group._add(select_hosts(parse_hostfile(path), only, exclude))
+        return group
+
+    def _add(self, hosts: Iterable[Host] | Hostfile) -> None:
+        self.extend(HostConnection(host, self.options) for host in hosts)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {', '.join(host.name for host in self.hosts)}>"
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The hosts, in the order of the hostfile."""
+        return [member.at for member in self]
+
+    def run(
+        self,
+        command: str,
+        *,
+        warn: bool = False,
+        hide: bool | str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        timeout: float | None = None,
+        in_stream: IO[bytes] | None = None,
+        sudo: bool = False,
+    ) -> GroupResult:
+        """Run a shell command on every host, as ``runclust`` does.
+
+        What it starts on a host ends with it when the caller is interrupted or gone.
+
+        Args:
+            command: shell text.
+            warn: whether an exit status other than 0 is no failure.
+            hide: what is not printed: ``"out"``, ``"err"``, True for both; else each line is
+                printed with the name of its host.
+            env: variables set for it; they do not show on a command line.
+            cwd: the folder it runs in; "" is the user's home.
+            timeout: seconds for the command on each host, connecting not counted; None: as the
+                group says.
+            in_stream: a binary file that every host's command reads from its beginning.
+            sudo: see :meth:`sudo`.
+
+        Returns:
+            A ``fabric.runners.Result`` for each host.
+
+        Raises:
+            GroupException: a host failed; its exceptions are ``UnexpectedExit``,
+                ``CommandTimedOut`` or an :class:`~hvd_elastic.errors.SshError`.
+        """
+        limit_s = self.timeout_s if timeout is None else timeout
+        settings = CommandSettings(
+            HowToRun(dict(env or {}), cwd, sudo),
+            self.fanout,
+            limit_s,
+            keep_bytes=_OUTPUT_BYTES,
+        )
+        hidden = _HIDDEN[hide]
+        shown = functools.partial(_print_lines, hidden=hidden)
+        results = run_on_hosts(self.hosts, command, self.options, settings, in_stream, shown)
+
+        def convert(member: HostConnection, found: HostResult[CommandResult]) -> object:
+            if found.value is None:
+                return found.exception or SshError(found.error)
+            result = Result(
+                connection=member,
+                command=command,
+                stdout=found.value.stdout.decode("utf-8", "replace"),
+                stderr=found.value.stderr.decode("utf-8", "replace"),
+                exited=found.value.exit_status,
+                env=dict(env or {}),
+                hide=hidden,
+            )
+            if found.value.timed_out:
+                return CommandTimedOut(result, limit_s)  # type: ignore[arg-type]  # fractions, too
+            return result if result.ok or warn else UnexpectedExit(result)
+
+        return self._gather(results, convert)
+
+    def sudo(self, command: str, **how: Any) -> GroupResult:
+        """Run a command as root on every host, without asking for a password (``sudo -n``).
+
+        Args:
+            command: shell text.
+            how: as of :meth:`run`.
+        """
+        return self.run(command, sudo=True, **how)
+
+    def put(
+        self,
+        local: str | Path | IO[bytes],
+        remote: str | None = None,
+        *,
+        settings: CopySettings | None = None,
+    ) -> GroupResult:
+        """Copy a file or folder to every host, from host to host as ``copyclust`` does.
+
+        The data leave this machine once, and what a host has already is not sent again.
+
+        Args:
+            local: a path, or a binary file.
+            remote: absolute or under ``~/``; a ``/`` at its end means inside that folder; None is
+                the home folder.
+            settings: of the copy.
+
+        Returns:
+            A ``fabric.transfer.Result`` for each host.
+
+        Raises:
+            UsageError: there is no such source, or ``remote`` cannot be a destination.
+            GroupException: a host failed.
+        """
+        with _as_path(local) as path:
+            check_source(path)
+            if not isinstance(local, str | Path) and (remote is None or remote.endswith("/")):
+                raise UsageError("put: a file object needs the full remote path of its copy")
+            remote = check_destination(path, "~/" if remote is None else remote)
+            settings = settings or CopySettings(fanout=self.fanout)
+            results = copy_to_hosts(self.hosts, path, remote, self.options, settings)
+
+            def convert(member: HostConnection, found: HostResult[Copied]) -> object:
+                if not found.ok:
+                    return _value_or_error(found)
+                return TransferResult(str(path), local, remote, remote, member)
+
+            return self._gather(results, convert)
+
+    def get(self, remote: str, local: str = "{host}/") -> GroupResult:
+        """Copy a file from every host to this machine.
+
+        Args:
+            remote: its path on the hosts.
+            local: where to; ``{host}`` becomes the name of each host.
+
+        Returns:
+            A ``fabric.transfer.Result`` for each host.
+
+        Raises:
+            GroupException: a host failed.
+        """
+        members = {member.at.name: member for member in self}
+
+        def fetch(host: Host, stopper: Stopper) -> TransferResult:
+            member = members[host.name]
+            if is_local(host, self.options):
+                return _copy_here(member, remote, local)
+            stopper.add(member.close)
+            return member.get(remote, local=local)
+
+        results = fan_out(self.hosts, fetch, self.fanout, self.timeout_s)
+        return self._gather(results, lambda _, found: _value_or_error(found))
+
+    def _gather(
+        self,
+        results: Iterable[HostResult[Any]],
+        convert: Callable[[HostConnection, HostResult[Any]], object],
+    ) -> GroupResult:
+        members = {member.at.name: member for member in self}
+        gathered = GroupResult()
+        for found in results:
+            member = members[found.host.name]
+            gathered[member] = convert(member, found)
+        if gathered.failed:
+            raise GroupException(gathered)
+        return gathered
+
+
+def _value_or_error(found: HostResult[Any]) -> object:
+    return found.value if found.ok else found.exception or SshError(found.error)
+
+
+def _print_lines(host: Host, stream: str, text: str, *, hidden: tuple[str, ...]) -> None:
+    if stream not in hidden:
+        lines = "".join(f"{host.name}: {line}\n" for line in text.split("\n"))
+        (sys.stdout if stream == "stdout" else sys.stderr).write(lines)
+
+
+def _copy_here(member: HostConnection, remote: str, local: str) -> TransferResult:
+    """As ``get`` of a connection, on this machine."""
+    source = Path(remote).expanduser()
+    target = Path(local.format(host=member.at.name))
+    if local.endswith("/"):
+        target /= source.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, target)
+    return TransferResult(str(target.absolute()), local, str(source.absolute()), remote, member)
+
+
+@contextlib.contextmanager
+def _as_path(local: str | Path | IO[bytes]) -> Iterator[Path]:
+    if isinstance(local, str | Path):
+        yield Path(local).expanduser()
+        return
+    with tempfile.NamedTemporaryFile() as file:
+        shutil.copyfileobj(local, file)
+        file.flush()
+        yield Path(file.name)
