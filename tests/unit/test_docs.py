@@ -67,6 +67,13 @@ def split_command(line: str) -> tuple[str, list[str]]:
     return name, rest
 
 
+def test_the_readme_is_short_and_every_page_is_in_the_contents() -> None:
+    assert len(read(ROOT / "README.md").splitlines()) <= 150
+    contents = _LINK.findall(read(ROOT / "docs" / "README.md"))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= set(contents)
+
+
 @pages
 def test_relative_links_resolve(page: Path) -> None:
     for target in _LINK.findall(_FENCE.sub("", read(page))):
@@ -170,11 +177,11 @@ def test_there_are_hostfile_examples() -> None:
     assert sum(read(page).count("```hostfile") for page in PAGES) >= 2
 
 
-def test_the_readme_shows_the_diff_of_the_examples() -> None:
+def test_the_diff_of_the_examples_is_shown() -> None:
     command = ["diff", "scripts/examples/digits_single.py", "scripts/examples/digits.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"$ {shlex.join(command)}\n{done.stdout}```" in read(ROOT / "README.md")
+    assert f"$ {shlex.join(command)}\n{done.stdout}```" in read(ROOT / "docs" / "get-started.md")
 
 
 def without_launcher() -> dict[str, str]:
@@ -184,7 +191,7 @@ def without_launcher() -> dict[str, str]:
 
 
 def test_eight_changed_lines_are_enough(tmp_path: Path) -> None:
-    """The lines that the README calls needed make the plain script elastic."""
+    """The lines that are called needed make the plain script elastic."""
     plain = read(ROOT / "scripts" / "examples" / "digits_single.py")
     changes = {
         "\nparser = ": "\nimport hvd_elastic.torch as hvd\nparser = ",
