@@ -151,8 +151,8 @@ def forecast(
 
 def _why_unknown(evidence: Evidence, used: Sequence[HostOffer]) -> str:
     """In words; empty: each rank has a core, or as many shared one when steps were timed."""
-    sharing = evidence.sharing((host.name, host.slots) for host in used)
-    timed = evidence.densest
+    sharing = evidence.cores.of((host.name, host.slots) for host in used)
+    timed = evidence.cores.densest
     if sharing is None or timed is None:
         return ""
     if sharing.ranks_per_core <= max(1.0, timed.ranks_per_core):

@@ -97,9 +97,9 @@ def test_old_times_across_hosts_are_believed_less_once_hosts_come_or_go():
         assert float(model.step_s(1, 1, 32, 0)) == pytest.approx(0.2, rel=0.05)
         return float(model.predict(hosts, hosts, 32 / hosts, 0).uncertainty)
 
-    evidence.distrust_what_is_old(end)
+    evidence.distrust_old(end)
     apart, alone = doubt(2), doubt(1)
-    evidence.distrust_what_is_old(end + 3600)
+    evidence.distrust_old(end + 3600)
     assert doubt(2) > 3 * apart
     assert doubt(1) < 1.5 * alone
     evidence.formed(["a", "b"])
@@ -114,7 +114,7 @@ def test_old_times_that_new_ones_contradict_are_forgotten():
         end = told(evidence, 0.5, 0.0, 8)  # over a slow link
         evidence.formed(["a"])
         end = told(evidence, 0.2, end, 8)
-        evidence.distrust_what_is_old(end + 3600)
+        evidence.distrust_old(end + 3600)
         evidence.model()
         evidence.formed(["a", "b"])
         told(evidence, new_s, end + 3600, 8)
