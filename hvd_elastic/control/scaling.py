@@ -88,7 +88,7 @@ class ScalingController:
         """Hosts that can be used now, in the order of the hostfile."""
         if tuple(hosts) != self._hosts:
             if self._hosts:  # else this is the beginning, of a resumed run as well
-                self.evidence.distrust_old(now)
+                self.evidence.timings.distrust_old(now)
             self._hosts = tuple(hosts)
             self._surroundings_changed(now)
 
@@ -120,7 +120,7 @@ class ScalingController:
     def resume(self, now: float) -> None:
         """Decide again, and try again what was timed across hosts long ago."""
         self._paused = ""
-        self.evidence.distrust_old(now)
+        self.evidence.timings.distrust_old(now)
         self._look_at = now
 
     @property
@@ -203,7 +203,7 @@ class ScalingController:
         unknown = BatchLimits(1, 1)
         return Snapshot(
             hosts=tuple(
-                dataclasses.replace(host, slowness=evidence.slowness(host.name))
+                dataclasses.replace(host, slowness=evidence.speeds.slowness(host.name))
                 for host in self._hosts
             ),
             current=self._in_order(evidence.allocation),
@@ -219,8 +219,8 @@ class ScalingController:
             done=evidence.done,
             started_at=self._started_at,
             memory=self._memory,
-            unequal_shares=evidence.unequal_shares,
-            constant_examples=evidence.constant_examples,
+            unequal_shares=evidence.speeds.unequal,
+            constant_examples=evidence.speeds.fixed.examples,
             rejected=evidence.rejected,
         )
 

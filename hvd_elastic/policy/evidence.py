@@ -43,6 +43,10 @@ class Evidence:
         noise_scale: as last reported [examples]; NaN: not known.
         limits: of the batch plan; None: not known.
         plan: the batch plan in use; None: not known.
+        allocation: slots that train now.
+        measured: timed windows since they began to train.
+        timings: step times.
+        speeds: of the hosts, and shares of the ranks.
         cores: which ranks share cores.
         news: whether something changed that a decision should know at once.
     """
@@ -56,12 +60,12 @@ class Evidence:
         self.cores = CoreSharing()
         self.news = False
         self._adaptive = False
-        self._allocation = Allocation()
-        self._speeds = RankSpeeds()
-        self._timings = StepTimings(LEADER_RULES)
+        self.allocation = Allocation()
+        self.speeds = RankSpeeds()
+        self.timings = StepTimings(LEADER_RULES)
         self._windows = _Windows()
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
-        self._measured = 0
+        self.measured = 0
         self._present: Configuration | None = None
         """What trains now; None until it was timed."""
 
@@ -72,10 +76,10 @@ class Evidence:
         counts: dict[str, int] = {}
         for host in hosts_of_ranks:
             counts[host] = counts.get(host, 0) + 1
-        self._allocation = Allocation.of(counts)
-        self._speeds.formed(hosts_of_ranks)
+        self.allocation = Allocation.of(counts)
+        self.speeds.formed(hosts_of_ranks)
         self._windows.restart(self._planned_passes)
-        self._measured = 0
+        self.measured = 0
         self._present = None
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
@@ -117,7 +121,7 @@ class Evidence:
         if step is None or examples is None:
             self.rejected += 1
             return
-        if fields.get("size") not in (None, self._allocation.slots):
+        if fields.get("size") not in (None, self.allocation.slots):
             self._windows.interrupt()  # of another world
             return
         noise = _number(fields.get("noise_scale"))
@@ -141,71 +145,53 @@ class Evidence:
             if whole > 0 and whole != known:
                 self.plan = BatchPlan(whole)
                 self.limits = BatchLimits(whole, whole, max_accumulation_steps=0)
-        if window.settling or self._speeds.rebalancing:
+        if window.settling or self.speeds.rebalancing:
             return
-        plan, ranks = self.plan, self._allocation.slots
+        plan, ranks = self.plan, self.allocation.slots
         if plan is None or batch < 0.97 * plan.global_batch_size:
             return  # an epoch ended in it
         # Where not all steps have as many passes, their mean varies by chance.
         extra = round(4 * self._windows.passes) / 4 - 1
         atomic = plan.global_batch_size / ranks / (extra + 1)
-        where = Configuration(self._allocation.hosts, ranks, atomic, extra, self.steps_slowness)
+        slowness = self.speeds.steps_slowness(plan)
+        where = Configuration(self.allocation.hosts, ranks, atomic, extra, slowness)
         self._present = where
-        self._measured += 1
-        self.cores.note_timed(self._allocation.counts)
-        if self._timings.add(where, window.seconds / window.steps, now=now):
+        self.measured += 1
+        self.cores.note_timed(self.allocation.counts)
+        if self.timings.add(where, window.seconds / window.steps, now=now):
             self.news = True
 
     def _note_shares(self, told: Any) -> None:
         """Take the examples of each rank in a full step; none are told where they are equal."""
-        if not isinstance(told, Sequence) or len(told) != len(self._speeds.hosts):
+        if not isinstance(told, Sequence) or len(told) != len(self.speeds.hosts):
             return
         shares = tuple(whole for share in told if (whole := _whole(share, 1)) is not None)
-        if len(shares) == len(told) and self._speeds.note_shares(shares):
+        if len(shares) == len(told) and self.speeds.note_shares(shares):
             self._windows.restart(self._windows.passes)
 
     def _note_compute_times(self, told: Any, now: float) -> None:
-        if not isinstance(told, Sequence) or not told or len(told) != len(self._speeds.hosts):
+        if not isinstance(told, Sequence) or not told or len(told) != len(self.speeds.hosts):
             return
-        if not self._speeds.is_new(told):
+        if not self.speeds.is_new(told):
             return
         times = [_number(seconds, _SHORTEST_S) or 0.0 for seconds in told]
-        fastest = None if self.plan is None else self._speeds.fastest(times, self.plan)
+        fastest = None if self.plan is None else self.speeds.fastest(times, self.plan)
         if fastest is not None and self.plan is not None and round(fastest.examples) >= 1:
             examples, extra = round(fastest.examples), self.plan.accumulation_steps
             where = Configuration(1, 1, examples / (extra + 1), extra, fastest.slowness)
-            self._timings.add_alone(where, fastest.compute_s * examples / fastest.examples)
-        if self._speeds.note(times, self.plan, round(self._windows.passes), now):
+            self.timings.add_alone(where, fastest.compute_s * examples / fastest.examples)
+        if self.speeds.note(times, self.plan, round(self._windows.passes), now):
             # Until now steps of this world were timed with a wrong slowness.
-            self._timings.forget_world(self._allocation.hosts, self._allocation.slots)
-            self._measured = 0
+            self.timings.forget_world(self.allocation.hosts, self.allocation.slots)
+            self.measured = 0
             self.news = True
-
-    def distrust_old(self, now: float) -> None:
-        """Believe old times across hosts less, since other things changed too."""
-        self._timings.distrust_old(now)
 
     # -- what is known ---------------------------------------------------------------------
 
     @property
-    def allocation(self) -> Allocation:
-        """Slots that train now."""
-        return self._allocation
-
-    @property
-    def worlds(self) -> set[tuple[int, int]]:
-        """Numbers of (hosts, slots) that trained together and were timed."""
-        return self._timings.worlds
-
-    @property
-    def measured(self) -> int:
-        """Timed windows since the allocation began to train."""
-        return self._measured
-
-    @property
     def present(self) -> Observation | None:
         """The step time of what trains now; None where it was not timed yet."""
-        return self._timings.observation(self._present)
+        return self.timings.observation(self._present)
 
     @property
     def pause_s(self) -> float:
@@ -215,25 +201,6 @@ class Evidence:
     def silent_s(self, now: float) -> float:
         """Return the time since the last measurement [s]."""
         return now - self._windows.measured_at
-
-    def slowness(self, host: str) -> float:
-        """Return that of a host relative to the fastest; 1 where it was not measured."""
-        return self._speeds.slowness(host)
-
-    @property
-    def steps_slowness(self) -> float:
-        """The slowness at which equal shares would take as long as the present ones."""
-        return self._speeds.steps_slowness(self.plan)
-
-    @property
-    def unequal_shares(self) -> bool:
-        """Whether slow ranks get fewer examples of a step."""
-        return self._speeds.unequal
-
-    @property
-    def constant_examples(self) -> float:
-        """Number of examples whose compute time equals the fixed cost of one pass; 0: unknown."""
-        return self._speeds.fixed.examples
 
     @property
     def noise(self) -> float:
@@ -250,7 +217,7 @@ class Evidence:
 
     def model(self) -> StepTimeModel | None:
         """Return the model fitted to what is not out of date; see :meth:`StepTimings.model`."""
-        return self._timings.model()
+        return self.timings.model()
 
     @property
     def _planned_passes(self) -> float:

@@ -313,7 +313,9 @@ class _Simulation:
         if model is None:
             return
         noise, on, ranks = job.jittered(job.noise), job.allocation.hosts, job.allocation.slots
-        if job.choice.follow_goodput(model, noise, on, ranks, evidence.steps_slowness):
+        if job.choice.follow_goodput(
+            model, noise, on, ranks, evidence.speeds.steps_slowness(evidence.plan)
+        ):
             self._announce_plan()
 
     def _report(self) -> None:
