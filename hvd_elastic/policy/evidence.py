@@ -63,7 +63,7 @@ class Evidence:
         self.allocation = Allocation()
         self.speeds = RankSpeeds()
         self.timings = StepTimings(LEADER_RULES)
-        self._windows = _Windows()
+        self._windows = _ProgressWindows()
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self.measured = 0
         self._present: Configuration | None = None
@@ -249,7 +249,7 @@ class _Window(NamedTuple):
     settling: bool
 
 
-class _Windows:
+class _ProgressWindows:
     """Turns reports of progress into windows of at least a second.
 
     Attributes:

@@ -122,7 +122,7 @@ class GradientAverager:
             return
         if not self._names:
             raise ScriptError(
-                "a batch that adapts needs gradients to look at, and no parameter of the optimizer "
+                "a batch that adapts needs gradients, and no parameter of the optimizer "
                 "requires one; give it parameters with requires_grad=True"
             )
         self._adaptation = adaptation
