@@ -162,7 +162,7 @@ def _todo(folder: RunFolder, evidence: Evidence) -> float | None:
 def _notes(evidence: Evidence, found: Sequence[Forecast], todo: float | None) -> list[str]:
     from hvd_elastic.records.wording import number_words
 
-    worlds = sorted(evidence.worlds)
+    worlds = sorted(evidence.timings.worlds)
     timed = ", ".join(f"{count(s, 'slot')} on {count(h, 'host')}" for h, s in worlds[:6])
     notes = [f"* timed by this run. In all: {timed}{' and more' if len(worlds) > 6 else ''}."]
     if all(hosts < 2 for hosts, _ in worlds) and found[-1].hosts > 1:
@@ -208,7 +208,7 @@ def _as_json(
         "path": str(path),
         "noise_scale": evidence.noise if math.isfinite(evidence.noise) else None,
         "target_examples": todo,
-        "timed": sorted(evidence.worlds),
+        "timed": sorted(evidence.timings.worlds),
         "forecasts": [_entry_as_json(entry) for entry in found],
     }
 

@@ -76,7 +76,7 @@ class ScalingController:
         self._last: Decision | None = None
         self._rests_on: tuple[Any, ...] = ()
         self._model_then: StepTimeModel | None = None
-        self._noise_then = math.nan
+        self._noise_then = self._noise_seen = math.nan
         self._change: tuple[Decision, Snapshot] | None = None
         """The last change and what it rested on, until what it brought is known."""
         self.miss: Miss | None = None
@@ -88,7 +88,7 @@ class ScalingController:
         """Hosts that can be used now, in the order of the hostfile."""
         if tuple(hosts) != self._hosts:
             if self._hosts:  # else this is the beginning, of a resumed run as well
-                self.evidence.distrust_what_is_old(now)
+                self.evidence.timings.distrust_old(now)
             self._hosts = tuple(hosts)
             self._surroundings_changed(now)
 
@@ -109,7 +109,8 @@ class ScalingController:
         if self.evidence.news:
             self.evidence.news = False
             self._surroundings_changed(now)
-        elif self.evidence.noise_moved():
+        elif _noise_moved(self.evidence.noise_scale, self._noise_seen):
+            self._noise_seen = self.evidence.noise_scale
             self._look_at = min(self._look_at, now)
 
     def pause(self, why: str) -> None:
@@ -119,7 +120,7 @@ class ScalingController:
     def resume(self, now: float) -> None:
         """Decide again, and try again what was timed across hosts long ago."""
         self._paused = ""
-        self.evidence.distrust_what_is_old(now)
+        self.evidence.timings.distrust_old(now)
         self._look_at = now
 
     # -- what follows ----------------------------------------------------------------------
@@ -197,7 +198,7 @@ class ScalingController:
         unknown = BatchLimits(1, 1)
         return Snapshot(
             hosts=tuple(
-                dataclasses.replace(host, slowness=evidence.slowness(host.name))
+                dataclasses.replace(host, slowness=evidence.speeds.slowness(host.name))
                 for host in self._hosts
             ),
             current=self._in_order(evidence.allocation),
@@ -213,8 +214,8 @@ class ScalingController:
             done=evidence.done,
             started_at=self._started_at,
             memory=self._memory,
-            unequal_shares=evidence.unequal_shares,
-            constant_examples=evidence.constant_examples,
+            unequal_shares=evidence.speeds.unequal,
+            constant_examples=evidence.speeds.fixed.examples,
             rejected=evidence.rejected,
         )
 

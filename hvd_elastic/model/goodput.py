@@ -10,15 +10,12 @@ from numpy.typing import ArrayLike
 
 from hvd_elastic.model.step_time import StepTimeModel
 
-__all__ = ["ACCUMULATION_STEPS", "BatchLimits", "BatchPlan", "PlanPatience", "ScoredPlan"]
-__all__ += ["best_batch_plan", "nearest_plan", "score_plan", "statistical_efficiency"]
+__all__ = ["ACCUMULATION_STEPS", "BatchLimits", "BatchPlan", "ScoredPlan", "best_batch_plan"]
+__all__ += ["nearest_plan", "score_plan", "statistical_efficiency"]
 
 ACCUMULATION_STEPS = (0, 1, 2, 3, 5, 7, 11, 15)
 """Extra passes that a plan may have; who predicts what a plan brings tries the same ones."""
 _CANDIDATES = 64
-_WORTH_IT = 1.05
-_WORTH_WAITING = 1.02
-_PATIENCE = 3
 
 SlownessOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -122,38 +119,6 @@ class ScoredPlan:
     efficiency: float
     goodput: float
     uncertainty: float
-
-
-@dataclass
-class PlanPatience:
-    """Says when another batch plan is worth the change.
-
-    One that may make 1.05 times as much is, at once; one that is expected to make 1.02 times as
-    much when three reviews running have found such a plan: of few measurements chance alone makes
-    as much, and for so little nothing is tried that was not measured.
-
-    Attributes:
-        wished: reviews running that expected as much.
-
-    >>> patience = PlanPatience()
-    >>> [patience.allows(hoped, 1.03) for hoped in (1.06, 1.04, 1.04, 1.04)]
-    [True, False, False, True]
-    """
-
-    wished: int = 0
-
-    def allows(self, hoped: float, expected: float) -> bool:
-        """Whether to change to a plan that makes so many times as much as the present one.
-
-        Args:
-            hoped: with some optimism about what was not measured.
-            expected: without.
-        """
-        self.wished = self.wished + 1 if expected > _WORTH_WAITING else 0
-        allowed = hoped > _WORTH_IT or self.wished >= _PATIENCE
-        if allowed:
-            self.wished = 0
-        return allowed
 
 
 def nearest_plan(limits: BatchLimits, global_batch_size: int, ranks: int) -> BatchPlan:

@@ -312,7 +312,7 @@ class NoiseTracker:
             local, total: see :func:`squared_norm_and_variance`; shape (quantities,).
             global_batch_size, passes: of the step.
             step: its number. What lies between it and the one taken before makes that one older
-                too, or a trend would be bent where fewer steps are looked at. None: the next one.
+                too, or a trend would be bent where fewer steps are sampled. None: the next one.
         """
         local, total = np.asarray(local, np.float64), np.asarray(total, np.float64)
         if not (np.isfinite(local).all() and np.isfinite(total).all()):

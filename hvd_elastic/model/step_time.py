@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["Observation", "StepTimeModel", "StepTimes", "fit_step_time", "has_shifted"]
+__all__ = ["Observation", "StepTimeModel", "StepTimes", "fit_step_time"]
 
 _ITERATIONS = 60
 _TYPICAL_NOISE = 0.05
@@ -283,25 +283,6 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
         covariance=np.linalg.inv(precision),
         noise=noise,
     )
-
-
-def has_shifted(times: Sequence[float], last: int, before: int, factor: float) -> bool:
-    """Whether a device or link is not what it was: the last times are far from those before.
-
-    Args:
-        times: of one configuration, oldest first [s].
-        last: so many have to lie on one side of the median of those before.
-        before: so many have to be there for a comparison.
-        factor: by which each of the last has to be longer, or each shorter.
-
-    >>> [has_shifted(times, 2, 2, 1.5) for times in ([1, 1, 2, 2], [1, 1, 2, 1], [1, 2, 2])]
-    [True, False, False]
-    """
-    earlier, recent = list(times)[:-last], list(times)[-last:]
-    if len(earlier) < before:
-        return False
-    middle = median(earlier)
-    return min(recent) > factor * middle or max(recent) * factor < middle
 
 
 def _first_guess(observations: Sequence[Observation]) -> tuple[float, float, float]:

@@ -128,7 +128,7 @@ def forecast(
             Forecast(
                 hosts=number,
                 slots=ranks,
-                seen=(number, ranks) in evidence.worlds,
+                seen=(number, ranks) in evidence.timings.worlds,
                 global_batch_size=best.plan.global_batch_size,
                 accumulation_steps=best.plan.accumulation_steps,
                 throughput=best.throughput,
@@ -151,8 +151,8 @@ def forecast(
 
 def _why_unknown(evidence: Evidence, used: Sequence[HostOffer]) -> str:
     """In words; empty: each rank has a core, or as many shared one when steps were timed."""
-    sharing = evidence.sharing((host.name, host.slots) for host in used)
-    timed = evidence.densest
+    sharing = evidence.cores.of((host.name, host.slots) for host in used)
+    timed = evidence.cores.densest
     if sharing is None or timed is None:
         return ""
     if sharing.ranks_per_core <= max(1.0, timed.ranks_per_core):
@@ -168,9 +168,9 @@ def _pace(
     atomic: np.ndarray,
     extra: np.ndarray,
 ) -> np.ndarray:
-    constant = evidence.constant_examples / (evidence.constant_examples + atomic)
+    constant = evidence.speeds.fixed.examples / (evidence.speeds.fixed.examples + atomic)
     least = np.minimum(LEAST_SHARE / (atomic * (extra + 1)), 1.0)
-    return pace(speeds, evidence.unequal_shares, constant, least)
+    return pace(speeds, evidence.speeds.unequal, constant, least)
 
 
 def _offers(
@@ -186,7 +186,7 @@ def _offers(
             host.name,
             host.slots if slots is None else slots,
             host.price if price is None else price,
-            evidence.slowness(host.name),
+            evidence.speeds.slowness(host.name),
         )
         for host in hosts
     ]

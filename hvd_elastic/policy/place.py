@@ -1,12 +1,10 @@
-"""Which slots: where a given number of processes would best go, and which hosts are slow."""
+"""Where a given number of processes would best go."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
-from statistics import median, quantiles
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,22 +12,19 @@ from numpy.typing import ArrayLike
 from hvd_elastic.model.shares import balanced_slowness
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 
-__all__ = ["HostSpeeds", "pace", "placements", "sizes_to_try"]
+__all__ = ["pace", "placements", "sizes_to_try"]
 
 _CLASSES = 6
 _CLASS_STEP = 0.1
 _DENSE = 12
 _GROWTH = 1.12
 _WHOLE_HOSTS = 16
-"""So many hosts as a whole are all looked at, then powers of two: hosts are paid as a whole."""
-
-_KEPT = 6
-_STANDS_OUT = 1.15
-_FORGET_S = 4 * 3600.0
+"""Every number of whole hosts up to this is tried, since hosts are paid as a whole; then powers of
+two."""
 
 
 def sizes_to_try(least: int, most: int, current: int, host_slots: Sequence[int]) -> list[int]:
-    """Numbers of slots worth a look: all small ones, then ever coarser, and whole hosts.
+    """Return numbers of slots to score: all small ones, then ever coarser, and whole hosts.
 
     >>> sizes_to_try(1, 5, 3, [4])
     [1, 2, 3, 4, 5]
@@ -53,7 +48,7 @@ def sizes_to_try(least: int, most: int, current: int, host_slots: Sequence[int])
 def placements(
     hosts: tuple[HostOffer, ...], sizes: tuple[int, ...], current: Allocation
 ) -> tuple[Allocation, ...]:
-    """Allocations worth comparing, of each size.
+    """Return allocations worth comparing, of each size.
 
     For each class of speed, only hosts that are at least as fast are used, since the slowest sets
     the pace of a synchronous step. Among those the fewest hosts are taken, and for equal numbers
@@ -101,7 +96,7 @@ def placements(
 
 
 def _speed_classes(hosts: Sequence[HostOffer]) -> list[float]:
-    """Upper limits of slowness, the fastest class first; hosts of one class are alike."""
+    """Return upper limits of slowness, the fastest class first; hosts of one class are alike."""
     limits: list[float] = []
     for slowness in sorted({host.slowness for host in hosts}):
         if limits and slowness <= limits[-1]:
@@ -113,7 +108,7 @@ def _speed_classes(hosts: Sequence[HostOffer]) -> list[float]:
 
 
 def _fill(hosts: Sequence[HostOffer], order: Sequence[int], size: int) -> dict[int, int] | None:
-    """Slots by host; None where they do not hold so many."""
+    """Return slots by host; None where they do not hold so many."""
     if size <= 0:
         return {} if size == 0 else None
     left, counts = size, dict[int, int]()
@@ -140,7 +135,7 @@ def pace(
     constant: ArrayLike = 0.0,
     least: ArrayLike = 0.0,
 ) -> np.ndarray:
-    """The slowness that steps have where ranks on hosts train together; 1 without any.
+    """Return the slowness of steps where ranks on hosts train together; 1 without any.
 
     Args:
         ranks: (slowness, ranks) of each host.
@@ -160,50 +155,3 @@ def pace(
         slowness, numbers = zip(*ranks, strict=True)
         return balanced_slowness(slowness, numbers, constant, least)
     return np.full(np.shape(constant), max((slow for slow, _ in ranks), default=1.0))
-
-
-class HostSpeeds:
-    """How slow each host is against the fastest, from the times of its ranks' own work.
-
-    Each report holds hosts that trained together, at a batch plan that other reports may not
-    have. In logarithms a time is what the report has in common plus what is the host's own; both
-    are medians (median polish: Tukey, Exploratory Data Analysis, 1977, chapter 11), so neither one
-    odd host nor one odd report moves the rest. A host counts as slow once three of four of its
-    last reports say so, and is forgotten a while after it was last seen: it may have been mended.
-    """
-
-    def __init__(self) -> None:
-        self._own: dict[str, deque[float]] = {}
-        self._seen_at: dict[str, float] = {}
-
-    def note(self, times: Mapping[str, float], now: float) -> None:
-        """A report.
-
-        Args:
-            times: of a step's own work without waiting, by host [s]; what is not positive and
-                finite is ignored.
-            now: [s].
-        """
-        logs = {h: math.log(t) for h, t in times.items() if math.isfinite(t) and t > 0}
-        if not logs:
-            return
-        known = [value - median(self._own[h]) for h, value in logs.items() if h in self._own]
-        common = median(known or logs.values())
-        for host, value in logs.items():
-            self._own.setdefault(host, deque(maxlen=_KEPT)).append(value - common)
-            self._seen_at[host] = now
-        for host in [h for h, at in self._seen_at.items() if now - at > _FORGET_S]:
-            del self._own[host], self._seen_at[host]
-
-    def slowness(self) -> dict[str, float]:
-        """By host, 1 for the fastest and for those that do not stand out from it."""
-        if not self._own:
-            return {}
-        middle = {host: median(own) for host, own in self._own.items()}
-        fastest = min(middle.values())
-        found = {}
-        for host, own in self._own.items():
-            slow = middle[host] - fastest > math.log(_STANDS_OUT) and len(own) > 3
-            slow = slow and quantiles(own, n=4)[0] - fastest > math.log(_STANDS_OUT)
-            found[host] = round(math.exp(middle[host] - fastest), 2) if slow else 1.0
-        return found

@@ -1,32 +1,23 @@
-"""A run in virtual time: the controller of a real run, on a cluster of numbers.
+"""A run in virtual time: the scaling controller of a real run, on a simulated cluster.
 
-Step times, noise scale and pauses are those of the trace, with jitter; what the controller is told
-of them are metrics events like those of a real worker. The batch plan follows the rule of
-:class:`hvd_elastic.torch.adaptation.Adaptation`, and who gets which share of it is decided by the
-ranks' own :class:`hvd_elastic.model.shares.ShareBalance`. The machine that forms generations is not
-part of it: a rescale takes its pause and succeeds.
+Step times, noise scale and pauses are those of the trace, with jitter; the controller gets metrics
+events like those of a real worker. The batch plan and the shares are chosen by the rule of real
+ranks, :class:`hvd_elastic.policy.batch.BatchChoice`. The machine that forms generations is not part
+of it: a rescale takes its pause and succeeds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
-from hvd_elastic.model.goodput import (
-    BatchPlan,
-    PlanPatience,
-    best_batch_plan,
-    nearest_plan,
-    score_plan,
-    statistical_efficiency,
-)
-from hvd_elastic.model.shares import LEAST_SHARE, ShareBalance
+from hvd_elastic.model.goodput import BatchPlan, statistical_efficiency
+from hvd_elastic.policy.batch import BatchChoice
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 from hvd_elastic.sim.adaptdl import AdaptDLRule
 from hvd_elastic.sim.cluster import Cluster
@@ -37,17 +28,18 @@ __all__ = ["Sample", "SimResult", "SimulatedDecision", "simulate"]
 
 _TICK_S = (1.0, 60.0)
 _CALM_AFTER = 20.0
-"""Ticks grow with the time since anything last changed, divided by this. A real run looks at its
-metrics every second; between changes nothing comes of that."""
+"""Ticks grow with the time since anything last changed, divided by this. A real run gets metrics
+every second; between changes they say nothing new."""
 _REVIEW_S = (2.0, 600.0)
-_OPTIMISM = 0.5
-_GROWTH = 2
+"""Between reviews of the batch plan. Real ranks review every second or so: as with ticks."""
+_CALM_REVIEWS_AFTER = 10.0
 _EVIDENCE_S = 3.0
+"""After a change, until ranks have timed steps and sampled gradients."""
 
 
 @dataclass(frozen=True)
 class SimulatedDecision:
-    """A change of slots that the policy decided on."""
+    """A change of slots that the policy decided."""
 
     at_s: float
     action: str
@@ -57,13 +49,13 @@ class SimulatedDecision:
 
 @dataclass(frozen=True)
 class Sample:
-    """How the run stood at one time.
+    """State of the run at one time.
 
     Attributes:
         at_s: virtual time [s].
         slots, batch: in use.
         goodput: true useful examples/s, 0 in a pause.
-        best: the most that was possible then, by exhaustive search; NaN where not asked for.
+        best: the most that was possible then, by exhaustive search; NaN where not searched.
         rate: price of the hosts in use [currency per hour].
     """
 
@@ -77,15 +69,15 @@ class Sample:
 
 @dataclass
 class SimResult:
-    """What came of a simulated run.
+    """Result of a simulated run.
 
     Attributes:
         decisions: changes, in order.
         samples: at every tick.
         done: useful examples.
-        reached_s: when the training's examples were done [s]; None: not within the trace.
+        reached_s: when all useful examples were done [s]; None: not within the trace.
         cost: of the hosts in use until then [currency].
-        rescales: of any cause.
+        rescales: for any reason.
     """
 
     decisions: list[SimulatedDecision] = field(default_factory=list)
@@ -96,28 +88,32 @@ class SimResult:
     rescales: int = 0
 
     def mean_goodput(self, duration_s: float) -> float:
-        """Useful examples/s over the time simulated."""
+        """Return the useful examples/s over the time simulated."""
         return self.done / (self.reached_s or duration_s)
 
 
 class _Job:
-    """What trains: slots, batch plan, progress."""
+    """The training job: slots, batch plan, progress."""
 
     def __init__(
         self, trace: Trace, cluster: Cluster, rng: np.random.Generator, unequal_shares: bool
     ) -> None:
-        self.unequal_shares = unequal_shares
-        self.balance = ShareBalance()
-        self.patience = PlanPatience()
         self.trace, self.cluster, self.rng = trace, cluster, rng
-        self.limits = trace.workload.limits
+        self.choice = BatchChoice(trace.workload.limits, unequal_shares)
         self.allocation = cluster.filled(Allocation(), min(trace.np, _offered(cluster)))
-        self.plan = nearest_plan(self.limits, self.limits.initial_batch_size, self.allocation.slots)
-        self.largest = self.limits.initial_batch_size
         self.step = 0.0
         self.examples = 0.0
         self.done = 0.0
         self._step_s: dict[Any, float] = {}
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self.choice.plan
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Examples of each rank in a step; empty: equal shares."""
+        return self.choice.balance.parts
 
     def jittered(self, value: float) -> float:
         return float(value * math.exp(self.trace.jitter * self.rng.standard_normal()))
@@ -127,48 +123,36 @@ class _Job:
         return self.trace.workload.noise_at(self.done)
 
     def step_s(self) -> float:
-        shares = self.balance.parts
-        key = (self.plan, shares, self.allocation, self.cluster.link, self.cluster.hosts)
+        key = (self.plan, self.parts, self.allocation, self.cluster.link, self.cluster.hosts)
         if key not in self._step_s:
             plan, slots, extra = self.plan, self.allocation.slots, self.plan.accumulation_steps
             atomic = plan.global_batch_size / slots / (extra + 1)
             model = self.trace.workload.model(self.cluster.link)
             equal_s = self._pass_s(np.asarray(atomic * (extra + 1)))
-            slowness = float(self._true_own_s().max() / equal_s)
+            slowness = float(self._true_compute_s().max() / equal_s)
             times = model.step_s(self.allocation.hosts, slots, atomic, extra, slowness)
             self._step_s[key] = float(times)
         return self._step_s[key]
 
-    def own_s(self) -> list[float]:
-        """A step's own work on each rank, as measured."""
-        true = self._true_own_s()
+    def compute_s(self) -> list[float]:
+        """Return the compute time of a step on each rank, as measured [s]."""
+        true = self._true_compute_s()
         jitter = np.exp(self.trace.jitter * self.rng.standard_normal(len(true)))
         return list((true * jitter).tolist())
 
-    def _true_own_s(self) -> np.ndarray:
+    def _true_compute_s(self) -> np.ndarray:
         ranks = self.allocation.slots
-        shares = self.balance.parts or (self.plan.global_batch_size / ranks,) * ranks
+        shares = self.parts or (self.plan.global_batch_size / ranks,) * ranks
         slowness = np.asarray(self.cluster.slowness_of_ranks(self.allocation))
         return np.asarray(slowness * self._pass_s(np.asarray(shares)))
 
     def _pass_s(self, examples: np.ndarray) -> np.ndarray:
-        """All passes over a rank's examples of a step, on a host of slowness 1 [s]."""
+        """Return the time of all passes over a rank's examples, on a host of slowness 1 [s]."""
         work = self.trace.workload
         return (self.plan.accumulation_steps + 1) * work.alpha_c + work.beta_c * examples
 
-    def review_shares(self, own_s: Sequence[float]) -> None:
-        """The ranks look at what each of them took, and may cut the batch otherwise."""
-        if self.unequal_shares:
-            self.balance.review(own_s, self.step_s(), self.plan.global_batch_size, LEAST_SHARE)
-            self.cut_shares()
-
-    def cut_shares(self) -> None:
-        """Make the shares of the plan as they were last decided on."""
-        size, ranks = self.plan.global_batch_size, self.allocation.slots
-        self.balance.cut(size, ranks, LEAST_SHARE)
-
     def efficiency(self) -> float:
-        initial = self.limits.initial_batch_size
+        initial = self.choice.limits.initial_batch_size
         size = max(self.plan.global_batch_size, initial)
         return float(statistical_efficiency(self.noise, initial, size))
 
@@ -196,8 +180,8 @@ def simulate(
         trace: cluster, workload and changes.
         config: of the controller; None: the policy ``fixed``, which keeps to ``trace.np`` slots.
         seed: of the jitter.
-        with_best: find the best possible goodput at each sample too; for budgets within it.
-        rule: who decides. AdaptDL cuts its batches into equal shares, whatever the trace says.
+        with_best: find the best possible goodput at each sample too, within the budget.
+        rule: who decides. AdaptDL has equal shares, whatever the trace says.
 
     Raises:
         ValueError: the trace's limits leave no batch plan at all.
@@ -243,7 +227,7 @@ class _Simulation:
         return result
 
     def _offers(self) -> list[HostOffer]:
-        """What a hostfile says of the hosts: not how fast they are."""
+        """Return what a hostfile says of the hosts, which is not how fast they are."""
         return [dataclasses.replace(host, slowness=1.0) for host in self._cluster.hosts]
 
     def _tick(self) -> None:
@@ -302,56 +286,43 @@ class _Simulation:
         job = self._job
         self._changed_at = self._now
         self._review_at = self._now + _EVIDENCE_S
-        job.balance.forget()
+        job.choice.balance.forget()
         self._controller.formed(hosts_of_ranks(job.allocation), self._now)
-        self._plan(nearest_plan(job.limits, job.plan.global_batch_size, job.allocation.slots))
+        job.choice.keep_to_limits(job.allocation.slots)
+        self._announce_plan()
 
-    def _plan(self, plan: BatchPlan) -> None:
+    def _announce_plan(self) -> None:
         job = self._job
-        job.plan = plan
-        job.cut_shares()
-        job.largest = max(job.largest, plan.global_batch_size)
-        job.examples = job.step * plan.global_batch_size
+        job.choice.cut_shares(job.allocation.slots)
+        job.examples = job.step * job.plan.global_batch_size
         fields = {
-            "global_batch_size": plan.global_batch_size,
-            "accumulation_steps": plan.accumulation_steps,
-            "limits": dataclasses.asdict(job.limits),
+            "global_batch_size": job.plan.global_batch_size,
+            "accumulation_steps": job.plan.accumulation_steps,
+            "limits": dataclasses.asdict(job.choice.limits_now),
         }
         self._controller.note("batch_plan", fields, self._now)
 
     def _review(self) -> None:
-        """The workers' own choice of the batch."""
-        job = self._job
+        """Choose the batch plan, as the ranks do."""
+        job, evidence = self._job, self._controller.evidence
         if self._now < self._review_at:
             return
-        calm_s = (self._now - self._changed_at) / 10
+        calm_s = (self._now - self._changed_at) / _CALM_REVIEWS_AFTER
         self._review_at = self._now + min(max(_REVIEW_S[0], calm_s), _REVIEW_S[1])
-        model = self._controller.evidence.model()
+        model = evidence.model()
         if model is None:
             return
-        limits = job.limits
-        bounded = dataclasses.replace(
-            limits, max_batch_size=min(limits.max_batch_size, _GROWTH * job.largest)
-        )
         noise, on, ranks = job.jittered(job.noise), job.allocation.hosts, job.allocation.slots
-        evidence = self._controller.evidence
-        now_slow = evidence.steps_slowness
-
-        def slow(atomic: np.ndarray, extra: np.ndarray) -> np.ndarray:
-            return now_slow * job.balance.slowness_of(atomic, extra, job.plan, LEAST_SHARE)
-
-        best = best_batch_plan(model, noise, bounded, on, ranks, slow, _OPTIMISM)
-        if best is None:
-            return
-        now = score_plan(model, job.plan, noise, limits.initial_batch_size, on, ranks, slow)
-        hoped = best.goodput * math.exp(_OPTIMISM * (best.uncertainty - now.uncertainty))
-        if job.patience.allows(hoped / now.goodput, best.goodput / now.goodput):
-            self._plan(best.plan)
+        if job.choice.follow_goodput(
+            model, noise, on, ranks, evidence.speeds.steps_slowness(evidence.plan)
+        ):
+            self._announce_plan()
 
     def _report(self) -> None:
         job = self._job
-        own_s, shares = job.own_s(), job.balance.parts
-        job.review_shares(own_s)
+        compute_s, shares = job.compute_s(), job.parts
+        job.choice.review_shares(compute_s, job.step_s())
+        job.choice.cut_shares(job.allocation.slots)
         fields: dict[str, Any] = {
             "step": job.step,
             "examples": job.examples,
@@ -359,11 +330,11 @@ class _Simulation:
             "noise_scale": job.jittered(job.noise),
             "global_batch_size": job.plan.global_batch_size,
         }
-        if job.balance.parts == shares:
-            fields["rank_s"] = own_s  # else they belong to the shares before
-        if job.unequal_shares and job.allocation.slots > 1:
+        if job.parts == shares:
+            fields["rank_s"] = compute_s  # else measured with the shares before
+        if job.choice.unequal_shares and job.allocation.slots > 1:
             size, ranks = job.plan.global_batch_size, job.allocation.slots
-            fields["shares"] = list(job.balance.parts_of(size, ranks))
+            fields["shares"] = list(job.choice.balance.parts_of(size, ranks))
         self._controller.note("metrics", fields, self._now)
 
     def _sample(self, goodput: float) -> None:
@@ -381,14 +352,14 @@ class _Simulation:
         )
 
     def _best_now(self) -> float:
-        """The best static choice at a noise scale, which is rounded to 5 %."""
+        """Return the goodput of the best static choice at the noise scale, rounded to 5 %."""
         noise = round(math.log(self._job.noise + 1) / 0.05)
         key = (self._cluster.link, self._cluster.hosts, noise)
         if key not in self._best:
             budget = self._config.objective.budget if self._config else None
             workload, most = self._trace.workload, self._trace.max_np
             args = (workload, self._cluster.hosts, self._cluster.link, self._job.noise)
-            unequal = self._job.unequal_shares
+            unequal = self._job.choice.unequal_shares
             self._best[key] = best_at(*args, most, budget, unequal_shares=unequal).goodput
         return self._best[key]
 
@@ -401,7 +372,7 @@ class _Simulation:
 
 
 def hosts_of_ranks(allocation: Allocation) -> list[str]:
-    """The host of each rank, in their order."""
+    """Return the host of each rank, in their order."""
     return [host for host, slots in allocation.counts for _ in range(slots)]
 
 

@@ -68,14 +68,14 @@ class GradientStatistics:
         return self._ready
 
     def together(self, parameter: torch.Tensor) -> bool:
-        """Whether its gradient is best seen with those of others: one kernel looks at many."""
+        """Return whether its gradient is best sampled with others: one kernel serves many."""
         return parameter.is_cuda
 
     def see(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The gradients of some parameters in this pass, before they are weighted or averaged."""
+        """Sample gradients in this pass, before they are weighted or averaged."""
         if not self._passes:
             self._passes = [[] for _ in range(self.groups)]
-        self._look(parameters, self._passes)
+        self._append_norms(parameters, self._passes)
 
     def end_pass(self, share: float) -> None:
         """All gradients of a pass were seen; ``share``: of the step's examples, 0 for padding."""
@@ -100,7 +100,7 @@ class GradientStatistics:
             loss_scale: what all gradients of the step were multiplied by, if they were.
         """
         found: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
-        self._look(parameters, found)
+        self._append_norms(parameters, found)
         total = self._sums(found)
         own = torch.stack(self._own).sum(0) if self._own else torch.zeros_like(total)
         if loss_scale is not None:
@@ -132,7 +132,7 @@ class GradientStatistics:
         counts = torch.tensor([row[:3] for row in rows], dtype=torch.float64)
         return torch.cat([counts, norms], dim=1)
 
-    def _look(
+    def _append_norms(
         self, parameters: Iterable[torch.Tensor], norms: Sequence[list[torch.Tensor]]
     ) -> None:
         """Append squared norms of the gradients, by group."""
@@ -210,7 +210,7 @@ class GradientStatistics:
 
 
 def parts_by_size(parameters: Iterable[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
-    """Parameters shared out so that all ranks have about as many elements to look at.
+    """Share parameters out so that all ranks have about as many elements to sample.
 
     The mean gradient is the same on all ranks, and its squared norm the sum of those of the parts.
     """

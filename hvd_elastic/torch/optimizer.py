@@ -101,7 +101,7 @@ class GradientAverager:
         """The loss, and so the gradients, of the pass that begins are multiplied by this."""
         self._loss_scale = loss_scale
         if self._scaler is None and self._adaptation is not None:
-            self._adaptation.expect_overflows()
+            self._adaptation.skipped.expect_overflows()
         self._scaler = scaler
 
     def skip(self) -> None:
@@ -113,7 +113,7 @@ class GradientAverager:
         self._after_step(gain=0.0)
 
     def adapt(self, adaptation: Adaptation) -> None:
-        """Add up the passes of a step, look at their gradients, and scale the learning rate.
+        """Add up the passes of a step, sample their gradients, and scale the learning rate.
 
         Raises:
             ScriptError: no parameter of the optimizer has a gradient.
@@ -122,7 +122,7 @@ class GradientAverager:
             return
         if not self._names:
             raise ScriptError(
-                "a batch that adapts needs gradients to look at, and no parameter of the optimizer "
+                "a batch that adapts needs gradients, and no parameter of the optimizer "
                 "requires one; give it parameters with requires_grad=True"
             )
         self._adaptation = adaptation
@@ -237,7 +237,7 @@ class GradientAverager:
         self._begin_statistics(self._adaptation)
         weight = self._context.batch_weight()
         if self._sampling:
-            with self._adaptation.look_times:
+            with self._adaptation.sampling_cost:
                 self._statistics.see(self._names)
             self._statistics.end_pass(weight / self._context.size)
         self._sum.take(self._names, weight)
@@ -253,14 +253,14 @@ class GradientAverager:
         self.reset()
 
     def _begin_statistics(self, adaptation: Adaptation) -> None:
-        """Whether the step is looked at: decided before its first gradient is used."""
+        """Decide whether the step is sampled, before its first gradient is used."""
         if self._handles or self._unseen or self._context.passes != 1:
             return
         alone = self._context.size == 1 and not self._context.accumulating
         useful = not (alone or self._giving_up)
         self._sampling = useful and adaptation.sampled(self._context.progress.step)
         if self._sampling:
-            adaptation.look_times.step_begins()
+            adaptation.sampling_cost.step_begins()
 
     def _end_last_pass(self, adaptation: Adaptation) -> None:
         """All of the last pass's gradients are there, or never will be."""
@@ -285,7 +285,7 @@ class GradientAverager:
 
     def _see_and_sum(self, adaptation: Adaptation, parameters: Iterable[torch.Tensor]) -> None:
         if self._sampling:
-            with adaptation.look_times:
+            with adaptation.sampling_cost:
                 self._statistics.see(parameters)
         self._sum.give(parameters, self._context.batch_weight())
 
@@ -299,13 +299,13 @@ class GradientAverager:
     def _end_statistics(self, adaptation: Adaptation) -> None:
         if self._sampling:
             step, examples = self._context.progress.step, self._context.step_examples
-            with adaptation.look_times:
+            with adaptation.sampling_cost:
                 self._statistics.end_step(step, examples, self._own_part(), self._loss_scale)
-            adaptation.look_times.step_ends()
+            adaptation.sampling_cost.step_ends()
             self._sampling = False
 
     def _own_part(self) -> Iterable[torch.Tensor]:
-        """Those whose averaged gradients this rank looks at: all have the same, one is enough."""
+        """Return the parameters whose averaged gradients this rank samples for all ranks."""
         place = self._context.rank, self._context.size
         if self._part_of != place:
             self._part_of, self._part = place, parts_by_size(self._names, place[1])[place[0]]
@@ -324,7 +324,7 @@ class GradientAverager:
             if not all(map(_is_finite, gradients)):
                 self.skip()
                 return None
-            adaptation.finite()
+            adaptation.skipped.note(finite=True)
         *groups, whole = adaptation.adjustments()
         self._gain = whole.gain
         with rates_scaled(self._optimizer, groups):

@@ -1,7 +1,6 @@
-"""Unequal shares of a batch whose size stays: reviewed now and then, as all ranks know alike.
+"""Unequal shares of a batch of fixed size, reviewed in steps that all ranks know beforehand.
 
-A batch that adapts has reviews anyway and decides about shares in those
-(:mod:`hvd_elastic.torch.adaptation`).
+An adaptive batch decides on shares in its own reviews (:mod:`hvd_elastic.torch.adaptation`).
 """
 
 from __future__ import annotations
@@ -16,21 +15,17 @@ import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.shares import ShareBalance
+from hvd_elastic.policy.batch import steps_to_review
 from hvd_elastic.torch.own_times import OwnTimes
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
 
-__all__ = ["SETTLING_STEPS", "Rebalancing", "announce_shares", "steps_to_review"]
-
-_REVIEW_S = 1.0
-_REVIEW_STEPS = (10, 50)
-SETTLING_STEPS = 2
-"""After a change these are not timed: readers start, memory is allocated."""
+__all__ = ["Rebalancing", "announce_shares"]
 
 
 class Rebalancing:
-    """The shares of a run whose batch size stays, and what is known for choosing them.
+    """The shares of a run whose batch size is fixed, and what was measured to choose them.
 
     Args:
         batch_size: examples of a full step over all ranks.
@@ -42,8 +37,6 @@ class Rebalancing:
         self._low = low
         self._balance = ShareBalance()
         self.own_times = OwnTimes()
-        self._step_s: list[float] = []
-        self._settling = SETTLING_STEPS
         self._generation = -1
         self._next_review = 0
         self._rank_s: list[float | None] = []
@@ -55,15 +48,11 @@ class Rebalancing:
         return self._balance.parts
 
     def step_ends(self, examples: int, waited_s: float) -> None:
-        """The script came back for the next batch; see :meth:`OwnTimes.step_ends`."""
-        counts = self._settling <= 0 and examples == self._batch_size
-        step_s = self.own_times.step_ends(waited_s, counts=counts)
-        if counts:
-            self._step_s.append(step_s)
-        self._settling = max(0, self._settling - 1)
+        """End a step; see :meth:`OwnTimes.step_ends`."""
+        self.own_times.step_ends(waited_s, full=examples == self._batch_size)
 
     def review_if_due(self, context: Context) -> None:
-        """Between two steps; collective where it is due, which all ranks know alike."""
+        """Review between two steps; a collective, due in the same steps on all ranks."""
         moved = context.generation != self._generation
         step = context.progress.step
         if not moved and step < self._next_review:
@@ -77,7 +66,7 @@ class Rebalancing:
         self._ranks = engine.size
         if moved:
             self._generation = context.generation
-            self._begin_anew()
+            self.own_times.forget()
         own_s = torch.tensor([self.own_times.typical_s()], dtype=torch.float64)
         if engine.size > 1:
             own_s = engine.gather(own_s, "hvd_elastic.shares")
@@ -85,21 +74,16 @@ class Rebalancing:
         reason = ""
         if engine.rank == 0:
             reason = self._decide(own_s.tolist(), engine.size, moved=moved)
-            self._next_review = step + steps_to_review(self._step_s)
+            self._next_review = step + steps_to_review(self.own_times.all_step_s())
         if engine.size > 1:
             decided = engine.broadcast_bytes(json.dumps(self.state_dict()).encode(), 0)
             if engine.rank != 0:
                 self.load_state_dict(json.loads(decided))
-        self._step_s.clear()
+        self.own_times.clear_steps()
         if self.parts != before:
-            self._begin_anew()
+            self.own_times.forget()
             if engine.rank == 0:
                 announce_shares(context, self._batch_size, self.parts, reason)
-
-    def _begin_anew(self) -> None:
-        self.own_times.forget()
-        self._step_s.clear()
-        self._settling = SETTLING_STEPS
 
     def _decide(self, own_s: Sequence[float], ranks: int, *, moved: bool) -> str:
         balance, batch_size = self._balance, self._batch_size
@@ -107,15 +91,16 @@ class Rebalancing:
         if moved:
             balance.forget()
             return "the ranks have not been timed yet"
-        step_s = median(self._step_s) if self._step_s else 0.0
+        timed = self.own_times.all_step_s()
+        step_s = median(timed) if timed else 0.0
         reason = balance.review(own_s, step_s, batch_size, self._low)
         if reason:
-            self._rank_s = []  # they belong to the shares before
+            self._rank_s = []  # measured with the shares before
         balance.cut(batch_size, ranks, self._low)
         return reason
 
     def metrics(self) -> dict[str, Any]:
-        """Fields of the run's metrics."""
+        """Return fields of the ``metrics`` event."""
         found: dict[str, Any] = {"global_batch_size": self._batch_size}
         if self._rank_s:
             found["rank_s"] = self._rank_s
@@ -132,23 +117,16 @@ class Rebalancing:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave on rank 0."""
+        """Take what :meth:`state_dict` gave on rank 0."""
         self._balance.load_state_dict(state["balance"])
         self._rank_s = list(state["rank_s"])
         self._next_review = state["next_review"]
 
 
-def steps_to_review(step_s: Sequence[float]) -> int:
-    """Steps until the next review: about a second's, within bounds; few where none was timed."""
-    few, many = _REVIEW_STEPS
-    wished = _REVIEW_S / median(step_s) if step_s else few
-    return int(min(max(wished, few), many))
-
-
 def announce_shares(
     context: Context, global_batch_size: int, parts: Sequence[int], reason: str
 ) -> None:
-    """Tell the run's records of new shares; empty parts: equal ones."""
+    """Send the ``shares`` event; empty parts: equal shares."""
     context.sink.send(
         {
             "kind": "shares",

@@ -97,9 +97,9 @@ def test_old_times_across_hosts_are_believed_less_once_hosts_come_or_go():
         assert float(model.step_s(1, 1, 32, 0)) == pytest.approx(0.2, rel=0.05)
         return float(model.predict(hosts, hosts, 32 / hosts, 0).uncertainty)
 
-    evidence.distrust_what_is_old(end)
+    evidence.timings.distrust_old(end)
     apart, alone = doubt(2), doubt(1)
-    evidence.distrust_what_is_old(end + 3600)
+    evidence.timings.distrust_old(end + 3600)
     assert doubt(2) > 3 * apart
     assert doubt(1) < 1.5 * alone
     evidence.formed(["a", "b"])
@@ -114,13 +114,13 @@ def test_old_times_that_new_ones_contradict_are_forgotten():
         end = told(evidence, 0.5, 0.0, 8)  # over a slow link
         evidence.formed(["a"])
         end = told(evidence, 0.2, end, 8)
-        evidence.distrust_what_is_old(end + 3600)
+        evidence.timings.distrust_old(end + 3600)
         evidence.model()
         evidence.formed(["a", "b"])
         told(evidence, new_s, end + 3600, 8)
         evidence.model()
-        assert ((3, 3) in evidence.worlds) is kept
-        assert (1, 1) in evidence.worlds
+        assert ((3, 3) in evidence.timings.worlds) is kept
+        assert (1, 1) in evidence.timings.worlds
 
 
 def test_batch_limits_are_believed_only_where_they_make_sense():
@@ -154,8 +154,8 @@ def test_own_times_with_unequal_shares_tell_the_same_speeds():
             evidence.note(
                 "metrics", fields if shares is None else {**fields, "shares": shares}, 1.0
             )
-        assert evidence.unequal_shares is (shares is not None)
-        assert evidence.slowness("b") == pytest.approx(3.0, rel=0.01)
+        assert evidence.speeds.unequal is (shares is not None)
+        assert evidence.speeds.slowness("b") == pytest.approx(3.0, rel=0.01)
 
 
 def test_a_change_of_shares_shows_what_is_constant_in_a_pass_and_speeds_stay_the_same():
@@ -169,9 +169,11 @@ def test_a_change_of_shares_shows_what_is_constant_in_a_pass_and_speeds_stay_the
             own_s = [0.01 * (10 + shares[0]), 0.03 * (10 + shares[1]) + 1e-6 * number]
             fields = {"step": 1, "examples": 1, "rank_s": own_s, "shares": shares}
             evidence.note("metrics", fields, 1.0)
-        assert evidence.slowness("b") == pytest.approx(3.0, rel=0.02)
-    assert evidence.constant_examples == pytest.approx(10.0, rel=0.1)
-    assert evidence.steps_slowness == pytest.approx(3 * (10 + 8) / (10 + 16), abs=0.1)
+        assert evidence.speeds.slowness("b") == pytest.approx(3.0, rel=0.02)
+    assert evidence.speeds.fixed.examples == pytest.approx(10.0, rel=0.1)
+    assert evidence.speeds.steps_slowness(evidence.plan) == pytest.approx(
+        3 * (10 + 8) / (10 + 16), abs=0.1
+    )
 
 
 @pytest.mark.parametrize(("shares", "at_first"), [([16, 16], 0), (None, 1)])
@@ -211,8 +213,8 @@ def test_nonsense_beside_good_steps_changes_nothing_known(fields):
     end = told(evidence, 0.1, 0.0, 5)
     evidence.note("metrics", {"step": 1e4, "examples": 32e4, **fields}, end)
     assert not evidence.noise_scale < 0
-    assert evidence.slowness("a") == evidence.slowness("b") == 1.0
-    assert evidence.constant_examples == 0.0
+    assert evidence.speeds.slowness("a") == evidence.speeds.slowness("b") == 1.0
+    assert evidence.speeds.fixed.examples == 0.0
     assert evidence.model() is not None
 
 
@@ -260,7 +262,7 @@ def test_own_times_tell_what_of_a_step_is_the_reduction():
         true_s = constant_s + example_s * batch
         assert float(model.step_s(1, 1, batch, 0)) == pytest.approx(true_s, rel=0.1)
     assert float(model.step_s(4, 8, 16, 0)) == pytest.approx(step_s, rel=0.05)
-    assert evidence.worlds == {(1, 1), (4, 8)}, "own times are of no world"
+    assert evidence.timings.worlds == {(1, 1), (4, 8)}, "own times are of no world"
     assert float(model.predict(2, 4, 16, 0).uncertainty) > 0.1, "what four cost was not seen"
 
 

@@ -112,7 +112,7 @@ def test_slow_hosts_are_thought_of_last():
         evidence.formed(["n0", "n1"])
         evidence.note("metrics", {"step": 1, "examples": 1, "rank_s": [0.1, 0.3]}, 1.0)
         evidence.note("metrics", {"step": 1, "examples": 1, "rank_s": [0.1, 0.3001]}, 1.0)
-    assert evidence.slowness("n1") == pytest.approx(3.0, rel=0.01)
+    assert evidence.speeds.slowness("n1") == pytest.approx(3.0, rel=0.01)
     ours = [HostOffer("n1", 4), HostOffer("n0", 2), HostOffer("n2", 2)]
     slots = [entry.slots for entry in forecast(evidence, ours, 3)]
     assert slots == [2, 4, 8]

@@ -45,10 +45,10 @@ def test_times_noise_pauses_and_progress_are_those_of_the_run():
     limits = {"initial_batch_size": 128, "max_batch_size": 1024}
     events = run_events(SLOW_LINK, ALL, (128, 256), limits=limits, noise_scale=900.0, jitter=0.0)
     evidence = replay(events)
-    assert evidence.worlds == {(1, 1), (1, 2), (2, 3), (2, 4), (4, 8)}
+    assert evidence.timings.worlds == {(1, 1), (1, 2), (2, 3), (2, 4), (4, 8)}
     model = evidence.model()
     assert model is not None
-    for hosts, slots in evidence.worlds:
+    for hosts, slots in evidence.timings.worlds:
         true = float(SLOW_LINK.step_s(hosts, slots, 256 / slots, 0))
         assert float(model.step_s(hosts, slots, 256 / slots, 0)) == pytest.approx(true, rel=0.1)
     assert (evidence.noise, evidence.pause_s) == (900.0, 0.3)
@@ -85,4 +85,4 @@ def test_broken_and_foreign_events_are_left_out():
         {},
         {"kind": "rescale_started", "generation": 1, "hosts": ["a"], "slots": "2"},
     ]
-    assert replay([*odd, *events]).worlds == {(1, 2), (2, 4)}
+    assert replay([*odd, *events]).timings.worlds == {(1, 2), (2, 4)}

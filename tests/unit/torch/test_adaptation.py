@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,14 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.lr_rules import Adjustment, Situation, unchanged
+from hvd_elastic.model.timings import Configuration
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.torch import context
-from hvd_elastic.torch.adaptation import Adaptation
+from hvd_elastic.torch.adaptation import Adaptation, _Report, _split
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.torch.look_times import LookTimes
+from hvd_elastic.torch.sampling_cost import SamplingCost
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 
@@ -248,7 +248,7 @@ def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Conte
 
     train(hvd.State(model=model, optimizer=optimizer))
     assert loader.adaptation is not None
-    assert loader.adaptation.skipped_steps == 2
+    assert loader.adaptation.skipped.count == 2
     assert loader.adaptation.metrics()["skipped_steps"] == 2
     assert torch.isfinite(model.weight).all()
     assert alone.progress.examples == 400
@@ -293,7 +293,7 @@ def test_gradients_that_are_bad_in_a_part_of_the_model_are_seen(alone: Context) 
 
     train(hvd.State(model=model, optimizer=optimizer))
     assert loader.adaptation is not None
-    assert loader.adaptation.skipped_steps == 2
+    assert loader.adaptation.skipped.count == 2
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
@@ -538,65 +538,47 @@ def test_a_loader_without_our_optimizer_cannot_adapt(alone: Context) -> None:
         steps(loader, torch.optim.SGD(model.parameters(), lr=0.1), model, 1)
 
 
-def test_unequal_hosts_and_lost_rows_in_the_reports() -> None:
-    from hvd_elastic.torch.adaptation import _split
+def report(
+    compute_s: float, host: float = 1.0, memory_bound: float = math.inf, columns: int = 5
+) -> _Report:
+    return _Report(host, memory_bound, compute_s, np.zeros((0, columns)))
 
+
+def test_reports_are_taken_apart() -> None:
     rows = np.arange(5.0)
     fast = np.array([1.0, np.inf, 0.1, 1, 5, *rows])
     slow = np.array([2.0, 7.0, 0.2, 0, 5])
     found = _split(np.concatenate([fast, slow, fast]))
-    assert [len(report) for report in found] == [10, 5, 10]
-    adaptation = Adaptation(BatchLimits(30, 100), examples=100)
-    assert adaptation._slowness(found) == 2.0
-    assert adaptation._slowness(found[:1]) == 1.0
-    unknown = np.array([2.0, np.inf, np.nan, 0, 5])
-    assert adaptation._slowness([fast, unknown]) == 1.0
+    assert [each[:3] for each in found] == [(1.0, math.inf, 0.1), (2.0, 7.0, 0.2), found[0][:3]]
+    assert [each.samples.tolist() for each in found] == [[rows.tolist()], [], [rows.tolist()]]
 
 
-def test_own_times_count_where_those_of_all_ranks_are_known() -> None:
-    """A GPU may not have come to a mark yet, and the others may be faster."""
-    adaptation = Adaptation(BatchLimits(30, 100), examples=100)
-    known, faster = (np.array([1.0, np.inf, own_s, 0, 5]) for own_s in (0.2, 0.1))
-    unknown = np.array([1.0, np.inf, np.nan, 0, 5])
+def test_compute_times_count_where_those_of_all_ranks_are_known() -> None:
+    """A GPU may not have reached an event yet, and the others may be faster."""
+    known, faster, unknown = report(0.2), report(0.1), report(math.nan)
     found = []
     for reports in ([known, faster], [faster, unknown], [unknown, faster]):
-        adaptation._times[1].append(0.3)
-        adaptation._learn(reports, 2)
-        found.append(max(own_s for times in adaptation._seen.values() for _, own_s in times))
-        adaptation._seen.clear()
-    assert found[0] == 0.2
-    assert math.isnan(found[1])
-    assert math.isnan(found[2])
-
-
-def test_step_times_are_fitted_anew_where_they_say_something_new() -> None:
-    adaptation = Adaptation(BatchLimits(30, 100), examples=100)
-    assert adaptation._fitted() is None
-    times = adaptation._seen.setdefault((1, 2, 15.0, 0, 1.0), deque(maxlen=8))
-    models = []
-    for seconds in [0.1] * 8 + [0.101] * 8 + [0.12] * 8:
-        times.append((seconds, math.nan))
-        models.append(adaptation._fitted())
-    # The first four times, and when most of those remembered are 20 % longer.
-    fits = [number for number in range(1, 24) if models[number] is not models[number - 1]]
-    assert fits == [1, 2, 3, 19, 20]
-    adaptation._seen[(1, 2, 30.0, 0, 1.0)] = deque([(0.2, 0.15)])
-    assert adaptation._fitted() is not models[-1]
+        adaptation = Adaptation(BatchLimits(30, 100), examples=100)
+        adaptation.own_times.step_s[1].append(0.3)
+        adaptation._learn(reports)
+        found += [times for _, times in adaptation.timings.state_dict()]
+    assert found[0] == [[0.3, 0.2]]
+    assert all(math.isnan(compute_s) for ((_, compute_s),) in found[1:])
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.4, 1.2])
-def test_times_of_before_a_change_are_looked_at_soon_and_forgotten(factor: float) -> None:
+def test_times_from_before_a_change_lead_to_an_early_review_and_are_dropped(factor: float) -> None:
     adaptation = Adaptation(BatchLimits(30, 100), examples=100)
-    reports = [np.array([1.0, np.inf, np.nan, 0, 5])] * 2
-    adaptation._seen[(1, 2, 30.0, 0, 1.0)] = deque([(0.02, math.nan)])
+    adaptation.timings.add(Configuration(1, 2, 30.0, 0), 0.02)
     waits, sizes, doubts = [], [], []
     for step_s in [0.01] * 4 + [0.01 * factor] * 3 + [0.01 * factor] * 2:
-        adaptation._times = defaultdict(list, {1: [step_s]})
-        adaptation._learn(reports, 2)
+        adaptation.own_times.clear_steps()
+        adaptation.own_times.step_s[1] = [step_s]
+        adaptation._learn([report(math.nan)] * 2)
         adaptation._schedule(1000)
         waits.append(adaptation._next_review - 1000)
-        sizes.append(len(adaptation._seen))
-        doubts.append(adaptation._doubted)
+        sizes.append(len(adaptation.timings.state_dict()))
+        doubts.append(adaptation._may_have_shifted)
     assert any(doubts) == (factor != 1.2)
     if factor == 1.2:
         assert waits == [50] * 9
@@ -604,44 +586,27 @@ def test_times_of_before_a_change_are_looked_at_soon_and_forgotten(factor: float
         return
     assert waits == [50] * 4 + [10] * 2 + [50] * 3
     assert sizes == [2] * 6 + [1] * 3
-    assert [step_s for step_s, _ in adaptation._seen[(1, 2, 15.0, 0, 1.0)]] == [0.01 * factor] * 5
-
-
-@pytest.mark.parametrize(("noise_scale", "every_step"), [(600.0, True), (1.0, False)])
-def test_every_step_is_looked_at_for_longer_where_the_noise_is_uncertain(
-    noise_scale: float, every_step: bool
-) -> None:
-    weights = torch.nn.Parameter(torch.zeros(100))
-    adaptation = Adaptation(BatchLimits(32, 32), examples=6400)
-    adaptation.attach(GradientStatistics(torch.optim.SGD([weights], lr=0.1)), unchanged)
-    assert adaptation._tracker is not None
-    passes = np.random.default_rng(0).normal(size=(250, 2, 100)) * noise_scale**0.5 / 4
-    for gradients in passes + 1.0:
-        local, total = np.square(gradients).sum(1).mean(), np.square(gradients.mean(0)).sum()
-        adaptation._tracker.add([local], [total], 32, 2)
-    adaptation._schedule(250)
-    assert adaptation._sample_every == (1 if every_step else 4)
-    adaptation._ranks = 2
-    looked_at = [adaptation.sampled(step) for step in range(252, 256)]
-    assert looked_at == ([True] * 4 if every_step else [True, False, False, False])
+    ((where, times),) = adaptation.timings.state_dict()
+    assert where == [1, 2, 15.0, 0, 1.0]
+    assert [step_s for step_s, _ in times] == [0.01 * factor] * 5
 
 
 @pytest.mark.parametrize(
-    ("ranks", "extra", "looked_at"), [(1, 0, [0, 2, 4, 6]), (1, 1, [0]), (2, 0, [0])]
+    ("ranks", "extra", "sampled"), [(1, 0, [0, 2, 4, 6]), (1, 1, [0]), (2, 0, [0])]
 )
 def test_probes_are_for_one_rank_that_makes_one_pass(
-    ranks: int, extra: int, looked_at: list[int]
+    ranks: int, extra: int, sampled: list[int]
 ) -> None:
-    """Others see the noise in any step, and look as seldom as the cost of it says."""
+    """Others see the noise in any step, and sample as rarely as its cost says."""
     weights = torch.nn.Parameter(torch.zeros(1))
     adaptation = Adaptation(BatchLimits(32, 32), examples=6400)
     adaptation.attach(GradientStatistics(torch.optim.SGD([weights], lr=0.1)), unchanged)
     adaptation._ranks, adaptation.plan = ranks, BatchPlan(32, extra)
-    adaptation._sample_every, adaptation._probe_every = 64, 2
-    assert [step for step in range(8) if adaptation.sampled(step)] == looked_at
+    adaptation.sampling.every, adaptation.sampling.probe_every = 64, 2
+    assert [step for step in range(8) if adaptation.sampled(step)] == sampled
 
 
-class Looks(LookTimes):
+class MadeUpCost(SamplingCost):
     """Takes a time that was made up."""
 
     seconds = math.nan
@@ -650,40 +615,26 @@ class Looks(LookTimes):
         return self.seconds
 
 
-def test_looking_costs_little_of_the_time_unless_something_changes() -> None:
+def test_reviews_schedule_the_sampling_of_gradients() -> None:
     weights = torch.nn.Parameter(torch.zeros(100))
     adaptation = Adaptation(BatchLimits(32, 32), examples=6400)
     adaptation.attach(GradientStatistics(torch.optim.SGD([weights], lr=0.1)), unchanged)
-    tracker, looks = adaptation._tracker, Looks()
-    adaptation.look_times = looks
-    assert tracker is not None
+    adaptation.sampling_cost = cost = MadeUpCost()
     random = np.random.default_rng(0)
-
-    def interval(steps: int, mean: float, look_s: float) -> int:
-        """After so many steps more that were looked at, with a noise scale of ``mean ** -2``."""
-        for _ in range(steps):
-            gradients = random.normal(size=(2, 100)) / 4 + mean
-            local, total = np.square(gradients).sum(1).mean(), np.square(gradients.mean(0)).sum()
-            tracker.add([local], [total], 32, 2)
-        looks.seconds = look_s
-        adaptation._times[1] = [0.1]
-        adaptation._schedule(1000)
-        return adaptation._sample_every
-
-    assert interval(150, 1.0, look_s=0.01) == 1, "the noise is not known yet"
-    assert interval(100, 1.0, look_s=math.nan) == 4, "no look was timed in this process"
-    found = [interval(1, 1.0, look_s) for look_s in (0.0, 0.001, 0.005, 0.01, 0.05)]
-    assert found == [4, 4, 17, 34, 64], "0.3 % of the time, within bounds"
-    assert interval(1, 1.0, look_s=math.nan) == 64, "as before where nothing was timed"
+    for gradients in random.normal(size=(250, 2, 100)) / 4 + 1.0:
+        local, total = np.square(gradients).sum(1).mean(), np.square(gradients.mean(0)).sum()
+        adaptation.noise.tracker.add([local], [total], 32, 2)
+    cost.seconds = 0.01
+    adaptation.own_times.step_s[1] = [0.1]
+    adaptation._schedule(1000)
+    assert adaptation.sampling.every == 34
+    adaptation.skipped.note(finite=False)
+    adaptation._schedule(1000)
+    assert adaptation.sampling.every == 4, "whether more steps are bad is to be known soon"
     other = Adaptation(BatchLimits(32, 32), examples=6400)
     other.load_state_dict(json.loads(json.dumps(adaptation.state_dict())))
-    assert (other._sample_every, other._certain_at) == (64, tracker.steps)
-    assert interval(200, 1.0, look_s=0.01) == 34
-    changed = [interval(10, 0.02, look_s=0.01) for _ in range(15)]
-    assert changed[5] == 4, "as often as ever where the gradient is short all of a sudden"
-    assert changed[-1] == 34, "but not for ever, where nothing more is to be seen"
-    adaptation._bad_running = 1
-    assert interval(1, 1.0, look_s=0.01) == 4, "whether more steps are bad is to be known soon"
+    assert other.sampling.state_dict() == adaptation.sampling.state_dict()
+    assert other.skipped.state_dict() == {"skipped_steps": 0, "bad_running": 1}
 
 
 def test_epochs_are_counted_to_the_nearest_pass() -> None:

@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.torch import context, rebalancing
+from hvd_elastic.policy import batch
+from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.engine import LocalEngine
@@ -97,8 +98,8 @@ class Trained:
 def test_a_changing_scale_changes_no_step_and_no_estimate(
     monkeypatch: pytest.MonkeyPatch, accumulation: int, clip: float | None
 ) -> None:
-    # Else a slow machine looks at the noise at other steps.
-    monkeypatch.setattr(rebalancing, "_REVIEW_STEPS", (10, 10))
+    # Else a slow machine samples other steps.
+    monkeypatch.setattr(batch, "_REVIEW_STEPS", (10, 10))
     found = []
     for scaled in (False, True):
         monkeypatch.setattr(context, "_context", Context(Mode.ALONE))
@@ -110,7 +111,7 @@ def test_a_changing_scale_changes_no_step_and_no_estimate(
     assert len(set.union(*scaled_too.scales.values())) > 20, "it grew all the time"
     noise = [one.adaptation.metrics()["noise_scale"] for one in found]
     assert noise[1] == pytest.approx(noise[0], rel=1e-3)
-    assert scaled_too.adaptation.skipped_steps == 0
+    assert scaled_too.adaptation.skipped.count == 0
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_a_scale_that_is_too_large_comes_down_and_training_goes_on(
     """More steps overflow than would end a job without a scaler."""
     scaler = hvd.GradScaler(init_scale=2.0**127)
     trained = Trained(regression(600, 1e4), accumulation, scaler, make=make)
-    skipped = trained.adaptation.skipped_steps
+    skipped = trained.adaptation.skipped.count
     assert skipped > 10
     assert scaler.get_scale() == 2.0 ** (127 - skipped)
     assert torch.isfinite(trained.model.weight).all()

@@ -1,4 +1,4 @@
-"""How long a rank works for a step: on a CPU, and on a device that works behind the script."""
+"""Compute time of a rank: on a CPU, and on a device that works asynchronously."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Mark:
 
 def test_on_a_cpu_it_is_the_step_less_the_waits() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, lambda: None)
+    times = OwnTimes(machine.clock, lambda: None, settling_steps=0)
     waited_s = 7.0  # since the process began
     for own_s, wait_s in [(1.0, 0.5), (1.2, 0.3), (9.0, 0.0)]:
         times.step_begins(waited_s)
@@ -60,22 +60,43 @@ def test_on_a_cpu_it_is_the_step_less_the_waits() -> None:
         times.work_ends()
         machine.now += wait_s
         waited_s += wait_s
-        assert times.step_ends(waited_s, counts=True) == pytest.approx(own_s + wait_s)
+        times.step_ends(waited_s, full=True)
+        assert times.all_step_s()[-1] == pytest.approx(own_s + wait_s)
     assert times.typical_s() == pytest.approx(1.2), "the median"
     assert math.isnan(times.typical_s()), "each step counts once"
 
 
 def test_steps_that_are_short_or_were_never_taken_do_not_count() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, lambda: None)
+    times = OwnTimes(machine.clock, lambda: None, settling_steps=0)
     times.step_begins(0.0)
     machine.now += 1
     times.work_ends()
-    times.step_ends(0.0, counts=False)
+    times.step_ends(0.0, full=False)
     times.step_begins(0.0)
     machine.now += 1
-    times.step_ends(0.0, counts=True)  # no backward pass
+    times.step_ends(0.0, full=True)  # no backward pass
     assert math.isnan(times.typical_s())
+
+
+def test_steps_after_a_change_are_not_timed() -> None:
+    machine = Machine()
+    times = OwnTimes(machine.clock, lambda: None, settling_steps=1)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            times.step_begins(0.0, passes=2)
+            machine.now += 1
+            times.work_ends()
+            times.step_ends(0.0, passes=2, full=True)
+
+    steps(3)
+    assert times.step_s == {2: [1.0, 1.0]}
+    times.forget()
+    steps(1)
+    assert times.all_step_s() == []
+    assert math.isnan(times.typical_s())
+    assert times.passes == 8
 
 
 def device_step(machine: Machine, times: OwnTimes, read_s: float, work_s: float) -> None:
@@ -86,12 +107,12 @@ def device_step(machine: Machine, times: OwnTimes, read_s: float, work_s: float)
     times.work_ends()
     machine.now = machine.busy_until + 5.0
     machine.launch(0.1)  # the optimizer's step
-    times.step_ends(0.0, counts=True)
+    times.step_ends(0.0, full=True)
 
 
 def test_on_a_device_it_is_what_lies_between_two_marks_in_its_work() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, machine.mark)
+    times = OwnTimes(machine.clock, machine.mark, settling_steps=0)
     device_step(machine, times, read_s=0.5, work_s=2.0)
     assert times.typical_s() == pytest.approx(2.5), "reading counts, the others do not"
     device_step(machine, times, read_s=0.0, work_s=2.0)
@@ -100,12 +121,12 @@ def test_on_a_device_it_is_what_lies_between_two_marks_in_its_work() -> None:
 
 def test_nobody_waits_for_the_device() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, machine.mark)
+    times = OwnTimes(machine.clock, machine.mark, settling_steps=0)
     for _ in range(2):  # the script runs ahead
         times.step_begins(0.0)
         machine.launch(3.0)
         times.work_ends()
-        times.step_ends(0.0, counts=True)
+        times.step_ends(0.0, full=True)
     assert math.isnan(times.typical_s()), "the device has not come to a mark"
     machine.now = 4.0
     assert times.typical_s() == pytest.approx(3.0)
@@ -115,7 +136,7 @@ def test_nobody_waits_for_the_device() -> None:
     times.step_begins(0.0)
     machine.launch(3.0)
     times.work_ends()
-    times.step_ends(0.0, counts=True)
+    times.step_ends(0.0, full=True)
     times.forget()
     machine.now = 60.0
     assert math.isnan(times.typical_s()), "it belongs to the shares of before"

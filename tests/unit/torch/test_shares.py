@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
+from hvd_elastic.model.shares import ShareBalance
 from hvd_elastic.torch import context
 from hvd_elastic.torch import optimizer as optimizer_module
 from hvd_elastic.torch.adaptation import Adaptation
@@ -59,10 +60,15 @@ def process(monkeypatch: pytest.MonkeyPatch, engine: LocalEngine) -> Context:
     return made
 
 
+def balance_of(planner: Adaptation | Rebalancing) -> ShareBalance:
+    return planner.choice.balance if isinstance(planner, Adaptation) else planner._balance
+
+
 def hold(planner: Adaptation | Rebalancing, parts: tuple[int, ...]) -> None:
     """Have these shares, whatever is measured."""
-    planner._balance.parts = parts
-    planner._balance.speeds = tuple(map(float, parts))
+    balance = balance_of(planner)
+    balance.parts = parts
+    balance.speeds = tuple(map(float, parts))
     decide = "_share_out" if isinstance(planner, Adaptation) else "_decide"
     setattr(planner, decide, lambda *_, **__: "")
 
@@ -180,7 +186,7 @@ class SlowOther(OneOf):
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         other = tensor.clone()
         assert self.planner is not None
-        own, others = self.planner._balance.parts_of(BATCH, 2)
+        own, others = balance_of(self.planner).parts_of(BATCH, 2)
         at = 0 if isinstance(self.planner, Rebalancing) else 2
         other[at] *= self.slowness * others / own
         return torch.cat([tensor, other])
@@ -310,7 +316,7 @@ def test_equal_shares_are_kept_where_the_script_wants_them(
     assert hvd.DataLoader(data(), BATCH).rebalancing is None
     fixed: Loader = hvd.DataLoader(data(), BATCH, max_batch_size=BATCH, unequal_shares=False)
     assert fixed.adaptation is not None
-    assert not fixed.adaptation.unequal_shares
+    assert not fixed.adaptation.choice.unequal_shares
     assert "shares" not in fixed.adaptation.metrics()
     with pytest.raises(ScriptError, match=r"unequal_shares='yes'\): it must be True, False"):
         hvd.DataLoader(data(), BATCH, unequal_shares="yes")  # type: ignore[arg-type]

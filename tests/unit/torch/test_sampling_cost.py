@@ -1,4 +1,4 @@
-"""What looking at gradients takes: on a CPU, and on a device that works behind the script."""
+"""Cost of sampling gradient statistics: on a CPU, and on a device that works asynchronously."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from hvd_elastic.torch.look_times import LookTimes
+from hvd_elastic.torch.sampling_cost import SamplingCost
 from tests.unit.torch.test_own_times import Machine
 
 
-def test_on_a_cpu_the_looks_of_a_step_are_added_up() -> None:
+def test_on_a_cpu_the_pieces_of_a_step_are_added_up() -> None:
     machine = Machine()
-    times = LookTimes(machine.clock, lambda: None)
+    times = SamplingCost(machine.clock, lambda: None)
     assert math.isnan(times.typical_s())
     for first_s, second_s in [(1.0, 0.5), (0.1, 0.1), (2.0, 3.0)]:
         times.step_begins()
@@ -31,12 +31,12 @@ def test_on_a_cpu_the_looks_of_a_step_are_added_up() -> None:
 
 def test_on_a_device_it_is_read_when_the_marks_are_reached() -> None:
     machine = Machine()
-    times = LookTimes(machine.clock, machine.mark)
+    times = SamplingCost(machine.clock, machine.mark)
     times.step_begins()
-    for work_s, look_s in [(3.0, 0.25), (2.0, 0.5)]:
+    for work_s, sample_s in [(3.0, 0.25), (2.0, 0.5)]:
         machine.launch(work_s)
         with times:
-            machine.launch(look_s)
+            machine.launch(sample_s)
     times.step_ends()
     machine.now = 5.5
     assert math.isnan(times.typical_s()), "the device has not come to the last mark"

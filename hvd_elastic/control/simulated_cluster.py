@@ -1,9 +1,9 @@
-"""Hosts, agents and workers as the machine sees them, without processes and without time.
+"""A fake cluster for tests of :class:`~hvd_elastic.control.machine.RunMachine`.
 
-Commands and events travel in order, each host's both ways on its own, and as slowly as the test
-likes: ``do`` carries out one small thing chosen by the test (deliver one message, let one worker
-take its next move, kill something), so that all the races of a real cluster can happen. What the
-leader is told and what it orders is checked by ``Referee`` after every event.
+It has hosts, agents and workers, but no processes and no clock. Commands and events are delivered
+in order on each connection, and as slowly as the test likes: :meth:`SimulatedCluster.do` makes one
+small thing happen (deliver one message, let one worker take its next action, kill something), so
+every race of a real cluster can be tried. :class:`Referee` checks each event and each command.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 
-SILENT_KILL_ROUNDS = 40
+__all__ = ["Referee", "SimulatedCluster"]
+
+_SILENT_ROUNDS = 40
+"""Rounds without progress after which agents notice frozen workers by their heartbeats."""
+_MOST_ROUNDS = 400
 
 
-class Doing(enum.Enum):
-    """What a simulated worker is at."""
+class WorkerState(enum.Enum):
+    """What a simulated worker does."""
 
     STARTING = enum.auto()
     WAITING = enum.auto()
@@ -31,13 +35,25 @@ class Doing(enum.Enum):
 
 
 @dataclass
-class SimWorker:
+class SimulatedWorker:
+    """A worker process.
+
+    Attributes:
+        name, host: as in the leader's commands.
+        state: what it does.
+        generation: that it last tried to join.
+        step: steps taken; None: it holds no training state.
+        pending: command that it has not acted on.
+        aborted: the newest generation that was aborted.
+        alive: whether the process runs.
+        frozen: whether it has stopped without ending.
+    """
+
     name: str
     host: str
-    doing: Doing = Doing.STARTING
+    state: WorkerState = WorkerState.STARTING
     generation: int = 0
-    passed: int = 0  # the newest generation it joined or passed over
-    step: int | None = None  # None: it holds no state
+    step: int | None = None
     pending: cmd.Announce | cmd.Hold | cmd.Leave | None = None
     aborted: int = 0
     alive: bool = True
@@ -45,7 +61,17 @@ class SimWorker:
 
 
 @dataclass
-class SimHost:
+class SimulatedHost:
+    """A host.
+
+    Attributes:
+        up: whether it answers.
+        fatal: whether no agent can ever start on it.
+        agent: whether its agent runs.
+        starting: whether its agent is being started.
+        to_host, to_leader: messages under way.
+    """
+
     up: bool = True
     fatal: bool = False
     agent: bool = False
@@ -55,26 +81,43 @@ class SimHost:
 
 
 class Referee:
-    """What the leader knows, kept independently of the machine, and the rules of the game."""
+    """Checks what the machine orders against what it was told; raises AssertionError.
+
+    Args:
+        min_np: fewest ranks of a generation.
+
+    Attributes:
+        live: host of each running worker.
+        slots: host and slot of each worker that was ever started.
+        ready: workers that can join a generation.
+        told_to_leave: workers that were told to leave, or killed.
+        holders: step that each worker with training state last reported.
+        members, joined, accounted: of the newest generation; those that joined, and those that
+            reported that they broke off or hold.
+        whole: whether no member broke off, died or was asked to hold.
+        formed_once: whether a generation has ever trained.
+        over: how the run ended.
+    """
 
     def __init__(self, min_np: int) -> None:
         self.min_np = min_np
-        self.live: dict[str, str] = {}  # worker → host
+        self.live: dict[str, str] = {}
         self.slots: dict[str, tuple[str, int]] = {}
         self.ready: set[str] = set()
-        self.told_to_leave: set[str] = set()  # or killed
-        self.holders: dict[str, int] = {}  # worker → step it last reported
+        self.told_to_leave: set[str] = set()
+        self.holders: dict[str, int] = {}
         self.finished: set[str] = set()
         self.agents: set[str] = set()
         self.members: tuple[cmd.Member, ...] = ()
         self.generation = 0
         self.joined: set[str] = set()
         self.accounted: set[str] = set()
-        self.whole = True  # no member of the generation broke, died or was asked to hold
+        self.whole = True
+        self.formed_once = False
         self.over: cmd.Finish | None = None
-        self.announced: list[cmd.Announce] = []
 
-    def told(self, event: ev.Event) -> None:
+    def note_event(self, event: ev.Event) -> None:
+        """Take an event before the machine does."""
         members = {member.worker for member in self.members}
         match event:
             case ev.AgentFailed(host) | ev.AgentLost(host):
@@ -112,7 +155,8 @@ class Referee:
         self.live.pop(worker, None)
         self.holders.pop(worker, None)
 
-    def ordered(self, commands: list[cmd.Command]) -> None:
+    def check_commands(self, commands: list[cmd.Command]) -> None:
+        """Check what the machine answered."""
         if self.over is not None:
             assert not commands, f"commands after Finish: {commands}"
         for command in commands:
@@ -150,11 +194,11 @@ class Referee:
                     assert generation <= self.generation
                     self.whole = self.whole and generation != self.generation
                 case cmd.Announce():
-                    self._announced(command)
+                    self._check_generation(command)
                 case _:
                     pass
 
-    def _announced(self, new: cmd.Announce) -> None:
+    def _check_generation(self, new: cmd.Announce) -> None:
         assert new.generation == self.generation + 1
         names = [member.worker for member in new.members]
         for name in names:
@@ -171,7 +215,7 @@ class Referee:
                 assert known in self.accounted, f"{new.generation} without word from {known}"
         if not self.finished:
             assert len(names) >= self.min_np
-        check_ranks(new.members, {name: self.slots[name] for name in names})
+        _check_ranks(new.members, {name: self.slots[name] for name in names})
         holders = {w: s for w, s in self.holders.items() if w not in self.told_to_leave}
         holders = {w: s for w, s in holders.items() if w not in self.finished}
         if holders:
@@ -181,18 +225,14 @@ class Referee:
             assert new.root in names
         else:
             assert new.root is None
-            assert new.restore or not any(self.announced) or not self.ever_joined()
+            assert new.restore or not self.formed_once
         assert ":" in new.reason
         self.members, self.generation = new.members, new.generation
         self.joined, self.accounted, self.whole = set(), set(), True
-        self.announced.append(new)
-
-    def ever_joined(self) -> bool:
-        return getattr(self, "formed_once", False)
 
 
-def check_ranks(members: tuple[cmd.Member, ...], slots: dict[str, tuple[str, int]]) -> None:
-    """Ranks as Horovod wants them."""
+def _check_ranks(members: tuple[cmd.Member, ...], slots: dict[str, tuple[str, int]]) -> None:
+    """Check that ranks are as Horovod needs them: those of a host are neighbours."""
     assert len({member.worker for member in members}) == len(members)
     assert len({(member.host, member.slot) for member in members}) == len(members)
     assert [member.rank for member in members] == list(range(len(members)))
@@ -208,23 +248,27 @@ def check_ranks(members: tuple[cmd.Member, ...], slots: dict[str, tuple[str, int
 
 
 class SimulatedCluster:
-    """Applies commands, invents events; every choice is the caller's.
+    """Carries out the commands of a machine and makes up events; the caller chooses which.
 
     Args:
         hosts: slots by host.
-        config: the machine's.
-        notices: workers see by themselves that a peer is gone (its connections were closed);
-            otherwise they are blocked until the leader calls the generation off (pulled cable).
+        config: of the machine.
+        notices: whether workers notice that a peer is gone, since its connections were closed;
+            otherwise they are blocked until the leader aborts the generation (a pulled cable).
+
+    >>> cluster = SimulatedCluster({"a": 2, "b": 1}, MachineConfig(min_np=1))
+    >>> cluster.settle()
+    >>> [member.host for member in cluster.machine.members]
+    ['a', 'a', 'b']
     """
 
     def __init__(self, hosts: dict[str, int], config: MachineConfig, notices: bool = True) -> None:
         self.notices = notices
-        self.config = config
         self.machine = RunMachine(config)
         self.referee = Referee(config.min_np)
         self.now = 0.0
-        self.hosts = {name: SimHost() for name in hosts}
-        self.workers: dict[str, SimWorker] = {}
+        self.hosts = {name: SimulatedHost() for name in hosts}
+        self.workers: dict[str, SimulatedWorker] = {}
         self.announced: dict[int, cmd.Announce] = {}
         self.reached: dict[int, set[str]] = {}
         self.root_step: dict[int, int] = {}
@@ -232,22 +276,21 @@ class SimulatedCluster:
         self.to_save: list[str] = []
         self.final_step = 1_000_000
         self.all_slots = dict(hosts)
-        self.listed: tuple[ev.HostSlots, ...] = ()
         self.set_hosts(hosts)
 
     # -- leader ----------------------------------------------------------------------------
 
-    def tell(self, event: ev.Event) -> list[cmd.Command]:
-        self.referee.told(event)
+    def tell(self, event: ev.Event) -> None:
+        """Give the machine an event, and send its commands."""
+        self.referee.note_event(event)
         commands = self.machine.handle(event, self.now)
-        self.referee.ordered(commands)
+        self.referee.check_commands(commands)
         if self.machine.phase is Phase.RUNNING:
-            self.referee.formed_once = True  # type: ignore[attr-defined]
+            self.referee.formed_once = True
         for command in commands:
             self._route(command)
         due = self.machine.deadline()
         assert due is None or due > self.now, "a deadline that has passed: the loop would spin"
-        return commands
 
     def _route(self, command: cmd.Command) -> None:
         match command:
@@ -287,10 +330,11 @@ class SimulatedCluster:
                 worker.alive = False
 
     def set_hosts(self, slots: dict[str, int]) -> None:
+        """Change the hostfile to these slots by host."""
         for name in slots:
-            self.hosts.setdefault(name, SimHost())
-        self.listed = tuple(ev.HostSlots(name, number) for name, number in slots.items())
-        self.tell(ev.HostsChanged(self.listed))
+            self.hosts.setdefault(name, SimulatedHost())
+        listed = tuple(ev.HostSlots(name, number) for name, number in slots.items())
+        self.tell(ev.HostsChanged(listed))
 
     # -- what can happen -------------------------------------------------------------------
 
@@ -299,7 +343,7 @@ class SimulatedCluster:
         here = [w for w in self.workers.values() if w.host == name and w.alive]
         match command:
             case cmd.StartWorker(worker, host, _):
-                self.workers[worker] = SimWorker(worker, host)
+                self.workers[worker] = SimulatedWorker(worker, host)
             case cmd.Announce():
                 names = {member.worker for member in command.members}
                 for sim in here:
@@ -322,50 +366,54 @@ class SimulatedCluster:
     def deliver_event(self, name: str) -> None:
         self.tell(self.hosts[name].to_leader.popleft())
 
-    def say(self, worker: SimWorker, event: ev.Event) -> None:
+    def send(self, worker: SimulatedWorker, event: ev.Event) -> None:
         self.hosts[worker.host].to_leader.append(event)
 
-    def end(self, worker: SimWorker, code: int | None = None, signal: int | None = None) -> None:
+    def end(
+        self, worker: SimulatedWorker, code: int | None = None, signal: int | None = None
+    ) -> None:
         worker.alive = False
-        self.say(worker, ev.WorkerExited(worker.name, code, signal))
+        self.send(worker, ev.WorkerExited(worker.name, code, signal))
 
-    def peers(self, generation: int) -> list[SimWorker]:
+    def peers(self, generation: int) -> list[SimulatedWorker]:
         names = [member.worker for member in self.announced[generation].members]
         return [self.workers[name] for name in names if name in self.workers]
 
-    def moves(self, worker: SimWorker) -> Callable[[], None] | None:
-        """The next thing this worker can do by itself, if any."""
+    def moves(self, worker: SimulatedWorker) -> Callable[[], None] | None:
+        """Return the next action that this worker can take by itself, if any."""
         if not worker.alive or worker.frozen:
             return None
-        match worker.doing:
-            case Doing.STARTING:
+        match worker.state:
+            case WorkerState.STARTING:
                 return lambda: self._become_ready(worker)
-            case Doing.WAITING:
-                return (lambda: self._follow(worker)) if worker.pending else None
-            case Doing.MEETING:
+            case WorkerState.WAITING:
+                return (lambda: self._obey(worker)) if worker.pending else None
+            case WorkerState.MEETING:
                 return self._meeting_moves(worker)
-            case Doing.TRAINING:
+            case WorkerState.TRAINING:
                 return self._training_moves(worker)
-            case Doing.FINISHED:
+            case WorkerState.FINISHED:
                 return lambda: self.end(worker, code=0)
 
-    def _become_ready(self, worker: SimWorker) -> None:
-        worker.doing = Doing.WAITING
-        self.say(worker, ev.WorkerReady(worker.name, 0.1))
+    def _become_ready(self, worker: SimulatedWorker) -> None:
+        worker.state = WorkerState.WAITING
+        self.send(worker, ev.WorkerReady(worker.name, 0.1))
 
-    def _follow(self, worker: SimWorker) -> None:
+    def _obey(self, worker: SimulatedWorker) -> None:
         order, worker.pending = worker.pending, None
         match order:
             case cmd.Leave():
                 self.end(worker, code=0)
             case cmd.Hold():
-                self.say(worker, ev.WorkerHeld(worker.name, worker.generation, self._said(worker)))
+                self.send(
+                    worker, ev.WorkerHeld(worker.name, worker.generation, self._step_of(worker))
+                )
             case cmd.Announce(generation):
                 worker.generation = generation
                 if worker.aborted >= generation:  # passed over, and said so
                     self._break_off(worker)
                     return
-                worker.doing = Doing.MEETING
+                worker.state = WorkerState.MEETING
                 self.reached[generation].add(worker.name)
                 if order.root == worker.name:
                     if worker.step is None:
@@ -375,16 +423,16 @@ class SimulatedCluster:
                 elif order.root is None and order.members[0].worker == worker.name:
                     self.root_step[generation] = self.saved_step if order.restore else 0
 
-    def _said(self, worker: SimWorker) -> int:
+    def _step_of(self, worker: SimulatedWorker) -> int:
         return -1 if worker.step is None else worker.step
 
-    def _break_off(self, worker: SimWorker, torn: bool = False) -> None:
+    def _break_off(self, worker: SimulatedWorker, torn: bool = False) -> None:
         if torn:
             worker.step = None
-        worker.doing = Doing.WAITING
-        self.say(worker, ev.WorkerBroken(worker.name, worker.generation, self._said(worker)))
+        worker.state = WorkerState.WAITING
+        self.send(worker, ev.WorkerBroken(worker.name, worker.generation, self._step_of(worker)))
 
-    def _meeting_moves(self, worker: SimWorker) -> Callable[[], None] | None:
+    def _meeting_moves(self, worker: SimulatedWorker) -> Callable[[], None] | None:
         generation = worker.generation
         peers = self.peers(generation)
         everybody = {m.worker for m in self.announced[generation].members}
@@ -397,24 +445,24 @@ class SimulatedCluster:
             return lambda: self._join(worker)
         return None
 
-    def _differs(self, worker: SimWorker) -> bool:
+    def _differs(self, worker: SimulatedWorker) -> bool:
         return worker.step != self.root_step[worker.generation]
 
-    def _join(self, worker: SimWorker) -> None:
-        worker.doing = Doing.TRAINING
+    def _join(self, worker: SimulatedWorker) -> None:
+        worker.state = WorkerState.TRAINING
         worker.step = self.root_step[worker.generation]
-        self.say(worker, ev.WorkerJoined(worker.name, worker.generation))
+        self.send(worker, ev.WorkerJoined(worker.name, worker.generation))
 
-    def _together(self, worker: SimWorker) -> bool:
+    def _together(self, worker: SimulatedWorker) -> bool:
         return all(
             peer.alive
             and not peer.frozen
-            and peer.doing is Doing.TRAINING
+            and peer.state is WorkerState.TRAINING
             and peer.generation == worker.generation
             for peer in self.peers(worker.generation)
         )
 
-    def _training_moves(self, worker: SimWorker) -> Callable[[], None] | None:
+    def _training_moves(self, worker: SimulatedWorker) -> Callable[[], None] | None:
         peers = self.peers(worker.generation)
         if worker.step is not None and worker.step >= self.final_step:
             return lambda: self._finish(worker)
@@ -428,29 +476,32 @@ class SimulatedCluster:
             return lambda: self._stop_at_boundary(peers)
         return lambda: self._take_step(peers)
 
-    def _has_gone(self, peer: SimWorker, generation: int) -> bool:
+    def _has_gone(self, peer: SimulatedWorker, generation: int) -> bool:
         if not peer.alive or peer.generation > generation:
             return True
-        return peer.generation == generation and peer.doing in (Doing.WAITING, Doing.FINISHED)
+        return peer.generation == generation and peer.state in (
+            WorkerState.WAITING,
+            WorkerState.FINISHED,
+        )
 
-    def _finish(self, worker: SimWorker) -> None:
-        worker.doing = Doing.FINISHED
-        self.say(worker, ev.WorkerFinished(worker.name))
+    def _finish(self, worker: SimulatedWorker) -> None:
+        worker.state = WorkerState.FINISHED
+        self.send(worker, ev.WorkerFinished(worker.name))
 
-    def _stop_at_boundary(self, peers: list[SimWorker]) -> None:
+    def _stop_at_boundary(self, peers: list[SimulatedWorker]) -> None:
         for peer in peers:
-            peer.doing = Doing.WAITING
+            peer.state = WorkerState.WAITING
 
-    def _take_step(self, peers: list[SimWorker]) -> None:
+    def _take_step(self, peers: list[SimulatedWorker]) -> None:
         for peer in peers:
             assert peer.step is not None
             peer.step += 1
 
     # -- faults ----------------------------------------------------------------------------
 
-    def crash_worker(self, worker: SimWorker, ahead: int) -> None:
-        """Dies in the middle of a step: some of the others have completed it (bits of ahead)."""
-        if worker.doing is Doing.TRAINING and self._together(worker):
+    def crash_worker(self, worker: SimulatedWorker, ahead: int) -> None:
+        """Kill a worker in the middle of a step that some others (bits of ``ahead``) completed."""
+        if worker.state is WorkerState.TRAINING and self._together(worker):
             for number, peer in enumerate(self.peers(worker.generation)):
                 if peer is not worker and ahead >> number & 1 and peer.step is not None:
                     if peer.step < self.final_step:
@@ -486,7 +537,13 @@ class SimulatedCluster:
     # -- choosing --------------------------------------------------------------------------
 
     def do(self, kind: str, pick: int, extra: int) -> None:
-        """One thing of this kind; ``pick`` chooses among the possible ones, if there are any."""
+        """Make one thing of this kind happen, if any can.
+
+        Args:
+            kind: what happens; see the cases below.
+            pick: chooses among the possible ones.
+            extra: details, by kind.
+        """
         match kind:
             case "deliver":
                 if names := [n for n, h in self.hosts.items() if h.to_leader]:
@@ -512,7 +569,7 @@ class SimulatedCluster:
                     alive[pick % len(alive)].frozen = True
             case "break":
                 busy = [w for w in self.workers.values() if w.alive and not w.frozen]
-                busy = [w for w in busy if w.doing in (Doing.MEETING, Doing.TRAINING)]
+                busy = [w for w in busy if w.state in (WorkerState.MEETING, WorkerState.TRAINING)]
                 if busy:
                     self._break_off(busy[pick % len(busy)])
             case "crash_host":
@@ -523,7 +580,7 @@ class SimulatedCluster:
             case "spoil":
                 self.hosts[list(self.hosts)[pick % len(self.hosts)]].fatal = True
             case "hosts":
-                # Each bit of extra lists a host, pick turns their order round or halves slots.
+                # Each bit of extra lists a host; pick reverses their order or halves slots.
                 names = list(self.all_slots)
                 if pick % 2:
                     names.reverse()
@@ -551,11 +608,11 @@ class SimulatedCluster:
             case _:
                 raise AssertionError(kind)
 
-    def _trains(self, worker: SimWorker) -> bool:
-        return worker.alive and worker.doing is Doing.TRAINING and self._together(worker)
+    def _trains(self, worker: SimulatedWorker) -> bool:
+        return worker.alive and worker.state is WorkerState.TRAINING and self._together(worker)
 
     def round(self) -> bool:
-        """Everything that can happen without a fault, once; whether anything did."""
+        """Make everything happen once that can without a fault; return whether anything did."""
         happened = False
         for name, host in list(self.hosts.items()):
             if host.starting:
@@ -567,11 +624,11 @@ class SimulatedCluster:
         stepped: set[int] = set()
         for worker in list(self.workers.values()):
             if move := self.moves(worker):
-                if worker.doing is Doing.TRAINING and worker.generation in stepped:
+                if worker.state is WorkerState.TRAINING and worker.generation in stepped:
                     continue
-                before = worker.doing, worker.generation
+                before = worker.state, worker.generation
                 move()
-                if (worker.doing, worker.generation) == before:
+                if (worker.state, worker.generation) == before:
                     stepped.add(worker.generation)
                 else:
                     happened = True
@@ -582,24 +639,24 @@ class SimulatedCluster:
         return happened
 
     def settle(self) -> None:
-        """No more faults, hosts for everybody: let things run until they come to rest."""
+        """End all faults, give all hosts back, and go on until nothing more happens."""
         for host in self.hosts.values():
             host.up, host.fatal = True, False
         self.tell(ev.TargetChanged(None))
         for name in self.hosts:
             self.tell(ev.HostReturned(name))
         self.set_hosts(self.all_slots)
-        for number in range(400):
-            if self.machine.handle is None or self.referee.over:
+        for number in range(_MOST_ROUNDS):
+            if self.referee.over:
                 return
-            if number == SILENT_KILL_ROUNDS:  # heartbeats: their agents notice the frozen ones
+            if number == _SILENT_ROUNDS:
                 for worker in self.workers.values():
                     if worker.frozen and worker.alive:
                         self.end(worker, signal=9)
             if self.round():
                 continue
             due = self.machine.deadline()
-            if due is None and number > SILENT_KILL_ROUNDS:
+            if due is None and number > _SILENT_ROUNDS:
                 return
             self.pass_time(1.0 if due is None else max(0.0, due - self.now))
         raise AssertionError(f"the run does not come to rest: {self.machine.snapshot()}")

@@ -1,4 +1,4 @@
-"""What looking at the gradients of a step takes: how often that is worth it rests on it."""
+"""Time that sampling the gradient statistics of a step takes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from statistics import median
 
 from hvd_elastic.torch.device_times import DeviceEvent, KnownTimes, cuda_event
 
-__all__ = ["LookTimes"]
+__all__ = ["SamplingCost"]
 
 _KEPT = 16
 
 
-class LookTimes:
-    """Times the looks of this rank, several of which make a step: ``with times: look()``.
+class SamplingCost:
+    """Times this rank's sampling, which is done in several pieces of a step: ``with cost: ...``.
 
-    On a GPU a look is between two marks in its work, read when it has come to both without waiting
-    for it; see :class:`~hvd_elastic.torch.own_times.OwnTimes`.
+    On a GPU each piece is between two events in its work, which are read when it has reached both,
+    without waiting for it; see :class:`~hvd_elastic.torch.own_times.OwnTimes`.
 
     Args:
         clock: [s].
-        new_event: makes a mark for the device that trains; gives None where that is the CPU.
+        new_event: makes an event on the device that trains; gives None where that is the CPU.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LookTimes:
         self._times = KnownTimes(_KEPT)
 
     def step_begins(self) -> None:
-        """A step that will be looked at."""
+        """Begin a step that is sampled."""
         self._spent_s, self._marks = 0.0, []
 
     def __enter__(self) -> None:
@@ -57,13 +57,13 @@ class LookTimes:
         self._marks.append((self._began, event))
 
     def step_ends(self) -> None:
-        """All of the step was looked at."""
+        """End a step of which every piece was sampled."""
         if self._marks:
             self._times.add_marks(self._marks)
         else:
             self._times.add(self._spent_s)
 
     def typical_s(self) -> float:
-        """The median of the last steps that were looked at [s]; NaN: none is known yet."""
+        """Return the median of the last sampled steps [s]; NaN: none is known yet."""
         times = self._times.read()
         return median(times) if times else math.nan

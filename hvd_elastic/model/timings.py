@@ -1,0 +1,329 @@
+"""Measured step times of a run: recent windows by configuration, shift detection, and the fit.
+
+The leader and the rank that reviews the batch plan each hold a :class:`StepTimings`, with
+:data:`LEADER_RULES` and :data:`RANK_RULES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
+
+__all__ = ["LEADER_RULES", "RANK_RULES", "Configuration", "StepTimings", "TimingRules"]
+
+_REFIT_CHANGE = 0.025
+"""A median that moved by this much, in logarithms, is reason for a new fit: half of the 5 % by
+which single windows scatter."""
+_FIT_WEIGHT = 4
+"""Windows of one configuration that count in a fit. Further ones share what makes them wrong."""
+_ALONE_DRIFT = 0.05
+"""A rank's compute time may lack this part of a step that it makes alone: the optimizer's, on a
+GPU."""
+_DRIFT_PER_S = 0.4 / 3600
+_MOST_DRIFT = 0.5
+"""Links are shared and change unseen while nothing is timed on them: an hour later, step times
+across hosts are believed to 40 %, and what was found wanting is tried again."""
+
+
+class Configuration(NamedTuple):
+    """What a step time depends on; see :class:`~hvd_elastic.model.step_time.Observation`."""
+
+    hosts: int
+    ranks: int
+    atomic_batch_size: float
+    accumulation_steps: float
+    slowness: float = 1.0
+
+
+@dataclass(frozen=True)
+class TimingRules:
+    """How an instance of :class:`StepTimings` treats its measurements.
+
+    Attributes:
+        windows: most recent windows of one configuration that are kept.
+        shift: factor by which times have to be longer, or shorter, than before to have shifted.
+        shift_windows: consecutive windows that have to show it, and windows needed before them.
+        refits: each of so many first windows of a configuration is reason for a new fit.
+        keep_one_host: after a shift across hosts, times on one host are kept.
+        configurations: most that are kept; the one that was timed least recently is dropped.
+    """
+
+    windows: int
+    shift: float
+    shift_windows: int
+    refits: int
+    keep_one_host: bool
+    configurations: int = 48
+
+
+LEADER_RULES = TimingRules(
+    # A window is the mean over at least a second, which scatters by a few per cent.
+    windows=12,
+    shift=1.25,
+    shift_windows=4,
+    # A new model makes the leader score all allocations again.
+    refits=1,
+    # Most likely the link changed, and what it knows of other worlds took rescales to learn.
+    keep_one_host=True,
+)
+RANK_RULES = TimingRules(
+    # A window is the median of the steps since the last review, which may be ten short ones: a
+    # busy moment makes all of them longer.
+    windows=8,
+    shift=1.5,
+    # A false alarm costs little: the next reviews time the same configuration again.
+    shift_windows=3,
+    # The first reviews choose the batch, so they use each new time.
+    refits=4,
+    # Only the present world counts for the batch, and old times would explain slower compute as
+    # slower reduction.
+    keep_one_host=False,
+)
+
+_MOST_ALONE = 16
+"""Sizes of a pass whose compute times are kept."""
+
+
+class StepTimings:
+    """Step times by configuration, and the step-time model fitted to them.
+
+    Args:
+        rules: how measurements are treated.
+
+    Attributes:
+        fitted: what :meth:`model` gave last; None: it was never asked, or the windows have shifted.
+
+    >>> timings = StepTimings(RANK_RULES)
+    >>> for step_s in [0.1, 0.1, 0.1, 0.2, 0.2, 0.2]:
+    ...     shifted = timings.add(Configuration(1, 2, 16.0, 0), step_s)
+    >>> shifted, round(float(timings.model().step_s(1, 2, 16, 0)), 3)
+    (True, 0.2)
+    """
+
+    def __init__(self, rules: TimingRules) -> None:
+        self.rules = rules
+        self._steps: dict[Configuration, _Windows] = {}
+        self._alone: dict[Configuration, _Windows] = {}
+        """Compute times of one rank: what a step takes that it makes alone."""
+        self.fitted: StepTimeModel | None = None
+        self._fitted_to: dict[tuple[bool, Configuration], tuple[int, float]] = {}
+
+    def add(
+        self, where: Configuration, step_s: float, compute_s: float = math.nan, now: float = 0.0
+    ) -> bool:
+        """Add a window; where its configuration has shifted, drop what is out of date.
+
+        Args:
+            where: its configuration.
+            step_s: time of a step [s].
+            compute_s: of that, compute time of the slowest rank in all passes [s]; NaN: unknown.
+            now: when it was measured [s]; only :meth:`distrust_old` needs it.
+
+        Returns:
+            Whether it showed a shift.
+        """
+        windows = self._append(self._steps, where, self.rules.configurations)
+        windows.times.append((step_s, compute_s))
+        windows.timed_at, windows.drift = now, None
+        if not self._has_shifted(windows, self.rules.shift_windows):
+            return False
+        windows.keep_last(self.rules.shift_windows)
+        self._steps = {
+            other: kept
+            for other, kept in self._steps.items()
+            if other == where or (self.rules.keep_one_host and where.hosts > 1 == other.hosts)
+        }
+        if where.hosts == 1:
+            self._alone = {}
+        self.fitted = None
+        return True
+
+    def add_alone(self, where: Configuration, compute_s: float) -> None:
+        """Add the compute time of a rank among several [s], as that of a step it makes alone.
+
+        What steps of several ranks take beyond it is then known to be the reduction.
+        """
+        windows = self._append(self._alone, where, _MOST_ALONE)
+        windows.times.append((compute_s, math.nan))
+        if self._has_shifted(windows, self.rules.shift_windows):
+            windows.keep_last(self.rules.shift_windows)
+            self._alone = {where: windows}
+
+    def may_have_shifted(self, where: Configuration) -> bool:
+        """Return whether the last window of a configuration alone is far from those before."""
+        return where in self._steps and self._has_shifted(self._steps[where], 1)
+
+    def forget_world(self, hosts: int, ranks: int) -> None:
+        """Drop what was timed on so many hosts and ranks, and all compute times."""
+        self._steps = {
+            where: windows
+            for where, windows in self._steps.items()
+            if (where.hosts, where.ranks) != (hosts, ranks)
+        }
+        self._alone = {}
+
+    def distrust_old(self, now: float) -> None:
+        """Believe times across hosts less, the older they are: their link may have changed."""
+        for where, windows in self._steps.items():
+            if where.hosts > 1:
+                age_s = max(0.0, now - windows.timed_at)
+                windows.drift = min(_DRIFT_PER_S * age_s, _MOST_DRIFT)
+        self.fitted = None
+
+    @property
+    def worlds(self) -> set[tuple[int, int]]:
+        """Numbers of (hosts, ranks) that trained together and were timed."""
+        return {(where.hosts, where.ranks) for where in self._steps}
+
+    def observation(self, where: Configuration | None) -> Observation | None:
+        """Return the typical step time of a configuration; None: it was not timed."""
+        windows = None if where is None else self._steps.get(where)
+        return None if where is None or windows is None else windows.observation(where)
+
+    def model(self) -> StepTimeModel | None:
+        """Return the model fitted to all windows; None: there are none.
+
+        It is the same object until the windows say something new.
+        """
+        if not self._steps:
+            return None
+        known = self._summary()
+        if self.fitted is None or self._is_news(known):
+            self._drop_contradicted()
+            self.fitted = self._fit()
+            self._fitted_to = self._summary()
+        return self.fitted
+
+    def state_dict(self) -> list[Any]:
+        """Plain numbers, for a broadcast or a checkpoint; compute times alone are not part."""
+        return [
+            [list(where), [list(each) for each in windows.times]]
+            for where, windows in self._steps.items()
+        ]
+
+    def load_state_dict(self, state: Iterable[Any]) -> None:
+        """Take what :meth:`state_dict` gave, here or in an earlier version."""
+        self._steps = {}
+        for where, times in state:
+            windows = self._append(self._steps, Configuration(*where), self.rules.configurations)
+            # Early checkpoints have step times only.
+            windows.times.extend(
+                (each[0], each[1]) if isinstance(each, list | tuple) else (each, math.nan)
+                for each in times
+            )
+
+    # ------------------------------------------------------------------------------------------
+
+    def _append(
+        self, windows: dict[Configuration, _Windows], where: Configuration, most: int
+    ) -> _Windows:
+        """Return the windows of a configuration, as the most recent one."""
+        found = windows.pop(where, None) or _Windows(deque(maxlen=self.rules.windows))
+        windows[where] = found
+        if len(windows) > most:
+            del windows[next(iter(windows))]
+        return found
+
+    def _has_shifted(self, windows: _Windows, last: int) -> bool:
+        times = [step_s for step_s, _ in windows.times]
+        return has_shifted(times, last, self.rules.shift_windows, self.rules.shift)
+
+    def _summary(self) -> dict[tuple[bool, Configuration], tuple[int, float]]:
+        found = {
+            (True, where): (min(len(windows.times), self.rules.refits), windows.step_s)
+            for where, windows in self._steps.items()
+        }
+        alone = {(False, where): (1, windows.step_s) for where, windows in self._alone.items()}
+        return found | alone
+
+    def _is_news(self, known: dict[tuple[bool, Configuration], tuple[int, float]]) -> bool:
+        before = self._fitted_to
+        return known.keys() != before.keys() or any(
+            count != before[key][0] or abs(math.log(step_s / before[key][1])) > _REFIT_CHANGE
+            for key, (count, step_s) in known.items()
+        )
+
+    def _fit(self, without: Collection[Configuration] = ()) -> StepTimeModel:
+        seen = [
+            windows.observation(where)
+            for where, windows in self._steps.items()
+            for _ in range(min(len(windows.times), _FIT_WEIGHT))
+            if where not in without
+        ]
+        seen += [windows.observation(where, _ALONE_DRIFT) for where, windows in self._alone.items()]
+        return fit_step_time(seen)
+
+    def _drop_contradicted(self) -> None:
+        """Drop old times across hosts that do not agree with new ones: the link has changed."""
+        old = [where for where, windows in self._steps.items() if windows.drift is not None]
+        new = [
+            len(windows.times)
+            for where, windows in self._steps.items()
+            if where.hosts > 1 and where not in old
+        ]
+        if not old or sum(new) < self.rules.shift_windows:
+            return
+        model = self._fit(without=old)
+        for where in old:
+            predicted = model.predict(*where)
+            off = abs(math.log(self._steps[where].step_s / float(predicted.step_s)))
+            if off > math.log(self.rules.shift) + 2 * float(predicted.uncertainty):
+                del self._steps[where]
+
+
+@dataclass
+class _Windows:
+    """Windows of one configuration.
+
+    Attributes:
+        times: step time and compute time of each, the oldest first [s].
+        timed_at: when the last one was measured [s].
+        drift: relative standard deviation of what may have changed since; None: nothing has.
+    """
+
+    times: deque[tuple[float, float]]
+    timed_at: float = 0.0
+    drift: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        return median(step_s for step_s, _ in self.times)
+
+    def keep_last(self, number: int) -> None:
+        self.times = deque(list(self.times)[-number:], maxlen=self.times.maxlen)
+
+    def observation(self, where: Configuration, drift: float = 0.0) -> Observation:
+        computed = [compute_s for _, compute_s in self.times if compute_s > 0]
+        return Observation(
+            *where[:4],
+            step_s=self.step_s,
+            slowness=where.slowness,
+            steps=len(self.times),
+            drift=self.drift or drift,
+            own_s=median(computed) if computed else None,
+        )
+
+
+def has_shifted(times: Sequence[float], last: int, before: int, factor: float) -> bool:
+    """Return whether the last times are far from those before.
+
+    Args:
+        times: of one configuration, oldest first [s].
+        last: number of times that have to lie on one side of the median of those before.
+        before: number of times needed for a comparison.
+        factor: by which each of the last has to be longer, or each shorter.
+
+    >>> [has_shifted(times, 2, 2, 1.5) for times in ([1, 1, 2, 2], [1, 1, 2, 1], [1, 2, 2])]
+    [True, False, False]
+    """
+    earlier, recent = list(times)[:-last], list(times)[-last:]
+    if len(earlier) < before:
+        return False
+    middle = median(earlier)
+    return min(recent) > factor * middle or max(recent) * factor < middle
