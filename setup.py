@@ -1,7 +1,7 @@
 """Build description of hvd_elastic; tool settings are in pyproject.toml.
 
 Horovod is in no list here: its newest source release does not compile unpatched, so
-``make horovod`` (``scripts/build_horovod.py``) builds and installs it.
+``hvd-elastic build-horovod`` builds and installs it (``hvd_elastic/install/build_horovod.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CORE = [
 ]
 
 EXTRAS = {
-    # The upper bound is what the Horovod patch is known to compile against (C++17).
+    # What the patched Horovod compiles against (C++17); as TORCH_REQUIREMENT in install/.
     "torch": ["torch>=2.2,<2.15"],
     # On a GPU machine install `tensorflow` of the same version instead.
     "tensorflow": ["tensorflow-cpu>=2.21,<2.22", "keras>=3.10,<4"],
@@ -71,7 +71,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "ruff>=0.8",
-        # the demo and the tests train on its digits
+        # benchmarks and tests train on its digits
         "scikit-learn>=1.4",
         # the tests read back what is written for it
         "tensorboard>=2.15",
@@ -89,7 +89,12 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["hvd_elastic", "hvd_elastic.*"]),
-    package_data={"hvd_elastic": ["py.typed", "**/*.html", "**/*.js", "**/*.css", "**/*.sh"]},
+    package_data={
+        "hvd_elastic": [
+            *("py.typed", "**/*.html", "**/*.js", "**/*.css", "**/*.sh"),
+            *("bench/digits.npz", "install/*.patch"),
+        ]
+    },
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={
