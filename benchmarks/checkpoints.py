@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +109,6 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     }
 
 
-def _text(ranks: int, found: Mapping[str, Any]) -> str:
-    return f"""{ranks} rank(s), {found["megabytes"]:.0f} MB in {found["shards"]} shard(s):
-  copy of everything in fresh memory  {found["copy_in_fresh_memory_s"]:.3f} s
-  training is paused                  {found["blocked_s"]}
-                                      {found["blocked_ms_per_mb"]} ms/MB
-  longest step                        {found["longest_step_s"]:.3f} s
-  complete and verified after         {found["complete_after_s"]}"""
-
-
 def main() -> int:
     """Measure, print, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -134,16 +124,14 @@ def main() -> int:
 
     def measure_all() -> None:
         load_before = os.getloadavg()
-        found = {}
+        found = []
         with progress(args) as say:
             for ranks in RANKS:
                 say(f"a run with {ranks} rank(s)")
-                found[ranks] = measure(args, ranks)
+                found.append({"ranks": ranks, **measure(args, ranks)})
         note = f"{args.parameters} parameters, steps padded with {args.step_time} s."
         taken = conditions("this machine", note, load_before)
-        body = {f"{ranks} ranks": each for ranks, each in found.items()}
-        shown = [_text(ranks, each) for ranks, each in found.items()]
-        deliver(Result("checkpoints", taken, body, shown), args)
+        deliver(Result("checkpoints", taken, {"runs": found}), args)
 
     return end_with(measure_all)
 

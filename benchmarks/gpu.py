@@ -17,12 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -367,30 +366,6 @@ def measure_overhead(rounds: int, say: Callable[[str], None]) -> list[dict[str, 
     return rows
 
 
-def tables(found: dict[str, list[dict[str, Any]]]) -> Iterator[Table]:
-    """The tables of what was measured."""
-    if faults := found.get("faults"):
-        table = Table(title="Changes and failures, 2 and 3 workers, gradients over NCCL")
-        table.add_column("event")
-        table.add_column("pause, median (range)")
-        for row in faults:
-            table.add_row(row["event"], str(row["pause_s"]))
-        yield table
-    if costs := found.get("overhead"):
-        table = Table(title="What adapting costs, one rank")
-        for heading in ("network", "batch", "bare step", "adaptive step", "ratio (range)"):
-            table.add_column(heading)
-        for row in costs:
-            table.add_row(
-                f"{row['network']}, {row['precision']}",
-                str(row["batch"]),
-                f"{1000 * row['bare_s']:.2f} ms",
-                f"{1000 * row['adaptive_s']:.2f} ms",
-                f"{row['median']:.4f} ({row['lowest']:.4f} to {row['highest']:.4f})",
-            )
-        yield table
-
-
 def what_lacks(parts: Iterable[str]) -> str | None:
     """Why the benchmark cannot run here; None if it can."""
     if importlib.util.find_spec("torch") is None:
@@ -431,7 +406,7 @@ def measure(args: argparse.Namespace) -> None:
     if gpus < 3:
         note += " Workers share a GPU, and NCCL runs between them over sockets."
     taken = conditions(hosts, note, load_before, {"nccl": version})
-    deliver(Result("gpu", taken, found, [*tables(found)]), args)
+    deliver(Result("gpu", taken, found), args)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,6 +32,7 @@ def run_job(name: str, ranks: int, *arguments: object) -> Any:
         if ranks > 1:
             launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
             job = [*launcher, "-np", str(ranks), *job]
+        print(f"{name} on {ranks} rank(s) {' '.join(map(str, arguments))}", file=sys.stderr)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         try:
             done = subprocess.run(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from benchmarks.adaptive import changes_job, rule_job
 from benchmarks.adaptive.examples import (
@@ -59,14 +60,7 @@ def noise_rows(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
     for count in ranks:
         for found in run_job("noise", count, seeds):
             ratios = found.pop("ratios")
-            row = {"ranks": count, **found, **spread(ratios), "checkpoints": len(ratios)}
-            rows.append(row)
-            print(
-                f"{count} ranks  {row['problem']:8}{row['optimizer']:5} accumulation "
-                f"{row['accumulation_steps']}  {row['weights']:9}median {row['median']:.2f}  "
-                f"from {row['lowest']:.2f} to {row['highest']:.2f}",
-                flush=True,
-            )
+            rows.append({"ranks": count, **found, **spread(ratios), "checkpoints": len(ratios)})
     return rows
 
 
@@ -97,24 +91,11 @@ def digits_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def measure_digits(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
     """The noise scale of the digits network, measured and by brute force."""
-    rows = []
-    for count in ranks:
-        for found in digits_rows(run_job("digits", count, seeds)):
-            row = {"ranks": count, **found}
-            rows.append(row)
-            measured = "no estimate is finite"
-            if row["median"] is not None:
-                measured = (
-                    f"measured {row['median']:.2f} times that, from {row['lowest']:.2f} to "
-                    f"{row['highest']:.2f}, {row['without_end']} of {row['seeds']} without end"
-                )
-            print(
-                f"{count} ranks  {row['optimizer']:5}{row['trained_steps']:3} steps, then "
-                f"{row['frozen_steps']:4} frozen, batch norm {row['batch_norm']:10}noise scale "
-                f"{row['brute_force']:5.0f}, {measured}",
-                flush=True,
-            )
-    return rows
+    return [
+        {"ranks": count, **row}
+        for count in ranks
+        for row in digits_rows(run_job("digits", count, seeds))
+    ]
 
 
 def rule_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -152,18 +133,8 @@ def rule_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def measure_rules(seeds: int) -> list[dict[str, Any]]:
     """AdaScale on a convex problem, two ranks."""
-    rows = []
-    for row in rule_rows(run_job("rules", 2, "adascale", seeds)):
-        row = {"ranks": 2, "rule": "adascale", "progress": list(rule_job.PROGRESS), **row}
-        rows.append(row)
-        ratios = ", ".join(f"{ratio:.3f}" for ratio in row["loss_ratio"])
-        print(
-            f"adascale {row['scale']:2}x: loss at progress {row['progress']}: {ratios} times that "
-            f"at 1x (worst {row['worst_loss_ratio']:.3f}); {row['steps']:.0f} steps instead of "
-            f"{row['steps_at_scale_1']:.0f}",
-            flush=True,
-        )
-    return rows
+    known = {"ranks": 2, "rule": "adascale", "progress": list(rule_job.PROGRESS)}
+    return [{**known, **row} for row in rule_rows(run_job("rules", 2, "adascale", seeds))]
 
 
 def overhead_row(
@@ -208,19 +179,6 @@ def measure_overhead(rounds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
         except RunError as error:
             failed = {"library": AdaptDL.name, "network": wide, "bare": ddp, "ranks": 2}
             rows.append({**failed, "failed": str(error)})
-    for row in rows:
-        if "failed" in row:
-            print(f"{row['library']}: failed: {row['failed']}", flush=True)
-            continue
-        looks = f", one step in {row['look_every']} looked at" if "look_every" in row else ""
-        blocks = len(row["blocks"]["bare"])
-        print(
-            f"{row['library']}: {row['network']}, 2 ranks{looks}: {row['bare']} "
-            f"{1000 * row['bare_s']:.2f} ms, adaptive {1000 * row['adaptive_s']:.2f} ms; median of "
-            f"{blocks} ratios {row['median']:.3f}, from {row['lowest']:.3f} to "
-            f"{row['highest']:.3f}",
-            flush=True,
-        )
     return rows
 
 
@@ -260,11 +218,6 @@ def times_rows(rates: Sequence[str]) -> list[dict[str, Any]]:
         errors = prediction_errors(found)
         row: dict[str, Any] = {"rate": rate, "configurations": len(found), **spread(errors)}
         rows.append({**row, "observations": [vars(each) for each in found]})
-        print(
-            f"links of {rate}: step times of {len(found)} configurations, half of them predicted: "
-            f"median error {100 * row['median']:.1f} %, worst {100 * row['highest']:.0f} %",
-            flush=True,
-        )
     return rows
 
 
@@ -365,21 +318,7 @@ def _first_right_change(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure_changes(seeds: int) -> list[dict[str, Any]]:
     """The first right change of the batch once there is evidence for it, two ranks."""
-    rows = changes_rows(run_job("changes", 2, seeds))
-    for row in rows:
-        first = "it never changed rightly"
-        if row["median"] is not None:
-            first = (
-                f"the first right change {row['median']:.0f} steps later, from {row['lowest']} to "
-                f"{row['highest']}, none in {row['never']} of {row['seeds']}"
-            )
-        print(
-            f"{row['change']}: the best batch goes from {row['best_before']:.0f} to "
-            f"{row['best_now']:.0f}, {row['direction']} from {row['batch']:.0f} and worth "
-            f"{row['gain']:.2f} times the goodput; {first}; {row['wrong']} wrong changes before",
-            flush=True,
-        )
-    return rows
+    return changes_rows(run_job("changes", 2, seeds))
 
 
 def target_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -419,31 +358,6 @@ def _known(value: float | None) -> float | None:
     return None if value is None or math.isinf(value) else value
 
 
-def with_trainings(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As :func:`target_rows`, each with its trainings, and printed."""
-    rows = target_rows(found)
-    for row in rows:
-        row["trainings"] = [each for each in found if each["batch"] == row["batch"]]
-        name = f"batch {row['batch']!s:9}"
-        if row["failed"]:
-            why = next(each["failed"] for each in row["trainings"] if "failed" in each)
-            print(f"{name}{row['failed']} of {row['seeds']} trainings failed: {why}", flush=True)
-        if row["whole_s"] is None:
-            continue
-        median, lowest, highest, fixed, adaptive = (
-            math.nan if row[field] is None else row[field]
-            for field in (*SPREAD, "times_best_fixed", "times_adaptive")
-        )
-        print(
-            f"{name}{median:.2f} s to the target, from {lowest:.2f} to {highest:.2f}, missed in "
-            f"{row['missed']} of {row['seeds']}; {fixed:.2f} times the best fixed batch, "
-            f"{adaptive:.2f} times the adaptive one; whole training {row['whole_s']:.2f} s, "
-            f"accuracy {100 * row['accuracy']:.2f} %, last batch {row['last_batch']:.0f}",
-            flush=True,
-        )
-    return rows
-
-
 def measure_distorted(seeds: Sequence[int], peer: AdaptDL | None) -> list[dict[str, Any]]:
     """Time to a test accuracy on distorted digits, two ranks."""
     found: list[dict[str, Any]] = []
@@ -457,7 +371,12 @@ def measure_distorted(seeds: Sequence[int], peer: AdaptDL | None) -> list[dict[s
             found += peer.run_job("adaptdl_distorted.py", 2, seed)
         except RunError as error:
             found.append({"batch": AdaptDL.name, "seed": seed, "failed": str(error)})
-    return with_trainings(found)
+    rows = target_rows(found)
+    for row in rows:
+        row["trainings"] = [each for each in found if each["batch"] == row["batch"]]
+        if row["failed"]:
+            row["why"] = next(each["failed"] for each in row["trainings"] if "failed" in each)
+    return rows
 
 
 def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]]:
@@ -476,21 +395,10 @@ def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]
                 for each in mine
             ]
             rows.append(row)
-            said = f"{name:11}batch {batch:4}: "
-            if row["examples"] is None:
-                print(f"{said}the level was not reached", flush=True)
-                continue
-            # A batch of twice the size needs at most twice the examples, if theory holds.
-            most = min(float(problem.most_examples), 4 * row["examples"])
-            print(
-                f"{said}{row['examples']:7.0f} examples: {row['measured'] or math.nan:.2f} times "
-                f"those of the smallest, {row['predicted'] or math.nan:.2f} were foretold with a "
-                f"noise scale of {row['noise_scale'] or math.nan:.0f} (median); "
-                f"{row['fitting_noise_scale'] or math.nan:.0f} would have fitted",
-                flush=True,
-            )
+            if row["examples"] is not None:
+                # A batch of twice the size needs at most twice the examples, if theory holds.
+                most = min(float(problem.most_examples), 4 * row["examples"])
     error = median_error(rows)
-    print(f"median error of what was foretold: {100 * error:.0f} % (target: 15 %)", flush=True)
     return [*rows, {"problem": "all", "median_error": error if math.isfinite(error) else None}]
 
 
@@ -549,9 +457,9 @@ def main() -> int:
             rows = measure[part]()
             note = "Ranks share the processors of one machine."
             taken = conditions("this machine", note, load, versions)
-            print(taken.sentence(), flush=True)
+            result = Result(f"adaptive_{part}", taken, {part: rows})
+            result.show(Console(width=220))
             if args.out:
-                result = Result(f"adaptive_{part}", taken, {part: rows}, [])
                 result.write(args.out / f"adaptive_{part}.json")
 
     return end_with(measure_parts)

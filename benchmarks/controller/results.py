@@ -16,10 +16,9 @@ from benchmarks.controller.measure import (
     measure_forecast,
     measure_steady,
 )
-from benchmarks.controller.simulated import table
 from benchmarks.controller.workloads import CHANGES, FORECASTS, MOST_HOSTS, WORKLOADS
 from benchmarks.elasticity.stage import FailedPlayError, Stage
-from benchmarks.testbed.figures import Result, conditions, rows_of
+from benchmarks.testbed.figures import Result, conditions, rows_of, text_table
 from hvd_elastic.errors import UsageError
 
 __all__ = ["measure_virtual", "merged"]
@@ -99,9 +98,9 @@ def measure_virtual(
                 found[part] += [{**row, **beside} for row in rows]
                 if out is not None:
                     taken = conditions(stage.description, _EMULATED, load_before)
-                    Result(_BENCHMARK, taken, merged(kept, found), []).write(out)
+                    Result(_BENCHMARK, taken, merged(kept, found)).write(out)
         taken = conditions(stage.description, _EMULATED, load_before)
-    return Result(_BENCHMARK, taken, merged(kept, found), [_text(found)])
+    return Result(_BENCHMARK, taken, merged(kept, found), [text_table(found)])
 
 
 def merged(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,13 +131,3 @@ def _kept(out: Path | None) -> Mapping[str, Any]:
             "Name another file"
         )
     return {part: rows_of(content.get(part, [])) for part in _NAMES}
-
-
-def _text(found: Mapping[str, list[Row]]) -> str:
-    return table(
-        {
-            part: [{k: v for k, v in row.items() if k != "statics"} for row in rows]
-            for part, rows in found.items()
-            if rows
-        }
-    )

@@ -26,7 +26,7 @@ from hvd_elastic.sim.run import SimResult, simulate
 from hvd_elastic.sim.static import best_at, best_static
 from hvd_elastic.sim.trace import Change, Trace, Workload
 
-__all__ = ["WORKLOADS", "measure_simulated", "table"]
+__all__ = ["WORKLOADS", "measure_simulated"]
 
 _SEEDS = range(1)
 _HOUR_S = 3600.0
@@ -86,9 +86,7 @@ def measure_simulated(progress: Callable[[str], None]) -> Result:
         "decision_ms": [_decision_ms(hosts) for hosts in (8, 512)],
     }
     note = "Virtual time: only how long a decision takes depends on this machine."
-    return Result(
-        "controller", conditions("the simulator", note, load_before), found, [table(found)]
-    )
+    return Result("controller", conditions("the simulator", note, load_before), found)
 
 
 def _config(trace: Trace, objective: Objective | None = None) -> ScalingConfig:
@@ -331,23 +329,3 @@ def _decision_ms(hosts: int) -> dict[str, Any]:
         decide(snapshot, 0.0)
         times.append(1000 * (time.perf_counter() - began))
     return {"slots": 8 * hosts, "median_ms": statistics.median(times), "best_ms": min(times)}
-
-
-def table(found: dict[str, Any]) -> str:
-    """Everything measured, for a terminal."""
-    parts = []
-    for title, rows in found.items():
-        names = list(rows[0])
-        cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
-        widths = [max(len(line[place]) for line in cells) for place in range(len(names))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
-        parts.append("\n".join([title, *(f"  {line.rstrip()}" for line in lines)]))
-    return "\n\n".join(parts)
-
-
-def _cell(value: Any) -> str:
-    if value is None or value == float("inf"):
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["Conditions", "Figure", "Result", "conditions", "figure", "plain", "ratio", "rows_of"]
-__all__ += ["spread", "summary", "write_result"]
+__all__ += ["spread", "summary", "text_table", "write_result"]
 
 SINGLE_MEASUREMENTS = frozenset(
     ("samples", "samples_s", "trainings", "curve", "batches", "blocks", "first_blocks")
@@ -164,31 +164,60 @@ class Result:
         benchmark: its name, with which the names of its files begin.
         conditions: on what it was measured.
         body: the figures; dataclasses are written as their fields.
-        shown: texts and tables of rich that show them on a terminal.
+        shown: texts and tables of rich that show them on a terminal; without any, the rows of the
+            body are shown.
     """
 
     benchmark: str
     conditions: Conditions
     body: Mapping[str, Any]
-    shown: Sequence[Any]
+    shown: Sequence[Any] = ()
 
     def show(self, console: Any) -> None:
         """Print the figures, and the conditions below them."""
-        for each in self.shown:
+        for each in self.shown or [text_table(self.body)]:
             console.print(each, highlight=False, markup=False, soft_wrap=isinstance(each, str))
         console.print(self.conditions.sentence(), style="dim")
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        return {
-            "benchmark": self.benchmark,
-            "conditions": asdict(self.conditions),
-            **plain(self.body),
-        }
+        whole = {"benchmark": self.benchmark, "conditions": self.conditions, **self.body}
+        return dict(plain(whole))
 
     def write(self, path: Path) -> None:
         """Write the summary to ``path``, and everything to a file ``.raw.json`` beside it."""
         write_result(path, self.as_json())
+
+
+def text_table(parts: Mapping[str, Any]) -> str:
+    """The rows of each part as columns of text.
+
+    >>> print(text_table({"steady": [{"slots": 8, "share": 0.98765}, {"slots": 12}]}))
+    steady
+      slots  share
+      8      0.9877
+      12     -
+    """
+    texts = []
+    for title, rows in parts.items():
+        if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+            continue
+        names = [*dict.fromkeys(n for row in rows for n in row if n not in SINGLE_MEASUREMENTS)]
+        cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+        widths = [max(len(line[place]) for line in cells) for place in range(len(names))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
+        texts.append("\n".join([title, *(f"  {line.rstrip()}" for line in lines)]))
+    return "\n\n".join(texts)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_cell, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "-" if value is None or isinstance(value, float) else str(value)
 
 
 def plain(value: Any) -> Any:
