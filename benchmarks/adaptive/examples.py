@@ -98,7 +98,7 @@ def examples_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each problem and batch, the examples needed.
 
     Args:
-        found: what ``examples_job`` wrote, a row for each training: ``problem``, ``batch``,
+        found: what the job ``examples`` wrote, a row for each training: ``problem``, ``batch``,
             ``seed``, ``level`` and ``curve``.
 
     Returns:

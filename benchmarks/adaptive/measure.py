@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks.adaptive import changes_job, rule_job
 from benchmarks.adaptive.examples import (
     PROBLEMS,
     SCALES,
@@ -23,7 +22,8 @@ from benchmarks.adaptive.examples import (
     examples_rows,
     median_error,
 )
-from benchmarks.adaptive.jobs import ROOT, AdaptDL, run_job
+from benchmarks.adaptive.jobs import changes, rules
+from benchmarks.adaptive.launch import ROOT, AdaptDL, run_job
 from benchmarks.testbed.command import at_least_one, end_with, names, numbers
 from benchmarks.testbed.environments import PeerMissingError
 from benchmarks.testbed.figures import Result, conditions, spread
@@ -51,7 +51,7 @@ SPLITS = 20
 """Random halves of the configurations that the step time is fitted to."""
 SPREAD = ("median", "lowest", "highest")
 _WHEN = ("before", "after")
-"""A change, as ``changes_job`` names what it wrote."""
+"""A change, as the job ``changes`` names what it wrote."""
 
 
 def noise_rows(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def digits_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Measured noise scale over that of brute force, on the digits network.
 
     Args:
-        found: what ``digits_job`` wrote: the fields of its ``Kind``, ``frozen_steps``, and
+        found: what the job ``digits`` wrote: the fields of its ``Kind``, ``frozen_steps``, and
             ``measured`` (None: all noise, no end to it) and ``brute_force`` of each seed.
 
     Returns:
@@ -102,7 +102,7 @@ def rule_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What a scale makes of the loss at the same progress, against the initial batch size.
 
     Args:
-        found: what ``rule_job`` wrote: ``seed``, ``scale``, ``losses``, ``least_loss``, ``steps``.
+        found: of the job ``rules``: ``seed``, ``scale``, ``losses``, ``least_loss``, ``steps``.
 
     Returns:
         For each scale above 1, over all seeds: the ratio of losses at each checkpoint, the ratio of
@@ -133,7 +133,7 @@ def rule_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def measure_rules(seeds: int) -> list[dict[str, Any]]:
     """AdaScale on a convex problem, two ranks."""
-    known = {"ranks": 2, "rule": "adascale", "progress": list(rule_job.PROGRESS)}
+    known = {"ranks": 2, "rule": "adascale", "progress": list(rules.PROGRESS)}
     return [{**known, **row} for row in rule_rows(run_job("rules", 2, "adascale", seeds))]
 
 
@@ -224,7 +224,7 @@ def times_rows(rates: Sequence[str]) -> list[dict[str, Any]]:
 def _timed_on(bed: Testbed, slots: Mapping[str, int]) -> list[Observation]:
     out = bed.scratch / "times.json"
     out.unlink(missing_ok=True)
-    script = Path(__file__).with_name("job.py")
+    script = Path(__file__).parent / "jobs/__main__.py"
     order = Order(
         training=[str(script), "times", str(out), str(len(slots))],
         slots=slots,
@@ -243,7 +243,7 @@ def _timed_on(bed: Testbed, slots: Mapping[str, int]) -> list[Observation]:
 def known_goodput(
     batch: int, extra: int, at: Mapping[str, float], rest_s: float, ranks: int = 2
 ) -> float:
-    """Useful examples/s of a batch in ``changes_job``.
+    """Useful examples/s of a batch in the job ``changes``.
 
     Args:
         batch: global batch size.
@@ -252,7 +252,7 @@ def known_goodput(
         rest_s: of a step that no pass sleeps [s].
     """
     step_s = (extra + 1) * at["pass_s"] + at["example_s"] * batch / ranks + rest_s
-    useful = batch * statistical_efficiency(at["noise_scale"], changes_job.INITIAL, batch)
+    useful = batch * statistical_efficiency(at["noise_scale"], changes.INITIAL, batch)
     return float(useful / step_s)
 
 
@@ -260,7 +260,7 @@ def changes_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How soon the batch goes where the new conditions want it.
 
     Args:
-        found: what ``changes_job`` wrote.
+        found: what the job ``changes`` wrote.
 
     Returns:
         A row for each kind of change, over its seeds. ``steps``: from the change to the first batch
@@ -287,7 +287,7 @@ def changes_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _first_right_change(found: Mapping[str, Any]) -> dict[str, Any]:
     """What a training did after its change, judged by what is known of it."""
-    rest_s, sizes = found["rest_s"], range(changes_job.INITIAL, changes_job.LARGEST + 1)
+    rest_s, sizes = found["rest_s"], range(changes.INITIAL, changes.LARGEST + 1)
     best = {
         when: max(sizes, key=lambda size: known_goodput(size, 0, found[when], rest_s))
         for when in _WHEN
@@ -327,7 +327,7 @@ def target_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A training that misses the target has taken longer than any that reaches it.
 
     Args:
-        found: what ``distorted_job`` wrote: ``batch`` (a size, ``"adaptive"``, or a peer's name),
+        found: of the job ``distorted``: ``batch`` (a size, ``"adaptive"``, or a peer's name),
             ``seconds`` (None where the target was missed), and ``whole_s``, ``accuracy`` and
             ``last_batch`` at the end of its schedule, or ``failed`` with the reason where the job
             died.

@@ -1,7 +1,7 @@
 """One replica that takes turns between plain DDP and AdaptDL, same network and batch.
 
 ``python adaptdl_overhead.py OUT ROUNDS`` in AdaptDL's environment, with its variables; replica 0
-writes the seconds of each block of steps. As ``benchmarks/adaptive/overhead_job.py`` in all
+writes the seconds of each block of steps. As ``benchmarks/adaptive/jobs/overhead.py`` in all
 but the libraries.
 """
 

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from benchmarks.adaptive import workloads
-from benchmarks.adaptive.digits_job import Kind, brute_force, moments, single_gradients
 from benchmarks.adaptive.examples import Look, examples_rows, median_error, predicted_ratio
-from benchmarks.adaptive.jobs import run_together
+from benchmarks.adaptive.jobs.digits import Kind, brute_force, moments, single_gradients
+from benchmarks.adaptive.launch import run_together
 from benchmarks.adaptive.measure import (
     changes_rows,
     digits_rows,

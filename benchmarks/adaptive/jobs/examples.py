@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from benchmarks.adaptive.examples import PROBLEMS, Look
-from benchmarks.adaptive.training import begin, loader_with_plan, ranks, train_until
+from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
 from benchmarks.adaptive.workloads import digits, digits_network
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.torch import context

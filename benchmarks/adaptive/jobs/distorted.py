@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.training import begin, loader_with_plan, train_until
+from benchmarks.adaptive.jobs.training import begin, loader_with_plan, train_until
 from benchmarks.adaptive.workloads import (
     DISTORTED_RATE,
     INITIAL,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.training import begin, train_until
+from benchmarks.adaptive.jobs.training import begin, train_until
 
 EXAMPLES, WIDTH, INITIAL, LARGEST, RATE = 8192, 32, 32, 1024, 1e-6
 SETTLED, AFTERWARDS = 300, 200

@@ -24,10 +24,10 @@ _PEERS = ROOT / "benchmarks/peers"
 
 
 def run_job(name: str, ranks: int, *arguments: object) -> Any:
-    """What rank 0 of one job on this machine wrote; ``name`` is one of those in ``job.py``."""
+    """What rank 0 of one job on this machine wrote; ``name`` is one of those in ``jobs/``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        job = [sys.executable, "-m", "benchmarks.adaptive.job", name, str(out)]
+        job = [sys.executable, "-m", "benchmarks.adaptive.jobs", name, str(out)]
         job += [str(argument) for argument in arguments]
         if ranks > 1:
             launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.training import begin, loader_with_plan, ranks, train_until
+from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.step_time import Observation
 

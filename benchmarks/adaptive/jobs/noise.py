@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.training import begin, loader_with_plan, ranks, train_until
+from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
 from hvd_elastic.model.goodput import BatchPlan
 
 EXAMPLES, WIDTH, CLASSES, BATCH = 6400, 100, 10, 32

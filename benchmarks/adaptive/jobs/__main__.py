@@ -1,4 +1,4 @@
-"""Runs one job: ``python -m benchmarks.adaptive.job NAME OUT [ARGUMENT]...``.
+"""Runs one job: ``python -m benchmarks.adaptive.jobs NAME OUT [ARGUMENT]...``.
 
 On one rank or under a launcher; rank 0 writes the rows that the job of that name returns to OUT.
 """
@@ -11,29 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.adaptive import (
-    changes_job,
-    digits_job,
-    distorted_job,
-    examples_job,
-    noise_job,
-    overhead_job,
-    rule_job,
-    times_job,
+from benchmarks.adaptive.jobs import (
+    changes,
+    digits,
+    distorted,
+    examples,
+    noise,
+    overhead,
+    rules,
+    times,
 )
 from hvd_elastic.torch import context
 
 JOBS: dict[str, Callable[..., Sequence[Mapping[str, Any]]]] = {
-    "changes": changes_job.rows,
-    "digits": digits_job.rows,
-    "distorted": distorted_job.rows,
-    "examples": examples_job.rows,
-    "noise": noise_job.rows,
-    "overhead": overhead_job.rows,
-    "rules": rule_job.rows,
-    "times": times_job.rows,
+    "changes": changes.rows,
+    "digits": digits.rows,
+    "distorted": distorted.rows,
+    "examples": examples.rows,
+    "noise": noise.rows,
+    "overhead": overhead.rows,
+    "rules": rules.rows,
+    "times": times.rows,
 }
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.training import begin, loader_with_plan, ranks, train_until
+from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
 from benchmarks.adaptive.workloads import digits, digits_network
 from hvd_elastic.model.goodput import BatchPlan
 
