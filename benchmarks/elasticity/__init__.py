@@ -1,1 +1,1 @@
-"""``hvd-elastic bench elasticity``: what joins, leaves and failures cost, ours beside peers."""
+"""What starts, joins, leaves and failures cost, ours beside peers."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.jobs.training import begin, loader_with_plan, train_until
+from benchmarks.adaptive.jobs.training import loader_with_plan, train_until
 from benchmarks.adaptive.workloads import (
     DISTORTED_RATE,
     INITIAL,
@@ -31,7 +31,7 @@ from hvd_elastic.torch import context
 def learn(batch: str, seed: int) -> dict[str, Any]:
     """Train until the target."""
     examples, (images, labels) = distorted_digits()
-    begin(seed)
+    torch.manual_seed(seed)
     model = digits_network()
     sgd = torch.optim.SGD(model.parameters(), lr=DISTORTED_RATE, momentum=0.9)
 

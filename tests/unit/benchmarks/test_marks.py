@@ -157,7 +157,7 @@ def test_a_script_runs_as_if_it_were_run_directly(tmp_path: Path):
     for name in ("HVD_ELASTIC_AGENT", "HVD_ELASTIC_LOCAL_RANK", "HOROVOD_LOCAL_RANK"):
         environment.pop(name, None)
     done = subprocess.run(
-        [*command, "--x", "1"], env=environment, capture_output=True, text=True, timeout=60
+        [*command, "--x", "1"], env=environment, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
     marks = MarkFolder(folder)
