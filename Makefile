@@ -31,7 +31,7 @@ help:  ## list the targets
 	@echo "Settings: PYTHON=$(PYTHON) TORCH=$(TORCH) EXTRAS=$(EXTRAS) ARGS=… TEST_JOBS=$(TEST_JOBS)"
 
 demo: $(HOROVOD)  ## train on three virtual hosts while one joins, one leaves and one dies
-	@$(RUN) $(VPYTHON) -m hvd_elastic.bench.demo $(ARGS)
+	@$(RUN) $(VPYTHON) -m hvd_elastic.cli.app demo $(ARGS)
 
 test: $(HOROVOD)  ## run all tests: unit, ssh, real ranks
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
@@ -42,10 +42,11 @@ lint: $(READY)  ## check style, format and types
 	@$(VPYTHON) -m mypy
 
 bench: $(HOROVOD)  ## measure starts, joins, leaves and failures beside peers
-	@$(RUN) $(VPYTHON) -m hvd_elastic.cli.app bench $(ARGS)
+	@$(RUN) $(VPYTHON) benchmarks/startup.py --repetitions 3 $(ARGS)
+	@$(RUN) $(VPYTHON) benchmarks/elasticity.py --repetitions 3 $(ARGS)
 
 horovod: $(READY)  ## build Horovod for this environment, or take the kept wheel
-	@$(VPYTHON) scripts/build_horovod.py $(ARGS)
+	@$(VPYTHON) -m hvd_elastic.cli.app build-horovod $(ARGS)
 	@touch $(HOROVOD)
 
 env: $(READY)  ## set up .venv/ without Horovod
@@ -65,6 +66,6 @@ $(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --extras "$(EXTRAS)"
 	@touch $@
 
-$(HOROVOD): $(READY) scripts/build_horovod.py $(wildcard scripts/horovod-*.patch)
-	@$(VPYTHON) scripts/build_horovod.py
+$(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic/install/horovod-*.patch)
+	@$(VPYTHON) -m hvd_elastic.cli.app build-horovod
 	@touch $@

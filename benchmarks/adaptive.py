@@ -1,9 +1,11 @@
-"""What a batch that adapts knows, what that costs and what it brings; see README.md here.
+"""What a batch that adapts knows, what that costs and what it brings; see README.md here."""
 
-Run it: ``python benchmarks/adaptive.py --out benchmarks/results``.
-"""
+import sys
+from pathlib import Path
 
-from hvd_elastic.bench.adaptive.measure import main
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.adaptive.measure import main  # noqa: E402
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

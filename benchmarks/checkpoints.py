@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint, and when that is complete; see README.md here.
+"""How long training is paused for a checkpoint, and when that is complete; see README.md here.
 
 Run it: ``python benchmarks/checkpoints.py --out benchmarks/results/checkpoints.json``.
 """
@@ -15,7 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.bench.figures import conditions, figure, write_result
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.testbed.command import add_output_options, deliver, end_with, progress
+from benchmarks.testbed.figures import Result, conditions, figure
+from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +38,7 @@ def train(args: argparse.Namespace) -> None:
 
     hvd.init()
     tensors = max(1, args.parameters // (ROWS_PER_TENSOR * COLUMNS))
-    model = torch.nn.Module()
+    model: Any = torch.nn.Module()
     model.small = torch.nn.Linear(4, 1)
     model.large = torch.nn.ParameterList(
         torch.nn.Parameter(torch.zeros(ROWS_PER_TENSOR, COLUMNS), requires_grad=False)
@@ -85,7 +89,7 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
             timeout=DEADLINE_S,
         )
         if done.returncode != 0:
-            raise SystemExit(f"the run with {ranks} ranks failed:\n{done.stdout}{done.stderr}")
+            raise RunError(f"the run with {ranks} ranks failed:\n{done.stdout}{done.stderr}")
         events = read_events(Path(home) / "runs" / "bench" / "events.jsonl")
     taken = [event for event in events if event["kind"] == "checkpoint"]
     said = next(e for e in reversed(events) if e["kind"] == "metrics" and "fresh_copy_s" in e)
@@ -105,36 +109,32 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main() -> int:
     """Measure, print, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-time", type=float, default=0.2, help="pause in each step [s]")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file as well")
+    add_output_options(parser)
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         train(args)
-        return
-    load_before = os.getloadavg()
-    results = {}
-    for ranks in RANKS:
-        results[f"{ranks} ranks"] = found = measure(args, ranks)
-        print(f"{ranks} rank(s), {found['megabytes']:.0f} MB in {found['shards']} shard(s):")
-        print(f"  copy of everything in fresh memory  {found['copy_in_fresh_memory_s']:.3f} s")
-        print(f"  training stands still               {found['blocked_s']}")
-        print(f"                                      {found['blocked_ms_per_mb']} ms/MB")
-        print(f"  longest step                        {found['longest_step_s']:.3f} s")
-        print(f"  complete and verified after         {found['complete_after_s']}", flush=True)
-    if args.out is not None:
+        return 0
+
+    def measure_all() -> None:
+        load_before = os.getloadavg()
+        found = []
+        with progress(args) as say:
+            for ranks in RANKS:
+                say(f"a run with {ranks} rank(s)")
+                found.append({"ranks": ranks, **measure(args, ranks)})
         note = f"{args.parameters} parameters, steps padded with {args.step_time} s."
-        body = {name: dict(values) for name, values in results.items()}
-        for values in body.values():
-            for name in ("blocked_s", "complete_after_s"):
-                values[name] = vars(values[name])
-        write_result(args.out, "checkpoints", conditions("this machine", note, load_before), body)
+        taken = conditions("this machine", note, load_before)
+        deliver(Result("checkpoints", taken, {"runs": found}), args)
+
+    return end_with(measure_all)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

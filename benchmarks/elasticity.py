@@ -1,8 +1,11 @@
-"""``hvd-elastic bench elasticity`` from a checkout; see README.md here."""
+"""What joins, leaves and failures cost, beside peers; see README.md here."""
 
-from hvd_elastic.cli.app import main
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.elasticity.command import main  # noqa: E402
 
 if __name__ == "__main__":
-    import sys
-
-    main(["bench", "elasticity", *sys.argv[1:]])
+    sys.exit(main())

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from hvd_elastic.bench.adaptive.measure import spread
-from hvd_elastic.bench.figures import conditions, figure, write_result
-from hvd_elastic.bench.soak_job import processes_of
-from hvd_elastic.errors import HvdElasticError, RunError
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.soak.job import processes_of
+from benchmarks.testbed.command import add_output_options, deliver, end_with, progress
+from benchmarks.testbed.figures import Result, conditions, figure, spread
+from hvd_elastic.errors import RunError
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import EventFollower, Record, read_events
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
@@ -119,8 +119,9 @@ def overhead(args: argparse.Namespace) -> None:
     labels = torch.randint(1000, (IMAGES,), device=device)
 
     def network() -> torch.nn.Module:
-        model: torch.nn.Module = torchvision.models.resnet50()
-        return model.to(device, memory_format=torch.channels_last)
+        model: Any = torchvision.models.resnet50()
+        placed: torch.nn.Module = model.to(device, memory_format=torch.channels_last)
+        return placed
 
     def step(model: torch.nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -365,31 +366,6 @@ def measure_overhead(rounds: int, say: Callable[[str], None]) -> list[dict[str, 
     return rows
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Print the tables."""
-    if faults := result.get("faults"):
-        table = Table(title="Changes and failures, 2 and 3 workers, gradients over NCCL")
-        table.add_column("event")
-        table.add_column("pause, median (range)")
-        for row in faults:
-            table.add_row(row["event"], str(row["pause_s"]))
-        console.print(table)
-    if costs := result.get("overhead"):
-        table = Table(title="What adapting costs, one rank")
-        for heading in ("network", "batch", "bare step", "adaptive step", "ratio (range)"):
-            table.add_column(heading)
-        for row in costs:
-            table.add_row(
-                f"{row['network']}, {row['precision']}",
-                str(row["batch"]),
-                f"{1000 * row['bare_s']:.2f} ms",
-                f"{1000 * row['adaptive_s']:.2f} ms",
-                f"{row['median']:.4f} ({row['lowest']:.4f} to {row['highest']:.4f})",
-            )
-        console.print(table)
-    console.print(result["conditions"].sentence(), style="dim")
-
-
 def what_lacks(parts: Iterable[str]) -> str | None:
     """Why the benchmark cannot run here; None if it can."""
     if importlib.util.find_spec("torch") is None:
@@ -399,44 +375,38 @@ def what_lacks(parts: Iterable[str]) -> str | None:
     if not torch.cuda.is_available():
         return "there is no GPU that PyTorch can use"
     if importlib.util.find_spec("horovod") is None:
-        return "Horovod is not built; use: make horovod"
+        return "Horovod is not built; use: hvd-elastic build-horovod"
     import horovod.torch as horovod
 
     if not horovod.nccl_built():
-        return "Horovod was built without NCCL; use: make horovod"
+        return "Horovod was built without NCCL; use: hvd-elastic build-horovod --rebuild"
     if "overhead" in parts and importlib.util.find_spec("torchvision") is None:
         return "the part overhead needs torchvision, or use: --parts faults"
     return None
 
 
-def measure(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace) -> None:
     """Measure, print, keep."""
-    console = Console(stderr=True)
     lacking = what_lacks(args.parts)
     if lacking is not None:
         raise RunError(f"benchmarks/gpu.py cannot run here: {lacking}")
     import torch
 
     load_before = os.getloadavg()
-    result: dict[str, Any] = {}
-    if "faults" in args.parts:
-        result["faults"] = measure_faults(args.rounds, console.print)
-    if "overhead" in args.parts:
-        result["overhead"] = measure_overhead(5 * args.rounds, console.print)
+    found: dict[str, list[dict[str, Any]]] = {}
+    with progress(args) as say:
+        if "faults" in args.parts:
+            found["faults"] = measure_faults(args.rounds, say)
+        if "overhead" in args.parts:
+            found["overhead"] = measure_overhead(5 * args.rounds, say)
     gpus = torch.cuda.device_count()
-    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    version = ".".join(map(str, torch.cuda.nccl.version()))
     hosts = f"{gpus} x {torch.cuda.get_device_name()}"
     note = f"SIGSTOP is noticed after a failure timeout of {FAILURE_TIMEOUT_S:g} s."
     if gpus < 3:
         note += " Workers share a GPU, and NCCL runs between them over sockets."
-    result["conditions"] = conditions(hosts, note, load_before, {"nccl": version})
-    show(result, Console())
-    if args.out is not None:
-        body = {name: rows for name, rows in result.items() if name != "conditions"}
-        for row in body.get("faults", []):
-            row["pause_s"] = vars(row["pause_s"])
-        write_result(args.out, "gpu", result["conditions"], body)
-    return 0
+    taken = conditions(hosts, note, load_before, {"nccl": version})
+    deliver(Result("gpu", taken, found), args)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -458,19 +428,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=about.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=3, help="of each event (default: 3)")
     parser.add_argument("--parts", nargs="+", default=["faults", "overhead"])
-    parser.add_argument("--out", type=Path, help="file for the result as JSON")
+    add_output_options(parser)
     args = parser.parse_args(words)
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
     if unknown := set(args.parts) - {"faults", "overhead"}:
         parser.error(f"--parts {' '.join(sorted(unknown))}: there are faults and overhead")
-    try:
-        return measure(args)
-    except HvdElasticError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 130
+    return end_with(lambda: measure(args))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Faults of every kind while a model trains, from a checkout; see README.md here."""
+"""Random faults of every kind while a model trains; see README.md here."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from hvd_elastic.bench.soak import main
+from benchmarks.soak.command import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,11 @@
-"""``hvd-elastic bench startup`` from a checkout; see README.md here."""
+"""From the command to the first training step, beside peers; see README.md here."""
 
-from hvd_elastic.cli.app import main
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from benchmarks.elasticity.startup import main  # noqa: E402
 
 if __name__ == "__main__":
-    import sys
-
-    main(["bench", "startup", *sys.argv[1:]])
+    sys.exit(main())

@@ -28,6 +28,7 @@ if sys.version_info < OLDEST_PYTHON:
     )
 
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
+from hvd_elastic.install.file_lock import file_lock  # noqa: E402
 from hvd_elastic.install.prerequisites import (  # noqa: E402
     Prerequisite,
     Purpose,
@@ -35,11 +36,9 @@ from hvd_elastic.install.prerequisites import (  # noqa: E402
     has_apt,
     missing,
 )
-from scripts.file_lock import file_lock  # noqa: E402
-from scripts.quiet import run_quietly  # noqa: E402
+from hvd_elastic.install.quiet import run_quietly  # noqa: E402
 
 BASE_PACKAGES = ("pip>=23", "setuptools>=77", "wheel")
-BUILD_PACKAGES = ("packaging", "cffi", "cloudpickle", "psutil", "pyyaml")
 APT_LISTS = Path("/var/lib/apt/lists")
 
 
@@ -136,7 +135,7 @@ def install_packages(python: Path, venv: Path, torch: str, extras: str, log: Pat
     run_quietly(
         [
             *pip, "--constraint", str(constraints), "--no-build-isolation",
-            "--editable", f"{ROOT}[{extras}]", *BUILD_PACKAGES,
+            "--editable", f"{ROOT}[{extras}]",
         ],
         label=f"Installing hvd_elastic[{extras}]",
         log=log,

@@ -1,7 +1,7 @@
 """One replica of AdaptDL, standalone, that learns distorted digits until the target.
 
 ``python adaptdl_distorted.py OUT SEED`` in AdaptDL's environment, with its variables; replica 0
-writes how long it took. As ``hvd_elastic/bench/adaptive/distorted_job.py`` in all but the library.
+writes how long it took. As ``benchmarks/adaptive/jobs/distorted.py`` in all but the library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from adaptdl.torch import _metrics
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from hvd_elastic.bench.adaptive.workloads import (
+from benchmarks.adaptive.workloads import (
     DISTORTED_RATE,
     INITIAL,
     LARGEST,

@@ -1,7 +1,7 @@
 """One replica that takes turns between plain DDP and AdaptDL, same network and batch.
 
 ``python adaptdl_overhead.py OUT ROUNDS`` in AdaptDL's environment, with its variables; replica 0
-writes the seconds of each block of steps. As ``hvd_elastic/bench/adaptive/overhead_job.py`` in all
+writes the seconds of each block of steps. As ``benchmarks/adaptive/jobs/overhead.py`` in all
 but the libraries.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvd_elastic.bench.adaptive.workloads import (
+from benchmarks.adaptive.workloads import (
     BATCH,
     STEPS,
     WARM,

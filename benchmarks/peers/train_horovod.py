@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 import horovod.torch as hvd
-from workload import (
+
+from benchmarks.peers.workload import (
     batches,
     commits,
     load_data,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from workload import (
+import hvd_elastic.torch as hvd
+from benchmarks.peers.workload import (
     commits,
     load_data,
     loss_of,
@@ -15,13 +16,11 @@ from workload import (
     parse_arguments,
 )
 
-import hvd_elastic.torch as hvd
-
 args = parse_arguments()
 hvd.init()
 model = make_model(args)
 optimizer = hvd.DistributedOptimizer(make_optimizer(model), model)
-loader = hvd.DataLoader(load_data(args), args.batch_size, shuffle=True)
+loader: Any = hvd.DataLoader(load_data(args), args.batch_size, shuffle=True)
 
 
 @hvd.run

@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-from workload import (
+
+from benchmarks.peers.workload import (
     batches,
     load_data,
     loss_of,

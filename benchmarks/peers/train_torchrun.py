@@ -8,7 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from workload import (
+
+from benchmarks.peers.workload import (
     batches,
     load_data,
     loss_of,

@@ -97,8 +97,11 @@ COMMANDS: dict[str, LazyCommand] = {
     "doctor": LazyCommand(
         "hvd_elastic.cli.doctor", "doctor", "Say what is installed, built and missing."
     ),
-    "bench": LazyCommand(
-        "hvd_elastic.cli.bench", "app", "Measure starts, joins, leaves and failures beside peers."
+    "build-horovod": LazyCommand(
+        "hvd_elastic.cli.build_horovod", "build_horovod", "Build Horovod for this PyTorch, once."
+    ),
+    "demo": LazyCommand(
+        "hvd_elastic.cli.demo", "demo", "Train on virtual hosts that come, go and die."
     ),
 }
 

@@ -24,7 +24,7 @@ from hvd_elastic import __version__
 from hvd_elastic.config import home
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
-from hvd_elastic.install.horovod_wheel import installed_build, wheel_cache
+from hvd_elastic.install.horovod_wheel import TORCH_REQUIREMENT, installed_build, wheel_cache
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
     Prerequisite,
@@ -35,7 +35,7 @@ from hvd_elastic.install.prerequisites import (
 
 __all__ = ["Finding", "Health", "diagnose", "doctor"]
 
-_BUILD_WITH = "make horovod    (in a checkout of hvd_elastic)"
+_BUILD_WITH = "hvd-elastic build-horovod"
 _LOW_DISK_BYTES = 2_000_000_000
 _HOROVOD_TIMEOUT_S = 120
 
@@ -122,9 +122,9 @@ def doctor(
 def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
     """The lines for a terminal; what is to be mended stands under its finding.
 
-    >>> print(render([Finding("torch", Health.MISSING, "not installed", "make horovod")]))
+    >>> print(render([Finding("torch", Health.MISSING, "not installed", "pip install torch")]))
     missing   torch  not installed
-                     -> make horovod
+                     -> pip install torch
     <BLANKLINE>
     1 thing is missing without which training cannot run: torch
     """
@@ -175,7 +175,8 @@ def _package(name: str) -> Finding:
 def _torch() -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding("torch", Health.MISSING, "not installed", _BUILD_WITH)
+        mend = f"{sys.executable} -m pip install '{TORCH_REQUIREMENT}'"
+        return Finding("torch", Health.MISSING, "not installed", mend)
     return Finding("torch", Health.GOOD, version)
 
 

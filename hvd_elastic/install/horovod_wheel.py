@@ -23,6 +23,7 @@ from hvd_elastic.install.prerequisites import find_program
 __all__ = [
     "HOROVOD_VERSION",
     "INSTALLED_BUILD_FILE",
+    "TORCH_REQUIREMENT",
     "BuildInputs",
     "cached_wheel",
     "detect_inputs",
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 HOROVOD_VERSION = "0.28.1"
+
+TORCH_REQUIREMENT = "torch>=2.2,<2.15"
+"""As in the extra of setup.py: versions that the patched Horovod compiles against."""
 
 INSTALLED_BUILD_FILE = "HVD_ELASTIC_BUILD"
 """File in Horovod's .dist-info folder that holds :attr:`BuildInputs.name` of what is installed."""

@@ -72,7 +72,8 @@ def run_mpi(spec: RunSpec, environment: Mapping[str, str]) -> int:
     if shutil.which("mpirun") is None:
         raise RunError(
             "--mpi needs Open MPI's mpirun, which is not on PATH. Install it on every host: "
-            "apt-get install openmpi-bin libopenmpi-dev, then build Horovod again: make horovod"
+            "apt-get install openmpi-bin libopenmpi-dev, then build Horovod again: "
+            "hvd-elastic build-horovod"
         )
     path = spec.hostfile_path
     hosts = [Host("localhost", slots=spec.slots)] if path is None else [*parse_hostfile(path).hosts]

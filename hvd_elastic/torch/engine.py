@@ -206,7 +206,7 @@ class HorovodEngine:
         except ImportError as error:
             raise ScriptError(
                 f"Horovod cannot be used with {sys.executable}: {error}. Build and install it with "
-                "`make horovod`; `hvd-elastic doctor` says what is missing."
+                "`hvd-elastic build-horovod`; `hvd-elastic doctor` says what is missing."
             ) from error
 
         self._horovod = horovod

@@ -334,4 +334,4 @@ def test_mpi_that_is_not_installed_is_named_with_its_packages(tmp_path: Path) ->
     done = run_mpi(tmp_path, "--", str(python), script, env={"PATH": str(tmp_path)})
     assert done.returncode == 1
     assert "apt-get install openmpi-bin libopenmpi-dev" in done.stderr
-    assert "make horovod" in done.stderr
+    assert "hvd-elastic build-horovod" in done.stderr

@@ -171,7 +171,7 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
 def test_kill_ends_nine_kinds_of_process(tools: Tools, tmp_path: Path) -> None:
     run, told = f"run-{secrets.token_hex(4)}", tmp_path / "told"
     worker = subprocess.Popen(
-        [sys.executable, "-m", "hvd_elastic.bench.cluster.nine_kinds", str(told)],
+        [sys.executable, "-m", "benchmarks.cluster.nine_kinds", str(told)],
         env={**tools.environment, "HVD_ELASTIC_RUN_ID": run},
         start_new_session=True,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.bench.digits_data import write_digits
 from scripts import migration_doc
 
 pytest.importorskip("torch")
@@ -27,12 +28,9 @@ FROM_HOROVOD = ("from_horovod.py", "from_horovod_elastic.py")
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tenth of scikit-learn's digits."""
-    pytest.importorskip("sklearn", reason="the digits come from scikit-learn")
-    from datasets_prep.digits import prepare
-
+    """A tenth of the digits."""
     folder = tmp_path_factory.mktemp("digits")
-    prepare(folder, sample=180)
+    write_digits(folder, sample=180)
     return folder
 
 

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "tensorflow", "horovod", "fabric", "paramiko", "ray", "pyspark", "mpi4py")
 LIMIT_S = 0.6
-"""Twice what `hvd-elastic bench startup` measures as promised: tests run on busy machines."""
+"""Twice what `benchmarks/startup.py` measures as promised: tests run on busy machines."""
 
 INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
 

@@ -13,7 +13,7 @@ from hvd_elastic.cli.app import main
 from hvd_elastic.cli.doctor import Finding, Health, render
 
 GOOD = Finding("torch", Health.GOOD, "2.13.0")
-ABSENT = Finding("horovod", Health.MISSING, "not installed", "make horovod")
+ABSENT = Finding("horovod", Health.MISSING, "not installed", "hvd-elastic build-horovod")
 OPTIONAL = Finding("Open MPI", Health.OPTIONAL, "not found", "apt-get install x")
 
 
@@ -39,14 +39,14 @@ def test_json_is_one_object_with_all_findings(monkeypatch, capsys):
         "name": "horovod",
         "health": "missing",
         "found": "not installed",
-        "mend": "make horovod",
+        "mend": "hvd-elastic build-horovod",
     }
 
 
 def test_what_mends_stands_under_what_is_missing():
     lines = render([GOOD, ABSENT]).splitlines()
     assert lines[1].startswith("missing   horovod")
-    assert lines[2].strip() == "-> make horovod"
+    assert lines[2].strip() == "-> hvd-elastic build-horovod"
 
 
 def test_colour_is_only_added_when_asked_for():

@@ -1,0 +1,1 @@
+"""Measurements of hvd_elastic, beside its peers and under faults; see README.md here."""

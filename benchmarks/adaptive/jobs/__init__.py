@@ -1,0 +1,1 @@
+"""The jobs of the adaptive benchmark: what each rank runs."""

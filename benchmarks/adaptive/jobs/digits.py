@@ -1,0 +1,177 @@
+"""A job that measures the gradient noise of the digits network, and by brute force.
+
+The network learns for some steps, then its weights are frozen while the optimizer goes on
+measuring.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
+from benchmarks.adaptive.workloads import digits, digits_network
+from hvd_elastic.model.goodput import BatchPlan
+
+BATCH, PASS = 32, 16
+FROZEN_STEPS = (200, 1000)
+DRAWN = 1000
+"""Passes whose gradients are compared where batch norm uses the statistics of each."""
+RATES = {"sgd": 0.05, "adam": 0.001}
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is measured.
+
+    Attributes:
+        optimizer: ``"sgd"`` (with momentum) or ``"adam"`` (gradients over its second moment).
+        trained_steps: before the weights are frozen.
+        batch_norm: ``"fixed"`` statistics, so that every example has a gradient of its own, or
+            those of ``"each pass"``, as in training.
+    """
+
+    optimizer: str
+    trained_steps: int
+    batch_norm: str
+
+
+KINDS = [
+    Kind(*kind) for kind in itertools.product(("sgd", "adam"), (50, 200), ("fixed", "each pass"))
+]
+
+Gradients = dict[str, torch.Tensor]
+
+
+def single_gradients(model: nn.Module, examples: TensorDataset) -> Iterator[Gradients]:
+    """The gradient of every example, some at a time."""
+    weights = {name: each.detach() for name, each in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+
+    def loss(weights: Gradients, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        scores = functional_call(model, {**weights, **buffers}, (image[None],))
+        return F.cross_entropy(scores, label[None])
+
+    for images, labels in zip(*(each.split(CHUNK) for each in examples.tensors), strict=True):
+        yield vmap(grad(loss), (None, 0, 0))(weights, images, labels)
+
+
+def pass_gradients(model: nn.Module, examples: TensorDataset, seed: int) -> Iterator[Gradients]:
+    """The gradients of ``DRAWN`` passes, each of examples drawn anew."""
+    model = copy.deepcopy(model)  # its running statistics move on
+    generator = torch.Generator().manual_seed(seed)
+    names, weights = zip(*model.named_parameters(), strict=True)
+    images, labels = examples.tensors
+    for _ in range(DRAWN):
+        chosen = torch.randperm(len(labels), generator=generator)[:PASS]
+        found = torch.autograd.grad(F.cross_entropy(model(images[chosen]), labels[chosen]), weights)
+        yield {name: each[None] for name, each in zip(names, found, strict=True)}
+
+
+def moments(gradients: Iterator[Gradients], divisors: Gradients | None) -> tuple[int, float, float]:
+    """How many there are, the squared norm of their mean, and the trace of their covariance."""
+    count, squares = 0, 0.0
+    sums: Gradients = {}
+    for some in gradients:
+        for name, each in some.items():
+            each = (each if divisors is None else each / divisors[name]).double()
+            squares += float(each.square().sum())
+            sums[name] = sums.get(name, 0.0) + each.sum(0)
+        count += len(next(iter(some.values())))
+    mean = sum(float((each / count).square().sum()) for each in sums.values())
+    return count, mean, (squares - count * mean) / (count - 1)
+
+
+def brute_force(
+    kind: Kind, model: nn.Module, examples: TensorDataset, seed: int, divisors: Gradients | None
+) -> float:
+    """The noise scale [examples], from gradients one by one."""
+    if kind.batch_norm == "fixed":
+        _, mean, trace = moments(single_gradients(model, examples), divisors)
+        return trace / mean
+    count, mean, trace = moments(pass_gradients(model, examples, seed), divisors)
+    # A pass has no example twice, and the mean of so many still has noise.
+    whole = 1 - PASS / len(examples)
+    return PASS * trace / whole / (mean - trace / count)
+
+
+def adam_divisors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
+    """What Adam divides each gradient by."""
+    found = {}
+    for name, each in model.named_parameters():
+        state = optimizer.state[each]
+        corrected = state["exp_avg_sq"] / (1 - 0.999 ** state["step"])
+        found[name] = corrected.sqrt() + 1e-8
+    return found
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, examples: Any, kind: Kind) -> None:
+    """Some steps on this rank alone, the same on all."""
+    images, labels = examples.tensors
+    for _ in range(kind.trained_steps):
+        chosen = torch.randperm(len(labels))[:BATCH]
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+        optimizer.step()
+
+
+def measure(kind: Kind, seed: int) -> list[dict[str, Any]]:
+    """The noise scale that the optimizer has measured, and that of brute force."""
+    begin(seed)
+    examples, _ = digits()
+    model = digits_network()
+    inner: torch.optim.Optimizer
+    if kind.optimizer == "sgd":
+        inner = torch.optim.SGD(model.parameters(), lr=RATES["sgd"], momentum=0.9)
+    else:
+        inner = torch.optim.Adam(model.parameters(), lr=RATES["adam"])
+    learn(model, inner, examples, kind)
+    inner.param_groups[0]["lr"] = 0.0
+    model.train(kind.batch_norm == "each pass")
+    optimizer = hvd.DistributedOptimizer(inner, model, lr_rule="none")
+    loader: Any
+    if ranks() == 1:
+        # It sees the noise where it may make two passes of a step now and then.
+        loader = hvd.DataLoader(examples, BATCH, shuffle=True, seed=seed, max_batch_size=BATCH)
+    else:
+        loader = loader_with_plan(examples, BatchPlan(BATCH), seed=seed)
+    found: dict[int, dict[str, Any]] = {}
+
+    def look(step: int) -> None:
+        divisors = adam_divisors(model, optimizer) if kind.optimizer == "adam" else None
+        # Without them nothing has changed since the last look.
+        known = next(iter(found.values()))["brute_force"] if found and divisors is None else None
+        found[step] = {
+            **asdict(kind),
+            "frozen_steps": step,
+            "seed": seed,
+            "measured": loader.adaptation.metrics().get("noise_scale"),
+            "brute_force": known or brute_force(kind, model, examples, seed, divisors),
+        }
+
+    def over(step: int) -> bool:
+        if step in FROZEN_STEPS and step not in found:
+            look(step)
+        return step == max(FROZEN_STEPS)
+
+    def loss(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(images), labels)
+
+    train_until(over, loader, model, optimizer, loss)
+    return list(found.values())
+
+
+def rows(seeds: str) -> list[dict[str, Any]]:
+    """For each kind and seed, the noise scale measured and that of brute force."""
+    return [row for kind in KINDS for seed in range(int(seeds)) for row in measure(kind, seed)]

@@ -1,0 +1,102 @@
+"""A job that learns distorted digits until the target. The learning rate follows AdaScale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import hvd_elastic.torch as hvd
+from benchmarks.adaptive.jobs.training import loader_with_plan, train_until
+from benchmarks.adaptive.workloads import (
+    DISTORTED_RATE,
+    INITIAL,
+    LARGEST,
+    Race,
+    digits_network,
+    distorted_digits,
+    rate_left,
+    share_right,
+    warm_up,
+)
+from hvd_elastic.model.goodput import BatchPlan
+from hvd_elastic.torch import context
+
+
+def learn(batch: str, seed: int) -> dict[str, Any]:
+    """Train until the target."""
+    examples, (images, labels) = distorted_digits()
+    torch.manual_seed(seed)
+    model = digits_network()
+    sgd = torch.optim.SGD(model.parameters(), lr=DISTORTED_RATE, momentum=0.9)
+
+    def judge() -> float:
+        right = share_right(model, images, labels)
+        # Ranks have batch norm statistics of their own; they have to end together.
+        return float(hvd.allreduce(right.reshape(1), "accuracy"))
+
+    race = Race(judge)
+    row: dict[str, Any] = {"batch": int(batch) if batch.isdigit() else batch, "seed": seed}
+    if batch == "horovod":
+        learn_bare(race, model, sgd, examples, seed)
+        return {**row, **race.result()}
+    optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="adascale")
+    schedule = hvd.follow_progress(LambdaLR(optimizer, rate_left))
+    loader: Any
+    if batch == "adaptive":
+        loader = hvd.DataLoader(examples, INITIAL, shuffle=True, seed=seed, max_batch_size=LARGEST)
+    else:
+        loader = loader_with_plan(examples, BatchPlan(int(batch)), INITIAL, seed)
+
+    def over(_step: int) -> bool:
+        used, adaptation = context.current().progress.examples, loader.adaptation
+        return race.over(used, adaptation.plan.global_batch_size, adaptation.progress)
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(inputs), targets)
+
+    race.start()
+    train_until(over, loader, model, optimizer, loss, schedule=schedule)
+    return {**row, **race.result(), "steps": context.current().progress.step}
+
+
+def learn_bare(
+    race: Race, model: nn.Module, sgd: torch.optim.Optimizer, examples: TensorDataset, seed: int
+) -> None:
+    """The training as it is where nothing adapts."""
+    import horovod.torch as horovod
+
+    optimizer = horovod.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+    sampler: Any = DistributedSampler(examples, hvd.size(), hvd.rank(), seed=seed)
+    loader = DataLoader(examples, INITIAL // hvd.size(), sampler=sampler)
+    schedule = LambdaLR(optimizer, rate_left)
+    used, steps = 0, 0
+    race.start()
+    for epoch in range(10**6):
+        sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            schedule.step()
+            used, steps = used + hvd.size() * len(inputs), steps + 1
+            if race.over(used, INITIAL, steps):
+                return
+
+
+def rows(batch: str, seed: str) -> list[dict[str, Any]]:
+    """How long one training took.
+
+    Args:
+        batch: a size, ``adaptive``, or ``horovod``: the default size with Horovod's own optimizer
+            and PyTorch's loader, which measure nothing.
+        seed: of the training.
+    """
+    hvd.init()
+    warm_up()
+    return [learn(batch, int(seed))]

@@ -1,0 +1,88 @@
+"""The frame of the trainings that one job runs, one after the other in its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.model.goodput import BatchPlan
+from hvd_elastic.torch import context
+
+__all__ = ["begin", "loader_with_plan", "ranks", "train_until"]
+
+
+def begin(seed: int) -> None:
+    """Forget the training before and keep the ranks, which take longer to start than to train."""
+    context._context = None
+    hvd.init()
+    torch.manual_seed(seed)
+
+
+def ranks() -> int:
+    """The number of ranks of this job."""
+    return context.current().engine.size
+
+
+def loader_with_plan(
+    examples: TensorDataset, plan: BatchPlan, initial: int | None = None, seed: int = 0
+) -> Any:
+    """A loader that measures everything, and whose bounds leave room for one plan alone.
+
+    Args:
+        examples: the data set.
+        plan: the one.
+        initial: global batch size that the learning rate is for; that of the plan by default.
+        seed: of the order.
+    """
+    atomic = plan.atomic_batch_size(ranks())
+    return hvd.DataLoader(
+        examples,
+        initial or plan.global_batch_size,
+        shuffle=True,
+        seed=seed,
+        max_batch_size=plan.global_batch_size,
+        atomic_batch_size_bounds=(atomic, atomic),
+    )
+
+
+def train_until(
+    over: Callable[[int], bool],
+    loader: Any,
+    model: torch.nn.Module,
+    optimizer: Any,
+    loss: Callable[..., torch.Tensor],
+    *,
+    before_step: Callable[[], None] = lambda: None,
+    schedule: Any = None,
+) -> None:
+    """Train as a script does, epoch after epoch, until ``over`` says so.
+
+    Args:
+        over: given the number of steps so far before each pass, whether training ends here.
+        loader: of passes.
+        model: what is trained.
+        optimizer: of hvd_elastic.
+        loss: of what the loader gives for one pass.
+        before_step: called between the gradients of a pass and the optimizer's step.
+        schedule: of the learning rate; moves on with each pass.
+    """
+    others = {} if schedule is None else {"schedule": schedule}
+
+    @hvd.run
+    def train(_state: hvd.State) -> None:
+        for _ in hvd.epochs(10**6):
+            for batch in loader:
+                if over(context.current().progress.step):
+                    return
+                optimizer.zero_grad()
+                loss(*batch).backward()
+                before_step()
+                optimizer.step()
+                if schedule is not None:
+                    schedule.step()
+
+    train(hvd.State(model=model, optimizer=optimizer, **others))

@@ -1,0 +1,372 @@
+"""What the cluster tools do when something is wrong, beside what others do: figures of a moment.
+
+Hosts are namespaces: ``pkill`` on one of them reaches nothing else of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cluster.nine_kinds import KINDS
+from benchmarks.testbed.figures import Conditions, Result, conditions
+from hvd_elastic.errors import RunError, UsageError, VirtualClusterError
+from hvd_elastic.virtual import VirtualCluster
+
+__all__ = ["FAULTS", "Seen", "faults_result", "measure_faults"]
+
+HOSTS = 8
+RANKS = 4
+LIMIT_S = 120.0
+AFTER_S = 2.0
+FAULTS: dict[str, str] = {
+    "healthy": "checkclust on 8 hosts where nothing is wrong: seconds, findings",
+    "dead": "one of 8 hosts is off: seconds until the others' results are shown, until the end",
+    "key": "a host's key has changed: hosts on which the command ran",
+    "launcher": "kill -9 of the launcher of 4 ranks, 12 processes: how many are left after 2 s",
+    "killed": "a worker with nine kinds of process crashes: left, and bystanders hurt, afterwards",
+}
+_PEERS = ("pdsh", "clush", "horovodrun", "mpirun", "pkill")
+_NINE = [sys.executable, "-m", "benchmarks.cluster.nine_kinds"]
+_WAIT = "import time; time.sleep(600)"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a tool did.
+
+    Attributes:
+        row: which (see :data:`FAULTS`).
+        tool: who.
+        values: what was measured; empty where the tool is not there.
+        wanted: the most that each value shall be; ours alone.
+        note: what else must be known.
+    """
+
+    row: str
+    tool: str
+    values: dict[str, float]
+    wanted: dict[str, float]
+    note: str = ""
+
+
+class _Measuring:
+    def __init__(
+        self, cluster: VirtualCluster, folder: Path, peers: bool, say: Callable[[str], None]
+    ) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._peers = peers
+        self._say = say
+        self._environment = {
+            **os.environ,
+            "HVD_ELASTIC_HOME": str(folder),
+            # Where horovodrun remembers which hosts it has reached.
+            "HOME": str(folder),
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONUNBUFFERED": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        self._ssh = shutil.which("ssh") or "ssh"
+        self._use(cluster.ssh_config)
+        self.found: list[Seen] = []
+
+    # ---- rows
+
+    def healthy(self) -> None:
+        command = self._ours("checkclust", str(self._cluster.hostfile), "--json")
+        with self._with("checkclust", "healthy", command):
+            begun = time.monotonic()
+            process = self._start(command, stdout=subprocess.PIPE)
+            lines, _ = process.communicate(timeout=LIMIT_S)
+            seconds = round(time.monotonic() - begun, 2)
+            hosts = [line for line in map(json.loads, lines.splitlines()) if line["kind"] == "host"]
+            checks = [check for host in hosts for check in host.get("checks", ())]
+            found = [check["name"] for check in checks if check["level"] != "ok"]
+            values = {"seconds": seconds, "findings": float(len(found) + HOSTS - len(hosts))}
+            self._keep("healthy", "checkclust", values, {"seconds": 10.0, "findings": 0.0})
+
+    def dead(self) -> None:
+        *others, dead = self._cluster.hosts
+        self._cluster.crash(dead, silent=True)
+        wanted = {"results": 1.0, "end": 6.0}
+        commands = {
+            "runclust": self._ours("runclust", str(self._cluster.hostfile), "echo here"),
+            **self._shells([*others, dead], "echo here"),
+        }
+        for tool, command in commands.items():
+            with self._with(tool, "dead", command) as there:
+                if there:
+                    self._keep("dead", tool, self._follow(command, len(others)), wanted)
+        self._cluster.boot(dead)
+
+    def key(self) -> None:
+        host, other = self._cluster.hosts[:2]
+        known = self._cluster.folder / "known_hosts"
+        lines = known.read_text().splitlines()
+        of = {at: line for at, line in enumerate(lines) if self._cluster.address(host) in line}
+        wrong = next(line for line in lines if self._cluster.address(other) in line).split()[-1]
+        for at, line in of.items():
+            lines[at] = " ".join([*line.split()[:-1], wrong])
+        changed = self._folder / "changed"
+        changed.write_text("\n".join(lines) + "\n")
+        config = self._folder / "config"
+        text = self._cluster.ssh_config.read_text()
+        config.write_text(text.replace(str(known), str(changed)))
+        self._use(config)
+        mark = self._cluster.data(host) / "ran"
+        touch = "touch /data/ran"
+        hostfile = str(self._cluster.hostfile)
+        commands = {
+            "runclust": self._ours("runclust", "-F", str(config), hostfile, "--hosts", host, touch),
+            **self._shells([host], touch),
+            "horovodrun": self._horovodrun([host], touch.split()),
+        }
+        for tool, command in commands.items():
+            with self._with(tool, "key", command) as there:
+                if there:
+                    self._run(command)
+                    self._keep("key", tool, {"ran": float(mark.exists())}, {"ran": 0.0})
+                    mark.unlink(missing_ok=True)
+        self._use(self._cluster.ssh_config)
+
+    def launcher(self) -> None:
+        hosts = self._cluster.hosts[:RANKS]
+        hostfile = self._folder / "ranks"
+        hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
+        slots = ",".join(f"{host}:1" for host in hosts)
+        worker = [*_NINE, "/data/told", "2"]
+        run = ["-F", str(self._cluster.ssh_config), "--", *worker]
+        commands = {
+            "hvd-elastic run --leader-grace 0": self._ours(
+                "hvd_elastic", "run", "-H", str(hostfile), "--leader-grace", "0", *run
+            ),
+            "runclust": self._ours("runclust", str(hostfile), *self._config(), shlex.join(worker)),
+            "horovodrun": self._horovodrun(hosts, worker),
+            "mpirun": ["mpirun", "-np", str(RANKS), "-H", slots, *worker],
+        }
+        for tool, command in commands.items():
+            with self._with(tool, "launcher", command) as there:
+                if there:
+                    left = self._kill_launcher(command, hosts)
+                    self._keep("launcher", tool, {"left": float(left)}, {"left": 0.0})
+
+    def killed(self) -> None:
+        host = self._cluster.hosts[0]
+        hostfile = self._folder / "one"
+        hostfile.write_text(f"{host} slots=1\n")
+        worker = [*_NINE, "/data/told"]
+        run = self._ours(
+            "hvd_elastic", "run", "-H", str(hostfile), *self._config(), "--run-id", "nine", "--",
+            *worker,
+        )  # fmt: skip
+        kill = self._ours("killclust", str(hostfile), *self._config(), "--run", "nine")
+        ssh = ["ssh", host, shlex.join(worker)]
+        for tool, start, end in (
+            ("killclust --run", run, kill),
+            ("pkill -9 python", ssh, ["ssh", host, "pkill -9 python"]),
+        ):
+            with self._with(tool, "killed", end) as there:
+                if there:
+                    values = self._crash_and_end(host, start, end)
+                    self._keep("killed", tool, values, {"left": 0.0, "hurt": 0.0})
+
+    # ---- what they do
+
+    def _follow(self, command: Sequence[str], wanted: int) -> dict[str, float]:
+        begun = time.monotonic()
+        process = self._start(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None, "it was asked for"
+        found = 0
+        values = {}
+        for line in process.stdout:
+            found += b"here" in line
+            if found == wanted and "results" not in values:
+                values["results"] = round(time.monotonic() - begun, 2)
+        process.wait(LIMIT_S)
+        return {**values, "end": round(time.monotonic() - begun, 2)}
+
+    def _kill_launcher(self, command: Sequence[str], hosts: Sequence[str]) -> int:
+        process = self._start(command)
+        pids = {host: self._told(host, 3, process) for host in hosts}
+        process.kill()
+        process.wait()
+        time.sleep(AFTER_S)
+        return sum(self._alive(host, pid) for host in hosts for pid in pids[host])
+
+    def _crash_and_end(
+        self, host: str, start: Sequence[str], end: Sequence[str]
+    ) -> dict[str, float]:
+        bystanders = [
+            self._cluster.popen_on(host, [sys.executable, "-c", _WAIT], env=variables)
+            for variables in ({}, {"HVD_ELASTIC_RUN_ID": "another"}, {"HOROVOD_RANK": "0"})
+        ]
+        process = self._start(start)
+        try:
+            pids = self._told(host, len(KINDS) + 1, process)
+            process.kill()
+            process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                self._cluster.kill(host, pids[-1])
+            self._run(end)
+            return {
+                "left": float(sum(self._alive(host, pid) for pid in pids)),
+                "hurt": float(sum(each.poll() is not None for each in bystanders)),
+            }
+        finally:
+            for each in bystanders:
+                each.kill()
+                each.wait()
+
+    # ---- helpers
+
+    def _ours(self, program: str, *arguments: str) -> list[str]:
+        text = f"from hvd_elastic.cli.start import {program}; {program}()"
+        return [sys.executable, "-c", text, *arguments]
+
+    def _config(self) -> list[str]:
+        return ["-F", str(self._cluster.ssh_config)]
+
+    def _shells(self, hosts: Sequence[str], command: str) -> dict[str, list[str]]:
+        names = ",".join(hosts)
+        return {
+            "pdsh": ["pdsh", "-R", "ssh", "-w", names, command],
+            "clush": ["clush", "-w", names, command],
+        }
+
+    def _horovodrun(self, hosts: Sequence[str], command: Sequence[str]) -> list[str]:
+        where = ",".join(f"{host}:1" for host in hosts)
+        options = ["--gloo", "--network-interfaces", "lo", "-np", str(len(hosts)), "-H", where]
+        return ["horovodrun", *options, *command]
+
+    def _use(self, config: Path) -> None:
+        """``ssh`` of peers knows the hosts by that configuration."""
+        program = self._folder / "ssh"
+        program.write_text(f'#!/bin/sh\nexec {self._ssh} -F {shlex.quote(str(config))} "$@"\n')
+        program.chmod(0o755)
+
+    @contextlib.contextmanager
+    def _with(self, tool: str, row: str, command: Sequence[str]) -> Iterator[bool]:
+        """Whether to measure a tool; nothing of it is left on the hosts afterwards."""
+        wanted = self._peers or not _is_peer(tool)
+        missing = shutil.which(command[0]) is None
+        if wanted and missing:
+            self.found.append(Seen(row, tool, {}, {}, f"{command[0]} is not installed"))
+            self._say(_line(self.found[-1]))
+        try:
+            yield wanted and not missing
+        finally:
+            for host in self._cluster.hosts:
+                if self._cluster.status(host) == "off":
+                    continue
+                while pids := self._cluster.pids(host):
+                    for pid in pids:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    time.sleep(0.02)
+                (self._cluster.data(host) / "told").unlink(missing_ok=True)
+
+    def _start(self, command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+        with (self._folder / "output").open("ab") as output:
+            return subprocess.Popen(
+                command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output if stdout is None else stdout,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _run(self, command: Sequence[str]) -> None:
+        """Whatever comes of it."""
+        process = self._start(command)
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _told(self, host: str, count: int, process: subprocess.Popen[bytes]) -> list[int]:
+        """The ids, on the host, of the processes of a worker; its own is the last."""
+        path = self._cluster.data(host) / "told"
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            lines = path.read_text().splitlines() if path.exists() else []
+            if len(lines) >= count:
+                lines.sort(key=lambda line: line.endswith("the worker"))
+                return [int(line.split()[0]) for line in lines]
+            if process.poll() is not None or time.monotonic() > deadline:
+                tail = (self._folder / "output").read_text(errors="replace")[-500:]
+                raise RunError(f"no worker on {host}: {tail}")
+            time.sleep(0.05)
+
+    def _alive(self, host: str, pid: int) -> bool:
+        try:
+            self._cluster.kill(host, pid, 0)
+        except (ProcessLookupError, VirtualClusterError):
+            return False
+        return True
+
+    def _keep(
+        self, row: str, tool: str, values: dict[str, float], wanted: dict[str, float]
+    ) -> None:
+        self.found.append(Seen(row, tool, values, {} if _is_peer(tool) else wanted))
+        self._say(_line(self.found[-1]))
+
+
+def _is_peer(tool: str) -> bool:
+    return tool.startswith(_PEERS)
+
+
+def measure_faults(rows: Sequence[str], peers: bool, say: Callable[[str], None]) -> Result:
+    """Measure the rows.
+
+    Args:
+        rows: names of :data:`FAULTS`.
+        peers: whether others are measured too.
+        say: told every figure.
+
+    Raises:
+        UsageError: there is no such row.
+        VirtualClusterError: there is no root.
+    """
+    unknown = [row for row in rows if row not in FAULTS]
+    if unknown:
+        raise UsageError(f"there is no row '{unknown[0]}'; there are {', '.join(FAULTS)}")
+    load_before = os.getloadavg()
+    with (
+        tempfile.TemporaryDirectory(prefix="hvd_elastic-faults-") as folder,
+        VirtualCluster.up(HOSTS, 1, loopback=False) as cluster,
+    ):
+        measuring = _Measuring(cluster, Path(folder), peers, say)
+        for row in rows:
+            getattr(measuring, row)()
+    taken = conditions("virtual hosts (namespaces)", "Each was seen once.", load_before)
+    return faults_result(taken, measuring.found)
+
+
+def faults_result(taken: Conditions, found: Sequence[Seen]) -> Result:
+    """Text and file of what was seen."""
+    meanings = {row: FAULTS[row] for row in dict.fromkeys(seen.row for seen in found)}
+    lines = [*map(_line, found), "", *(f"{row}: {text}" for row, text in meanings.items())]
+    body = {"rows_mean": meanings, "rows": found}
+    return Result("cluster_faults", taken, body, ["\n".join(lines)])
+
+
+def _line(seen: Seen) -> str:
+    values = ", ".join(f"{name} {value:g}" for name, value in seen.values.items())
+    wanted = ", ".join(f"{name} {value:g}" for name, value in seen.wanted.items())
+    limit = f" (at most {wanted})" if wanted else ""
+    return f"{seen.row:9} {seen.tool:33} {values or seen.note}{limit}"

@@ -1,0 +1,1 @@
+"""The scaling controller, in virtual time and on real jobs."""

@@ -1,0 +1,197 @@
+"""One job on the virtual hosts: started, led, changed, and watched through its events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.controller.workloads import HOSTS, MOST_HOSTS, SLOTS, Change, Workload
+from benchmarks.elasticity.stage import Stage
+from benchmarks.testbed.hosts import Testbed
+from benchmarks.testbed.launchers import OURS, Job, Order
+from benchmarks.testbed.links import limit_link
+from hvd_elastic.records.json_lines import EventFollower, Record
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.virtual.plan import parse_rate
+
+__all__ = ["Play", "playing"]
+
+Result = TypeVar("Result")
+
+_SCRIPT = Path(__file__).with_name("device_job.py")
+_LIMIT_S = 240.0
+"""For anything that is waited for: workers start side by side on few cores."""
+_SHARES_S = 6.0
+"""Until unequal ranks have their shares: three reviews, a second apart, and what they decide."""
+_PARTS, _GROWTH_S = 10, 40.0
+"""Noise that grows does so in as many parts, over this time."""
+
+
+class Play:
+    """A job that trains.
+
+    Args:
+        stage: patience.
+        bed: the hosts.
+        job: on them.
+        control: the folder that the job obeys.
+        workload: that it trains.
+        hosts: that it began with.
+
+    Attributes:
+        records: events of the run so far.
+    """
+
+    def __init__(
+        self, stage: Stage, bed: Testbed, job: Job, control: Path, workload: Workload, hosts: int
+    ) -> None:
+        self._workload = workload
+        self._hosts = bed.hosts[:hosts]
+        self._stage = stage
+        self._bed = bed
+        self._job = job
+        self._control = control
+        self._follower = EventFollower(job.events)
+        self._folder = RunFolder(job.events.parent)
+        self.records: list[Record] = []
+
+    # -- watching --------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take in the run's events."""
+        self.records += self._follower.poll()
+
+    def wait(self, look: Callable[[], Result | None], what: str) -> Result:
+        """Until there is something to see.
+
+        Raises:
+            FailedPlayError: there never was.
+        """
+
+        def see() -> Result | None:
+            self.poll()
+            return look()
+
+        return self._stage.wait(self._job, see, _LIMIT_S, what)
+
+    def train(self, seconds: float) -> None:
+        """Let the job go on for a while."""
+        end = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() >= end, "did not go on")
+
+    def settle(self, least_s: float, most_s: float, calm_s: float) -> None:
+        """Let the job go on until slots, batch and shares have been left as they are for a while.
+
+        Args:
+            least_s, most_s: but not for less or longer than this [s].
+            calm_s: that while [s].
+        """
+        begin = time.monotonic()
+
+        def settled() -> bool:
+            now = time.monotonic()
+            moved = self.since(now - calm_s, "rescale_started", "batch_plan", "shares")
+            return now >= begin + (least_s if not moved else most_s)
+
+        self.wait(settled, "did not go on")
+
+    def since(self, mono: float, *kinds: str) -> list[Record]:
+        """Events of these kinds after a moment."""
+        return [r for r in self.records if r["mono"] > mono and r["kind"] in kinds]
+
+    # -- leading ---------------------------------------------------------------------------
+
+    def pause_policy(self) -> None:
+        """From now on slots are those that are asked for."""
+        self._folder.ask_leader("policy", {"do": "pause"})
+
+    def use(self, slots: int, batch: int | None) -> None:
+        """Train on so many slots, hosts of the hostfile in order, with that batch.
+
+        ``batch`` None leaves it to the job. Returns when both are in force.
+        """
+        if batch is not None:
+            _write(self._control / "batch", batch)
+        asked = time.monotonic()
+        moves = slots != self.since(0.0, "metrics")[-1]["size"]
+        # In any case: the policy may have asked for others just before it was paused.
+        self._folder.ask_leader("scale", {"np": slots})
+
+        def in_force() -> bool:
+            told = [r for r in self.since(asked, "metrics") if r["size"] == slots]
+            return bool(told) and batch in (None, told[-1]["global_batch_size"])
+
+        self.wait(in_force, f"did not train on {slots} slots with a batch of {batch}")
+        if moves and (self._control / "slow").exists():
+            self.train(_SHARES_S)
+
+    def make(self, change: Change) -> float:
+        """Let it happen; returns when it began [s, monotonic]."""
+        began = time.monotonic()
+        hosts = self._hosts
+        if change.rate is not None:
+            limit_links(self._bed, change.rate)
+        if change.slow != 1.0:
+            _write(self._control / "slow", {hosts[-1]: change.slow})
+        if change.appear:
+            there = self._bed.hosts[: len(hosts) + change.appear]
+            self._job.use(dict.fromkeys(there, SLOTS))
+        for host in hosts[len(hosts) - change.drain :]:
+            self._folder.ask_leader("drain", {"host": host, "leave_in_s": None, "undo": False})
+        if change.flips is not None:
+            first = self._workload.flips
+            for part in range(1, _PARTS + 1):
+                flips = first + (change.flips - first) * part / _PARTS
+                _write(self._control / "flips", flips)
+                self.train(_GROWTH_S / _PARTS)
+        return began
+
+
+@contextlib.contextmanager
+def playing(
+    stage: Stage,
+    workload: Workload,
+    hosts: int = HOSTS,
+    options: Sequence[str] = (),
+    slots: int = SLOTS,
+) -> Iterator[Play]:
+    """A job that begins on one slot and trains for as long as the block lasts."""
+    bed = stage.slow_bed
+    limit_links(bed, workload.rate)
+    control = bed.scratch / "control"
+    control.mkdir(exist_ok=True)
+    for path in control.iterdir():
+        path.unlink()
+    _write(control / "flips", workload.flips)
+    if workload.slow != 1.0:
+        _write(control / "slow", {bed.hosts[hosts - 1]: workload.slow})
+    numbers = (workload.pass_s, workload.example_s, workload.ballast_mb)
+    order = Order(
+        training=[str(_SCRIPT), str(control), *map(str, numbers)],
+        slots=dict.fromkeys(bed.hosts[:hosts], slots),
+        min_np=1,
+        max_np=MOST_HOSTS * SLOTS,
+        np=1,
+        options=("--checkpoint-every", "0", *options),
+    )
+    with bed.job(OURS, order) as job:
+        stage.wait(job, job.events.exists, _LIMIT_S, "did not start")
+        play = Play(stage, bed, job, control, workload, hosts)
+        play.wait(lambda: play.since(0.0, "metrics"), "did not begin to train")
+        yield play
+
+
+def limit_links(bed: Testbed, rate: str) -> None:
+    """Let the links of all hosts carry so much."""
+    for host in bed.hosts:
+        limit_link(bed.cluster, host, parse_rate(rate).bits_per_s)
+
+
+def _write(path: Path, content: object) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content), encoding="utf-8")
+    new.replace(path)

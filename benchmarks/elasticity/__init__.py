@@ -1,0 +1,1 @@
+"""What starts, joins, leaves and failures cost, ours beside peers."""

@@ -1,0 +1,232 @@
+"""Measures the time from the command to the first finished training step, and its parts.
+
+Run it: ``python benchmarks/startup.py --repetitions 5``. Three launchers
+start the same script on the same hosts, in turn, so that whatever else the machine
+does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.testbed.command import add_output_options, at_least_one, deliver, end_with, progress
+from benchmarks.testbed.figures import Conditions, Figure, Result, conditions, figure, ratio
+from benchmarks.testbed.hosts import DIGITS, Testbed, make_testbed
+from benchmarks.testbed.launchers import LAUNCHERS, OURS, ROOT, Job, Launcher, Order
+from benchmarks.testbed.marks import Process, first_step
+from hvd_elastic.errors import RunError
+from hvd_elastic.records.json_lines import Record, read_events
+
+__all__ = ["PHASES", "TARGET_S", "main", "measure_startup", "phases_of", "startup_result"]
+
+TARGET_S = 8.0
+_DEADLINE_S = 120.0
+_HOSTS = 3
+
+PHASES = (
+    "command line: our own start",
+    "ssh and agents on all hosts",
+    "Python of the last worker",
+    "import torch",
+    "import Horovod, build model, read data",
+    "communicator, state and first step",
+)
+"""In order; each ends when the slowest host has got there."""
+
+_NOTE = (
+    "Steps are not padded (no sleep in them). One round before the measured ones warms the file "
+    "cache for all."
+)
+
+
+def measure_startup(
+    repetitions: int, say: Callable[[str], None], *, loopback: bool = False
+) -> Result:
+    """Measure the starts.
+
+    Args:
+        repetitions: measured rounds; one more is run before them.
+        say: told what is going on.
+        loopback: hosts on the loopback network although there is root.
+    """
+    load_before = os.getloadavg()
+    samples: dict[str, list[float]] = {launcher.name: [] for launcher in LAUNCHERS}
+    breakdown: list[dict[str, float]] = []
+    with make_testbed(_HOSTS, loopback=loopback) as bed:
+        for number in range(repetitions + 1):
+            for launcher in LAUNCHERS:
+                seconds, phases = _start_once(bed, launcher)
+                say(f"round {number} of {repetitions}: {launcher.name}: {seconds:.2f} s")
+                if number:
+                    samples[launcher.name].append(seconds)
+                    if phases:
+                        breakdown.append(phases)
+        hosts = bed.description
+    python = [_python_time([*flags]) for flags in _PROGRAMS.values()]
+    return startup_result(
+        conditions(hosts, _NOTE, load_before),
+        {launcher: figure(taken) for launcher, taken in samples.items()},
+        {name: figure([taken[name] for taken in breakdown]) for name in PHASES},
+        dict(zip(_PROGRAMS, python, strict=True)),
+    )
+
+
+_PROGRAMS = {
+    "python -c pass": ("-c", "pass"),
+    "import hvd_elastic": ("-c", "import hvd_elastic"),
+    "hvd-elastic --help": ("-m", "hvd_elastic.cli.app", "--help"),
+}
+
+
+def _start_once(bed: Testbed, launcher: Launcher) -> tuple[float, dict[str, float]]:
+    training = [str(DIGITS), "--data", str(bed.data), "--quiet", "--epochs", "1"]
+    order = Order(training, dict.fromkeys(bed.hosts, 1), min_np=_HOSTS, max_np=_HOSTS)
+    with bed.job(launcher, order) as job:
+        first = _wait_for_first_step(job)
+        # The job is left to end by itself: horovodrun would leave its processes behind.
+        try:
+            for process in job.processes():
+                process.wait(_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"{launcher.name} did not end:\n{job.output_tail()}") from None
+        job.marks.poll()
+        sizes = {step.size for process in job.marks.processes for step in process.steps}
+        if sizes != {_HOSTS}:
+            raise RunError(f"{launcher.name} trained on {sizes} ranks, not {_HOSTS}")
+        phases = {}
+        if launcher == OURS:
+            phases = phases_of(job.asked, read_events(job.events), job.marks.processes)
+    return first - job.asked, phases
+
+
+def _wait_for_first_step(job: Job) -> float:
+    while True:
+        ended = job.ended() is not None
+        job.marks.poll()
+        first = first_step(job.marks.processes)
+        if first is not None:
+            return first
+        if ended:
+            job.check_alive()
+        if time.monotonic() - job.asked > _DEADLINE_S:
+            raise RunError(
+                f"{job.launcher} made no step within {_DEADLINE_S:.0f} s:\n{job.output_tail()}"
+            )
+        job.sleep()
+
+
+def phases_of(
+    asked: float, events: Iterable[Record], processes: Sequence[Process]
+) -> dict[str, float]:
+    """Where the seconds of one start of ours went, by :data:`PHASES`.
+
+    Args:
+        asked: when the command was given [s, monotonic].
+        events: of the run, in order, stamped by the leader.
+        processes: the workers.
+    """
+    ends: dict[str, float] = {}
+    for event in events:
+        if event["kind"] == "rescale_started":
+            break
+        ends[event["kind"]] = event["mono"]  # the last one of a kind is the slowest host's
+    first = first_step(processes)
+    torch = [process.torch for process in processes if process.torch is not None]
+    assert first is not None
+    ladder = [
+        ends["run_started"],
+        ends["agent_started"],
+        max(process.born for process in processes),
+        max(torch),
+        ends["worker_standby"],
+        first,
+    ]
+    phases = {}
+    for name, end in zip(PHASES, ladder, strict=True):
+        # What one host does while a slower one is still at an earlier phase costs nothing.
+        phases[name] = round(max(0.0, end - asked), 4)
+        asked = max(asked, end)
+    return phases
+
+
+def _python_time(arguments: list[str], repetitions: int = 5) -> Figure:
+    """Wall time of a fresh interpreter, after one that warms the file cache."""
+    samples = []
+    for number in range(repetitions + 1):
+        begin = time.perf_counter()
+        subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        if number:
+            samples.append(time.perf_counter() - begin)
+    return figure(samples)
+
+
+def startup_result(
+    taken: Conditions,
+    first_step: Mapping[str, Figure],
+    phases: Mapping[str, Figure],
+    programs: Mapping[str, Figure],
+) -> Result:
+    """Tables and file of what was measured: by launcher, by phase of ours, by program."""
+    ours = first_step[OURS.name]
+    times = {name: ratio(each, ours) for name, each in first_step.items()}
+    launchers = _table(
+        "From the command to the first finished training step", ("launcher", "times ours")
+    )
+    for name, each in first_step.items():
+        launchers.add_row(name, str(each), f"{times[name]:.2f}")
+    heading = "until the slowest host is through with"
+    tables = [
+        launchers,
+        _table(f"Where {OURS.name} spends it", (heading,), phases),
+        _table("Programs alone, in a fresh interpreter", ("program",), programs),
+    ]
+    body: dict[str, Any] = {
+        "target_s": TARGET_S,
+        "target_met": (ours.median_s or TARGET_S) < TARGET_S,
+        "first_step": {
+            name: {**vars(each), "times_ours": times[name]} for name, each in first_step.items()
+        },
+        "phases": phases,
+        "programs": programs,
+    }
+    return Result("startup", taken, body, tables)
+
+
+def _table(title: str, headings: Sequence[str], rows: Mapping[str, Figure] | None = None) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in (headings[0], "median (range)", *headings[1:]):
+        table.add_column(heading)
+    for name, each in (rows or {}).items():
+        table.add_row(name, str(each))
+    return table
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="startup.py", description=__doc__)
+    told = "measured rounds (3)"
+    parser.add_argument("--repetitions", "-n", type=at_least_one, default=3, help=told)
+    told = "hosts without network namespaces (no root needed)"
+    parser.add_argument("--loopback", action="store_true", help=told)
+    add_output_options(parser)
+    options = parser.parse_args()
+
+    def measure() -> None:
+        with progress(options) as say:
+            result = measure_startup(options.repetitions, say, loopback=options.loopback)
+        deliver(result, options)
+
+    return end_with(measure)

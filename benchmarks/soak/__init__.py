@@ -1,0 +1,1 @@
+"""Random faults of every kind while a model trains."""

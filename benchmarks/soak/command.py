@@ -1,0 +1,464 @@
+"""Random faults of every kind for as long as you like, while a real model trains on virtual hosts.
+
+``python benchmarks/soak.py --minutes 10 --seed 3``. After every fault training must go on, and at
+the end every example must have been used exactly once in each epoch, all ranks must hold the same
+parameters, nothing may be left on any host, and nothing may have grown. A seed always gives the
+same faults, so a failed soak can be repeated, in parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks.soak.disks import small_disks
+from benchmarks.soak.growth import grown, measure_growth
+from benchmarks.soak.job import LOCALHOST, Ground, SoakJob, checked_end
+from benchmarks.soak.player import Bounds, Player
+from benchmarks.soak.records import (
+    check_steps,
+    epochs_between,
+    split_audit,
+    step_problems,
+)
+from benchmarks.soak.report import SoakResult, show_soak, write_soak
+from benchmarks.soak.schedule import (
+    KINDS,
+    Fault,
+    faults_of_seed,
+    hosts_before,
+    kills_of_seed,
+    parse_kinds,
+    parse_only,
+    selected,
+    starting_hosts,
+)
+from benchmarks.testbed.command import Say, end_with
+from benchmarks.testbed.figures import conditions
+from hvd_elastic.bench.digits_data import write_digits
+from hvd_elastic.errors import UsageError
+from hvd_elastic.records.audit import AuditResult, check_audit
+from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.virtual.netns import why_no_namespaces
+
+__all__ = ["main", "soak"]
+
+# Processes are found by the run's name, and several soaks may go on on one machine.
+_RUN_ID = f"soak-{os.getpid()}"
+_CALM_RUN_ID = f"calm-{os.getpid()}"
+_END_PATIENCE_S = 180.0
+_CALM_S_PER_EPOCH = 10.0
+_MOST_CALM_EPOCHS = 200  # the accuracy has long settled then
+_ACCURACY_TOLERANCE = 0.01
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+
+    def measure() -> int:
+        result = soak(options, console)
+        page = write_soak(result, options.report) if options.report is not None else None
+        show_soak(result, console)
+        if page is not None:
+            console.print(f"report: {page}", highlight=False, soft_wrap=True)
+        return 130 if result.interrupted else 0 if result.ok else 1
+
+    return end_with(measure)
+
+
+def _parser() -> argparse.ArgumentParser:
+    kinds = "\n".join(f"  {name:16} {kind.meaning}" for name, kind in KINDS.items())
+    parser = argparse.ArgumentParser(
+        prog="soak.py",
+        description=__doc__,
+        epilog=f"kinds of faults:\n{kinds}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="no fault begins later (5)")
+    parser.add_argument("--seed", type=int, default=1, help="of the schedule (1)")
+    parser.add_argument("--hosts", type=int, default=4, help="virtual hosts, 4 or more (4)")
+    parser.add_argument(
+        "--faults", help="kinds to make, as kill_worker,cut; to leave out: --faults=-cut,-crash"
+    )
+    parser.add_argument("--only", help="numbers of the faults to make, as 12-17")
+    parser.add_argument("--list", action="store_true", help="print the schedule and do nothing")
+    parser.add_argument(
+        "--kills", type=int, help="instead of a time: so many kills of random ranks"
+    )
+    parser.add_argument(
+        "--single-host", action="store_true", help="with --kills: this machine, no virtual hosts"
+    )
+    parser.add_argument("--slots", type=int, default=3, help="with --single-host: processes (3)")
+    parser.add_argument(
+        "--failure-timeout", type=float, default=5.0, help="of hvd-elastic run [s] (5)"
+    )
+    parser.add_argument("--step-time", type=float, default=0.03, help="added to each step [s]")
+    parser.add_argument(
+        "--stall-bound",
+        type=float,
+        help="longest time without a step where training can go on [s] (failure timeout + 15)",
+    )
+    parser.add_argument(
+        "--recovery-bound",
+        type=float,
+        default=120.0,
+        help="from the end of a fault to training in every slot [s] (120)",
+    )
+    parser.add_argument(
+        "--no-baseline", action="store_true", help="no undisturbed run to compare accuracies with"
+    )
+    parser.add_argument("--loopback", action="store_true", help="hosts without network namespaces")
+    parser.add_argument("--report", type=Path, help="JSON file; a page of Markdown comes beside it")
+    return parser
+
+
+def soak(options: argparse.Namespace, console: Console) -> SoakResult:
+    """Make the hosts, play the schedule, check everything.
+
+    Raises:
+        UsageError: options that make no sense together or here.
+    """
+    _check_options(options)
+    namespaces = not options.loopback and not options.single_host and why_no_namespaces() is None
+    possible = [name for name, kind in KINDS.items() if namespaces or not kind.namespaces]
+    kinds = parse_kinds(options.faults, possible)
+    only = parse_only(options.only)
+    names = _host_names(options)
+    if options.list:
+        raise SystemExit(_print_schedule(options, kinds, only, names))
+    load_before = os.getloadavg()
+    began = time.monotonic()
+    with _progress(console, began) as (say, show), contextlib.ExitStack() as stack:
+        show("making hosts")
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_elastic-soak-")))
+        ground = _make_ground(options, scratch, names, namespaces, stack)
+        real = dict(zip(names, ground.hosts, strict=True))
+        first = 1 if only is None else only.start
+        before = hosts_before(_schedule(options, names), kinds, first, _start(options, names))
+        hosts = {real[host]: slots for host, slots in before.items()}
+        job = stack.enter_context(
+            SoakJob(
+                ground,
+                _RUN_ID,
+                hosts,
+                failure_timeout_s=options.failure_timeout,
+                step_time_s=options.step_time,
+            )
+        )
+        faults = selected(_schedule(options, names), kinds, only)
+        bounds = Bounds(
+            options.stall_bound or options.failure_timeout + 15.0, options.recovery_bound
+        )
+        player = Player(job, (_renamed(fault, real) for fault in faults), bounds, say, show)
+        taken = conditions(_words_for(ground, options), _note(options), load_before)
+        result = SoakResult(
+            options.seed, _kept_options(options), taken, began, 0.0, player.incidents
+        )
+        _play_and_check(ground, job, player, result, options, say)
+        result.seconds = time.monotonic() - began
+        result.conditions = replace(taken, load_after=os.getloadavg()[0])
+        if not result.ok and not result.interrupted:
+            result.kept = tempfile.mkdtemp(prefix="hvd_elastic-soak-failed-")
+            job.keep(Path(result.kept))
+        return result
+
+
+def _play_and_check(
+    ground: Ground,
+    job: SoakJob,
+    player: Player,
+    result: SoakResult,
+    options: argparse.Namespace,
+    say: Say,
+) -> None:
+    """The run from its start to its last check; Ctrl-C cuts it short."""
+    try:
+        job.start()
+        hosts = dict(job.hosts)
+        minutes = options.minutes if options.kills is None else float("inf")
+        player.play(60 * minutes)
+        if not player.incidents and not player.problem:
+            result.problems.append("no fault was made: give it more --minutes, or other --faults")
+        if player.problem and not any(incident.problems for incident in player.incidents):
+            result.problems.append(player.problem)
+        epochs = _check_end(job, player, result, say)
+        if epochs and not options.no_baseline:
+            _compare_accuracy(ground, result, epochs, hosts, options, say)
+    except KeyboardInterrupt:
+        result.interrupted = True
+        say("interrupted: ending the run")
+        with contextlib.suppress(KeyboardInterrupt):
+            job.end_at_once()
+            _check_records(job, result, finished=False)
+            _check_clean(job, result)
+    result.growths = [
+        growth
+        for target, samples in player.samples.items()
+        for growth in measure_growth(target.label, samples)
+    ]
+    _note_growth(result)
+
+
+# -- before ------------------------------------------------------------------------------------
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.minutes <= 0 or options.failure_timeout <= 0 or options.step_time < 0:
+        raise UsageError(
+            "--minutes and --failure-timeout must be more than 0, --step-time not less"
+        )
+    if options.kills is not None and options.kills < 1:
+        raise UsageError(f"--kills is {options.kills}, it must be 1 or more")
+    if options.single_host and options.kills is None:
+        raise UsageError("--single-host has no hosts to disturb; give it with --kills N")
+    if options.kills is not None and options.faults is not None:
+        raise UsageError("--kills makes kills of ranks only; leave --faults out")
+    if options.single_host and options.slots < 3:
+        raise UsageError(
+            f"--slots is {options.slots}; 3 or more, so that two train on after a kill"
+        )
+    if options.report is not None and not options.report.absolute().parent.is_dir():
+        raise UsageError(f"--report {options.report}: there is no such folder")
+
+
+def _host_names(options: argparse.Namespace) -> list[str]:
+    """Names for the schedule; what the hosts are called in the end depends on the cluster."""
+    if options.single_host:
+        return [LOCALHOST]
+    return [f"h{number}" for number in range(1, options.hosts + 1)]
+
+
+def _start(options: argparse.Namespace, names: list[str]) -> dict[str, int]:
+    """The hostfile at the begin of the schedule."""
+    return {LOCALHOST: options.slots} if options.single_host else starting_hosts(names)
+
+
+def _schedule(options: argparse.Namespace, names: list[str]) -> Iterator[Fault]:
+    if options.kills is not None:
+        return kills_of_seed(options.seed, options.kills)
+    return faults_of_seed(options.seed, names, options.failure_timeout)
+
+
+def _renamed(fault: Fault, real: dict[str, str]) -> Fault:
+    return replace(fault, hosts=tuple((real[host], slots) for host, slots in fault.hosts))
+
+
+def _print_schedule(
+    options: argparse.Namespace, kinds: tuple[str, ...], only: range | None, names: list[str]
+) -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may have seen enough
+    for fault in islice(selected(_schedule(options, names), kinds, only), 100):
+        print(f"{fault.text()}, {fault.after_s:g} s after the last")
+    return 0
+
+
+def _make_ground(
+    options: argparse.Namespace,
+    scratch: Path,
+    names: list[str],
+    namespaces: bool,
+    stack: contextlib.ExitStack,
+) -> Ground:
+    """Virtual hosts, or this machine, with the data set; taken down with the stack."""
+    data = scratch / "digits"
+    write_digits(data)
+    (scratch / "home").mkdir()
+    if options.single_host:
+        return Ground((LOCALHOST,), scratch, data)
+    hosts = tuple(f"{_RUN_ID}-{number}" for number in range(1, len(names) + 1))
+    if namespaces:
+        disks = small_disks(scratch / "home", _RUN_ID, hosts, options.minutes)
+        stack.enter_context(disks)
+    cluster = VirtualCluster.up(
+        len(names), 1, name=_RUN_ID, loopback=not namespaces, shares=[scratch]
+    )
+    stack.enter_context(cluster)
+    return Ground(hosts, scratch, data, cluster)
+
+
+def _words_for(ground: Ground, options: argparse.Namespace) -> str:
+    """What the hosts are."""
+    if ground.cluster is None:
+        return f"{options.slots} slots of this machine"
+    kind = "addresses of the loopback network" if ground.cluster.loopback else "namespaces"
+    return f"{len(ground.hosts)} virtual hosts ({kind})"
+
+
+def _note(options: argparse.Namespace) -> str:
+    return f"Every step is padded with a sleep of {options.step_time * 1000:.0f} ms."
+
+
+def _kept_options(options: argparse.Namespace) -> dict[str, Any]:
+    left_out = {"seed", "report", "list"}
+    return {
+        name: value
+        for name, value in vars(options).items()
+        if name not in left_out and value not in (None, False)
+    }
+
+
+# -- at the end --------------------------------------------------------------------------------
+
+
+def _check_end(job: SoakJob, player: Player, result: SoakResult, say: Say) -> int:
+    """End the run and check what it leaves; returns the epochs it made, 0 where it failed."""
+    say("ending the run and checking it")
+    problem = player.problem
+    if not problem:
+        problem = checked_end(job, _END_PATIENCE_S)
+        if problem:
+            result.problems.append(problem)
+        else:
+            result.checks["the run"] = f"succeeded after {job.chronicle.step:,} steps"
+    if problem:
+        job.end_at_once()
+    audit = _check_records(job, result, finished=not problem)
+    _check_clean(job, result)
+    return 0 if problem else len(audit.epochs)
+
+
+def _check_records(job: SoakJob, result: SoakResult, *, finished: bool) -> AuditResult:
+    """Exactly once, nothing done again without need, equal parameters."""
+    job.poll()
+    examples = _examples(job.ground.data)
+    seen = check_steps(job.records.read_all(), examples, finished=finished)
+    result.checks["examples, as the ranks saw it"] = seen.sentence()
+    if not seen.ok:
+        result.problems += [f"as the ranks saw it: {text}" for text in seen.problems()]
+    written = check_audit(read_events(job.folder.audit), finished=finished)
+    said = written.sentence()
+    full = [(i.began, i.undone) for i in result.incidents if i.fault.kind == "full_run_disk"]
+    excused = epochs_between(job.records.read_all(), full)
+    faulty, wrong = split_audit(written, excused)
+    if faulty:
+        said = f"records of epochs {faulty} are missing, as the disk was full then"
+    if wrong:
+        said = written.sentence()
+    result.problems += [f"by the audit of the run: {text}" for text in wrong]
+    result.checks["examples, by the run's audit"] = said
+    problems, lost = step_problems(job.records.read_all())
+    result.problems += problems
+    returns = f"{len(lost)} returns to a checkpoint cost {sum(lost)} steps"
+    result.checks["steps done again"] = f"{returns}; else at most the one in flight"
+    chronicle = job.chronicle
+    equal = f"compared {chronicle.compared:,} times in {len(chronicle.worlds)} worlds"
+    result.checks["parameters of the ranks"] = f"{equal}, {len(chronicle.differences)} differences"
+    result.problems += chronicle.differences[:10]
+    if not chronicle.compared:
+        result.problems.append("the parameters of the ranks were never compared")
+    return seen
+
+
+def _examples(data: Path) -> int:
+    import numpy as np
+
+    with np.load(data / "train.npz") as arrays:
+        return len(arrays["labels"])
+
+
+def _check_clean(job: SoakJob, result: SoakResult) -> None:
+    left = job.left_behind()
+    result.checks["left behind"] = "nothing" if not left else f"{len(left)} things"
+    result.problems += [f"left behind: {what}" for what in left]
+
+
+def _note_growth(result: SoakResult) -> None:
+    found = grown(result.growths)
+    result.problems += [f"it grows: {text}" for text in found]
+    seen = len({growth.process for growth in result.growths})
+    if seen:
+        said = f"{len(found)} findings in {seen} long-lived processes"
+    else:
+        said = "no process lived long enough to say"
+    result.checks["growth"] = said
+
+
+def _compare_accuracy(
+    ground: Ground,
+    result: SoakResult,
+    epochs: int,
+    hosts: dict[str, int],
+    options: argparse.Namespace,
+    say: Say,
+) -> None:
+    """The same training without a fault, as many epochs long, but without padded steps."""
+    calm_epochs = min(epochs, _MOST_CALM_EPOCHS)
+    say(f"training {calm_epochs} epochs undisturbed, to compare accuracies")
+    if ground.cluster is not None:
+        for host in ground.hosts:
+            if ground.cluster.status(host) == "off":
+                ground.cluster.boot(host)
+    disturbed = _accuracy(ground, _RUN_ID)
+    with SoakJob(
+        ground,
+        _CALM_RUN_ID,
+        hosts,
+        failure_timeout_s=options.failure_timeout,
+        step_time_s=0.0,
+        epochs=calm_epochs,
+    ) as job:
+        job.start()
+        status = job.wait(_END_PATIENCE_S + _CALM_S_PER_EPOCH * calm_epochs)
+        if status != 0:
+            result.problems.append(
+                f"the undisturbed run ended with status {status}:\n{job.output_tail()}"
+            )
+            return
+    calm = _accuracy(ground, _CALM_RUN_ID)
+    if disturbed is None or calm is None:
+        result.problems.append("a run did not report its test accuracy")
+        return
+    told = f"{disturbed:.2%} after {epochs} epochs; undisturbed {calm:.2%} after {calm_epochs}"
+    result.checks["test accuracy"] = told
+    if disturbed < calm - _ACCURACY_TOLERANCE:
+        result.problems.append(f"test accuracy: {told}: more than one point below")
+
+
+def _accuracy(ground: Ground, run_id: str) -> float | None:
+    """What the run recorded last."""
+    found = None
+    for event in read_events(ground.scratch / "home/runs" / run_id / "events.jsonl"):
+        if event["kind"] == "metrics" and "test_accuracy" in event:
+            found = float(event["test_accuracy"])
+    return found
+
+
+# -- on the terminal ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _progress(console: Console, began: float) -> Iterator[tuple[Say, Say]]:
+    """Lines that stay, and on a terminal one below them that changes."""
+    status = console.status("…")
+
+    def say(text: str) -> None:
+        seconds = time.monotonic() - began
+        console.print(f"{seconds:7.1f} s  {escape(text)}", highlight=False, soft_wrap=True)
+
+    def show(text: str) -> None:
+        seconds = time.monotonic() - began
+        status.update(f"{int(seconds) // 60}:{int(seconds) % 60:02d}  {escape(text)}")
+
+    if console.is_terminal:
+        status.start()
+    try:
+        yield say, show
+    finally:
+        status.stop()

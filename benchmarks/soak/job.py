@@ -1,0 +1,414 @@
+"""The run that a soak disturbs: started, resumed, found on its hosts, ended, looked after."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from benchmarks.soak.records import RecordFolder
+from benchmarks.soak.schedule import MIN_NP
+from hvd_elastic.errors import RunError
+from hvd_elastic.records.json_lines import EventFollower, Record
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.virtual import VirtualCluster
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["CLEAN_S", "LOCALHOST", "Ground", "SoakJob", "Target", "checked_end", "processes_of"]
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCALHOST = "localhost"
+CLEAN_S = 15.0
+"""Nothing of a run is left on any host this long after its end."""
+
+_AGENT = "hvd_elastic.agent.agent"
+_CHECKPOINT_EVERY_S = 2.0
+_KEEP_CHECKPOINTS = 4
+_COMPARE_EVERY = 10
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process of the run, as seen from this machine.
+
+    Attributes:
+        role: ``leader``, ``agent`` or ``worker``.
+        host: where it runs.
+        name: of a worker; empty for the others.
+        slot: of a worker; 0 for the others.
+        pid: its id on this machine.
+        born: when it was started, by the system's clock; tells it from a later one of its id.
+    """
+
+    role: str
+    host: str
+    name: str
+    slot: int
+    pid: int
+    born: float
+
+    @property
+    def label(self) -> str:
+        """For the report."""
+        return self.name or f"{self.role} {self.host} (process {self.pid})".replace("  ", " ")
+
+    def send(self, number: int) -> bool:
+        """Send a signal; whether it was still there."""
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if psutil.Process(self.pid).create_time() == self.born:
+                os.kill(self.pid, number)
+                return True
+        return False
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where runs take place.
+
+    Attributes:
+        hosts: all that a hostfile may name.
+        scratch: a folder that this machine and all hosts see.
+        data: folder of the data set, in it.
+        cluster: the virtual hosts; None for this machine alone.
+    """
+
+    hosts: tuple[str, ...]
+    scratch: Path
+    data: Path
+    cluster: VirtualCluster | None = None
+
+    @property
+    def namespaces(self) -> bool:
+        """Whether cables can be cut and disks be filled."""
+        return self.cluster is not None and not self.cluster.loopback
+
+    def temporary_entries(self) -> set[tuple[str, str]]:
+        """What lies in the /tmp of hosts that have one of their own."""
+        found: set[tuple[str, str]] = set()
+        if self.cluster is not None and self.namespaces:
+            for host in self.hosts:
+                folder = self.cluster.folder / "hosts" / host / "tmp"
+                # PyTorch keeps what it compiles there, for every later process of the user.
+                kept = {f"torchinductor_{getpass.getuser()}"}
+                found |= {(host, path.name) for path in folder.iterdir() if path.name not in kept}
+        return found
+
+
+class SoakJob:
+    """``hvd-elastic run`` with the soak's training script.
+
+    As a context manager it ends everything that it started.
+
+    Args:
+        ground: where.
+        run_id: name of the run.
+        hosts: host → slots, the hostfile it begins with.
+        failure_timeout_s: silence after which a host counts as lost.
+        step_time_s: time added to each step.
+        epochs: how long to train; None: until :meth:`finish`.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        run_id: str,
+        hosts: Mapping[str, int],
+        *,
+        failure_timeout_s: float,
+        step_time_s: float,
+        epochs: int | None = None,
+    ) -> None:
+        self.ground = ground
+        self.run_id = run_id
+        self.hosts = dict(hosts)
+        self.wanted: int | None = None
+        self.events: list[Record] = []
+        self.lives = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.home = ground.scratch / "home"
+        self.folder = RunFolder(self.home / "runs" / run_id)
+        self.hostfile = ground.scratch / f"{run_id}.hosts"
+        self.output = ground.scratch / f"{run_id}.out"
+        self._until = ground.scratch / f"{run_id}.enough"
+        self._records_folder = ground.scratch / f"{run_id}.records"
+        self._records_folder.mkdir()
+        self.records = RecordFolder(self._records_folder)
+        self.chronicle = self.records.chronicle
+        self._follower = EventFollower(self.folder.events)
+        self._temporary = ground.temporary_entries()
+        script = [sys.executable, str(ROOT / "benchmarks/soak/train.py")]
+        script += ["--data", str(ground.data), "--records", str(self._records_folder)]
+        script += ["--until", str(self._until), "--step-time", str(step_time_s)]
+        script += ["--compare-every", str(_COMPARE_EVERY)]
+        script += [] if epochs is None else ["--epochs", str(epochs)]
+        self._run = ["run", "--run-id", run_id, "--hostfile", str(self.hostfile), "--audit"]
+        if ground.cluster is not None:
+            self._run += ["--ssh-config", str(ground.cluster.ssh_config)]
+        self._run += ["--min-np", str(MIN_NP), "--checkpoint-every", str(_CHECKPOINT_EVERY_S)]
+        self._run += ["--keep-checkpoints", str(_KEEP_CHECKPOINTS)]
+        self._run += ["--failure-timeout", str(failure_timeout_s), "--", *script]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_at_once()
+
+    def end_at_once(self) -> None:
+        """End the run and everything of it, whatever state it is in."""
+        for target in self.targets():
+            target.send(signal.SIGCONT)
+            if target.role == "leader":
+                target.send(signal.SIGTERM)
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(CLEAN_S)
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+        for target in self.targets():
+            target.send(signal.SIGKILL)
+
+    # -- starting and ending ---------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the run."""
+        self.write_hostfile()
+        self._launch(self._run)
+
+    def resume(self) -> None:
+        """Another leader goes on with it."""
+        self._launch(["run", "--resume", self.run_id])
+
+    def ask_to_end(self) -> None:
+        """Training ends with the epoch."""
+        self._until.touch()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Exit status of the leader; None when it has not ended."""
+        assert self.process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        self.poll()
+        return self.process.poll()
+
+    def output_tail(self) -> str:
+        """The last lines that leaders printed."""
+        text = self.output.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-20:])
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another command of ours, as the same user."""
+        return subprocess.run(
+            [sys.executable, "-m", "hvd_elastic.cli.app", *arguments],
+            capture_output=True,
+            text=True,
+            env=self._environment(),
+            timeout=60,
+        )
+
+    def _launch(self, arguments: Sequence[str]) -> None:
+        self.lives += 1
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hvd_elastic.cli.app", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=self.ground.scratch,
+                env=self._environment(),
+                # Ctrl-C is for the soak, which ends the run in its own time.
+                start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
+        kept |= {"HVD_ELASTIC_HOME": str(self.home), "PYTHONPATH": str(ROOT)}
+        return kept | {"OMP_NUM_THREADS": "1"}
+
+    # -- following -------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take in what the run and its processes wrote."""
+        self.events += self._follower.poll()
+        self.records.poll()
+
+    def leader_alive(self) -> bool:
+        """Whether the newest leader lives."""
+        return self.process is not None and self.process.poll() is None
+
+    def newest_leader_hears_since(self, mono: float) -> bool:
+        """Whether the newest leader has heard of training after a moment."""
+        lives = [n for n, event in enumerate(self.events) if event["kind"] == "run_started"]
+        if len(lives) < self.lives:
+            return False
+        heard = (e for e in reversed(self.events[lives[-1] :]) if e["kind"] == "metrics")
+        newest = next(heard, None)
+        return newest is not None and newest["mono"] > mono
+
+    def trains_as_wanted(self) -> bool:
+        """Whether the current world has a rank in each slot that the run should use now."""
+        world = self.chronicle.current
+        if world is None or len(world.members) != world.size:
+            return False
+        if self.wanted is not None:
+            return world.size == self.wanted
+        return dict(world.slots()) == self.hosts
+
+    def story(self, since: float = 0.0) -> list[str]:
+        """What happened by the run's own record after a moment [s, monotonic], newest 60 lines."""
+        lines = []
+        for event in self.events:
+            if event["mono"] >= since and event["kind"] not in ("metrics", "checkpoint"):
+                rest = {k: v for k, v in event.items() if k not in ("t", "mono", "kind", "command")}
+                lines.append(f"{event['mono'] - since:8.2f} {event['kind']} {rest}")
+        return lines[-60:]
+
+    # -- the hostfile ----------------------------------------------------------------------
+
+    def write_hostfile(self, extra: str = "") -> None:
+        """Write the hostfile anew, as an editor does: a new file in the place of the old."""
+        new = self.hostfile.with_suffix(".new")
+        lines = [f"{host} slots={slots}\n" for host, slots in self.hosts.items()]
+        new.write_text("".join(lines) + extra)
+        new.replace(self.hostfile)
+
+    # -- finding processes -----------------------------------------------------------------
+
+    def targets(self) -> list[Target]:
+        """Leader, agents and workers that live now."""
+        found = []
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                leader = psutil.Process(self.process.pid)
+                found.append(Target("leader", "", "", 0, leader.pid, leader.create_time()))
+        found += self._agents()
+        for process in processes_of(self.run_id):
+            with contextlib.suppress(psutil.Error, ProcessLookupError, KeyError):
+                environment = process.environ()
+                # What a worker starts carries its marks too, but only it leads its session.
+                if os.getsid(process.pid) == process.pid:
+                    host = environment["HVD_ELASTIC_HOST"]
+                    name = environment["HVD_ELASTIC_WORKER"]
+                    slot = int(environment["HVD_ELASTIC_LOCAL_RANK"])
+                    born = process.create_time()
+                    found.append(Target("worker", host, name, slot, process.pid, born))
+        return found
+
+    def workers(self, host: str | None = None) -> list[Target]:
+        """Workers, of one host or of all."""
+        return [t for t in self.targets() if t.role == "worker" and host in (None, t.host)]
+
+    def agents(self, host: str | None = None) -> list[Target]:
+        """Agents, of one host or of all."""
+        return [t for t in self._agents() if host in (None, t.host)]
+
+    def _agents(self) -> list[Target]:
+        found = []
+        for host, pid in self._pids_on_hosts():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                # sshd runs it through a shell that replaces itself by it.
+                if _AGENT in process.cmdline() and "python" in process.name():
+                    found.append(Target("agent", host, "", 0, pid, process.create_time()))
+        return found
+
+    def _pids_on_hosts(self) -> Iterator[tuple[str, int]]:
+        cluster = self.ground.cluster
+        if cluster is not None:
+            for host in self.ground.hosts:
+                for pid in sorted(cluster.pids(host)):
+                    yield host, pid
+        elif self.process is not None:
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(self.process.pid).children(recursive=True):
+                    yield LOCALHOST, child.pid
+
+    # -- after the end ---------------------------------------------------------------------
+
+    def left_behind(self) -> list[str]:
+        """What is still on a host :data:`CLEAN_S` after the end; empty is as it should be."""
+        end = time.monotonic() + CLEAN_S
+        while (left := [*self._left()]) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        return left
+
+    def _left(self) -> Iterator[str]:
+        cluster = self.ground.cluster
+        for process in processes_of(self.run_id):
+            with contextlib.suppress(psutil.Error):
+                yield f"process {process.pid}: {' '.join(process.cmdline()[:6])}"
+        if cluster is not None:
+            for host, pid in self._pids_on_hosts():
+                with contextlib.suppress(psutil.Error):
+                    process = psutil.Process(pid)
+                    yield f"{host}: process {pid}: {' '.join(process.cmdline()[:6])}"
+            for host in self.ground.hosts:
+                # Sockets in the abstract name space are of a network namespace.
+                for pid in sorted(cluster.pids(host, system=True))[:1]:
+                    table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
+                    if f"hvd_elastic/{self.run_id}/" in table:
+                        yield f"{host}: a socket of the run"
+        spool = self.home / "spool" / self.run_id
+        if spool.exists():
+            inside = [*spool.rglob("*")]
+            # What the soak has mounted there stays until its own end.
+            if not any(path.is_mount() for path in inside):
+                yield f"the folder {spool}"
+            for path in inside:
+                if not path.is_mount():
+                    yield f"spool: {path.relative_to(spool)}"
+        if self.folder.leader_alive():
+            yield "the lock of the leader"
+        for host, name in sorted(self.ground.temporary_entries() - self._temporary):
+            yield f"{host}: /tmp/{name}"
+
+    def keep(self, folder: Path) -> None:
+        """Copy what tells of the run, for whoever looks for the cause of a failure."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in (self.folder.path, self._records_folder):
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("*.pt", "leader.lock", "ballast")
+                shutil.copytree(source, folder / source.name, ignore=ignored, dirs_exist_ok=True)
+        if self.output.exists():
+            shutil.copy(self.output, folder)
+
+
+def checked_end(job: SoakJob, timeout_s: float) -> str:
+    """Let training end and wait for it; what is wrong, or nothing.
+
+    Raises:
+        RunError: the run was never started.
+    """
+    if job.process is None:
+        raise RunError(f"run {job.run_id} was not started")
+    job.ask_to_end()
+    status = job.wait(timeout_s)
+    if status is None:
+        return f"the run did not end within {timeout_s:.0f} s of being asked to"
+    if status != 0:
+        return f"the run ended with status {status}:\n{job.output_tail()}"
+    return ""
+
+
+def processes_of(run_id: str) -> Iterator[psutil.Process]:
+    """What lives of a run on this machine, its virtual hosts included."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HVD_ELASTIC_RUN_ID") == run_id:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    yield process

@@ -1,0 +1,156 @@
+"""The training script of the soak: the network of the digits example, under watch.
+
+Every process appends to a file of its own in ``--records`` what it does, so that what became of the
+run can be judged without believing the run's own record (see :mod:`benchmarks.soak.records`
+for the lines). The parameters of all ranks are compared when a world begins and every few steps:
+each rank contributes a checksum, and whoever sees that they differ writes it down.
+
+Training ends with the epoch in which the file ``--until`` appears, or after ``--epochs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+_NO_END = 10**9
+
+
+def main() -> None:
+    """Entry point of a worker."""
+    parser = argparse.ArgumentParser(description="Train digits and write down every step.")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder of datasets_prep/digits.py"
+    )
+    parser.add_argument("--records", type=Path, required=True, help="folder for the records")
+    parser.add_argument("--until", type=Path, required=True, help="file that ends the training")
+    parser.add_argument("--epochs", type=int, default=_NO_END)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--step-time", type=float, default=0.0, help="seconds to add to a step")
+    parser.add_argument("--compare-every", type=int, default=10, help="steps between checksums")
+    train_on(parser.parse_args())
+
+
+class Records:
+    """The file of this process.
+
+    Args:
+        folder: where it is made; its name is that of the worker, so no two are alike.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._host = os.environ.get("HVD_ELASTIC_HOST", "localhost")
+        self._worker = os.environ.get("HVD_ELASTIC_WORKER", str(os.getpid()))
+        name = f"{self._host}-{secrets.token_hex(4)}.jsonl"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._out = os.open(folder / name, flags, 0o600)
+        self.write("process", host=self._host, worker=self._worker)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """One line, whole, however this process ends."""
+        record = {"kind": kind, "mono": round(time.monotonic(), 6), **fields}
+        os.write(self._out, json.dumps(record, separators=(",", ":")).encode() + b"\n")
+
+
+def train_on(options: argparse.Namespace) -> None:
+    """Train, evaluate, report."""
+    import numpy as np
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+    from torch.utils.data import TensorDataset
+
+    import hvd_elastic.torch as hvd
+    from hvd_elastic.torch import context
+
+    def load(name: str) -> list[torch.Tensor]:
+        with np.load(options.data / f"{name}.npz") as arrays:
+            return [torch.from_numpy(arrays[key]) for key in ("images", "labels")]
+
+    hvd.init()
+    records = Records(options.records)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(sgd, model)
+    images, labels = load("train")
+    dataset = TensorDataset(images, labels, torch.arange(len(images)))
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(dataset, options.batch_size, shuffle=True)
+    generation_of_world = -1
+
+    def checksum() -> int:
+        # Buffers are left out: between two changes of the world each rank has its own.
+        total = 0
+        for parameter in model.parameters():
+            total = zlib.crc32(parameter.detach().contiguous().numpy().tobytes(), total)
+            momentum = sgd.state.get(parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                total = zlib.crc32(momentum.contiguous().numpy().tobytes(), total)
+        return total
+
+    def compare(step: int) -> None:
+        """All ranks call it in the same steps; the first call in a world names the world."""
+        nonlocal generation_of_world
+        generation = context.current().generation
+        begins = generation != generation_of_world
+        if not begins and step % options.compare_every:
+            return
+        mine = torch.tensor([[secrets.randbits(62), checksum(), step]], dtype=torch.int64)
+        found = hvd.allgather(mine, "soak.world" if begins else "soak.compare").tolist()
+        sums = [entry[1:] for entry in found]
+        if begins:
+            generation_of_world = generation
+            place = {"rank": hvd.rank(), "size": hvd.size(), "generation": generation}
+            records.write("world", world=found[0][0], step=step, **place)
+        if any(entry != sums[0] for entry in sums):
+            records.write("differ", step=step, sums=sums)
+        else:
+            records.write("equal", step=step)
+
+    def epochs() -> Iterator[int]:
+        for epoch in hvd.epochs(options.epochs):
+            yield epoch
+            there = torch.tensor([float(options.until.exists())])
+            if hvd.allreduce(there, "soak.until", average=False).item() > 0:
+                return
+
+    @hvd.run
+    def train(state: Any) -> None:
+        for epoch in epochs():
+            for inputs, targets, indices in loader:
+                done = context.current().progress.step
+                compare(done)
+                step = done + 1
+                records.write("begin", step=step, epoch=epoch, indices=indices.tolist())
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+                optimizer.step()
+                records.write("end", step=step)
+                time.sleep(options.step_time)  # stands for a larger model
+                state.commit(loss=loss)
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    model.eval()
+    images, labels = load("test")
+    with torch.no_grad():
+        accuracy = (model(images).argmax(1) == labels).float().mean().item()
+    records.write("finished", accuracy=accuracy)
+    hvd.report(test_accuracy=accuracy)
+
+
+if __name__ == "__main__":
+    main()

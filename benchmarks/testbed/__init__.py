@@ -1,0 +1,1 @@
+"""What the benchmarks share: virtual hosts, launchers, what processes write down, figures."""

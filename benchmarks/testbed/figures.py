@@ -1,0 +1,296 @@
+"""What a benchmark measured: figures, the machine they were taken on, and the files it writes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Conditions", "Figure", "Result", "conditions", "figure", "plain", "ratio", "rows_of"]
+__all__ += ["spread", "summary", "text_table", "write_result"]
+
+SINGLE_MEASUREMENTS = frozenset(
+    ("samples", "samples_s", "trainings", "curve", "batches", "blocks", "first_blocks")
+) | {"observations", "statics", "failures"}
+"""Fields that are only in the raw file of a result, not in its summary."""
+_LINE = 240
+"""Length of a line of a summary, in characters."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Repeated measurements of one time.
+
+    Attributes:
+        median_s, min_s, max_s: of the samples [s]; None when nothing was measured.
+        samples_s: in the order they were taken.
+    """
+
+    median_s: float | None
+    min_s: float | None
+    max_s: float | None
+    samples_s: tuple[float, ...]
+
+    def __str__(self) -> str:
+        if self.median_s is None:
+            return "-"
+        digits = 1 if self.median_s >= 100 else 2 if self.median_s >= 1 else 3
+        text = f"{self.median_s:.{digits}f} s"
+        if len(self.samples_s) > 1:
+            text += f" ({self.min_s:.{digits}f} to {self.max_s:.{digits}f})"
+        return text
+
+
+def figure(samples: Sequence[float]) -> Figure:
+    """Median and range of samples [s].
+
+    >>> str(figure([2.0, 1.5, 4.0]))
+    '2.00 s (1.50 to 4.00)'
+    >>> str(figure([]))
+    '-'
+    """
+    rounded = tuple(round(sample, 4) for sample in samples)
+    if not rounded:
+        return Figure(None, None, None, ())
+    return Figure(round(statistics.median(rounded), 4), min(rounded), max(rounded), rounded)
+
+
+def ratio(other: Figure, ours: Figure) -> float | None:
+    """How many times longer the other's median is than ours.
+
+    >>> ratio(figure([6.0]), figure([3.0]))
+    2.0
+    """
+    if not other.median_s or not ours.median_s:
+        return None
+    return round(other.median_s / ours.median_s, 2)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range.
+
+    >>> spread([3.0, 1.0, 2.0])
+    {'median': 2.0, 'lowest': 1.0, 'highest': 3.0}
+    """
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """On what, and beside what, figures were taken.
+
+    Attributes:
+        when: start, UTC.
+        cores: cores that these processes may use.
+        processor: its model.
+        load_before: the machine's load averages (1, 5, 15 minutes) at the start.
+        load_after: the 1-minute one at the end; the benchmark itself is in it.
+        versions: of Python and of the packages that matter.
+        hosts: what the virtual hosts are.
+        note: what else one must know to read the figures.
+    """
+
+    when: str
+    cores: int
+    processor: str
+    load_before: tuple[float, float, float]
+    load_after: float
+    versions: dict[str, str]
+    hosts: str
+    note: str
+
+    def sentence(self) -> str:
+        """For below a table."""
+        one, five, _ = self.load_before
+        return (
+            f"{self.cores} cores of one machine ({self.processor}), {self.hosts}; load average "
+            f"before: {one:.2f} (1 min), {five:.2f} (5 min), after: {self.load_after:.2f}. "
+            f"{self.note}"
+        )
+
+
+def conditions(
+    hosts: str,
+    note: str,
+    load_before: tuple[float, float, float],
+    more_versions: Mapping[str, str] | None = None,
+) -> Conditions:
+    """The conditions of a benchmark that ends now."""
+    versions = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in ("hvd-elastic", "horovod", "torch", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    versions |= more_versions or {}
+    return Conditions(
+        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        cores=len(os.sched_getaffinity(0)),
+        processor=processor_model(Path("/proc/cpuinfo")),
+        load_before=load_before,
+        load_after=os.getloadavg()[0],
+        versions=versions,
+        hosts=hosts,
+        note=note,
+    )
+
+
+def processor_model(cpuinfo: Path) -> str:
+    """The processor's name as the kernel tells it; its architecture where it has none."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.machine()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one call of a benchmark measured.
+
+    Attributes:
+        benchmark: its name, with which the names of its files begin.
+        conditions: on what it was measured.
+        body: the figures; dataclasses are written as their fields.
+        shown: texts and tables of rich that show them on a terminal; without any, the rows of the
+            body are shown.
+    """
+
+    benchmark: str
+    conditions: Conditions
+    body: Mapping[str, Any]
+    shown: Sequence[Any] = ()
+
+    def show(self, console: Any) -> None:
+        """Print the figures, and the conditions below them."""
+        for each in self.shown or [text_table(self.body)]:
+            console.print(each, highlight=False, markup=False, soft_wrap=isinstance(each, str))
+        console.print(self.conditions.sentence(), style="dim")
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        whole = {"benchmark": self.benchmark, "conditions": self.conditions, **self.body}
+        return dict(plain(whole))
+
+    def write(self, path: Path) -> None:
+        """Write the summary to ``path``, and everything to a file ``.raw.json`` beside it."""
+        write_result(path, self.as_json())
+
+
+def text_table(parts: Mapping[str, Any]) -> str:
+    """The rows of each part as columns of text.
+
+    >>> print(text_table({"steady": [{"slots": 8, "share": 0.98765}, {"slots": 12}]}))
+    steady
+      slots  share
+      8      0.9877
+      12     -
+    """
+    texts = []
+    for title, rows in parts.items():
+        if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+            continue
+        names = [*dict.fromkeys(n for row in rows for n in row if n not in SINGLE_MEASUREMENTS)]
+        cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+        widths = [max(len(line[place]) for line in cells) for place in range(len(names))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in cells]
+        texts.append("\n".join([title, *(f"  {line.rstrip()}" for line in lines)]))
+    return "\n\n".join(texts)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_cell, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "-" if value is None or isinstance(value, float) else str(value)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: dataclasses as their fields, no numbers that are not finite."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def summary(value: Any) -> Any:
+    """Plain data without single measurements, numbers with four digits.
+
+    >>> summary({"rows": [{"median": 0.123456, "samples": [0.1, 0.123456]}], "bytes": 123456})
+    {'rows': [{'median': 0.1235}], 'bytes': 123456}
+    """
+    if isinstance(value, dict):
+        kept = {name: summary(e) for name, e in value.items() if name not in SINGLE_MEASUREMENTS}
+        # What is not there is not said in each row.
+        return {name: each for name, each in kept.items() if each not in ({}, [], "")}
+    if isinstance(value, list):
+        return _table([summary(each) for each in value])
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _table(rows: list[Any]) -> Any:
+    """Rows of single values and short lists of them as one table."""
+    if len(rows) < 3 or not all(isinstance(row, dict) for row in rows):
+        return rows
+    cells = [each for row in rows for cell in row.values() for each in _elements(cell)]
+    if any(isinstance(each, dict | list) for each in cells):
+        return rows
+    fields = [*dict.fromkeys(field for row in rows for field in row)]
+    return {"fields": fields, "rows": [[row.get(field) for field in fields] for row in rows]}
+
+
+def _elements(cell: Any) -> list[Any]:
+    return cell if isinstance(cell, list) else [cell]
+
+
+def rows_of(summarised: Any) -> list[dict[str, Any]]:
+    """The rows of a list that was summarised; what is not there is None.
+
+    >>> rows_of(summary([{"a": 1, "b": 2.0}, {"a": 3}, {"a": 5, "b": 6.0}]))[1]
+    {'a': 3, 'b': None}
+    """
+    if isinstance(summarised, dict):
+        fields = summarised["fields"]
+        return [dict(zip(fields, row, strict=True)) for row in summarised["rows"]]
+    return list(summarised)
+
+
+def write_result(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the summary of a result, and the whole of it to a file ``.raw.json`` beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = json.dumps(content, indent=1)
+    path.with_suffix(".raw.json").write_text(raw + "\n", encoding="utf-8")
+    path.write_text(_lines_of(summary(dict(content))) + "\n", encoding="utf-8")
+
+
+def _lines_of(value: Any, indent: int = 0) -> str:
+    """JSON with whatever fits into a line in one line."""
+    short = json.dumps(value, ensure_ascii=False)
+    if not value or not isinstance(value, dict | list) or indent + len(short) <= _LINE:
+        return short
+    if isinstance(value, dict):
+        begin, end = "{}"
+        parts = [f"{json.dumps(key)}: {_lines_of(each, indent + 1)}" for key, each in value.items()]
+    else:
+        begin, end = "[]"
+        parts = [_lines_of(each, indent + 1) for each in value]
+    inner = ",\n".join(" " * (indent + 1) + part for part in parts)
+    return f"{begin}\n{inner}\n{' ' * indent}{end}"

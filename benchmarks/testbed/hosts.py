@@ -1,0 +1,184 @@
+"""Virtual hosts, a data set, and jobs on them that leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.testbed.launchers import ROOT, Job, Launcher, Order
+from hvd_elastic.bench.digits_data import write_digits
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.virtual import VirtualCluster
+
+__all__ = ["DIGITS", "Testbed", "make_testbed"]
+
+DIGITS = ROOT / "scripts/examples/digits.py"
+
+
+class Testbed:
+    """A virtual cluster with what jobs on it need.
+
+    Args:
+        cluster: the hosts.
+        scratch: a folder that all hosts see.
+
+    Attributes:
+        hostfile: read by the drivers.
+        discovery_script: prints it in the form that Horovod reads.
+        programs: a folder for ``PATH`` with an ``ssh`` that knows the hosts.
+        interface: this machine's network interface to the hosts.
+        data: the data set.
+    """
+
+    __test__ = False  # for pytest, which takes a class of this name for a test
+
+    def __init__(self, cluster: VirtualCluster, scratch: Path) -> None:
+        self.cluster = cluster
+        self.hosts = cluster.hosts
+        self.scratch = scratch
+        self.hostfile = scratch / "hostfile"
+        self.discovery_script = scratch / "discover"
+        self.programs = scratch / "bin"
+        self.data = scratch / "digits"
+        self.interface = _interface_with(cluster.leader_address)
+        self._jobs = 0
+        ssh = f'exec {_real_ssh()} -F "{cluster.ssh_config}" "$@"'
+        _write_program(self.programs / "ssh", ssh)
+        _write_program(self.discovery_script, f'exec sed "s/ slots=/:/" "{self.hostfile}"')
+        write_digits(self.data)
+
+    @property
+    def description(self) -> str:
+        """What the hosts are, in words."""
+        kind = "addresses of the loopback network" if self.cluster.loopback else "namespaces"
+        return f"{len(self.hosts)} virtual hosts ({kind})"
+
+    def write_hostfile(self, slots: Mapping[str, int]) -> float:
+        """Make these the hosts of the hostfile; returns when [s, monotonic]."""
+        replacement = self.hostfile.with_suffix(".new")
+        lines = [f"{host} slots={count}\n" for host, count in slots.items()]
+        replacement.write_text("".join(lines))
+        asked = time.monotonic()
+        replacement.replace(self.hostfile)
+        return asked
+
+    def free_port(self) -> int:
+        """A port that nobody listens on at the leader's address."""
+        with socket.socket() as probe:
+            probe.bind((self.cluster.leader_address, 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    @contextlib.contextmanager
+    def job(self, launcher: Launcher, order: Order) -> Iterator[Job]:
+        """Train; everything of the job is ended afterwards, and all hosts are up again."""
+        self._jobs += 1
+        folder = self.scratch / f"job{self._jobs}"
+        for name in ("marks", "home"):
+            (folder / name).mkdir(parents=True)
+        job: Job | None = None
+        try:
+            job = launcher.launch(self, folder, order)
+            yield job
+        finally:
+            with _uninterrupted():
+                if job is not None:
+                    job.end()
+                self._clear()
+
+    def kill(self, host: str, pid: int, number: int = signal.SIGKILL) -> float:
+        """Send a signal to a process by its id on the host; returns when [s, monotonic]."""
+        asked = time.monotonic()
+        self.cluster.kill(host, pid, number)
+        return asked
+
+    # -- private ---------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """End what is left on the hosts (horovodrun leaves its processes), and mend the hosts."""
+        for host in self.hosts:
+            # Whoever is killed may just have started another one.
+            while pids := self.cluster.pids(host):
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)
+            if self.cluster.status(host) == "off":
+                self.cluster.boot(host)
+            elif self.cluster.status(host) == "cut":
+                self.cluster.heal(host)
+
+
+@contextlib.contextmanager
+def make_testbed(
+    hosts: int,
+    *,
+    loopback: bool = False,
+    rate: str | None = None,
+    shares: Sequence[Path] = (),
+) -> Iterator[Testbed]:
+    """Virtual hosts for as long as the block lasts.
+
+    Args:
+        hosts: how many.
+        loopback: addresses of the loopback network although there is root.
+        rate: of each host's link, such as ``1gbit``.
+        shares: folders that the hosts must see.
+
+    Raises:
+        UsageError: PyTorch or Horovod is not installed.
+    """
+    for package in ("torch", "horovod"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"benchmarks train with {package}, which is missing: make horovod")
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-bench-") as scratch:
+        cluster = VirtualCluster.up(
+            hosts, 1, loopback=loopback or None, rate=rate, shares=[scratch, *shares]
+        )
+        try:
+            yield Testbed(cluster, Path(scratch))
+        finally:
+            with _uninterrupted():
+                cluster.down()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the cleaning up that a first one began is done."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _write_program(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def _interface_with(address: str) -> str:
+    """The network interface of this machine that has an address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return name
+    raise RunError(f"no network interface of this machine has the address {address}")
+
+
+def _real_ssh() -> str:
+    found = shutil.which("ssh")
+    if found is None:
+        raise UsageError("horovodrun needs the program ssh. Install it: apt install openssh-client")
+    return found

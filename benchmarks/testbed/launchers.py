@@ -1,0 +1,466 @@
+"""Who can launch a training script on several hosts, each with the settings it comes with.
+
+Two kinds: a *driver* is one program on the leader that reaches the hosts itself and looks at a
+list of hosts; *agents* are started by hand, over ssh, one for each host or worker. Both kinds are
+told who shall train through :meth:`Job.use`.
+
+Whatever a launcher needs beyond its defaults in order to run on virtual hosts is set here, with
+the reason.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib.util
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
+from benchmarks.testbed.marks import MarkFolder
+from hvd_elastic.errors import RunError
+
+if TYPE_CHECKING:
+    from benchmarks.testbed.hosts import Testbed
+
+__all__ = [
+    "ELASTIC",
+    "LAUNCHERS",
+    "OURS",
+    "PEERS",
+    "STATIC",
+    "TORCHFT",
+    "TORCHRUN",
+    "DriverJob",
+    "Job",
+    "Launcher",
+    "Order",
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+_POLL_S = 0.02
+_RDZV_PORT = 29400
+_STORE_PORT = 29600
+_RESTARTS = 100_000
+
+
+@dataclass(frozen=True)
+class Order:
+    """A job to launch.
+
+    Attributes:
+        training: the script and its arguments.
+        slots: host → workers, at the start.
+        min_np: fewest workers to train with.
+        max_np: most workers that the job will ever have.
+        np: workers wanted; None for one in every slot. Agents start one in every slot.
+        options: more options of the launcher.
+        environment: more variables for launcher and workers.
+    """
+
+    training: Sequence[str]
+    slots: Mapping[str, int]
+    min_np: int = 1
+    max_np: int = 1
+    np: int | None = None
+    options: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Job(abc.ABC):
+    """One launched training job.
+
+    Attributes:
+        launcher: its name.
+        asked: when the command was given [s, monotonic].
+        marks: what its processes wrote.
+        folder: its own, seen by all hosts.
+    """
+
+    def __init__(self, launcher: str, bed: Testbed, folder: Path, order: Order) -> None:
+        self.launcher = launcher
+        self.bed = bed
+        self.folder = folder
+        self.order = order
+        self.marks = MarkFolder(folder / "marks")
+        self.asked = time.monotonic()
+
+    @property
+    def events(self) -> Path:
+        """``events.jsonl`` of a run of ours."""
+        return self.folder / "home/runs/bench/events.jsonl"
+
+    @abc.abstractmethod
+    def use(self, slots: Mapping[str, int]) -> float:
+        """Make these the hosts and their workers; returns when [s, monotonic]."""
+
+    @abc.abstractmethod
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        """The processes on this machine that the job stands or falls with."""
+
+    def sleep(self) -> None:
+        """Between two looks: short against what is measured, long against what a look costs."""
+        time.sleep(_POLL_S)
+
+    def ended(self) -> int | None:
+        """Exit status when the job is over, else None."""
+        statuses = [process.poll() for process in self.processes()]
+        if not statuses or None in statuses:
+            return None
+        return next((status for status in statuses if status), 0)
+
+    def check_alive(self) -> None:
+        """Refuse to wait for a job that has ended.
+
+        Raises:
+            RunError: with the last lines of its output.
+        """
+        status = self.ended()
+        if status is not None:
+            raise RunError(f"{self.launcher} ended with status {status}:\n{self.output_tail()}")
+
+    def output_tail(self) -> str:
+        """The last lines that the launcher printed."""
+        lines: list[str] = []
+        for path in sorted(self.folder.glob("output*")):
+            lines += path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        return "\n".join(lines)
+
+    def end(self) -> None:
+        """End the job's processes on this machine; those on hosts are the testbed's to end."""
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _start(
+        self, command: Sequence[str], environment: Mapping[str, str], name: str = "output"
+    ) -> subprocess.Popen[bytes]:
+        with (self.folder / name).open("ab") as output:
+            return subprocess.Popen(
+                list(command),
+                cwd=self.folder,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is the benchmark's to answer
+            )
+
+
+class DriverJob(Job):
+    """A job led by one program on the leader, which is the process ``process``."""
+
+    def __init__(
+        self,
+        launcher: str,
+        bed: Testbed,
+        folder: Path,
+        order: Order,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> None:
+        super().__init__(launcher, bed, folder, order)
+        self._environment = environment
+        self.asked = time.monotonic()
+        self.process = self._start(command, environment)
+
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return [self.process]
+
+    def use(self, slots: Mapping[str, int]) -> float:
+        return self.bed.write_hostfile(slots)
+
+    def kill_leader(self) -> float:
+        """``kill -9`` of the leader alone; returns when [s, monotonic]."""
+        asked = time.monotonic()
+        self.process.kill()
+        self.process.wait()
+        return asked
+
+    def resume(self) -> None:
+        """Put another leader of ours in the killed one's place."""
+        command = [*_OUR_PROGRAM, "run", "--resume", "bench"]
+        self.process = self._start(command, self._environment, "output-resumed")
+
+
+class AgentsJob(Job):
+    """A job whose agents are started over ssh and ended with SIGTERM, as a user would."""
+
+    def __init__(self, launcher: _AgentLauncher, bed: Testbed, folder: Path, order: Order) -> None:
+        super().__init__(launcher.name, bed, folder, order)
+        self._kind = launcher
+        self._agents: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        self._slots: dict[str, int] = {}
+        self._helpers: list[subprocess.Popen[bytes]] = []
+        helper = launcher.helper(self)
+        if helper:
+            self._helpers.append(self._start(helper, os.environ, "output-helper"))
+        self.asked = self.use(order.slots)
+
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return list(self._agents.values())
+
+    def end(self) -> None:
+        for process in self._helpers:
+            process.kill()
+            process.wait()
+        super().end()
+
+    def use(self, slots: Mapping[str, int]) -> float:
+        asked = time.monotonic()
+        for host in {*self._slots, *slots}:
+            had, wanted = self._slots.get(host, 0), slots.get(host, 0)
+            step = self._kind.workers_per_agent or max(1, wanted - had)
+            for first in range(had, wanted, step):
+                self._start_agent(host, first, min(step, wanted - first))
+            for first in [f for h, f in self._agents if h == host and f >= wanted]:
+                self._end_agent(host, first)
+        self._slots = dict(slots)
+        return asked
+
+    def _start_agent(self, host: str, first: int, workers: int) -> None:
+        name = f"{host}-{first}"
+        variables = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "GLOO_SOCKET_IFNAME": "eth0",  # the hosts have no other that leads out
+            "HVD_ELASTIC_BENCH_SLOT": str(first),
+            **self._kind.variables(self),
+            **self.order.environment,
+        }
+        settings = [f"{key}={value}" for key, value in variables.items()]
+        command = shlex.join(["env", *settings, *self._kind.agent(self, host, first, workers)])
+        remote = f"cd {self.folder} && echo $$ > agent-{name}.pid && exec {command}"
+        ssh = ["ssh", "-F", str(self.bed.cluster.ssh_config), host, remote]
+        self._agents[host, first] = self._start(ssh, os.environ, f"output-{name}")
+
+    def _end_agent(self, host: str, first: int) -> None:
+        process = self._agents.pop((host, first))
+        self._helpers.append(process)  # it may take its time; waited for at the end
+        pid = int((self.folder / f"agent-{host}-{first}.pid").read_text())
+        self.bed.cluster.kill(host, pid, signal.SIGTERM)
+
+
+class Launcher(abc.ABC):
+    """A way to launch training.
+
+    Attributes:
+        key: short name, for ``--peers`` and the JSON file.
+        name: what is shown.
+        script: its version of the benchmark's workload, under ``benchmarks/peers/``.
+    """
+
+    key: ClassVar[str]
+    name: ClassVar[str]
+    script: ClassVar[str]
+
+    @property
+    def workload(self) -> Path:
+        """Path of :attr:`script`."""
+        return ROOT / "benchmarks/peers" / self.script
+
+    def prepare(self) -> list[Path]:
+        """Make sure that it can be used; returns folders that the hosts must see.
+
+        Raises:
+            PeerMissingError: it cannot, and why.
+        """
+        return []
+
+    def versions(self) -> dict[str, str]:
+        """Versions of packages that this Python does not have."""
+        return {}
+
+    @abc.abstractmethod
+    def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
+        """Start a job."""
+
+
+_OUR_PROGRAM = (sys.executable, "-m", "hvd_elastic.cli.app")
+
+
+def _marked(folder: Path, order: Order, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "benchmarks.testbed.marking", str(folder / "marks"), *order.training]
+
+
+def _driver_environment(order: Order) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **order.environment}
+    # Several ranks on a machine of few cores: the same for all launchers.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+class _Ours(Launcher):
+    key = "ours"
+    name = "hvd-elastic run"
+    script = "train_ours.py"
+
+    def launch(self, bed: Testbed, folder: Path, order: Order) -> DriverJob:
+        bed.write_hostfile(order.slots)
+        np = () if order.np is None else ("--np", str(order.np))
+        command = [
+            *(*_OUR_PROGRAM, "run", "--run-id", "bench", *np),
+            *("--hostfile", str(bed.hostfile), "--ssh-config", str(bed.cluster.ssh_config)),
+            *("--min-np", str(order.min_np), *order.options, "--", *_marked(folder, order)),
+        ]
+        environment = {**_driver_environment(order), "HVD_ELASTIC_HOME": str(folder / "home")}
+        return DriverJob(self.name, bed, folder, order, command, environment)
+
+
+class _Horovod(Launcher):
+    script = "train_horovod.py"
+    elastic: ClassVar[bool]
+
+    def prepare(self) -> list[Path]:
+        if importlib.util.find_spec("horovod") is None:
+            raise PeerMissingError("Horovod is not installed; use: make horovod")
+        return []
+
+    def launch(self, bed: Testbed, folder: Path, order: Order) -> DriverJob:
+        bed.write_hostfile(order.slots)
+        workers = order.np or sum(order.slots.values())
+        command = [
+            *(sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(workers)),
+            # The hosts name theirs differently, and this spares it the search.
+            *("--network-interfaces", bed.interface),
+        ]
+        if self.elastic:
+            command += ["--min-np", str(order.min_np), "--max-np", str(order.max_np)]
+            command += ["--host-discovery-script", str(bed.discovery_script)]
+        else:
+            command += ["-H", ",".join(f"{host}:{n}" for host, n in order.slots.items())]
+        # It tells the workers the leader's interface, which the hosts name otherwise.
+        interface = bed.interface if bed.cluster.loopback else "eth0"
+        variables = [f"{key}={value}" for key, value in order.environment.items()]
+        command += ["env", f"HOROVOD_GLOO_IFACE={interface}", *variables]
+        environment = _driver_environment(order)
+        environment["PATH"] = f"{bed.programs}{os.pathsep}{os.environ['PATH']}"
+        # Where it remembers for an hour which hosts it has reached over ssh.
+        environment["HOME"] = str(bed.scratch)
+        return DriverJob(
+            self.name, bed, folder, order, [*command, *_marked(folder, order)], environment
+        )
+
+
+class _StaticHorovod(_Horovod):
+    key = "horovod-static"
+    name = "horovodrun -np"
+    elastic = False
+
+
+class _ElasticHorovod(_Horovod):
+    key = "horovod"
+    name = "horovodrun --host-discovery-script"
+    elastic = True
+
+
+class _AgentLauncher(Launcher):
+    workers_per_agent: ClassVar[int]
+    """0: as many as the host is given at once."""
+
+    def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
+        return AgentsJob(self, bed, folder, order)
+
+    def helper(self, job: Job) -> list[str]:
+        """A program on the leader that the agents need."""
+        return []
+
+    def variables(self, job: Job) -> dict[str, str]:
+        """For the agent's environment."""
+        return {}
+
+    @abc.abstractmethod
+    def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
+        """The command of one agent."""
+
+
+class _Torchrun(_AgentLauncher):
+    key = "torchrun"
+    name = "torchrun"
+    script = "train_torchrun.py"
+    workers_per_agent = 0
+
+    def prepare(self) -> list[Path]:
+        if importlib.util.find_spec("torch") is None:
+            raise PeerMissingError("PyTorch is not installed; use: make env")
+        return []
+
+    def variables(self, job: Job) -> dict[str, str]:
+        # Without it an agent that joins hangs for 60 s and both die.
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
+        meeting = next(iter(job.order.slots))
+        fewest = min(job.order.min_np, job.order.max_np)
+        return [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", f"{fewest}:{job.order.max_np}", "--nproc-per-node", str(workers)),
+            *("--max-restarts", str(_RESTARTS), "--rdzv-backend", "c10d", "--rdzv-id", "bench"),
+            *("--rdzv-endpoint", f"{job.bed.cluster.address(meeting)}:{_RDZV_PORT}"),
+            *("-m", "benchmarks.testbed.marking", str(job.folder / "marks")),
+            *(*job.order.training, "--snapshot", str(job.folder / "snapshot")),
+        ]
+
+
+class _Torchft(_AgentLauncher):
+    key = "torchft"
+    name = "torchft"
+    script = "train_torchft.py"
+    workers_per_agent = 1
+
+    def __init__(self) -> None:
+        self._environment = PeerEnvironment("torchft", ("torchft-nightly",), "torchft")
+
+    def prepare(self) -> list[Path]:
+        return [self._environment.make()]
+
+    def versions(self) -> dict[str, str]:
+        return {"torchft-nightly": self._environment.version("torchft-nightly")}
+
+    def helper(self, job: Job) -> list[str]:
+        job.folder.joinpath("lighthouse").write_text(str(job.bed.free_port()))
+        program = self._environment.folder / "bin/torchft_lighthouse"
+        return [
+            *(str(program), "--bind", self._lighthouse(job)),
+            *("--min_replicas", str(job.order.min_np)),
+        ]
+
+    def _lighthouse(self, job: Job) -> str:
+        port = job.folder.joinpath("lighthouse").read_text()
+        return f"{job.bed.cluster.leader_address}:{port}"
+
+    def variables(self, job: Job) -> dict[str, str]:
+        return {"TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse(job)}"}
+
+    def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
+        # As its manual has it: a torchrun for each replica group, which restarts its worker.
+        return [
+            *(str(self._environment.python), "-m", "torch.distributed.run"),
+            *("--nnodes", "1", "--nproc-per-node", str(workers)),
+            # The address of its store is given to the other groups, and would be 127.0.0.1.
+            *("--master-addr", job.bed.cluster.address(host)),
+            *("--master-port", str(_STORE_PORT + first), "--max-restarts", str(_RESTARTS)),
+            *("-m", "benchmarks.testbed.marking", str(job.folder / "marks")),
+            *job.order.training,
+        ]
+
+
+OURS: Launcher = _Ours()
+STATIC: Launcher = _StaticHorovod()
+ELASTIC: Launcher = _ElasticHorovod()
+TORCHRUN: Launcher = _Torchrun()
+TORCHFT: Launcher = _Torchft()
+
+LAUNCHERS = (OURS, STATIC, ELASTIC)
+"""Those whose start is measured."""
+PEERS = {launcher.key: launcher for launcher in (OURS, ELASTIC, TORCHRUN, TORCHFT)}
+"""Those whose elasticity is measured."""

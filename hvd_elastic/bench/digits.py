@@ -1,0 +1,1 @@
+../../scripts/examples/digits.py

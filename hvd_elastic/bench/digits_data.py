@@ -1,0 +1,42 @@
+"""The handwritten digits that the demo trains on: 1,797 images of 8 x 8, in ``digits.npz`` here.
+
+They are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak
+(UCI Machine Learning Repository, CC BY 4.0), the same that scikit-learn ships.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["TEST_SHARE", "write_digits"]
+
+TEST_SHARE = 5
+"""Every fifth image is for testing."""
+_DIGITS = Path(__file__).with_name("digits.npz")
+
+
+def write_digits(folder: Path, sample: int | None = None) -> tuple[int, int]:
+    """Write the arrays as ``train.npz`` and ``test.npz``.
+
+    Each has ``images`` (N, 1, 8, 8; float32 in 0..1) and ``labels`` (N; int64).
+
+    Args:
+        folder: is made if it does not exist.
+        sample: use only so many images.
+
+    Returns:
+        The numbers of training and of test images.
+    """
+    with np.load(_DIGITS) as arrays:
+        images = (arrays["images"][:sample, None] / 16.0).astype(np.float32)
+        labels = arrays["labels"][:sample].astype(np.int64)
+    test = np.arange(len(labels)) % TEST_SHARE == 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, chosen in (("train", ~test), ("test", test)):
+        temporary = folder / f".{name}.npz.part"
+        with temporary.open("wb") as file:
+            np.savez(file, images=images[chosen], labels=labels[chosen])
+        temporary.replace(folder / f"{name}.npz")
+    return int((~test).sum()), int(test.sum())

@@ -1,1 +1,0 @@
-"""``hvd-elastic bench elasticity``: what joins, leaves and failures cost, ours beside peers."""

@@ -1,1 +1,0 @@
-"""How well the scaling controller steers real jobs on virtual hosts with emulated devices."""

@@ -1,0 +1,65 @@
+"""``hvd-elastic build-horovod``: compile Horovod for this Python environment and install it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hvd_elastic.cli.numbers import whole_number_option
+from hvd_elastic.errors import BuildError
+
+__all__ = ["build_horovod"]
+
+
+def build_horovod(
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="build even if a wheel is kept")
+    ] = False,
+    without_mpi: Annotated[bool, typer.Option("--without-mpi", help="leave Open MPI out")] = False,
+    without_tensorflow: Annotated[
+        bool, typer.Option("--without-tensorflow", help="leave TensorFlow out")
+    ] = False,
+    without_nccl: Annotated[
+        bool, typer.Option("--without-nccl", help="leave CUDA and NCCL out")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        whole_number_option("--jobs", help="compilers at once (default: by cores and memory)"),
+    ] = None,
+    print_name: Annotated[
+        bool, typer.Option("--print-name", help="print the name of the build and end")
+    ] = False,
+) -> None:
+    """Build Horovod for this Python environment, keep the wheel, install it.
+
+    Horovod is compiled against the PyTorch that is installed here, with a patch. That takes some
+    minutes once; the wheel is kept in your cache folder, and the next environment with the same
+    PyTorch has it in seconds.
+
+    Examples:
+      hvd-elastic build-horovod
+
+      hvd-elastic build-horovod --without-mpi --jobs 4
+
+      hvd-elastic build-horovod --rebuild
+    """
+    from hvd_elastic.install.build_horovod import patch_digest, provide_horovod
+    from hvd_elastic.install.horovod_wheel import detect_inputs
+
+    inputs = detect_inputs(
+        patch_digest(),
+        with_tensorflow=not without_tensorflow,
+        with_mpi=not without_mpi,
+        with_nccl=not without_nccl,
+    )
+    if print_name:
+        print(inputs.name)
+        return
+    try:
+        provide_horovod(inputs, rebuild=rebuild, jobs=jobs)
+    except PermissionError as error:
+        raise BuildError(
+            f"{error.filename} cannot be written; the wheel's folder is under XDG_CACHE_HOME, the "
+            "build's under TMPDIR: name others there"
+        ) from error

@@ -1,0 +1,429 @@
+"""Build Horovod for this Python environment once, keep the wheel, install it.
+
+Horovod's newest source release (0.28.1) does not compile against a current torch, a process whose
+initialisation failed once can never initialise again, and a peer that dies in the middle of a
+message leaves the others waiting for 30 s. ``horovod-0.28.1.patch`` beside this file fixes that.
+The wheel is kept in the user's cache folder under a name made of everything it was compiled
+against, so the next environment of the same make has it in seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvd_elastic.errors import BuildError
+from hvd_elastic.install.cuda import (
+    assemble_toolkit,
+    find_cuda_home,
+    find_nccl_header,
+    find_nccl_library,
+    toolkit_packages,
+)
+from hvd_elastic.install.file_lock import file_lock
+from hvd_elastic.install.horovod_wheel import (
+    HOROVOD_VERSION,
+    INSTALLED_BUILD_FILE,
+    TORCH_REQUIREMENT,
+    BuildInputs,
+    cached_wheel,
+    installed_build,
+    wheel_cache,
+)
+from hvd_elastic.install.prerequisites import (
+    PREREQUISITES,
+    Purpose,
+    apt_command,
+    has_apt,
+    missing,
+)
+from hvd_elastic.install.quiet import make_percentage, run_quietly
+
+__all__ = ["patch_digest", "provide_horovod"]
+
+PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+RUN_REQUIREMENTS = ("packaging", "cffi", "cloudpickle", "psutil", "pyyaml")
+"""What Horovod imports; the build imports it too."""
+BUILD_REQUIREMENTS = ("setuptools", "wheel")
+"""Needed besides, since the build runs without pip's build isolation, to see this torch."""
+
+BUILD_SPACE_BYTES = 1_500_000_000
+MEMORY_PER_JOB_BYTES = 1_600_000_000
+
+_XLA_SOURCE = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n'
+_IMPORT_CHECK = (
+    "import json, horovod.torch as hvd; print(json.dumps({"
+    "'gloo': bool(hvd.gloo_built()), 'mpi': bool(hvd.mpi_built()), "
+    "'nccl': bool(hvd.nccl_built())}))"
+)
+
+
+def patch_digest() -> str:
+    """SHA-256 of the patch."""
+    return hashlib.sha256(PATCH.read_bytes()).hexdigest()
+
+
+def without_xla_ops(tensorflow: str) -> bool:
+    """Whether this TensorFlow no longer ships the headers that Horovod's XLA ops include.
+
+    >>> without_xla_ops("2.15.1"), without_xla_ops("2.21.0")
+    (False, True)
+    """
+    major, minor = (int(part) for part in tensorflow.split(".")[:2])
+    return (major, minor) >= (2, 16)
+
+
+def prepare_source(source: Path, inputs: BuildInputs) -> None:
+    """Patch the unpacked source release for these inputs; all of the patch, or nothing.
+
+    Raises:
+        BuildError: the source is not what the patch was made for.
+    """
+    done = subprocess.run(
+        ["git", "apply", "--whitespace=nowarn", str(PATCH)],
+        cwd=source,
+        # Inside somebody's repository git would take the paths for that one's and change nothing.
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(source.resolve().parent)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        raise BuildError(
+            f"{PATCH.name} does not fit the source, which is not the release that it was made "
+            f"for:\n{done.stderr.strip()}"
+        )
+    if inputs.tensorflow is not None and without_xla_ops(inputs.tensorflow):
+        cmake = source / "horovod" / "tensorflow" / "CMakeLists.txt"
+        text = cmake.read_text(encoding="utf-8")
+        if text.count(_XLA_SOURCE) != 1:
+            raise BuildError(
+                f"{cmake.relative_to(source)} has no line {_XLA_SOURCE.strip()!r} to drop for "
+                f"TensorFlow {inputs.tensorflow}; the source is not Horovod {HOROVOD_VERSION}"
+            )
+        cmake.write_text(text.replace(_XLA_SOURCE, ""), encoding="utf-8")
+
+
+def build_environment(
+    inputs: BuildInputs,
+    base: Mapping[str, str],
+    *,
+    jobs: int,
+    cuda_home: Path | None = None,
+    nccl: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """The environment variables that make Horovod's setup.py build exactly ``inputs``.
+
+    A framework or transport that was found is demanded, so that a build without it fails instead
+    of quietly lacking it; what was not found is switched off.
+
+    Args:
+        inputs: what to build.
+        base: variables that are passed on.
+        jobs: compilers at once.
+        cuda_home: the CUDA toolkit, for a build with CUDA.
+        nccl: variables that say where NCCL is, from :func:`nccl_variables`.
+    """
+    environment = {
+        name: value
+        for name, value in base.items()
+        if not name.startswith(("HOROVOD_WITH", "HOROVOD_GPU"))
+        # the outer make's job server is not ours to hand on; other generators print no percentage
+        and name not in ("MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "CMAKE_GENERATOR", "GNUMAKEFLAGS")
+    }
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), base.get("PATH", os.defpath)]
+    )
+    environment["MAKEFLAGS"] = f"-j{jobs}"
+    environment["HOROVOD_WITH_PYTORCH"] = "1"
+    environment["HOROVOD_WITH_GLOO"] = "1"
+    environment["HOROVOD_WITHOUT_MXNET"] = "1"
+    environment[
+        "HOROVOD_WITHOUT_TENSORFLOW" if inputs.tensorflow is None else "HOROVOD_WITH_TENSORFLOW"
+    ] = "1"
+    environment["HOROVOD_WITHOUT_MPI" if inputs.mpi is None else "HOROVOD_WITH_MPI"] = "1"
+    # the bundled Gloo names a minimum that CMake 4 refuses
+    environment["CMAKE_POLICY_VERSION_MINIMUM"] = "3.5"
+    if inputs.cuda is not None:
+        environment["CUDA_HOME"] = environment["HOROVOD_CUDA_HOME"] = str(cuda_home)
+        environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        environment = {**(nccl or {}), **environment}
+    return environment
+
+
+def provide_toolkit(inputs: BuildInputs, work: Path, log: Path) -> Path | None:
+    """The CUDA toolkit to compile with: this machine's, or one from the package index.
+
+    Raises:
+        BuildError: pip cannot bring it.
+    """
+    if inputs.cuda is None:
+        return None
+    home = find_cuda_home()
+    if home is not None:
+        return home
+    target = work / "cuda"
+    run_quietly(
+        [
+            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"),
+            *("--no-deps", "--target", str(target), *toolkit_packages(inputs.cuda)),
+        ],
+        label=f"Downloading the compiler of CUDA {inputs.cuda}",
+        log=log,
+    )
+    return assemble_toolkit(target, inputs.cuda)
+
+
+def nccl_variables(work: Path) -> dict[str, str]:
+    """Where Horovod's build finds NCCL; variables that the user has set go before these."""
+    header = find_nccl_header()
+    if header is None:
+        return {}
+    found = {"HOROVOD_NCCL_INCLUDE": str(header.parent)}
+    library = find_nccl_library(header)
+    if library is not None:
+        # A linker looks for a name without a number.
+        (work / "nccl").mkdir()
+        (work / "nccl" / "libnccl.so").symlink_to(library)
+        found |= {"HOROVOD_NCCL_LIB": str(work / "nccl"), "HOROVOD_NCCL_LINK": "SHARED"}
+    return found
+
+
+def parallel_jobs(cores: int, memory_bytes: int) -> int:
+    """Compilers at once: one a core, as long as each has memory.
+
+    >>> parallel_jobs(cores=16, memory_bytes=4_000_000_000)
+    2
+    """
+    return max(1, min(cores, memory_bytes // MEMORY_PER_JOB_BYTES))
+
+
+def check_machine(inputs: BuildInputs, folder: Path) -> None:
+    """Everything a build needs and can be known before it begins.
+
+    Raises:
+        BuildError: names what is missing and the command that brings it.
+    """
+    if inputs.torch is None:
+        raise BuildError(
+            f"torch is not installed for {sys.executable}, and Horovod is compiled against it; "
+            f"run: {sys.executable} -m pip install '{TORCH_REQUIREMENT}'"
+        )
+    if inputs.cuda is not None:
+        _check_cuda(inputs.cuda, inputs.nccl)
+    lacking = missing(item for item in PREREQUISITES if item.purpose is Purpose.BUILD)
+    if lacking:
+        names = ", ".join(item.name for item in lacking)
+        mend = apt_command(lacking) if has_apt() else "install them with your package manager"
+        raise BuildError(f"Horovod cannot be built without {names}; run: {mend}")
+    free = shutil.disk_usage(folder).free
+    if free < BUILD_SPACE_BYTES:
+        raise BuildError(
+            f"{folder} has {free / 1e9:.1f} GB free, the build needs {BUILD_SPACE_BYTES / 1e9:.1f};"
+            " free some, or name another folder in TMPDIR"
+        )
+
+
+def _check_cuda(cuda: str, nccl: str | None) -> None:
+    or_without = (
+        "or, for a machine without a GPU, take a PyTorch for CPUs or build with "
+        "`hvd-elastic build-horovod --without-nccl`"
+    )
+    if find_cuda_home() is None and not toolkit_packages(cuda):
+        raise BuildError(
+            f"PyTorch is for CUDA {cuda}, and there is no nvcc to compile Horovod for it; install "
+            f"NVIDIA's package cuda-nvcc-{cuda.replace('.', '-')} (or name the toolkit's folder in "
+            f"CUDA_HOME), or take a PyTorch for CUDA 13, whose compiler pip can bring, {or_without}"
+        )
+    if nccl is None:
+        raise BuildError(
+            f"PyTorch is for CUDA {cuda}, and there is no nccl.h; install NVIDIA's package "
+            "libnccl-dev (or name its folder in HOROVOD_NCCL_HOME), " + or_without
+        )
+
+
+def _say_waiting() -> None:
+    print("Another build of the same Horovod is running; waiting for its wheel …", flush=True)
+
+
+def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
+    """Download, patch and compile in ``work``; returns the wheel there."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    _install_missing(BUILD_REQUIREMENTS, "build requirements", log)
+    run_quietly(
+        [
+            *pip, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation",
+            "--dest", str(work), f"horovod=={inputs.horovod}",
+        ],
+        label=f"Downloading Horovod {inputs.horovod}",
+        log=log,
+    )  # fmt: skip
+    cuda_home = provide_toolkit(inputs, work, log)
+    source = unpack_sdist(work / f"horovod-{inputs.horovod}.tar.gz", work)
+    prepare_source(source, inputs)
+    print(
+        f"Building {inputs.describe()}, {jobs} compiler{'s' if jobs > 1 else ''} at once",
+        flush=True,
+    )
+    run_quietly(
+        [
+            *pip, "wheel", "-v", "--no-deps", "--no-build-isolation",
+            "--wheel-dir", str(work / "wheel"), str(source),
+        ],
+        label="Building Horovod",
+        log=log,
+        environment=build_environment(
+            inputs, os.environ, jobs=jobs, cuda_home=cuda_home, nccl=nccl_variables(work)
+        ),
+        percentage=make_percentage,
+    )  # fmt: skip
+    wheels = sorted((work / "wheel").glob("horovod-*.whl"))
+    if len(wheels) != 1:
+        raise BuildError(f"the build left {len(wheels)} wheels instead of one; the log: {log}")
+    return wheels[0]
+
+
+def unpack_sdist(archive: Path, folder: Path) -> Path:
+    """Check the source release against its known digest and unpack it.
+
+    Raises:
+        BuildError: it is missing or not the release that the patch was made for.
+    """
+    if not archive.is_file():
+        raise BuildError(f"the download brought no {archive.name}")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != SDIST_SHA256:
+        raise BuildError(
+            f"{archive.name} has SHA-256 {digest}, expected {SDIST_SHA256}: the package index did "
+            "not give the released file; nothing was unpacked"
+        )
+    with tarfile.open(archive) as tar:
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(folder, filter="data")
+        else:
+            tar.extractall(folder)
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> dict[str, bool]:
+    """Install ``wheel`` here, import it in a fresh process, and note which build it is.
+
+    Returns:
+        What the installed library says it was built with: gloo, mpi, nccl.
+
+    Raises:
+        BuildError: it cannot be installed or does not import.
+    """
+    run_quietly(
+        [
+            sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install",
+            "--force-reinstall", "--no-deps", "--no-index", str(wheel),
+        ],
+        label="Installing Horovod",
+        log=log,
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT_CHECK],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=wheel.parent,
+    )
+    if done.returncode != 0:
+        end = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-8:])
+        raise BuildError(f"the installed Horovod does not import:\n{end}")
+    built: dict[str, bool] = json.loads(done.stdout.strip().splitlines()[-1])
+    wanted = {"gloo": True, "mpi": inputs.mpi is not None, "nccl": inputs.nccl is not None}
+    lacking = [name for name, want in wanted.items() if want and not built[name]]
+    if lacking:
+        raise BuildError(f"Horovod was built without {', '.join(lacking)}; the log: {log}")
+    site = Path(sysconfig.get_path("platlib"))
+    note = site / f"horovod-{inputs.horovod}.dist-info" / INSTALLED_BUILD_FILE
+    note.write_text(inputs.name + "\n", encoding="utf-8")
+    return built
+
+
+def keep_wheel(wheel: Path, inputs: BuildInputs, seconds: float) -> Path:
+    """Put a wheel that was seen to import into the cache, whole or not at all."""
+    folder = wheel_cache() / inputs.name
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"inputs": inputs.to_dict(), "seconds": round(seconds, 1), "built": int(time.time())}
+    (folder / "build.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    partial = folder / f".{wheel.name}.partial"
+    shutil.copyfile(wheel, partial)
+    kept = folder / wheel.name
+    partial.replace(kept)
+    return kept
+
+
+def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | None = None) -> None:
+    """Make this environment hold Horovod built from ``inputs``, by the shortest way there is."""
+    if not rebuild and installed_build() == inputs.name:
+        print(f"{inputs.describe()} is installed")
+        return
+    cache = wheel_cache()
+    log = cache / f"{inputs.name}.log"
+    with file_lock(cache / f"{inputs.name}.lock", _say_waiting):
+        log.unlink(missing_ok=True)
+        _install_missing(RUN_REQUIREMENTS, "what Horovod imports", log)
+        wheel = None if rebuild else cached_wheel(inputs)
+        if wheel is not None:
+            try:
+                install_wheel(wheel, inputs, log)
+            except BuildError as error:
+                # the machine changed under it, or the file was damaged
+                print(f"The kept wheel is of no use and is built anew: {error}", flush=True)
+                wheel.unlink()
+                wheel = None
+        if wheel is None:
+            wheel = _build_and_keep(inputs, log, jobs)
+        log.unlink(missing_ok=True)
+    print(f"{inputs.describe()} is installed; its wheel is kept in {wheel.parent}")
+
+
+def _build_and_keep(inputs: BuildInputs, log: Path, jobs: int | None) -> Path:
+    began = time.monotonic()
+    temporary = Path(tempfile.gettempdir())
+    check_machine(inputs, temporary)
+    if jobs is None:
+        jobs = parallel_jobs(len(os.sched_getaffinity(0)), _available_memory())
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-build-", dir=temporary) as work:
+        wheel = build_wheel(inputs, Path(work), log, jobs)
+        install_wheel(wheel, inputs, log)
+        return keep_wheel(wheel, inputs, time.monotonic() - began)
+
+
+def _install_missing(packages: Sequence[str], what: str, log: Path) -> None:
+    lacking = [name for name in packages if not _installed(name)]
+    if lacking:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+        run_quietly([*pip, *lacking], label=f"Installing {what}", log=log)
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _available_memory() -> int:
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        (line,) = [line for line in text.splitlines() if line.startswith("MemAvailable:")]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return 2 * MEMORY_PER_JOB_BYTES

@@ -1,0 +1,481 @@
+"""The Horovod builder: what it decides, patches and keeps. Nothing is compiled here."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cli import app
+from hvd_elastic.errors import BuildError
+from hvd_elastic.install import build_horovod, cuda, horovod_wheel
+from hvd_elastic.install.horovod_wheel import BuildInputs
+from hvd_elastic.install.prerequisites import PREREQUISITES
+
+INPUTS = BuildInputs(
+    horovod="0.28.1",
+    python="cp311",
+    platform="x86_64-glibc2.36",
+    torch="2.13.0+cpu",
+    tensorflow=None,
+    mpi="4.1.4",
+    cuda=None,
+    nccl=None,
+    patch="0123456789ab",
+)
+
+
+def variables(inputs: BuildInputs, base: dict[str, str] | None = None) -> dict[str, str]:
+    return build_horovod.build_environment(inputs, base or {"PATH": "/usr/bin"}, jobs=3)
+
+
+# --- what a wheel depends on ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(BuildInputs)])
+def test_every_input_changes_the_name(field):
+    assert dataclasses.replace(INPUTS, **{field: "9.9"}).name != INPUTS.name
+
+
+def test_the_name_is_one_plain_folder_name():
+    odd = dataclasses.replace(INPUTS, torch="2.13.0+cu130 (a/b)")
+    assert "/" not in odd.name
+    assert " " not in odd.name
+
+
+def test_inputs_of_this_machine_import_nothing_heavy():
+    program = (
+        "import sys; from hvd_elastic.install import build_horovod as b; from hvd_elastic.install."
+        "horovod_wheel import detect_inputs; print(detect_inputs(b.patch_digest()).name);"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert build_horovod.patch_digest()[:12] in done.stdout
+
+
+def fake_program(folder: Path, name: str, body: str) -> None:
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    program.chmod(0o755)
+
+
+def test_mpi_counts_only_with_open_mpi_s_headers(tmp_path, monkeypatch):
+    (tmp_path / "include").mkdir()
+    fake_program(
+        tmp_path,
+        "mpicxx",
+        f'case "$1" in *version) echo "mpicxx: Open MPI 4.1.4 (Language: C++)";; '
+        f"*) echo {tmp_path}/include;; esac",
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert horovod_wheel.detect_inputs("x").mpi is None
+    (tmp_path / "include" / "mpi.h").touch()
+    assert horovod_wheel.detect_inputs("x").mpi == "4.1.4"
+    assert horovod_wheel.detect_inputs("x", with_mpi=False).mpi is None
+
+
+NCCL_HEADER = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 3\n"
+
+
+def test_cuda_counts_with_a_torch_that_was_compiled_for_it(tmp_path, monkeypatch):
+    built_for: str | None = "13.0"
+    facts = lambda: {"__version__": "2", "cuda": built_for}  # noqa: E731
+    monkeypatch.setattr(horovod_wheel, "_torch_facts", facts)
+    monkeypatch.setenv("HOROVOD_NCCL_INCLUDE", str(tmp_path))
+    (tmp_path / "nccl.h").write_text(NCCL_HEADER)
+    found = horovod_wheel.detect_inputs("x")
+    assert (found.cuda, found.nccl) == ("13.0", "2.27.3")
+    found = horovod_wheel.detect_inputs("x", with_nccl=False)
+    assert (found.cuda, found.nccl) == (None, None)
+    built_for = None
+    found = horovod_wheel.detect_inputs("x")
+    assert (found.cuda, found.nccl) == (None, None)
+
+
+def test_a_toolkit_that_pip_cannot_bring_must_be_there(tmp_path, monkeypatch):
+    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cuda, "find_program", lambda *_: None)
+    monkeypatch.setattr(cuda, "_USUAL_HOME", tmp_path / "none")
+    for_cuda_12 = dataclasses.replace(INPUTS, cuda="12.8", nccl="2.27.3")
+    with pytest.raises(BuildError, match=r"no nvcc.*cuda-nvcc-12-8.*--without-nccl"):
+        build_horovod.check_machine(for_cuda_12, tmp_path)
+    monkeypatch.setattr(build_horovod, "missing", lambda _: [])
+    build_horovod.check_machine(dataclasses.replace(for_cuda_12, cuda="13.0"), tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    build_horovod.check_machine(for_cuda_12, tmp_path)
+    with pytest.raises(BuildError, match=r"no nccl\.h.*libnccl-dev.*--without-nccl"):
+        build_horovod.check_machine(dataclasses.replace(for_cuda_12, nccl=None), tmp_path)
+
+
+def packages_of_nvidia(site: Path, monkeypatch) -> Path:
+    """What pip puts beside a PyTorch for CUDA 13, in a folder that Python imports from."""
+    for name in ("nccl/include/nccl.h", "nccl/lib/libnccl.so.2", "cu13/include/cublas_v2.h"):
+        (site / "nvidia" / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / "nvidia" / name).write_text(NCCL_HEADER)
+    monkeypatch.syspath_prepend(str(site))
+    return site / "nvidia"
+
+
+def test_pytorch_s_own_nccl_is_linked(tmp_path, monkeypatch):
+    nvidia = packages_of_nvidia(tmp_path / "site", monkeypatch)
+    monkeypatch.delenv("HOROVOD_NCCL_INCLUDE", raising=False)
+    monkeypatch.delenv("HOROVOD_NCCL_HOME", raising=False)
+    found = build_horovod.nccl_variables(tmp_path)
+    assert found["HOROVOD_NCCL_INCLUDE"] == str(nvidia / "nccl/include")
+    assert found["HOROVOD_NCCL_LINK"] == "SHARED"
+    library = Path(found["HOROVOD_NCCL_LIB"]) / "libnccl.so"
+    assert library.resolve() == nvidia / "nccl/lib/libnccl.so.2"
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", str(nvidia / "nccl" / "include" / ".."))
+    assert build_horovod.nccl_variables(tmp_path).keys() == {"HOROVOD_NCCL_INCLUDE"}
+
+
+def test_packages_become_a_toolkit(tmp_path, monkeypatch):
+    nvidia = packages_of_nvidia(tmp_path / "site", monkeypatch)
+    for name in ("bin/nvcc", "include/cuda_runtime.h", "lib/libcudart.so.13"):
+        (tmp_path / "new/nvidia/cu13" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "new/nvidia/cu13" / name).touch()
+    home = cuda.assemble_toolkit(tmp_path / "new", "13.0")
+    assert (home / "bin" / "nvcc").is_file()
+    assert (home / "lib64" / "libcudart.so").is_file()
+    assert (home / "include" / "cuda_runtime.h").is_file()
+    assert (home / "include" / "cublas_v2.h").resolve() == nvidia / "cu13/include/cublas_v2.h"
+
+
+# --- the environment of the build -----------------------------------------------------------------
+
+
+def test_what_is_there_is_demanded_and_what_is_not_is_switched_off():
+    found = variables(INPUTS)
+    assert found["HOROVOD_WITH_PYTORCH"] == found["HOROVOD_WITH_GLOO"] == "1"
+    assert found["HOROVOD_WITH_MPI"] == found["HOROVOD_WITHOUT_TENSORFLOW"] == "1"
+    assert found["HOROVOD_WITHOUT_MXNET"] == "1"
+    assert "HOROVOD_WITHOUT_MPI" not in found
+    assert "HOROVOD_GPU_OPERATIONS" not in found
+    other = variables(dataclasses.replace(INPUTS, mpi=None, tensorflow="2.21.0"))
+    assert other["HOROVOD_WITHOUT_MPI"] == other["HOROVOD_WITH_TENSORFLOW"] == "1"
+    assert "HOROVOD_WITH_MPI" not in other
+
+
+def test_the_outer_make_and_the_user_s_switches_do_not_reach_the_build():
+    base = {
+        "PATH": "/usr/bin",
+        "MAKEFLAGS": "w -j --jobserver-auth=3,4",
+        "MAKELEVEL": "1",
+        "HOROVOD_WITHOUT_GLOO": "1",
+        "HOROVOD_WITHOUT_PYTORCH": "1",
+        "CMAKE_GENERATOR": "Ninja",
+        "CXX": "g++-12",
+    }
+    found = variables(INPUTS, base)
+    assert found["MAKEFLAGS"] == "-j3"
+    assert found["CXX"] == "g++-12"
+    assert not {"MAKELEVEL", "HOROVOD_WITHOUT_GLOO", "HOROVOD_WITHOUT_PYTORCH"} & found.keys()
+    assert "CMAKE_GENERATOR" not in found
+
+
+def test_nccl_is_asked_for_where_it_is_unless_the_user_says_otherwise(tmp_path):
+    inputs = dataclasses.replace(INPUTS, cuda="13.0", nccl="2.27.3")
+    ours = {"HOROVOD_NCCL_INCLUDE": "/ours", "HOROVOD_NCCL_LINK": "SHARED"}
+    found = build_horovod.build_environment(
+        inputs, {"HOROVOD_NCCL_LINK": "STATIC"}, jobs=1, cuda_home=tmp_path, nccl=ours
+    )
+    assert found["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert found["HOROVOD_CUDA_HOME"] == str(tmp_path)
+    assert found["HOROVOD_NCCL_INCLUDE"] == "/ours"
+    assert found["HOROVOD_NCCL_LINK"] == "STATIC"
+
+
+@pytest.mark.parametrize(("cores", "gigabytes", "jobs"), [(2, 16, 2), (64, 8, 5), (4, 0.5, 1)])
+def test_compilers_fit_cores_and_memory(cores, gigabytes, jobs):
+    assert build_horovod.parallel_jobs(cores, int(gigabytes * 1e9)) == jobs
+
+
+# --- the patch ------------------------------------------------------------------------------------
+
+
+def source_before_the_patch(folder: Path) -> Path:
+    """Files that hold what the patch expects, where it expects it, and blank lines elsewhere."""
+    files: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in build_horovod.PATCH.read_text(encoding="utf-8").splitlines():
+        if line.startswith("--- a/"):
+            lines = files.setdefault(line.removeprefix("--- a/"), [])
+        elif hunk := re.match(r"@@ -(\d+)", line):
+            lines += [""] * (int(hunk[1]) - 1 - len(lines))
+        elif not line.startswith("+"):
+            lines.append(line[1:])
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join(content) + "\n", encoding="utf-8")
+    return folder
+
+
+def test_the_patch_raises_the_standard_and_lets_a_failed_process_initialise_again(tmp_path):
+    source = source_before_the_patch(tmp_path)
+    build_horovod.prepare_source(source, INPUTS)
+    assert "set(CMAKE_CXX_STANDARD 17)" in (source / "CMakeLists.txt").read_text()
+    assert "set(CMAKE_CXX_STANDARD 17)" in (source / "horovod/torch/CMakeLists.txt").read_text()
+    operations = (source / "horovod/common/operations.cc").read_text()
+    assert "initialization_failed = false;" in operations
+    assert "410" in (source / "horovod/common/gloo/http_store.cc").read_text()
+
+
+@pytest.mark.parametrize(("tensorflow", "kept"), [("2.15.1", True), ("2.21.0", False)])
+def test_xla_ops_are_dropped_where_tensorflow_no_longer_ships_their_headers(
+    tmp_path, tensorflow, kept
+):
+    source = source_before_the_patch(tmp_path)
+    cmake = source / "horovod" / "tensorflow" / "CMakeLists.txt"
+    cmake.parent.mkdir(parents=True)
+    cmake.write_text("# before\n" + build_horovod._XLA_SOURCE + "# after\n")
+    build_horovod.prepare_source(source, dataclasses.replace(INPUTS, tensorflow=tensorflow))
+    assert ("xla_mpi_ops.cc" in cmake.read_text()) is kept
+    assert "# before\n" in cmake.read_text()
+
+
+def test_a_source_without_the_line_to_drop_is_refused(tmp_path):
+    source = source_before_the_patch(tmp_path)
+    cmake = source / "horovod" / "tensorflow" / "CMakeLists.txt"
+    cmake.parent.mkdir(parents=True)
+    cmake.write_text("# another release\n")
+    with pytest.raises(BuildError, match=r"xla_mpi_ops\.cc"):
+        build_horovod.prepare_source(source, dataclasses.replace(INPUTS, tensorflow="2.21.0"))
+
+
+def test_a_hunk_that_does_not_fit_stops_before_any_file_is_written(tmp_path):
+    source = source_before_the_patch(tmp_path)
+    last = source / "horovod" / "torch" / "CMakeLists.txt"
+    last.write_text(last.read_text().replace("STANDARD 14", "STANDARD 20"))
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    with pytest.raises(BuildError, match=r"not the release(.|\n)*torch/CMakeLists\.txt:64"):
+        build_horovod.prepare_source(source, INPUTS)
+    assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+
+
+def test_a_missing_file_is_named(tmp_path):
+    source = source_before_the_patch(tmp_path)
+    (source / "CMakeLists.txt").unlink()
+    with pytest.raises(BuildError, match=r"CMakeLists\.txt"):
+        build_horovod.prepare_source(source, INPUTS)
+
+
+def test_the_patch_applies_inside_somebody_s_repository(tmp_path):
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    source = source_before_the_patch(tmp_path / "source")
+    build_horovod.prepare_source(source, INPUTS)
+    assert "set(CMAKE_CXX_STANDARD 17)" in (source / "CMakeLists.txt").read_text()
+
+
+# --- the source release ---------------------------------------------------------------------------
+
+
+def test_an_archive_that_is_not_the_release_is_not_unpacked(tmp_path):
+    archive = tmp_path / "horovod-0.28.1.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        content = b"import os"
+        info = tarfile.TarInfo("horovod-0.28.1/setup.py")
+        info.size = len(content)
+        tar.addfile(info, io.BytesIO(content))
+    with pytest.raises(BuildError, match="SHA-256"):
+        build_horovod.unpack_sdist(archive, tmp_path)
+    assert not (tmp_path / "horovod-0.28.1").exists()
+
+
+def test_the_release_is_unpacked(tmp_path, monkeypatch):
+    archive = tmp_path / "horovod-0.28.1.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("horovod-0.28.1/setup.py"), io.BytesIO())
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(build_horovod, "SDIST_SHA256", digest)
+    assert (build_horovod.unpack_sdist(archive, tmp_path) / "setup.py").is_file()
+
+
+# --- what is checked before anything is compiled --------------------------------------------------
+
+
+def test_without_torch_the_way_to_it_is_named(tmp_path):
+    with pytest.raises(BuildError, match="pip install"):
+        build_horovod.check_machine(dataclasses.replace(INPUTS, torch=None), tmp_path)
+
+
+def test_a_missing_compiler_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    lacking = [item for item in PREREQUISITES if item.name in ("g++", "cmake")]
+    monkeypatch.setattr(build_horovod, "missing", lambda _: lacking)
+    monkeypatch.setattr(build_horovod, "has_apt", lambda: True)
+    with pytest.raises(BuildError, match=r"g\+\+, cmake; run: sudo apt-get install -y g\+\+ cmake"):
+        build_horovod.check_machine(INPUTS, tmp_path)
+
+
+def test_a_full_disk_is_named_with_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_horovod, "missing", lambda _: [])
+    monkeypatch.setattr(build_horovod, "BUILD_SPACE_BYTES", 10**18)
+    with pytest.raises(BuildError, match="TMPDIR"):
+        build_horovod.check_machine(INPUTS, tmp_path)
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    """A cache of its own, and fakes for compiling and installing that keep a diary."""
+    diary: list[str] = []
+    lock = threading.Lock()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def build_wheel(inputs, work, log, jobs):
+        with lock:
+            diary.append("build")
+        wheel = Path(work) / "horovod-0.28.1-cp311.whl"
+        wheel.write_text("wheel")
+        return wheel
+
+    def install_wheel(wheel, inputs, log):
+        if wheel.read_text() != "wheel":
+            raise BuildError("damaged")
+        with lock:
+            diary.append("install")
+        return {}
+
+    monkeypatch.setattr(build_horovod, "build_wheel", build_wheel)
+    monkeypatch.setattr(build_horovod, "install_wheel", install_wheel)
+    monkeypatch.setattr(build_horovod, "installed_build", lambda: None)
+    monkeypatch.setattr(build_horovod, "check_machine", lambda *_: None)
+    return diary
+
+
+def test_the_second_environment_takes_the_kept_wheel(workshop):
+    build_horovod.provide_horovod(INPUTS)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == ["build", "install", "install"]
+    kept = horovod_wheel.cached_wheel(INPUTS)
+    assert kept is not None
+    assert kept.parent.name == INPUTS.name
+    assert (kept.parent / "build.json").is_file()
+
+
+def test_another_torch_gets_another_wheel(workshop):
+    build_horovod.provide_horovod(INPUTS)
+    build_horovod.provide_horovod(dataclasses.replace(INPUTS, torch="2.12.0"))
+    assert workshop.count("build") == 2
+
+
+def test_what_is_installed_already_is_left_alone(workshop, monkeypatch):
+    monkeypatch.setattr(build_horovod, "installed_build", lambda: INPUTS.name)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == []
+    build_horovod.provide_horovod(INPUTS, rebuild=True)
+    assert workshop == ["build", "install"]
+
+
+def test_a_kept_wheel_that_does_not_work_is_built_anew(workshop, capsys):
+    build_horovod.provide_horovod(INPUTS)
+    kept = horovod_wheel.cached_wheel(INPUTS)
+    assert kept is not None
+    kept.write_text("damaged")
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop.count("build") == 2
+    assert kept.read_text() == "wheel"
+    assert "built anew" in capsys.readouterr().out
+
+
+def test_a_failed_build_keeps_nothing(workshop, monkeypatch):
+    def fail(*_):
+        raise BuildError("no")
+
+    monkeypatch.setattr(build_horovod, "build_wheel", fail)
+    with pytest.raises(BuildError):
+        build_horovod.provide_horovod(INPUTS)
+    assert horovod_wheel.cached_wheel(INPUTS) is None
+
+
+def test_of_two_at_once_one_builds_and_the_other_waits_and_uses_its_wheel(
+    workshop, monkeypatch, capsys
+):
+    building = threading.Event()
+    go_on = threading.Event()
+    really_build = build_horovod.build_wheel
+
+    def slow_build(*arguments):
+        building.set()
+        assert go_on.wait(30)
+        return really_build(*arguments)
+
+    waits = threading.Event()
+
+    def says_so(text, **_):
+        if "waiting" in str(text):
+            waits.set()
+
+    monkeypatch.setattr(build_horovod, "build_wheel", slow_build)
+    monkeypatch.setattr(build_horovod, "print", says_so, raising=False)
+    threads = [
+        threading.Thread(target=build_horovod.provide_horovod, args=(INPUTS,)) for _ in range(2)
+    ]
+    threads[0].start()
+    assert building.wait(30)
+    threads[1].start()
+    assert waits.wait(30)
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert workshop == ["build", "install", "install"]
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        app.main(["build-horovod", *arguments])
+    return ended.value.code
+
+
+def test_a_failure_is_one_message_on_stderr(workshop, monkeypatch, capsys):
+    def fail(*_):
+        raise BuildError("the disk is full")
+
+    monkeypatch.setattr(build_horovod, "build_wheel", fail)
+    assert command() == 1
+    assert capsys.readouterr().err == "error: the disk is full\n"
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_variables(workshop, monkeypatch, capsys):
+    def fail(*_):
+        raise PermissionError(13, "Permission denied", "/cache/wheels")
+
+    monkeypatch.setattr(build_horovod, "build_wheel", fail)
+    assert command() == 1
+    assert "error: /cache/wheels cannot be written; the wheel's folder is under XDG_CACHE" in (
+        capsys.readouterr().err
+    )
+
+
+def test_no_compilers_is_wrong_usage(capsys):
+    assert command("--jobs", "0") == 2
+    assert "--jobs takes a whole number of 1 or more, not '0'" in capsys.readouterr().err
+
+
+def test_the_name_is_printed_for_scripts(capsys):
+    assert command("--print-name") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("horovod-0.28.1-cp")
+    assert os.sep not in printed
+
+
+def test_the_required_torch_is_that_of_the_extra():
+    setup = Path(__file__).resolve().parents[3] / "setup.py"
+    assert f'"torch": ["{horovod_wheel.TORCH_REQUIREMENT}"]' in setup.read_text(encoding="utf-8")

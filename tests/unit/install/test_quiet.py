@@ -1,0 +1,123 @@
+"""Long programs run with one line on the terminal: what is shown, kept, and ended."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.errors import BuildError
+from hvd_elastic.install.quiet import Progress, make_percentage, run_quietly, telling_lines
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_on_a_terminal_one_line_is_rewritten_and_never_goes_back():
+    clock, out = Clock(), io.StringIO()
+    progress = Progress("Building", out, clock, terminal=True)
+    for seconds, percentage in ((1, 10), (2, 40), (3, 12)):
+        clock.now = 100.0 + seconds
+        progress.update(percentage)
+    clock.now = 165.0
+    progress.finish("done")
+    text = out.getvalue()
+    assert text.count("\n") == 1
+    assert [part.split("\x1b")[0] for part in text.split("\r")[1:]] == [
+        "Building …  10 %  0:01",
+        "Building …  40 %  0:02",
+        "Building …  40 %  0:03",
+        "Building: done (1:05)",
+    ]
+
+
+def test_elsewhere_a_line_is_written_seldom():
+    clock, out = Clock(), io.StringIO()
+    progress = Progress("Building", out, clock, terminal=False)
+    for _ in range(120):
+        clock.now += 1
+        progress.update()
+    progress.finish("done")
+    assert len(out.getvalue().splitlines()) == 5
+    assert "\r" not in out.getvalue()
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def test_output_goes_to_the_log_and_not_to_the_terminal(tmp_path, capfd):
+    log = tmp_path / "deep" / "log"
+    run_quietly(python("print('x' * 10); print('[ 50%] y')"), label="Working", log=log)
+    assert "xxxxxxxxxx" in log.read_text()
+    captured = capfd.readouterr()
+    assert "xxx" not in captured.out + captured.err
+    assert "Working: done" in captured.out
+
+
+def test_a_failure_shows_the_telling_lines_and_where_the_log_is(tmp_path):
+    program = "import sys; print('a.cc:1: error: bad'); [print(i) for i in range(50)]; sys.exit(3)"
+    with pytest.raises(BuildError) as failed:
+        run_quietly(python(program), label="Building", log=tmp_path / "log")
+    text = str(failed.value)
+    assert "status 3" in text
+    assert "error: bad" in text
+    assert "\n  49\n" in text
+    assert "\n  7\n" not in text
+    assert str(tmp_path / "log") in text
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(BuildError, match="no-such-program"):
+        run_quietly(["no-such-program"], label="Working", log=tmp_path / "log")
+
+
+def test_an_interruption_ends_the_program_and_its_children(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # Both processes hold the pipe open for writing: it is at its end when both are gone.
+    program = (
+        "import subprocess, sys; f = open(sys.argv[1], 'w');"
+        "print('ready', flush=True);"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(600)'];"
+        "subprocess.run(sleep, pass_fds=[f.fileno()])"
+    )
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(
+            [*python(program), str(pipe)], label="x", log=tmp_path / "log", percentage=interrupt
+        )
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("line", "percentage"),
+    [("[  2%] x", 2), ("  [100%] Built target", 100), ("[ 12%", None), ("50% done", None)],
+)
+def test_percentages_come_from_make_alone(line, percentage):
+    assert make_percentage(line) == percentage
+
+
+def test_telling_lines_of_a_short_output_are_all_of_it():
+    assert telling_lines(["a", "", "b"]) == ["a", "b"]
+
+
+def test_the_log_of_two_programs_holds_both(tmp_path: Path):
+    for word in ("one", "two"):
+        run_quietly(python(f"print('{word}')"), label=word, log=tmp_path / "log")
+    text = (tmp_path / "log").read_text()
+    assert text.index("\none\n") < text.index("\ntwo\n")
