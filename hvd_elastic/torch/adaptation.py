@@ -230,10 +230,20 @@ class Adaptation:
         self._bad_running += 1
         most = self._most_bad_steps
         if self._bad_running >= most:
+            initial, size = self.limits.initial_batch_size, self.plan.global_batch_size
+            scale = max(adjustment.factor for adjustment in self.adjustments())
+            scaled = (
+                f". For the batch of {size} examples, {size / initial:.3g} times the initial "
+                f"{initial}, hvd_elastic has multiplied the learning rate by {scale:.3g}: a "
+                "smaller max_batch_size of the DataLoader, or lr_rule='none' (or 'sqrt') of the "
+                "DistributedOptimizer, keeps it lower"
+                if scale > 1
+                else ""
+            )
             raise ScriptError(
                 f"the gradients were not finite in {most} steps running, up to step {step}: "
                 "the loss is NaN or infinite on at least one rank. Look at the data and the loss, "
-                "lower the learning rate, or clip gradients"
+                f"lower the learning rate, or clip gradients{scaled}"
             )
 
     @property
