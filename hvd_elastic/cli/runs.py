@@ -482,7 +482,9 @@ def _status_rows(
                 + f", {duration_words(summary.duration_s)} until its last event",
             )
         )
-    progress = progress_words({**summary.last, "step": summary.steps}, summary.size)
+    # The last metrics may be of an epoch before the last step's.
+    epoch = summary.last.get("epoch") if summary.ended_in is None else summary.ended_in
+    progress = progress_words({**summary.last, "step": summary.steps, "epoch": epoch}, summary.size)
     rows.append(("progress", progress))
     own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
     if own:

@@ -51,6 +51,12 @@ def explain_script_error(traceback: str) -> str | None:
         return None
     frames = [match for match in _FRAME.finditer(traceback) if not _INSTALLED.search(match["file"])]
     place = f"{frames[-1]['file']}, line {frames[-1]['line']}: " if frames else ""
+    if re.search(r"torch.utils.data.distributed\.py|DistributedSampler\(", traceback):
+        return (
+            f"{place}this DistributedSampler expects the process group of torchrun; leave the "
+            "sampler out, and its set_epoch(): hvd.DataLoader(dataset, batch_size, shuffle=True) "
+            "of hvd_elastic.torch gives each rank its share of every batch (docs/migration.md)"
+        )
     if re.search("fsdp|fully_shard", traceback, re.IGNORECASE):
         return (
             f"{place}this expects the process group of torchrun, and nothing here shards a model; "

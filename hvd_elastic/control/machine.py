@@ -443,11 +443,7 @@ class RunMachine:
             self._fail(worker, f"{how} before training began")
 
     def _fail(self, worker: Worker, how: str) -> None:
-        self._out.send(
-            Finish(
-                "failed", f"the training script {how} in worker {worker.place}; its log says more"
-            )
-        )
+        self._out.send(Finish("failed", f"the training script {how} in worker {worker.place}"))
 
     def _can_do_without(self, worker: Worker) -> bool:
         """A newcomer's script fails on its host, while others hold the state of a healthy run."""

@@ -905,6 +905,7 @@ class Leader:
         elif message["signal"] in _CRASHES and (stack := crash_stack(self._log_end(host, slot))):
             if stack != self._crash_shown:  # the next worker of the slot may die in the same place
                 self._crash_shown = stack
+                stack += f"\n(log: {self._folder.log_path(host, slot)})"
                 fields = {"host": host, "local_rank": slot, "cause": how, "traceback": stack}
                 self._emit("worker_crashed", fields)
         self._tell(exited)

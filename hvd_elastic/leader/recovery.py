@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from hvd_elastic.agent.spool import SPEC_NAME
+from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import Stopper, fan_out
@@ -61,7 +62,8 @@ def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec
         if failed:
             asked = f"{len(failed)} of {len(hosts)} hosts could not be asked ({failed[0]})"
         raise RunError(
-            f"there is no run {run_id!r} on this machine, and {asked}. A host forgets a run that "
+            f"there is no run {run_id!r} on this machine, as far as {runs_folder()} tells (runs of "
+            f"another HVD_ELASTIC_HOME are not seen), and {asked}. A host forgets a run that "
             "has ended, unless it holds a checkpoint that no leader has fetched"
         )
     (first, spec), *others = found

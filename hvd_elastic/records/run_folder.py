@@ -445,10 +445,17 @@ class RunFolder:
         return f" (pid {leader.get('pid')} on {leader.get('host')})" if leader else ""
 
     def _in_use(self) -> str:
-        state = "it is running" if self.leader_alive() else "it is not running"
+        state = "it is not running"
+        way_on = f"continue it with: hvd-elastic run --resume {self.run_id}"
+        if self.leader_alive():
+            state = "it is running"
+            way_on = (
+                f"look on with: hvd-elastic attach {self.run_id}, or end it with: "
+                f"hvd-elastic stop {self.run_id}"
+            )
         return (
             f"run id {self.run_id!r} is in use ({state}; its folder is {self.path}). Choose "
-            f"another --run-id or none, or continue it with: hvd-elastic run --resume {self.run_id}"
+            f"another --run-id or none, or {way_on}"
         )
 
 

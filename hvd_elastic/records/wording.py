@@ -48,6 +48,8 @@ class Narrator:
     def __init__(self) -> None:
         self._reasons: dict[int, str] = {}
         self._batch: Mapping[str, Any] = {}
+        self._crash = ""
+        self._error = ""
 
     def tell(self, event: Mapping[str, Any]) -> list[Line]:
         """The lines for this event; mostly none or one."""
@@ -61,11 +63,25 @@ class Narrator:
         if kind == "run_finished":
             way_on = resume_words(event)
             more = [Line(way_on, "note")] if way_on else []
-            return [*self._unfinished(), _run_finished(event), *more]
+            unfinished = self._unfinished()
+            if event.get("status") == "failed" and not event.get("steps"):
+                unfinished = []  # training never began, and why says more
+            message = str(event.get("message") or "")
+            if self._error and message.endswith(f": {self._error}"):  # told in full before
+                event = {**event, "message": message.removesuffix(f": {self._error}")}
+            return [*unfinished, _run_finished(event), *more]
         if kind == "batch_plan":
             text = batch_words(event, self._batch)
             self._batch = event
             return [Line(text, "change")] if text else []
+        if kind == "script_failed":
+            self._error = str(event.get("traceback") or "").rstrip().rsplit("\n", 1)[-1]
+        elif kind == "worker_crashed":
+            worker = worker_name(event.get("host"), event.get("local_rank"))
+            self._crash = f"worker {worker} {event.get('cause')}"
+        elif kind == "worker_left" and self._crash and event.get("cause") == self._crash:
+            self._crash = ""
+            return []  # told with its stack
         line = _tell(str(kind), event)
         before = self._unfinished() if kind in ("run_started", "waiting") else []
         return before if line is None else [*before, line]

@@ -21,14 +21,18 @@ In outline::
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import context as _context
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.elastic import epochs, run
+from hvd_elastic.torch.engine import GenerationBrokenError
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.schedule import follow_progress
@@ -91,14 +95,30 @@ def report(**metrics: Any) -> None:
 
 def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
     """The mean (or sum) of ``tensor`` over all ranks, as a new tensor; all ranks must call it."""
-    ctx = _context.current()
-    ctx.rollback.collective_begins(name)
-    result = ctx.engine.wait(ctx.engine.reduce_async(tensor.detach().clone(), f"user.{name}"))
-    return result if average else result * ctx.size
+    with _collective("allreduce", name) as ctx:
+        result = ctx.engine.wait(ctx.engine.reduce_async(tensor.detach().clone(), f"user.{name}"))
+        return result if average else result * ctx.size
 
 
 def allgather(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """All ranks' tensors one after the other along the first dimension, in rank order."""
+    with _collective("allgather", name) as ctx:
+        return ctx.engine.gather(tensor.detach(), f"user.{name}")
+
+
+@contextlib.contextmanager
+def _collective(kind: str, name: str) -> Iterator[_context.Context]:
+    """Note that the script calls a collective; explain its failure after training."""
     ctx = _context.current()
     ctx.rollback.collective_begins(name)
-    return ctx.engine.gather(tensor.detach(), f"user.{name}")
+    try:
+        yield ctx
+    except GenerationBrokenError as error:
+        if ctx.in_train:
+            raise
+        why = str(error).partition(". ")[0]
+        raise ScriptError(
+            f"hvd.{kind}(..., {name!r}) was called after training, and another rank has ended "
+            f"without it ({why}). Ranks may end at any time once the training function has "
+            "returned: call it on all ranks, best at the end of that function"
+        ) from None

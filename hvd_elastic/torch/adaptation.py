@@ -174,7 +174,20 @@ class Adaptation:
             ScriptError: none was taken for many steps.
         """
         self.skipped.add()
-        self.skipped.refuse_many(step)
+        self.skipped.refuse_many(step, self._rate_advice())
+
+    def _rate_advice(self) -> str:
+        """What to change where it was this class that raised the learning rate; else nothing."""
+        initial, size = self.limits.initial_batch_size, self.plan.global_batch_size
+        scale = max(adjustment.factor for adjustment in self.adjustments())
+        if scale <= 1:
+            return ""
+        return (
+            f". For the batch of {size} examples, {size / initial:.3g} times the initial "
+            f"{initial}, hvd_elastic has multiplied the learning rate by {scale:.3g}: a "
+            "smaller max_batch_size of the DataLoader, or lr_rule='none' (or 'sqrt') of the "
+            "DistributedOptimizer, keeps it lower"
+        )
 
     @property
     def epochs(self) -> float:
@@ -249,7 +262,7 @@ class Adaptation:
                 announce_shares(context, self.plan.global_batch_size, self.parts, why)
         if moved:
             self._warn_of_bounds(context)
-        self.skipped.refuse_many(step)
+        self.skipped.refuse_many(step, self._rate_advice())
 
     def _warn_of_bounds(self, context: Context) -> None:
         """Warn once where the bounds cannot be kept, and again in another such world."""
@@ -419,13 +432,13 @@ class SkippedSteps:
         self.count += 1
         self.consecutive += 1
 
-    def refuse_many(self, step: int) -> None:
+    def refuse_many(self, step: int, advice: str) -> None:
         """Raise ScriptError if too many consecutive steps, up to ``step``, were bad."""
         if self.consecutive >= self._most:
             raise ScriptError(
                 f"the gradients were not finite in {self._most} steps running, up to step {step}: "
                 "the loss is NaN or infinite on at least one rank. Look at the data and the loss, "
-                "lower the learning rate, or clip gradients"
+                f"lower the learning rate, or clip gradients{advice}"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.formatting import plural
+from hvd_elastic.formatting import count, plural
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.checkpointing import Checkpointing
 from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngine, LocalEngine
@@ -36,7 +35,7 @@ from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.replica_check import check_replicas
 from hvd_elastic.torch.rollback import Rollback
 from hvd_elastic.torch.sink import Sink, open_sink
-from hvd_elastic.torch.uncaught import tell_uncaught
+from hvd_elastic.torch.uncaught import NOT_THE_SCRIPT, tell_uncaught
 from hvd_elastic.wire.link import AgentLink, Instruction
 
 if TYPE_CHECKING:
@@ -53,11 +52,9 @@ log = logging.getLogger(__name__)
 _METRICS_INTERVAL_S = 0.25
 _LONG_S = 2.0
 """A step or a wait of this length is told with the line of the script that it is at."""
-_NOT_THE_SCRIPT = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(Path(__file__).parents[1] / name) for name in ("torch", "wire")),
-    "<frozen ",
-)
+_PLACE_TOLERANCE = 1e-3
+"""Variance of the place's hash: more than the rounding of its averages in float32 (4e-4), and less
+than what one rank of 1000 changes."""
 _REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them
 
 
@@ -121,11 +118,13 @@ class Context:
         """Whether the step in flight counts for nothing, since it did not fit into some memory."""
         self._void = False
         self._left_out = False
+        self._left_epoch = ""
         self._kept: dict[str, Any] = {}
         self._before_change: dict[str, Callable[[], None]] = {}
         self._state: State | None = None
         self._averager: GradientAverager | None = None
         self._has_loader = False
+        self._other_optimizers: set[str] = set()
         self._in_flight: list[InFlight] = []
         self._marked = True
         self._exchanged = False
@@ -183,8 +182,21 @@ class Context:
         if self.mode is Mode.AGENT and self.generation == 0:
             raise ScriptError(
                 f"{what} is not known yet: this worker is warm and waits to be told its rank. "
-                "Ask for it inside the function given to hvd_elastic.torch.run; local_rank() and "
-                "device() are known before."
+                "Ask for it, and train, inside the function given to hvd_elastic.torch.run; "
+                "local_rank() and device() are known before."
+            )
+
+    def refuse_outside(self) -> None:
+        """The script reads training data: is it in its training function?
+
+        Raises:
+            ScriptError: it is outside, before the ranks are known.
+        """
+        if self.mode is Mode.AGENT and self.generation == 0:
+            raise ScriptError(
+                "the loader is iterated outside of a training function, where this worker has no "
+                "rank yet. Put the loop into a function under @hvd.run, `def train(state): ...`, "
+                "and call it: train(hvd.State(model=model, optimizer=optimizer))"
             )
 
     # -- registration ----------------------------------------------------------------------
@@ -289,17 +301,20 @@ class Context:
         return self._in_flight[-1].weight if self._in_flight else 1.0
 
     def begin_exchange(self) -> None:
-        """Begin telling the others whether the leader wants a change; once a step.
+        """Begin telling the others where this rank is and whether a change is wanted; once a step.
 
-        The number travels with the gradients, so that all ranks learn in the same step that
-        somebody has heard of a change, and act on it at the same step boundary.
+        The numbers travel with the gradients, so that all ranks learn in the same step that
+        somebody has heard of a change, and act on it at the same step boundary. The place in the
+        training data travels as a hash and its square: their averages show to all ranks alike
+        whether the ranks are in different places.
         """
         if self._exchanged or self._flag is not None:
             return
         adaptive = self.adaptation is not None
         if self.engine.size > 1 and (self.mode is Mode.AGENT or adaptive):
             heard = self.link is not None and self.link.pending(self.generation)
-            wishes = [1.0 if heard else 0.0, *self._checkpoints.wishes()]
+            place = float(self.progress.place_hash()) if self._in_flight else 0.0
+            wishes = [1.0 if heard else 0.0, place, place * place, *self._checkpoints.wishes()]
             if adaptive:
                 wishes += [float(self._void), float(self._left_out)]
             flag = torch.tensor(wishes)
@@ -317,7 +332,9 @@ class Context:
         if self._flag is not None:
             handle, _ = self._flag
             self._flag = None
-            change, *wishes = self.engine.wait(handle).tolist()
+            change, place, square, *wishes = self.engine.wait(handle).tolist()
+            if square - place * place > _PLACE_TOLERANCE:
+                self._refuse_places()
             left_out = 0
             if self.adaptation is not None:
                 left_out = round(wishes.pop() * self.engine.size)
@@ -336,18 +353,44 @@ class Context:
             self.adaptation.want_review()
         check_replicas(self)
 
+    def _refuse_places(self) -> None:
+        """The ranks have found that they read from different places: all of them call this.
+
+        Raises:
+            ScriptError: always; names where each rank is, and where it left an epoch early.
+        """
+        where = f"in epoch {self.progress.epoch} at example {self.progress.position}"
+        own = torch.tensor(list(f"{where}|{self._left_epoch}\n".encode()), dtype=torch.uint8)
+        told = bytes(self.engine.gather(own, "hvd_elastic.places").tolist()).decode().splitlines()
+        places: dict[str, list[str]] = {}
+        for rank, line in enumerate(told):
+            place, left = line.split("|", 1)
+            places.setdefault(place + (f" ({left})" if left else ""), []).append(str(rank))
+        each = "; ".join(
+            f"{plural('rank', len(ranks))} {', '.join(ranks)} {place}"
+            for place, ranks in places.items()
+        )
+        raise ScriptError(
+            f"the ranks are in different places of the training data in step "
+            f"{self.progress.step + 1}: {each}. A step would average gradients of different "
+            "epochs, and examples would be read twice or not at all. Leave the loop over the "
+            "loader on all ranks at the same step: by a condition that is the same on all of "
+            "them, such as one on hvd.allreduce(loss, ...)"
+        )
+
     def refuse_left_out(self) -> None:
         """The ranks have found that they do not make the same step: all of them call this.
 
         Raises:
             ScriptError: some leave it out and others do not; names them.
         """
-        own = torch.tensor([int(self._left_out)])
+        # The others may be one step further already.
+        own = torch.tensor([self.progress.step + 1 if self._left_out else 0])
         told = self.engine.gather(own, "hvd_elastic.left_out").tolist()
         ranks = [str(rank) for rank, left_out in enumerate(told) if left_out]
         if ranks:
             raise ScriptError(
-                f"step {self.progress.step + 1} was left out on {plural('rank', len(ranks))} "
+                f"step {max(told)} was left out on {plural('rank', len(ranks))} "
                 f"{', '.join(ranks)} alone, of {len(told)}: the loop body went on to the next "
                 "batch without optimizer.step(), and from then on ranks would hold different "
                 "weights. Take every step on all ranks; where the batch adapts, and with "
@@ -390,6 +433,33 @@ class Context:
             if self.engine.rank == 0:
                 self.sink.send(record)
         self._step_finished(now)
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer of any kind took a step in training: is it one whose gradients are averaged?
+
+        Raises:
+            ScriptError: it is another one, and the run is audited.
+        """
+        averager, kind = self._averager, type(optimizer).__name__
+        if self.engine.size == 1 or kind in self._other_optimizers:
+            return
+        if averager is not None and (averager.stepping or averager.owns(optimizer)):
+            return
+        self._other_optimizers.add(kind)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        shape = f", the first of shape {tuple(parameters[0].shape)}" if parameters else ""
+        problem = (
+            f"the {kind} that takes a step at {_script_line()} was not given to "
+            "hvd.DistributedOptimizer and is not in the State: gradients of its "
+            f"{count(len(parameters), 'parameter')}{shape}, are not averaged, so every rank trains "
+            "values of its own, and those of rank 0 are no better than the others. Train them with "
+            "the one DistributedOptimizer, in a parameter group of their own; scripts with several "
+            "optimizers (GANs, actor-critic) are not supported yet"
+        )
+        if self.audit:
+            raise ScriptError(problem)
+        if self.engine.rank == 0:
+            self.warn(problem)
 
     def _step_without_loader(self, now: float) -> None:
         """The optimizer took a step with examples that our loader did not hand out.
@@ -455,6 +525,11 @@ class Context:
             self.step_failed()
         self._step_left_out(over=True)
 
+    def epoch_left(self) -> None:
+        """The script leaves the loop over the loader before the end of the epoch."""
+        at = f"epoch {self.progress.epoch} at example {self.progress.position}"
+        self._left_epoch = f"it left {at}, {_script_line()}"
+
     def _step_left_out(self, *, over: bool) -> None:
         """The step in flight ends without our optimizer's; ``over``: the loop body has ended."""
         if self._marked:
@@ -464,7 +539,7 @@ class Context:
             if over and self.adaptation is not None and self._averager is not None:
                 self._averager.synchronize()  # somebody may want to call the step off
             elif self._averager is not None:
-                self._averager.leave_out()
+                self._averager.leave_out(over=over)
             self.exchange()
         finally:
             self._left_out = False
@@ -753,7 +828,7 @@ def _script_line() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_NOT_THE_SCRIPT):
+        if not code.co_filename.startswith(NOT_THE_SCRIPT):
             return f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_name})"
         frame = frame.f_back
     return ""

@@ -156,7 +156,7 @@ class DataLoader(Generic[_Batch]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
         shuffle: bool = False,
         seed: int = 0,
@@ -180,6 +180,11 @@ class DataLoader(Generic[_Batch]):
     ) -> None:
         _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler, generator=generator)
         self.examples = _examples(dataset)
+        if batch_size is None:
+            raise ScriptError(
+                "DataLoader(dataset) needs a batch_size: the examples of all ranks together in one "
+                "step, DataLoader(dataset, 64)"
+            )
         require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
         require_whole("seed", seed, 0, "the same on all ranks")
         if drop_last and self.examples < batch_size:
@@ -660,9 +665,10 @@ def _refuse_samplers(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ScriptError(
-                f"DataLoader({name}={type(value).__name__}): leave it out: shuffle=True, seed=... "
-                "draw the order of an epoch, and each rank is given its share of every batch, so "
-                "no DistributedSampler and no set_epoch() is needed"
+                f"DataLoader({name}={type(value).__name__}): leave it out: batch_size is "
+                "that of all ranks together, shuffle=True and seed=... draw the order of an epoch, "
+                "and each rank is given its share of every batch, so no DistributedSampler and no "
+                "set_epoch() is needed"
             )
 
 

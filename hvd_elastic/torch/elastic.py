@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.torch import context
@@ -22,6 +23,11 @@ from hvd_elastic.torch.state import State
 __all__ = ["epochs", "run"]
 
 Result = TypeVar("Result")
+_AFTER_A_FAILURE = (
+    "The function was entered in the middle of training, after a failure or in a resumed run: "
+    "where no batch of the epoch is left, the loop over the loader runs zero times; a variable "
+    "that is used after the loop has to be set before it"
+)
 TrainFunction = Callable[..., Result]
 
 
@@ -57,12 +63,17 @@ def run(
             while True:
                 ctx.in_train = True
                 ctx.rollback.function_entered()
+                begun = ctx.progress.step > 0
                 try:
                     result = function(state, *args, **kwargs)
                     ctx.function_returned()
                     return result
                 except StepVoidedError:
                     pass
+                except UnboundLocalError as error:
+                    if begun:
+                        error.args = (f"{error}. {_AFTER_A_FAILURE}",)
+                    raise
                 except (MemoryError, RuntimeError) as error:
                     if not _out_of_memory(error):
                         raise
@@ -75,11 +86,15 @@ def run(
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
 
-        if ctx.mode is Mode.AGENT:
-            return _run_with_agent(ctx, train)
-        if ctx.mode is Mode.HOROVOD_ELASTIC:
-            return _run_with_horovod_elastic(ctx, state, train)
-        return _run_static(ctx, state, train)
+        watched = register_optimizer_step_post_hook(ctx.optimizer_stepped)
+        try:
+            if ctx.mode is Mode.AGENT:
+                return _run_with_agent(ctx, train)
+            if ctx.mode is Mode.HOROVOD_ELASTIC:
+                return _run_with_horovod_elastic(ctx, state, train)
+            return _run_static(ctx, state, train)
+        finally:
+            watched.remove()
 
     return wrapper
 

@@ -13,6 +13,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
@@ -22,6 +23,7 @@ from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
 from hvd_elastic.torch.rollback import StepVoidedError
+from hvd_elastic.torch.schedule import forgotten_schedulers
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.grad_scaler import GradScaler
@@ -76,6 +78,10 @@ class GradientAverager:
         self._giving_up = False
         self._scaler: GradScaler | None = None
         self._loss_scale: torch.Tensor | None = None
+        self.forgotten: list[LRScheduler] = []
+        """Schedulers of this optimizer that are not in the State; known to rank 0 after a step."""
+        self.stepping = False
+        """Whether the optimizer is in its step, in which others may be, as parts of it."""
         self.steps = 0
         """Steps that have ended here, taken or left out."""
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
@@ -207,18 +213,26 @@ class GradientAverager:
         if self._adaptation is not None:
             self._end_statistics(self._adaptation)
 
-    def leave_out(self) -> None:
-        """The script goes on without a gradient for the batch in flight: do all ranks?
+    def leave_out(self, *, over: bool) -> None:
+        """The script goes on without a step for the batch in flight: do all ranks?
 
         It is said in the place of a gradient, in a shape that none has. If another rank has a
-        gradient there, Horovod tells all of them; steps that are taken cost nothing more.
+        gradient there, of this step or of the next, Horovod tells all of them; steps that are
+        taken cost nothing more.
+
+        Args:
+            over: the loop body has ended, so no step follows gradients that are there.
 
         Raises:
             ScriptError: not all ranks do; names those that do.
         """
-        begun = self._averaged or self._handles or self._unseen
-        if self._context.size == 1 or begun or not self._names:
+        if self._context.size == 1 or not self._names:
             return
+        if self._averaged or self._handles or self._unseen:
+            if not over:
+                return
+            self._synchronize()  # the others take the step, or end their loop body as well
+            self._averaged = False
         parameter = next(reversed(self._names))
         number = torch.zeros((1,) * (parameter.dim() + 2), device=parameter.device)
         engine = self._context.engine
@@ -335,7 +349,7 @@ class GradientAverager:
         self._handles.clear()
         self._unseen.clear()
         self._sum.clear()
-        self._averaged = False
+        self.stepping = self._averaged = False
         self._absorbed = -1
         if self._adaptation is not None:
             self._sampling = False
@@ -417,6 +431,7 @@ class GradientAverager:
             self._refuse_what_is_not_averaged(*args[1:], **options)
         self.synchronize()
         self._context.settle()
+        self.stepping = True
 
     def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
         """Gradients that come only in the step, and those of parameters that learn since later."""
@@ -447,7 +462,10 @@ class GradientAverager:
             )
 
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
+        self.stepping = False
         self.steps += 1
+        if self.steps == 1:
+            self.forgotten = forgotten_schedulers(self._context, self._optimizer)
         self._averaged = False
         self._absorbed = -1
         if self._adaptation is not None:

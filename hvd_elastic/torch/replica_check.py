@@ -86,8 +86,9 @@ def _tell_difference(context: Context, parameters: Sequence[tuple[str, torch.Ten
         f"{', '.join(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from rank 0 in {shown} "
         f"({len(names)} of {len(parameters)} parameters in the State). Parameters have to change "
         "alike on all ranks: in the step of the optimizer given to hvd.DistributedOptimizer, or by "
-        "code that does the same on each of them. Look for another optimizer, and for a condition, "
-        "a random number or a learning rate that differs between ranks"
+        "code that does the same on each of them. Look for another optimizer, for a scheduler "
+        "that is not in the State, and for a condition, a random number or a learning rate that "
+        "differs between ranks"
     )
 
 

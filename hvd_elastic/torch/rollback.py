@@ -293,6 +293,7 @@ class Rollback:
         had its effect already, so the state is put back to what it was in the loop, or after it.
         """
         context = self._context
+        context.refuse_outside()
         again, self._entered = self._entered, False
         self._left = None
         self._loop += 1
@@ -332,6 +333,7 @@ class Rollback:
         if loop != self._loop or self._loops_in_turn > 1:
             return
         self._entered = False
+        self._context.epoch_left()
         state = self._context.state
         # After a failure the device may never finish what a copy would wait for.
         if state is not None and self._context.in_train and not self._context.engine.broken:

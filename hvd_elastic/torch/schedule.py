@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     LRScheduler,
@@ -19,7 +23,7 @@ from hvd_elastic.torch import context
 if TYPE_CHECKING:
     from hvd_elastic.torch.adaptation import Adaptation
 
-__all__ = ["ScheduleChecks", "follow_progress", "schedule_length"]
+__all__ = ["ScheduleChecks", "follow_progress", "forgotten_schedulers", "schedule_length"]
 
 Scheduler = TypeVar("Scheduler", bound=Any)
 
@@ -97,7 +101,9 @@ class ScheduleChecks:
         limits = adaptation.limits
         if ctx.state is None or limits.max_batch_size <= limits.initial_batch_size:
             return
-        for name, item in ctx.state.named_objects().items():
+        forgotten = [] if ctx.averager is None else ctx.averager.forgotten
+        outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
+        for name, item in {**ctx.state.named_objects(), **outside}.items():
             counts_calls = isinstance(item, LRScheduler) and not hasattr(item, _FOLLOWS)
             if not counts_calls or isinstance(item, ReduceLROnPlateau) or name in self._told:
                 continue
@@ -154,6 +160,50 @@ def _problem(seen: _Seen, name: str, passes: int, adaptation: Adaptation) -> str
             f'of training instead: {name} = hvd.follow_progress({name}, per="epoch")'
         )
     return ""
+
+
+def forgotten_schedulers(ctx: context.Context, optimizer: Optimizer) -> list[LRScheduler]:
+    """Find the schedulers of an optimizer that no object of the State holds, and warn of them.
+
+    They keep their step count in this process alone: after a failure they do not go back with the
+    rest, and a rank that joins begins at 0. Called in the optimizer's first step. The search takes
+    some 50 ms, so rank 0 alone looks, and nobody waits for it in a newcomer's first step.
+    """
+    if ctx.state is None or ctx.engine.rank != 0:
+        return []
+    kept = {id(found) for item in ctx.state.named_objects().values() for found in _held_by(item)}
+    # A scheduler refers to its optimizer and not the other way round.
+    users = {
+        id(found): found
+        for found in gc.get_objects()
+        if issubclass(type(found), LRScheduler) and getattr(found, "optimizer", None) is optimizer
+    }
+    parts = {id(part) for user in users.values() for part in _held_by(user) if part is not user}
+    forgotten = [user for key, user in users.items() if key not in kept | parts]
+    names = ", ".join(sorted({type(user).__name__ for user in forgotten}))
+    if forgotten:
+        ctx.warn(
+            f"scheduler {names} of this optimizer is not in the State: after a failure it would "
+            "keep steps that are done again, and in a worker that joins, or a run that is resumed, "
+            "begin anew, so the learning rate would be wrong. Give it to the State: "
+            "hvd.State(model=..., optimizer=..., scheduler=scheduler)"
+        )
+    return forgotten
+
+
+def _held_by(item: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield an object of the State and what its attributes hold, as wrappers do."""
+    yield item
+    if isinstance(item, (list, tuple)):
+        inner: list[Any] = list(item)
+    elif isinstance(item, dict):
+        inner = list(item.values())
+    elif isinstance(item, (Optimizer, torch.nn.Module)):
+        inner = []
+    else:
+        inner = list(getattr(item, "__dict__", {}).values())
+    for each in inner if depth else ():
+        yield from _held_by(each, depth - 1)
 
 
 def schedule_length(scheduler: Any) -> int | None:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["tell_uncaught"]
+__all__ = ["NOT_THE_SCRIPT", "tell_uncaught"]
 
 _WANTED = "HVD_ELASTIC_TRACEBACK"
+_ENTRY = str(Path(__file__).with_name("elastic.py"))
+"""Between the script and its training function; says nothing to the user."""
+NOT_THE_SCRIPT = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(str(Path(__file__).parents[1] / room) for room in ("torch", "communicator", "wire")),
+    "<frozen ",
+)
+"""How the names of files begin whose code is not the script's."""
 
 
 def tell_uncaught(tell: Callable[[str], bool] | None = None) -> None:
@@ -40,13 +52,39 @@ class _Hook:
         if isinstance(error, KeyboardInterrupt):
             self._previous(kind, error, trace)
             return
-        ours = isinstance(error, HvdElasticError) and os.environ.get(_WANTED) != "1"
+        whole = os.environ.get(_WANTED) == "1"
+        ours = isinstance(error, HvdElasticError) and not whole
+        told = f"error: {_place(trace)}{error}\n"
+        if not whole:
+            trace = _without_entry(trace)
         own = self._previous is sys.__excepthook__
         if self.tell is not None:
             text = "".join(traceback.format_exception(kind, error, trace))
-            if self.tell(f"{kind.__name__}: {error}\n" if ours else text) and own:
+            if self.tell(told if ours else text) and own:
                 return
         if ours and own:
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write(told)
         else:
             self._previous(kind, error, trace)
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the innermost line of the script in a traceback, such as "train.py, line 3: "."""
+    found = ""
+    for frame, line in traceback.walk_tb(trace):
+        if not frame.f_code.co_filename.startswith((*NOT_THE_SCRIPT, "<")):
+            found = f"{frame.f_code.co_filename}, line {line}: "
+    return found
+
+
+def _without_entry(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames that call the training function."""
+    kept = []
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename != _ENTRY:
+            kept.append(trace)
+        trace = trace.tb_next
+    for outer, inner in pairwise([*kept, None]):
+        if outer is not None:
+            outer.tb_next = inner
+    return kept[0] if kept else None

@@ -57,6 +57,8 @@ def train(state):
             optimizer.step()
             if what == "leave" and hvd.rank() == 1 and step == 4:
                 return
+            if what == "break" and hvd.rank() == 1 and step == 4:
+                break
             if what == "crash" and hvd.rank() == 1 and not mark.exists():
                 crash()
         if what == "apart" and hvd.rank() == 0:
@@ -109,6 +111,21 @@ def test_a_rank_that_has_left_the_loop(home: Path) -> None:
     assert "rank 0 (localhost:0) waits for the gradients" in ended["message"]
     assert "rank 1 (localhost:1) waits for the end of training" in ended["message"]
     assert ended["steps"] == 5
+    assert_nothing_left(mark=job.mark)
+
+
+def test_a_rank_that_has_gone_on_to_the_next_epoch(home: Path) -> None:
+    script = write_script(home, SCRIPT)
+    options = ["-H", hostfile_of(home / "hosts", ["localhost"], 2), "--checkpoint-every", 0]
+    with Job(*options, "--", sys.executable, script, "break", home / "mark", home=home) as job:
+        assert job.wait() == 1
+    (ended,) = job.events("run_finished")
+    assert (
+        "rank 0 in epoch 0 at example 50; rank 1 in epoch 1 at example 0 "
+        f"(it left epoch 0 at example 50, tiny.py:{line_of('break') + 1} (train))"
+    ) in ended["message"]
+    assert ended["steps"] == 5, "the gradients of two epochs were not used"
+    assert job.text.count("at example 50; rank 1") == 1, "told once in full"
     assert_nothing_left(mark=job.mark)
 
 

@@ -82,7 +82,8 @@ def test_a_run_that_nobody_knows_is_not_resumed(
         "--resume", "gone-1", "--hostfile", str(tmp_path / "hosts"), capsys=capsys
     )
     assert status == 1
-    assert "there is no run 'gone-1' on this machine, and none of its 1 hosts knows it" in message
+    assert "there is no run 'gone-1' on this machine, as far as" in message
+    assert "another HVD_ELASTIC_HOME are not seen), and none of its 1 hosts knows it" in message
     assert not (tmp_path / "home" / "runs" / "gone-1").exists()
 
 

@@ -33,6 +33,15 @@ def traceback(*frames: tuple[str, int], error: str) -> str:
             "t.py, line 2: this expects",
             "hvd.local_rank()",
         ),
+        (
+            traceback(
+                ("t.py", 4),
+                ("/opt/venv/lib/python3.11/site-packages/torch/utils/data/distributed.py", 77),
+                error=NO_GROUP,
+            ),
+            "t.py, line 4: this DistributedSampler expects the process group of torchrun; leave",
+            "hvd.DataLoader(dataset, batch_size, shuffle=True)",
+        ),
     ],
 )
 def test_a_script_that_expects_torchrun(text: str, begins: str, holds: str) -> None:

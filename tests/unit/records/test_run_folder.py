@@ -60,7 +60,10 @@ def test_a_run_id_is_given_once(tmp_path: Path) -> None:
     assert folder.path.stat().st_mode & 0o777 == 0o700
     with pytest.raises(RunError, match=r"'digits' is in use .*--resume digits"):
         RunFolder.create("digits", root=tmp_path / "deep" / "runs")
-    with folder.take_lead(), pytest.raises(RunError, match="it is running"):
+    with (
+        folder.take_lead(),
+        pytest.raises(RunError, match=r"it is running.*attach digits, or .* stop digits"),
+    ):
         RunFolder.create("digits", root=tmp_path / "deep" / "runs")
 
 

@@ -259,6 +259,20 @@ def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Conte
         train(hvd.State(model=model, optimizer=optimizer))
 
 
+def test_a_loss_that_bursts_with_a_rate_that_was_scaled_is_told_with_the_scale() -> None:
+    adaptation = Adaptation(BatchLimits(64, 1024), examples=8192)
+    adaptation.plan = BatchPlan(512)
+    adaptation.adjustments = lambda: [Adjustment(factor=4.39, gain=1.0)]  # type: ignore[method-assign]
+    for step in range(9):
+        adaptation.skip(step)
+    with pytest.raises(ScriptError, match="not finite in 10 steps") as error:
+        adaptation.skip(9)
+    assert "8 times the initial 64, hvd_elastic has multiplied the learning rate by 4.39" in str(
+        error.value
+    )
+    assert "lr_rule='none'" in str(error.value)
+
+
 class BadInParts(torch.nn.Module):
     """In some steps the gradients of its first layer alone are not finite."""
 

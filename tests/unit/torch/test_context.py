@@ -21,8 +21,8 @@ from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode, detect_mode
-from hvd_elastic.torch.engine import GenerationBrokenError
-from hvd_elastic.torch.progress import Progress
+from hvd_elastic.torch.engine import GenerationBrokenError, LocalEngine
+from hvd_elastic.torch.progress import InFlight, Progress
 from tests.tensorboard_files import read_scalars
 
 
@@ -263,3 +263,103 @@ def test_the_line_is_that_of_the_script_and_not_of_a_library() -> None:
     thread.join()  # of the standard library
     assert found[0].startswith("test_context.py:")
     assert found[0].endswith("(test_the_line_is_that_of_the_script_and_not_of_a_library)")
+
+
+class Ranks(LocalEngine):
+    """Averages as Horovod does, with ranks that stand at these places."""
+
+    def __init__(self, others: list[tuple[int, int]]) -> None:
+        self.size = 1 + len(others)
+        self._others = others
+
+    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+        for epoch, position in self._others:
+            place = Progress(epoch=epoch, position=position).place_hash()
+            tensor += torch.tensor([0.0, place, place * place, 0.0, 0.0, 0.0])
+        return tensor.mul_(1 / self.size)
+
+    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        others = "".join(f"in epoch {e} at example {p}|\n" for e, p in self._others)
+        return torch.cat([tensor, torch.tensor(list(others.encode()), dtype=torch.uint8)])
+
+
+def at_place(epoch: int, position: int, others: list[tuple[int, int]]) -> Context:
+    made = Context(Mode.ALONE)
+    made.mode, made.generation = Mode.AGENT, 1
+    made.progress = Progress(step=5, epoch=epoch, position=position)
+    made.engine = Ranks(others)
+    made.hand_out(InFlight(epoch=epoch, position=position, step_examples=8, weight=1.0))
+    return made
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 100, 999, 4096])
+def test_ranks_at_one_place_of_the_data_are_left_alone(ranks: int) -> None:
+    for place in ((0, 0), (1, 96), (7, 10**12), (300, 17)):
+        at_place(*place, [place] * (ranks - 1)).exchange()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 100])
+def test_a_rank_at_another_place_of_the_data_is_an_error_of_all_ranks(ranks: int) -> None:
+    """One has left the loop of its own accord: the gradients are of different epochs."""
+    here, there = (1, 96), (2, 0)
+    for place, others in ((here, [*[here] * (ranks - 2), there]), (there, [here] * (ranks - 1))):
+        made = at_place(*place, others)
+        with pytest.raises(
+            ScriptError, match="different places of the training data in step 6:"
+        ) as e:
+            made.exchange()
+        assert "in epoch 1 at example 96" in str(e.value)
+        assert "in epoch 2 at example 0" in str(e.value)
+
+
+def test_every_step_of_another_epoch_is_at_another_place() -> None:
+    """A rank that is an epoch further is found within few steps."""
+    for lead in (1, 2, 10):
+        same = [
+            Progress(epoch=0, position=32 * i).place_hash()
+            == Progress(epoch=lead, position=32 * (i + 4)).place_hash()
+            for i in range(200)
+        ]
+        assert sum(same) < 20
+        assert not any(all(same[i : i + 3]) for i in range(200))
+
+
+def test_a_loop_outside_of_a_training_function_is_told_where_to_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Context(Mode.ALONE)
+    made.mode = Mode.AGENT
+    monkeypatch.setattr(context, "_context", made)
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.zeros(4)), 2)
+    with pytest.raises(ScriptError, match=r"Put the loop into a function under @hvd\.run"):
+        next(iter(loader))
+
+
+def test_a_collective_after_training_that_fails_is_told_as_what_it_is(alone: Context) -> None:
+    class Broken(LocalEngine):
+        def wait(self, handle: Any) -> torch.Tensor:
+            raise GenerationBrokenError("Horovod has been shut down.")
+
+    alone.engine = Broken()
+    with pytest.raises(ScriptError, match=r"hvd.allreduce\(\.\.\., 'test'\) was called after"):
+        hvd.allreduce(torch.zeros(1), "test")
+    alone.in_train = True
+    with pytest.raises(GenerationBrokenError):
+        hvd.allreduce(torch.zeros(1), "test")
+
+
+def test_a_variable_of_a_loop_that_did_not_run_is_explained(alone: Context) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    @hvd.run
+    def train(state: hvd.State) -> float:
+        for _ in ():
+            loss = 1.0
+        return loss  # type: ignore[possibly-undefined]
+
+    for step, explained in ((0, False), (8, True)):
+        alone.progress.step = step
+        with pytest.raises(UnboundLocalError) as error:
+            train(hvd.State(model=model, optimizer=optimizer))
+        assert ("after a failure or in a resumed run" in str(error.value)) is explained

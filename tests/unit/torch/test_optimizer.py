@@ -12,9 +12,11 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context
+from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.optimizer import DistributedOptimizer, _is_finite
 from hvd_elastic.torch.progress import InFlight
+from hvd_elastic.torch.state import State
 
 
 class TwoRanks(LocalEngine):
@@ -188,8 +190,9 @@ class LeftOut(LocalEngine):
     def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
         self.shapes.append(tuple(tensor.shape))
         if name == "hvd_elastic.change":
-            tensor[-1] += self.first
-            return tensor.div_(2)
+            other = tensor.clone()
+            other[-1] = self.first
+            return tensor.add_(other).div_(2)
         return tensor
 
     def wait(self, handle: Any) -> torch.Tensor:
@@ -318,3 +321,81 @@ def test_what_learns_only_later_is_refused(alone: Context, adapts: bool, added: 
 )
 def test_gradients_of_any_type_are_told_finite(values: torch.Tensor, finite: bool) -> None:
     assert _is_finite(values) is finite
+
+
+@pytest.mark.parametrize("gradients", ["on their way", "averaged"])
+def test_a_step_that_is_left_out_after_its_gradients_is_one_of_all_ranks(
+    alone: Context, gradients: str
+) -> None:
+    model = linear()
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+
+    def goes_on(other_too: bool) -> None:
+        alone.engine = LeftOut(other_too)
+        hand_out(alone)
+        model(torch.ones(1, 1)).sum().backward()
+        if gradients == "averaged":
+            optimizer.synchronize()
+        alone.mark_consumed()
+
+    goes_on(other_too=True)
+    goes_on(other_too=True)
+    assert (alone.progress.step, model.weight.item()) == (2, 0.0)
+    with pytest.raises(ScriptError, match="step 3 was left out on rank 1 alone, of 2"):
+        goes_on(other_too=False)
+
+
+def training(alone: Context, step: Any) -> list[str]:
+    """Return the warnings of one step on two ranks."""
+    told: list[str] = []
+    alone.warn = told.append  # type: ignore[assignment, method-assign]
+    model = linear()
+    optimizer = DistributedOptimizer(step.wraps(model.parameters()), model)
+
+    @run
+    def train(state: State) -> None:
+        alone.engine = TwoRanks(other=0.0)  # it is alone until then
+        hand_out(alone)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        step()
+
+    train(State(model=model, optimizer=optimizer))
+    return told
+
+
+class Plain:
+    """A step of another optimizer."""
+
+    wraps: Any = torch.optim.Adagrad
+
+    def __call__(self) -> None:
+        torch.optim.Adam([torch.nn.Parameter(torch.zeros(3, 2))]).step()
+
+
+class Nested:
+    """An optimizer that takes its step by that of another one."""
+
+    class wraps(torch.optim.SGD):  # noqa: N801
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            torch.optim.Adam([torch.nn.Parameter(torch.zeros(3, 2))]).step()
+            super().step()
+
+    def __call__(self) -> None:
+        """Nothing follows."""
+
+
+def test_an_optimizer_that_nobody_knows_of_is_named(alone: Context) -> None:
+    (told,) = training(alone, Plain())
+    assert "the Adam that takes a step at test_optimizer.py:" in told
+    assert "1 parameter, the first of shape (3, 2), are not averaged" in told
+
+
+def test_an_optimizer_that_nobody_knows_of_is_an_error_of_an_audited_run(alone: Context) -> None:
+    alone.audit = True
+    with pytest.raises(ScriptError, match="the Adam that takes a step"):
+        training(alone, Plain())
+
+
+def test_an_optimizer_in_the_wrapped_one_is_a_part_of_it(alone: Context) -> None:
+    assert training(alone, Nested()) == []

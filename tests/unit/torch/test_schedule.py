@@ -184,6 +184,68 @@ def test_a_schedule_that_keeps_up_is_not_warned_of(
     assert trained(alone, monkeypatch, made, per, most=most) == []
 
 
+def forgetting(alone: Context, monkeypatch: pytest.MonkeyPatch, kept: str, most: int) -> list[str]:
+    """Return the warnings of a training with a chain of two schedulers and what is kept of it."""
+    told: list[str] = []
+    monkeypatch.setattr(alone, "warn", told.append)
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    unrelated = torch.optim.lr_scheduler.StepLR(other, 1)
+    parts = [torch.optim.lr_scheduler.LinearLR(optimizer), cosine(optimizer)]
+    chain = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.within = {"schedule": chain}
+
+        def state_dict(self) -> dict[str, Any]:
+            return chain.state_dict()
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            chain.load_state_dict(state)
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for (inputs,) in loader:
+                optimizer.zero_grad()
+                model(inputs).mean().backward()
+                optimizer.step()
+                chain.step()
+
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(
+        TensorDataset(torch.ones(64, 1)), 8, max_batch_size=most
+    )
+    values: dict[str, Any] = {"itself": {"chain": chain}, "a wrapper": {"wrapper": Wrapper()}}
+    train(hvd.State(model=model, optimizer=optimizer, **values.get(kept, {})))
+    assert unrelated.optimizer is other
+    return told
+
+
+def test_a_scheduler_that_is_not_in_the_state_is_named(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (told,) = forgetting(alone, monkeypatch, "nothing", most=8)
+    assert told.startswith("scheduler SequentialLR of this optimizer is not in the State: ")
+    assert "hvd.State(model=..., optimizer=..., scheduler=scheduler)" in told
+
+
+def test_a_forgotten_scheduler_that_counts_batches_is_told_both(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten, counts = forgetting(alone, monkeypatch, "nothing", most=64)
+    assert "is not in the State" in forgotten
+    assert "scheduler = hvd.follow_progress(scheduler)" in counts
+
+
+@pytest.mark.parametrize("kept", ["itself", "a wrapper"])
+def test_a_scheduler_that_an_object_of_the_state_holds_is_not_forgotten(
+    alone: Context, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    assert forgetting(alone, monkeypatch, kept, most=8) == []
+
+
 @pytest.mark.parametrize(
     ("made", "length"),
     [

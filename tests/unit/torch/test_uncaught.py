@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,5 +71,32 @@ def test_a_leader_shows_it_if_it_listens(capsys: pytest.CaptureFixture[str], lis
     tell_uncaught(tell)
     uncaught(ScriptError("so it is"))
     uncaught(KeyboardInterrupt())
-    assert told == ["ScriptError: so it is\n"]
+    assert told == ["error: so it is\n"]
     assert ("error: so it is\n" in capsys.readouterr().err) is not listens
+
+
+@pytest.mark.usefixtures("hook")
+def test_a_mistake_in_a_script_names_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import hvd_elastic.torch as hvd\nhvd.init()\n"
+        "@hvd.run\ndef train(state):\n    hvd.DataLoader([1])\ntrain(hvd.State())\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.stderr.startswith(
+        f"error: {script}, line 5: DataLoader(dataset) needs a batch_size"
+    )
+
+
+@pytest.mark.usefixtures("hook")
+def test_a_traceback_goes_from_the_script_to_its_training_function(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import hvd_elastic.torch as hvd\nhvd.init()\n"
+        "@hvd.run\ndef train(state):\n    1 / 0\ntrain(hvd.State())\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert "ZeroDivisionError" in done.stderr
+    assert "line 6" in done.stderr
+    assert "line 5, in train" in done.stderr
+    assert "hvd_elastic" not in done.stderr

@@ -133,6 +133,32 @@ def test_a_traceback_is_shown_whole() -> None:
     assert "the script failed in worker n:1:" in stream
 
 
+def test_an_error_of_the_script_is_told_once_in_full() -> None:
+    narrator = Narrator()
+    words = "error: train.py, line 3: no"
+    failed = {"kind": "script_failed", "host": "n", "local_rank": 1, "traceback": f"{words}\n"}
+    start = {"kind": "rescale_started", "generation": 1, "reason": "start on 1 host: 0 → 2 slots"}
+    finished = {"kind": "run_finished", "status": "failed", "steps": 0}
+    message = f"the training script failed in worker n:1: {words}"
+    events = [start, failed, {**finished, "message": message}]
+    assert [line.text for event in events for line in narrator.tell(event)] == [
+        f"the script failed in worker n:1:\n{words}",
+        "run failed after 0 steps: the training script failed in worker n:1",
+    ]
+
+
+def test_a_crash_is_told_with_its_stack_and_as_the_reason_of_the_rescale() -> None:
+    narrator = Narrator()
+    worker = {"host": "n", "local_rank": 1}
+    crashed = {"kind": "worker_crashed", "cause": "was killed by signal 11", "traceback": "stack"}
+    left = {"kind": "worker_left", "cause": "worker n:1 was killed by signal 11"}
+    events = [{**crashed, **worker}, {**left, **worker}]
+    assert [line.text for event in events for line in narrator.tell(event)] == [
+        "worker n:1 was killed by signal 11:\nstack"
+    ]
+    assert [line.text for line in narrator.tell({**left, **worker})] == [left["cause"]]
+
+
 def test_a_rescale_that_never_finished_keeps_its_line() -> None:
     narrator = Narrator()
     started = {"kind": "rescale_started", "generation": 2, "reason": "node3 joined"}
