@@ -27,11 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
+from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.checkpointing import Checkpointing
-from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngine, LocalEngine
+from hvd_elastic.torch.collectives import TorchCollectives
 from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.replica_check import check_replicas
 from hvd_elastic.torch.rollback import Rollback
@@ -55,7 +58,7 @@ _LONG_S = 2.0
 """A step or a wait of this length is told with the line of the script that it is at."""
 _NOT_THE_SCRIPT = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(Path(__file__).parents[1] / name) for name in ("torch", "launch")),
+    *(str(Path(__file__).parents[1] / name) for name in ("torch", "communicator", "wire")),
     "<frozen ",
 )
 _REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them
@@ -101,7 +104,10 @@ class Context:
         self.generation = 0
         self.life = ""
         """Tells the generations that one leader counts from those of another."""
-        self.engine: Engine = LocalEngine() if mode is Mode.ALONE else HorovodEngine()
+        alone = mode is Mode.ALONE
+        self.engine: Communicator = (
+            LocalCommunicator() if alone else HorovodCommunicator(TorchCollectives())
+        )
         self._step_began: float | None = None
         self._longest_step_s = 0.0
         self.link: AgentLink | None = None

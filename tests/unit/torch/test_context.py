@@ -15,13 +15,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import permutation
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode, detect_mode
-from hvd_elastic.torch.engine import GenerationBrokenError
 from hvd_elastic.torch.progress import Progress
 from tests.tensorboard_files import read_scalars
 
