@@ -116,7 +116,7 @@ for env in generations:
     try:
         if communicator.rank == 0:
             for number in range(1_000_000):
-                communicator.reduce_async(np.ones(3), f"n{number}")
+                communicator.reduce_async(torch.ones(3), f"n{number}")
         else:
             communicator.barrier()
         said.append("came true")
