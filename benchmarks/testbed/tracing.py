@@ -29,15 +29,15 @@ def install(write: Callable[[dict[str, Any]], None]) -> None:
     Args:
         write: takes one record.
     """
-    from hvd_elastic.torch.engine import HorovodEngine
+    from hvd_elastic.communicator.ring import HorovodCommunicator
     from hvd_elastic.wire.link import AgentLink
 
     for owner, method, name in (
-        (HorovodEngine, "stop", "stop"),
+        (HorovodCommunicator, "stop", "stop"),
         (AgentLink, "wait", "wait"),
-        (HorovodEngine, "start", "start"),
-        (HorovodEngine, "broadcast_bytes", "header"),
-        (HorovodEngine, "broadcast", "tensors"),
+        (HorovodCommunicator, "start", "start"),
+        (HorovodCommunicator, "broadcast_bytes", "header"),
+        (HorovodCommunicator, "broadcast", "tensors"),
     ):
         setattr(owner, method, _timed(getattr(owner, method), name, write))
 

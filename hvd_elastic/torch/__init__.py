@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
+from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import context as _context
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.elastic import epochs, run
-from hvd_elastic.torch.engine import GenerationBrokenError
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.schedule import follow_progress

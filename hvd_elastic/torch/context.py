@@ -26,11 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
+from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count, plural
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.checkpointing import Checkpointing
-from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngine, LocalEngine
+from hvd_elastic.torch.collectives import TorchCollectives
 from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.replica_check import check_replicas
 from hvd_elastic.torch.rollback import Rollback
@@ -98,7 +101,10 @@ class Context:
         self.generation = 0
         self.life = ""
         """Tells the generations that one leader counts from those of another."""
-        self.engine: Engine = LocalEngine() if mode is Mode.ALONE else HorovodEngine()
+        alone = mode is Mode.ALONE
+        self.engine: Communicator = (
+            LocalCommunicator() if alone else HorovodCommunicator(TorchCollectives())
+        )
         self._step_began: float | None = None
         self._longest_step_s = 0.0
         self.link: AgentLink | None = None

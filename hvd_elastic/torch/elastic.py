@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.engine import GenerationBrokenError
 from hvd_elastic.torch.progress import Phase
 from hvd_elastic.torch.rollback import StepVoidedError
 from hvd_elastic.torch.state import State

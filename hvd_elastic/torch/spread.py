@@ -16,7 +16,7 @@ from itertools import chain
 
 import torch
 
-from hvd_elastic.torch.engine import Engine
+from hvd_elastic.communicator.interface import Communicator
 
 __all__ = ["spread"]
 
@@ -30,7 +30,7 @@ def spread(
     tensors: Sequence[torch.Tensor],
     known: Sequence[bool],
     has: bool,
-    engine: Engine,
+    engine: Communicator,
     root_rank: int,
 ) -> None:
     """Give the root's tensors to the ranks that lack them.

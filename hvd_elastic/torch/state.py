@@ -7,16 +7,17 @@ one furthest ahead gives its live tensors to the others.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.checkpoint import Content, take_stock
-from hvd_elastic.torch.engine import Engine, dump_plain, load_plain
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.progress import Progress
 from hvd_elastic.torch.rollback import Snapshot
@@ -139,7 +140,7 @@ class State:
 
     def sync(
         self,
-        engine: Engine,
+        engine: Communicator,
         root_rank: int,
         progress: Progress,
         has_state: Callable[[Progress], bool] = lambda _: False,
@@ -248,6 +249,18 @@ def _shape(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return str(tuple(value.shape))
     return "missing" if value is None else "no tensor"
+
+
+def dump_plain(value: Any) -> bytes:
+    """Serialise plain data and tensors, for :func:`load_plain`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load_plain(data: bytes) -> Any:
+    """Return what :func:`dump_plain` wrote; refuses anything that would run code."""
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _check_plain(name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ LEVELS = (
     {"policy"},
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts"},
-    {"agent", "leader"},
+    {"agent", "leader", "communicator"},
     {"torch", "cluster", "virtual", "views", "install"},
     {"bench", "cli"},
 )

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.torch import context
-from hvd_elastic.torch.engine import HorovodEngine
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -71,12 +71,12 @@ def wait_at_gate():
         time.sleep(POLL_S)
 
 
-def start_after_gate(engine, env, *, start=HorovodEngine.start):
+def start_after_gate(communicator, env, *, start=HorovodCommunicator.start):
     wait_at_gate()
-    start(engine, env)
+    start(communicator, env)
 
 
-setattr(HorovodEngine, "start", start_after_gate)  # noqa: B010
+setattr(HorovodCommunicator, "start", start_after_gate)  # noqa: B010
 
 
 def digest(values):

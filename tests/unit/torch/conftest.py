@@ -6,6 +6,9 @@ import pytest
 
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
+from tests.unit.real_ranks import stores
+
+__all__ = ["alone", "stores"]
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.engine import LocalEngine
 
 
-class ThreeAlike(LocalEngine):
+class ThreeAlike(LocalCommunicator):
     size = 3
 
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:

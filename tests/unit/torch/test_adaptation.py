@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.lr_rules import Adjustment, Situation, unchanged
@@ -22,7 +23,6 @@ from hvd_elastic.records.audit import check_audit
 from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation, _Report, _split
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.sampling_cost import SamplingCost
 
@@ -424,7 +424,7 @@ def test_the_only_rank_tells_its_passes(alone: Context) -> None:
     assert loader.adaptation.metrics()["passes"] == 160, "at first, each step in two"
 
 
-class Others(LocalEngine):
+class Others(LocalCommunicator):
     """Three other ranks whose part of an average is as large as ours."""
 
     size = 4

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.batch_bounds import batch_limits, bounds_at_odds
 from hvd_elastic.torch.context import Context
-from hvd_elastic.torch.engine import LocalEngine
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_bounds_that_so_many_ranks_cannot_keep_to(
     assert re.search(message, said) if message else not said
 
 
-class Ranks(LocalEngine):
+class Ranks(LocalCommunicator):
     """Others that do what this one does."""
 
     def __init__(self, size: int) -> None:

@@ -15,13 +15,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import permutation
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode, detect_mode
-from hvd_elastic.torch.engine import GenerationBrokenError, LocalEngine
 from hvd_elastic.torch.progress import InFlight, Progress
 from tests.tensorboard_files import read_scalars
 
@@ -265,7 +266,7 @@ def test_the_line_is_that_of_the_script_and_not_of_a_library() -> None:
     assert found[0].endswith("(test_the_line_is_that_of_the_script_and_not_of_a_library)")
 
 
-class Ranks(LocalEngine):
+class Ranks(LocalCommunicator):
     """Averages as Horovod does, with ranks that stand at these places."""
 
     def __init__(self, others: list[tuple[int, int]]) -> None:
@@ -336,7 +337,7 @@ def test_a_loop_outside_of_a_training_function_is_told_where_to_go(
 
 
 def test_a_collective_after_training_that_fails_is_told_as_what_it_is(alone: Context) -> None:
-    class Broken(LocalEngine):
+    class Broken(LocalCommunicator):
         def wait(self, handle: Any) -> torch.Tensor:
             raise GenerationBrokenError("Horovod has been shut down.")
 

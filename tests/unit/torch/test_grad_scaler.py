@@ -10,13 +10,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.policy import batch
 from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.progress import InFlight
 
 WIDTH = 20
@@ -140,7 +140,7 @@ def test_a_loss_that_stays_nan_ends_the_job(alone: Context) -> None:
         Trained(data, 0, hvd.GradScaler())
 
 
-class TwoRanks(LocalEngine):
+class TwoRanks(LocalCommunicator):
     """The other rank's scaled gradients are all ``other``; averages are there when waited for."""
 
     size = 2

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.elastic import run
-from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.optimizer import DistributedOptimizer, _is_finite
 from hvd_elastic.torch.progress import InFlight
 from hvd_elastic.torch.state import State
 
 
-class TwoRanks(LocalEngine):
+class TwoRanks(LocalCommunicator):
     """The other rank's gradients are all ``other``."""
 
     size = 2
@@ -178,7 +178,7 @@ def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
         model(torch.ones(1, 1)).sum().backward()
 
 
-class LeftOut(LocalEngine):
+class LeftOut(LocalCommunicator):
     """Of two ranks this is the second; the first leaves the step out, or takes it."""
 
     rank, size = 1, 2

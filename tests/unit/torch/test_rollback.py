@@ -12,10 +12,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.engine import GenerationBrokenError
 from hvd_elastic.torch.progress import Phase, Progress
 
 

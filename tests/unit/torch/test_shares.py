@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.shares import ShareBalance
@@ -18,7 +19,6 @@ from hvd_elastic.torch import context
 from hvd_elastic.torch import optimizer as optimizer_module
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import Rebalancing
@@ -28,7 +28,7 @@ Loader = hvd.DataLoader[list[torch.Tensor]]
 BATCH = 40
 
 
-class OneOf(LocalEngine):
+class OneOf(LocalCommunicator):
     """One rank of several; the parts of the others in an average are zero."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -53,7 +53,7 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(first, torch.nn.Tanh(), last).double()
 
 
-def process(monkeypatch: pytest.MonkeyPatch, engine: LocalEngine) -> Context:
+def process(monkeypatch: pytest.MonkeyPatch, engine: LocalCommunicator) -> Context:
     made = Context(Mode.ALONE)
     made.engine = engine
     monkeypatch.setattr(context, "_context", made)
@@ -125,7 +125,7 @@ def test_the_average_is_the_gradient_of_the_global_batch(
     ranks = [gradients_of_a_step(monkeypatch, r, options, accumulation) for r in range(3)]
     assert [made for _, made, _ in ranks] == passes
     assert [examples for _, _, examples in ranks] == [22, 5, 13]
-    alone = process(monkeypatch, LocalEngine())
+    alone = process(monkeypatch, LocalCommunicator())
     model = network()
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     loader: Loader = hvd.DataLoader(data(), BATCH, shuffle=True, seed=1, context=alone)
@@ -312,7 +312,7 @@ def test_another_world_begins_with_equal_shares(monkeypatch: pytest.MonkeyPatch)
 def test_equal_shares_are_kept_where_the_script_wants_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    process(monkeypatch, LocalEngine())
+    process(monkeypatch, LocalCommunicator())
     assert hvd.DataLoader(data(), BATCH).rebalancing is None
     fixed: Loader = hvd.DataLoader(data(), BATCH, max_batch_size=BATCH, unequal_shares=False)
     assert fixed.adaptation is not None

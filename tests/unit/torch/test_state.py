@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ import pytest
 import torch
 
 from hvd_elastic.checkpoint.files import ShardInfo, complete_checkpoint
+from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.checkpoint import ShardWriter, load_checkpoint, new_shard
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.engine import LocalEngine
 from hvd_elastic.torch.progress import Progress
-from hvd_elastic.torch.state import State
+from hvd_elastic.torch.state import State, dump_plain, load_plain
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
     return made
 
 
-class Wire(LocalEngine):
+class Wire(LocalCommunicator):
     """Records what the root broadcasts, or plays it to another rank."""
 
     def __init__(
@@ -41,11 +42,11 @@ class Wire(LocalEngine):
         other = torch.tensor([[int(self.other_lacks)]])
         return torch.cat([tensor, other] if self.rank == 0 else [other, tensor])
 
-    def hand_over(self, tensors: list[torch.Tensor], lacking: Sequence[bool]) -> None:
+    def hand_over(self, tensors: Sequence[torch.Tensor], lacking: Sequence[bool]) -> None:
         assert list(lacking) == [False, True], "the root has it and the newcomer does not"
         self.broadcast(tensors, 0)
 
-    def broadcast(self, tensors: list[torch.Tensor], root_rank: int) -> None:
+    def broadcast(self, tensors: Sequence[torch.Tensor], root_rank: int) -> None:
         if self.rank == root_rank:
             self.said.append([tensor.clone() for tensor in tensors])
         else:
@@ -223,3 +224,18 @@ def test_what_is_neither_plain_nor_stateful_is_named() -> None:
         State(thing=trained)
     with pytest.raises(AttributeError, match="no value 'nothing'"):
         _ = State(a=1).nothing
+
+
+def test_plain_data_travels_and_code_does_not(tmp_path: Path) -> None:
+    value = {"a": [1, 2.5, None, "x"], "t": torch.arange(3)}
+    taken = load_plain(dump_plain(value))
+    assert taken["a"] == value["a"]
+    assert torch.equal(taken["t"], torch.arange(3))
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    with pytest.raises(Exception, match=r"weights_only|Weights only|Unsupported"):
+        load_plain(dump_plain(Evil()))
+    assert not (tmp_path / "executed").exists()

@@ -1,0 +1,57 @@
+"""Cuts the bytes of many arrays into messages of a fixed size, and puts messages back.
+
+Arrays are flat and of type uint8: numpy arrays, or tensors with the same ``len``, slices and
+assignment to slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["cut_into_buckets", "scatter", "share_of"]
+
+BUCKET_BYTES = 16 << 20
+"""Keeps a link busy, while the copies of a bucket overlap with the messages of the next ones."""
+
+
+def cut_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield slices of the arrays, in order, that together hold at most `BUCKET_BYTES`."""
+    bucket: list[Any] = []
+    room = BUCKET_BYTES
+    for array in arrays:
+        at = 0
+        while at < len(array):
+            bucket.append(array[at : at + room])
+            at += len(bucket[-1])
+            room -= len(bucket[-1])
+            if not room:
+                yield bucket
+                bucket, room = [], BUCKET_BYTES
+    if bucket:
+        yield bucket
+
+
+def share_of(bucket: Sequence[Any], index: int, shares: int) -> list[Any]:
+    """Return the slices that make up one of so many equal shares of a bucket.
+
+    >>> share_of([b"abc", b"defgh"], 1, 2)
+    [b'efgh']
+    """
+    size = sum(map(len, bucket))
+    first, last = size * index // shares, size * (index + 1) // shares
+    found, offset = [], 0
+    for array in bucket:
+        part = array[max(0, first - offset) : max(0, last - offset)]
+        if len(part):
+            found.append(part)
+        offset += len(array)
+    return found
+
+
+def scatter(message: Any, bucket: Sequence[Any]) -> None:
+    """Overwrite the slices of a bucket with the bytes of a message."""
+    offset = 0
+    for array in bucket:
+        array[:] = message[offset : offset + len(array)]
+        offset += len(array)

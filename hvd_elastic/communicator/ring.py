@@ -1,0 +1,322 @@
+"""Horovod's ring, made and torn down as generations come and go."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvd_elastic.communicator.buckets import cut_into_buckets, scatter, share_of
+from hvd_elastic.communicator.interface import (
+    BARRIER,
+    GRADIENT_PREFIX,
+    GRADIENTS,
+    USER_PREFIX,
+    Array,
+    Collectives,
+    GenerationBrokenError,
+)
+from hvd_elastic.communicator.sockets import RingSockets
+from hvd_elastic.errors import ScriptError
+
+__all__ = ["HorovodCommunicator", "load_horovod"]
+
+_COUNTED = 32
+"""Collectives whose count is kept: ranks that wait for each other differ in one or two."""
+_IN_FLIGHT = 3
+"""Buckets that travel at the same time."""
+_SHORT_BYTES, _LENGTH_BYTES = 16 << 10, 8
+"""First message of `broadcast_bytes`; a decision about the batch fits into it."""
+
+
+def load_horovod(framework: str) -> Any:
+    """Import Horovod's module for a framework (``torch``, ``tensorflow``) and return it.
+
+    That takes a second or more: a standby worker does it before it is announced.
+
+    Raises:
+        ScriptError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(f"horovod.{framework}")
+    except ImportError as error:
+        raise ScriptError(
+            f"Horovod cannot be used with {sys.executable}: {error}. Build and install it with "
+            "`hvd-elastic build-horovod`; `hvd-elastic doctor` says what is missing."
+        ) from error
+
+
+class _Begun(NamedTuple):
+    """A collective that was begun."""
+
+    handle: Any
+    name: str
+    is_numpy: bool
+
+
+class HorovodCommunicator:
+    """A :class:`~hvd_elastic.communicator.interface.Communicator` of several processes.
+
+    Args:
+        collectives: Horovod for the framework of the script.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        from horovod.common.exceptions import HorovodInternalError
+
+        self._failure = HorovodInternalError
+        self._collectives = collectives
+        self._horovod = collectives.horovod
+        self._sockets = RingSockets()
+        # Buckets on their way: after a failure Horovod may use them until it is shut down.
+        self._in_flight: deque[tuple[list[Any], _Begun]] = deque()
+        self.rank = 0
+        self.size = 1
+        self.waiting_since: float | None = None
+        self.waiting_for = ""
+        self.longest_wait_s = 0.0
+        self.waited_s = 0.0
+        self.broken = False
+        # How often each was begun; the others in the order of their last time.
+        self._gradients: dict[str, int] = {}
+        self._others: dict[str, int] = {}
+
+    # -- life cycle ------------------------------------------------------------------------
+
+    def check_device(self, local_rank: int, devices: int) -> None:
+        """See :class:`Communicator`: NCCL refuses two ranks of a machine on one GPU."""
+        if local_rank < devices or "NCCL_HOSTID" in os.environ or not self._horovod.nccl_built():
+            return
+        gpus = "GPU" if devices == 1 else "GPUs"
+        raise ScriptError(
+            f"slot {local_rank} has no GPU of its own: the host has {devices} {gpus} that "
+            f"{self._collectives.framework} can use, and NCCL does not let two ranks share one. "
+            f"Write slots={devices} in the hostfile, or look at CUDA_VISIBLE_DEVICES (empty: train "
+            "on the CPUs). To share a GPU all the same, for a trial, give each worker a "
+            "NCCL_HOSTID of its own"
+        )
+
+    def warm(self) -> None:
+        """See :class:`Communicator`."""
+        self._collectives.warm()
+
+    def start(self, env: Mapping[str, str]) -> None:
+        """See :class:`Communicator`; an empty ``env`` leaves the variables of the launcher."""
+        os.environ.update(env)
+        self._gradients, self._others = {}, {}
+        with self._sockets.opening():
+            try:
+                self._horovod.init()
+            except (ValueError, RuntimeError) as error:
+                self._horovod.shutdown()
+                raise GenerationBrokenError(
+                    f"the communicator could not be made: {error}"
+                ) from error
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See :class:`Communicator`."""
+        self.rank, self.size = self._horovod.rank(), self._horovod.size()
+        self.broken = False
+
+    def stop(self, *, broken: bool = False) -> None:
+        """See :class:`Communicator`."""
+        # Horovod keeps a finished generation's sockets open until the next one; peers that have
+        # not heard of the end yet would wait for 30 s on them.
+        if broken:
+            self._abort_nccl()
+            self._sockets.shut()
+        self._horovod.shutdown()
+        self._sockets.shut()
+        self._in_flight.clear()
+
+    def abort(self) -> None:
+        """See :class:`Communicator`: Gloo's sockets are shut down, NCCL has a call."""
+        self._abort_nccl()
+        self._sockets.abort()
+
+    def _abort_nccl(self) -> None:
+        # A Horovod without this project's patch lacks the function.
+        library = self._horovod.mpi_ops._basics.MPI_LIB_CTYPES
+        getattr(library, "horovod_abort", lambda: None)()
+
+    # -- counts and waits ------------------------------------------------------------------
+
+    def begun(self) -> dict[str, int]:
+        """See :class:`Communicator`."""
+        return {GRADIENTS: max(self._gradients.copy().values(), default=0), **self._others.copy()}
+
+    def _count(self, name: str) -> str:
+        self._others[name] = self._others.pop(name, 0) + 1
+        if len(self._others) > _COUNTED:
+            del self._others[next(iter(self._others))]
+        return name
+
+    def _begin(self, name: str, collective: Callable[..., Any], array: Array, *args: Any) -> _Begun:
+        """Begin a collective that waits are told of by ``name``."""
+        is_numpy = isinstance(array, np.ndarray)
+        tensor = self._collectives.from_numpy(array) if is_numpy else array
+        try:
+            return _Begun(collective(tensor, *args), name, is_numpy)
+        except self._failure as error:
+            raise self._translated(error) from error
+
+    def wait(self, handle: _Begun) -> Array:
+        """See :class:`Communicator`."""
+        return self._finish(handle)
+
+    def _finish(self, begun: _Begun, *, is_usual: bool = True) -> Array:
+        result = self._waited(
+            begun.name, self._collectives.synchronize, begun.handle, is_usual=is_usual
+        )
+        return self._collectives.to_numpy(result) if begun.is_numpy else result
+
+    def _waited(
+        self, name: str, wait: Callable[..., Any], *args: Any, is_usual: bool = True
+    ) -> Any:
+        """Call ``wait``, time it and translate its errors; an unusual wait is not added up."""
+        self.waiting_for = name
+        self.waiting_since = begin = time.monotonic()
+        try:
+            result = wait(*args)
+            if is_usual:
+                self.longest_wait_s = max(self.longest_wait_s, time.monotonic() - begin)
+            return result
+        except self._failure as error:
+            raise self._translated(error) from error
+        finally:
+            if is_usual:
+                self.waited_s += time.monotonic() - begin
+            self.waiting_since = None
+
+    def _translated(self, error: BaseException) -> GenerationBrokenError | ScriptError:
+        line = str(error).strip().split("\n")[0]
+        if line.startswith("Mismatched"):  # told to all ranks, none of which is gone
+            return ScriptError(
+                f"what the ranks exchange does not fit together: {line} All have to call the same "
+                "collectives under the same names, with tensors of one type and shape"
+            )
+        self.broken = True
+        return GenerationBrokenError(line)
+
+    # -- collectives -----------------------------------------------------------------------
+
+    def reduce_async(self, array: Array, name: str) -> _Begun:
+        """See :class:`Communicator`."""
+        if name.startswith(GRADIENT_PREFIX):
+            begun = self._begin(GRADIENTS, self._collectives.average_async, array, name)
+            self._gradients[name] = self._gradients.get(name, 0) + 1
+            return begun
+        told = self._count(f"allreduce {_user_name(name)}")
+        return self._begin(told, self._collectives.average_async, array, name)
+
+    def gather(self, array: Array, name: str) -> Array:
+        """See :class:`Communicator`."""
+        told = self._count(f"allgather {_user_name(name)}")
+        return self._finish(self._begin(told, self._collectives.allgather_async, array, name))
+
+    def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
+        """See :class:`Communicator`."""
+
+        def begin(bucket: list[Any], number: int) -> _Begun:
+            message = self._joined(bucket)
+            name = f"hvd_elastic.state.{number}"
+            told = self._count("the state")
+            return self._begin(told, self._collectives.broadcast_async, message, name, root_rank)
+
+        def end(bucket: list[Any], message: Any) -> None:
+            # A single slice may have been overwritten where it lies.
+            if self.rank != root_rank and message is not bucket[0]:
+                scatter(message, bucket)
+
+        self._stream(arrays, begin, end)
+
+    def hand_over(self, arrays: Sequence[Array], lacking: Sequence[bool]) -> None:
+        """See :class:`Communicator`."""
+        holders = [rank for rank, lacks in enumerate(lacking) if not lacks]
+
+        def begin(bucket: list[Any], number: int) -> _Begun:
+            share: list[Any] = []
+            if not lacking[self.rank]:
+                share = share_of(bucket, holders.index(self.rank), len(holders))
+            size = sum(map(len, share))
+            copies = self._joined(share * sum(lacking)) if size else bucket[0][:0]
+            splits = [size if lacks else 0 for lacks in lacking]
+            name = f"hvd_elastic.share.{number}"
+            told = self._count("the state")
+            return self._begin(told, self._collectives.alltoall_async, copies, name, splits)
+
+        def end(bucket: list[Any], message: Any) -> None:
+            if lacking[self.rank]:
+                scatter(message, bucket)
+
+        self._stream(arrays, begin, end)
+
+    def _joined(self, pieces: list[Any]) -> Any:
+        return pieces[0] if len(pieces) == 1 else self._collectives.join(pieces)
+
+    def _stream(
+        self,
+        arrays: Sequence[Array],
+        begin: Callable[[list[Any], int], _Begun],
+        end: Callable[[list[Any], Any], None],
+    ) -> None:
+        """Send arrays bucket by bucket; while one is put in its place, the next ones travel.
+
+        Args:
+            arrays: in the same order on all ranks.
+            begin: begins the collective of a bucket, given its number.
+            end: is given a bucket and the result of its collective.
+        """
+
+        def finish_first() -> None:
+            bucket, begun = self._in_flight.popleft()
+            end(bucket, self._finish(begun))
+
+        with self._collectives.as_bytes(arrays) as devices:
+            buckets = itertools.chain.from_iterable(map(cut_into_buckets, devices))
+            for number, bucket in enumerate(buckets):
+                self._in_flight.append((bucket, begin(bucket, number)))
+                if len(self._in_flight) == _IN_FLIGHT:
+                    finish_first()
+            while self._in_flight:
+                finish_first()
+
+    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+        """See :class:`Communicator`: short data is one message, with its length before it."""
+        told = self._count("a broadcast")
+
+        def broadcast(message: np.ndarray) -> bytes:
+            collective = self._collectives.broadcast_async
+            begun = self._begin(told, collective, message, "hvd_elastic.bytes", root_rank)
+            # The root may load a checkpoint first, which says nothing about usual waits.
+            result: np.ndarray = self._finish(begun, is_usual=False)
+            return result.tobytes()
+
+        framed = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little") + data, np.uint8)
+        first = np.zeros(_SHORT_BYTES, np.uint8)
+        if self.rank == root_rank:
+            first[: len(framed)] = framed[:_SHORT_BYTES]
+        received = broadcast(first)
+        end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES], "little")
+        if end > _SHORT_BYTES:
+            rest = np.zeros(end - _SHORT_BYTES, np.uint8)
+            if self.rank == root_rank:
+                rest[:] = framed[_SHORT_BYTES:]
+            received += broadcast(rest)
+        return received[_LENGTH_BYTES:end]
+
+    def barrier(self) -> None:
+        """See :class:`Communicator`."""
+        self._waited(self._count(BARRIER), self._collectives.barrier)
+
+
+def _user_name(name: str) -> str:
+    return repr(name.removeprefix(USER_PREFIX))

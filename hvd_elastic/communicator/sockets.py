@@ -1,0 +1,100 @@
+"""Finds the sockets of a ring and shuts them down, which makes its collectives fail at once.
+
+Gloo has no call that aborts a collective. To Gloo, a socket that this process shuts down looks as
+if the peer had closed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["RingSockets"]
+
+_REPEAT_S = 0.05
+"""Pause between two shutdowns of an unfinished ring's sockets: short, since it opens more."""
+
+
+class RingSockets:
+    """The sockets that this process opened while its ring was made."""
+
+    def __init__(self) -> None:
+        self._before: set[str] = set()
+        self._own: set[str] = set()
+        self._store: tuple[str, int] | None = None
+        self._made = threading.Event()
+        self._made.set()
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Take every socket that is opened in this context for the ring's."""
+        if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
+            port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+            self._store = (os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port)
+        self._before = set(_sockets().values())
+        self._made.clear()
+        try:
+            yield
+        finally:
+            self._own = set(_sockets().values()) - self._before
+            self._made.set()
+
+    def abort(self) -> None:
+        """Shut them down, from any thread; while the ring is being made, until it is made."""
+
+        def repeat() -> None:
+            while not self._made.wait(_REPEAT_S):
+                self.shut()
+            self.shut()
+
+        self.shut()
+        if not self._made.is_set():
+            threading.Thread(target=repeat, name="hvd_elastic-abort", daemon=True).start()
+
+    def shut(self) -> None:
+        """Shut down those that are open now."""
+        made = self._made.is_set()
+        for descriptor, name in _sockets().items():
+            if name not in self._own if made else name in self._before:
+                continue
+            with contextlib.suppress(OSError):
+                duplicate = socket.socket(fileno=os.dup(descriptor))
+                with duplicate:
+                    # The descriptor may have been closed and reused since it was listed.
+                    if _target(duplicate.fileno()) != name or (
+                        duplicate.family not in (socket.AF_INET, socket.AF_INET6)
+                    ):
+                        continue
+                    # The rendezvous store ends its requests itself; Horovod repeats a broken one
+                    # after 0.5 s.
+                    if not made and self._store and _peer(duplicate) == self._store:
+                        continue
+                    duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> dict[int, str]:
+    """Return descriptor → ``socket:[inode]`` of every open socket of this process."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = _target(int(entry.name))
+            if target.startswith("socket:"):
+                found[int(entry.name)] = target
+    return found
+
+
+def _peer(connection: socket.socket) -> tuple[str, int] | None:
+    """Return address and port of the other end; None while there is none."""
+    try:
+        address, port = connection.getpeername()[:2]
+    except OSError:
+        return None
+    return address, port
+
+
+def _target(descriptor: int) -> str:
+    return str(Path(f"/proc/self/fd/{descriptor}").readlink())

@@ -1,0 +1,87 @@
+"""Horovod's collectives on PyTorch's tensors, which a communicator of several ranks stands on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_elastic.communicator.ring import load_horovod
+
+__all__ = ["TorchCollectives"]
+
+
+class TorchCollectives:
+    """See :class:`hvd_elastic.communicator.interface.Collectives`; all work in place."""
+
+    framework = "PyTorch"
+
+    def __init__(self) -> None:
+        self.horovod = load_horovod("torch")
+
+    def warm(self) -> None:
+        """Have NCCL look over the machine and load its kernels."""
+        if torch.cuda.is_available() and self.horovod.nccl_built():
+            alone = torch.zeros(1, device="cuda")
+            torch.cuda.nccl.all_reduce([alone], [torch.empty_like(alone)])
+
+    def from_numpy(self, array: np.ndarray) -> torch.Tensor:
+        """Return a tensor on the memory of the array."""
+        return torch.from_numpy(array)
+
+    def to_numpy(self, tensor: torch.Tensor) -> np.ndarray:
+        """Return an array on the memory of the tensor."""
+        return tensor.numpy()
+
+    @contextlib.contextmanager
+    def as_bytes(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
+        """Give the bytes of tensors by device; Horovod does not know every type."""
+        with torch.no_grad():
+            in_order = [tensor.detach().contiguous() for tensor in tensors]
+            devices: dict[torch.device, list[torch.Tensor]] = {}
+            for tensor in in_order:
+                if tensor.numel():
+                    flat = tensor.reshape(-1).view(torch.uint8)
+                    devices.setdefault(tensor.device, []).append(flat)
+            yield list(devices.values())
+            for tensor, ordered in zip(tensors, in_order, strict=True):
+                if tensor.data_ptr() != ordered.data_ptr():
+                    tensor.copy_(ordered)
+
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return flat tensors as one, a copy."""
+        return torch.cat(list(pieces))
+
+    def average_async(self, tensor: torch.Tensor, name: str) -> int:
+        """Begin averaging ``tensor`` over all ranks."""
+        handle: int = self.horovod.allreduce_async_(tensor, name=name, op=self.horovod.Average)
+        return handle
+
+    def allgather_async(self, tensor: torch.Tensor, name: str) -> int:
+        """Begin joining the tensors of all ranks."""
+        handle: int = self.horovod.allgather_async(tensor, name=name)
+        return handle
+
+    def broadcast_async(self, tensor: torch.Tensor, name: str, root_rank: int) -> int:
+        """Begin overwriting ``tensor`` with the root's."""
+        handle: int = self.horovod.broadcast_async_(tensor, root_rank, name=name)
+        return handle
+
+    def alltoall_async(self, tensor: torch.Tensor, name: str, splits: Sequence[int]) -> int:
+        """Begin sending ``splits[rank]`` rows to each rank."""
+        counts = torch.tensor(splits, dtype=torch.int32)
+        handle: int = self.horovod.alltoall_async(tensor, counts, name=name)
+        return handle
+
+    def synchronize(self, handle: int) -> Any:
+        """Wait for a collective and return its result."""
+        result = self.horovod.synchronize(handle)
+        # Horovod gives the sizes with what an all-to-all received.
+        return result[0] if isinstance(result, tuple) else result
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.horovod.barrier()
