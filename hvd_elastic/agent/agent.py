@@ -48,10 +48,10 @@ from hvd_elastic.agent.liveness import Pulse
 from hvd_elastic.agent.preemption import NOTICE_S, PreemptionWatch
 from hvd_elastic.agent.rendezvous import GenerationStore
 from hvd_elastic.agent.scratch import make_scratch, scratch_variables
+from hvd_elastic.agent.spool import keep_run
 from hvd_elastic.agent.unacknowledged import Ledger
 from hvd_elastic.checkpoint.files import drop_shards, find_shards
-from hvd_elastic.launch.protocol import PROTOCOL, Message, decode, encode, peer_uid
-from hvd_elastic.leader.recovery import keep_run
+from hvd_elastic.wire.framing import PROTOCOL, Message, decode, encode, peer_uid
 
 __all__ = ["Agent", "interface_of", "main"]
 

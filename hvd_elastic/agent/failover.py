@@ -18,7 +18,7 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
-from hvd_elastic.launch.protocol import Message, decode, encode, peer_uid
+from hvd_elastic.wire.framing import Message, decode, encode, peer_uid
 
 __all__ = ["Caller", "answer_caller", "call_predecessor", "listen_for_successors"]
 

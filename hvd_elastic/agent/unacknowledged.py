@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from hvd_elastic.launch.protocol import Message
+from hvd_elastic.wire.framing import Message
 
 __all__ = ["Ledger", "WorkerFacts"]
 

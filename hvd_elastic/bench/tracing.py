@@ -29,8 +29,8 @@ def install(write: Callable[[dict[str, Any]], None]) -> None:
     Args:
         write: takes one record.
     """
-    from hvd_elastic.launch.worker import AgentLink
     from hvd_elastic.torch.engine import HorovodEngine
+    from hvd_elastic.wire.link import AgentLink
 
     for owner, method, name in (
         (HorovodEngine, "stop", "stop"),

@@ -32,7 +32,7 @@ from hvd_elastic.checkpoint.files import (
 from hvd_elastic.checkpoint.place import check_place
 from hvd_elastic.checkpoint.url import CheckpointUrl, is_url
 from hvd_elastic.errors import CheckpointError, HvdElasticError
-from hvd_elastic.launch.protocol import Message, encode
+from hvd_elastic.wire.framing import Message, encode
 
 __all__ = ["Brought", "CheckpointCollector", "HostFiles"]
 

@@ -35,7 +35,6 @@ from hvd_elastic.errors import CheckpointError, HostfileError
 from hvd_elastic.formatting import count, hosts_named, worker_name
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile, require_prices
 from hvd_elastic.hosts.ssh import SshOptions, is_local, own_address_towards
-from hvd_elastic.launch.protocol import Message
 from hvd_elastic.leader.remote_agent import AgentConnection
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.split_brain import Rival
@@ -43,6 +42,7 @@ from hvd_elastic.leader.takeover import Adoption
 from hvd_elastic.records.json_lines import EventLog, RecordNotWrittenError
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, summarize
+from hvd_elastic.wire.framing import Message
 
 if TYPE_CHECKING:
     from hvd_elastic.leader.scaling import Scaler

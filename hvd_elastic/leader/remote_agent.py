@@ -19,7 +19,7 @@ from hvd_elastic.errors import HostKeyError, HostUnknownError, HvdElasticError, 
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import Connection, SshOptions, connect
 from hvd_elastic.hosts.transfer import receive_file, send_file
-from hvd_elastic.launch.protocol import PROTOCOL, Message, decode, encode
+from hvd_elastic.wire.framing import PROTOCOL, Message, decode, encode
 
 __all__ = ["AgentConnection"]
 

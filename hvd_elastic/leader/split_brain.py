@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from hvd_elastic.checkpoint.lease import PATIENCE_S, Claim
-from hvd_elastic.launch.protocol import Message
+from hvd_elastic.wire.framing import Message
 
 __all__ = ["Rival"]
 

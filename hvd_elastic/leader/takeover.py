@@ -10,7 +10,7 @@ from typing import Any
 
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import Member
-from hvd_elastic.launch.protocol import Message
+from hvd_elastic.wire.framing import Message
 
 __all__ = ["Adoption"]
 

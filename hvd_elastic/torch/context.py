@@ -29,7 +29,6 @@ import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
-from hvd_elastic.launch.worker import AgentLink, Instruction
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.checkpointing import Checkpointing
 from hvd_elastic.torch.engine import Engine, GenerationBrokenError, HorovodEngine, LocalEngine
@@ -38,6 +37,7 @@ from hvd_elastic.torch.replica_check import check_replicas
 from hvd_elastic.torch.rollback import Rollback
 from hvd_elastic.torch.sink import Sink, open_sink
 from hvd_elastic.torch.uncaught import tell_uncaught
+from hvd_elastic.wire.link import AgentLink, Instruction
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.adaptation import Adaptation

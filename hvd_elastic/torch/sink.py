@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvd_elastic.launch.worker import AgentLink
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
+from hvd_elastic.wire.link import AgentLink
 
 __all__ = ["FileSink", "Sink", "open_sink"]
 

@@ -21,7 +21,7 @@ import pytest
 
 from hvd_elastic.agent.agent import interface_of
 from hvd_elastic.control.endings import crash_stack
-from hvd_elastic.launch.protocol import PROTOCOL, Message, decode, encode
+from hvd_elastic.wire.framing import PROTOCOL, Message, decode, encode
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
@@ -70,7 +70,7 @@ WRITES = {"checkpoint_every_s": 600}
 # Speaks to its agent as every worker does, and has a child such as a data loader's.
 LINKED = """
 import os, signal, time
-from hvd_elastic.launch.worker import AgentLink
+from hvd_elastic.wire.link import AgentLink
 link = AgentLink.from_environment(lambda generation: None)
 child = os.fork()
 if child == 0:

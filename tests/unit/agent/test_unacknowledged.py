@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_elastic.agent.unacknowledged import Ledger
-from hvd_elastic.launch.protocol import Message
+from hvd_elastic.wire.framing import Message
 
 
 def said(ledger: Ledger, kind: str, worker: str = "w", **fields: Any) -> int:

@@ -24,7 +24,7 @@ from hvd_elastic.checkpoint.files import (
 )
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
-from hvd_elastic.launch.protocol import Message
+from hvd_elastic.wire.framing import Message
 from tests.unit.checkpoint.test_files import spooled
 
 

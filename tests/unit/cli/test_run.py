@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hvd_elastic.agent.spool import keep_run
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.leader.recovery import keep_run
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder

@@ -11,11 +11,11 @@ import pytest
 
 from hvd_elastic.checkpoint.lease import Claim
 from hvd_elastic.control.commands import Finish
-from hvd_elastic.launch.protocol import Message
 from hvd_elastic.leader.leader import _ADOPTION_S, Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.takeover import Adoption
 from hvd_elastic.records.run_folder import COMMAND_TIMEOUT_S, RunFolder
+from hvd_elastic.wire.framing import Message
 
 HELD = {"generation": 1, "members": [], "workers": []}
 

@@ -12,12 +12,12 @@ from hvd_elastic.checkpoint.collector import Brought
 from hvd_elastic.checkpoint.files import complete_checkpoint
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import Announce, StartWorker
-from hvd_elastic.launch.protocol import Message
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import Record, read_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
+from hvd_elastic.wire.framing import Message
 from tests.unit.checkpoint.test_files import spooled
 
 HOSTS = ("a", "b")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_elastic.launch.protocol import decode, encode, peer_uid, split_lines
+from hvd_elastic.wire.framing import decode, encode, peer_uid, split_lines
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

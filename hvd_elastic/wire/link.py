@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvd_elastic.launch.protocol import Message, decode, encode, split_lines
+from hvd_elastic.wire.framing import Message, decode, encode, split_lines
 
 __all__ = ["AgentLink", "Instruction"]
 

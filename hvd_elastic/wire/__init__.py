@@ -1,0 +1,1 @@
+"""Messages between worker, agent and leader, and how they travel."""
