@@ -31,6 +31,7 @@ def long_description() -> str:
 
 CORE = [
     "fabric>=3.2",
+    "msgspec>=0.19",
     "numpy>=1.26,<3",
     "packaging>=23",
     "paramiko>=3.4",

@@ -48,6 +48,7 @@ from hvd_elastic.torch.look_times import LookTimes
 from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import SETTLING_STEPS, announce_shares, steps_to_review
 from hvd_elastic.torch.schedule import ScheduleChecks
+from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
@@ -548,16 +549,15 @@ class Adaptation:
             step = context.progress.step
             atomic = max(-(-part // self.passes(step, part, ranks)) for part in self.parts)
         context.sink.send(
-            {
-                "kind": "batch_plan",
-                "step": context.progress.step,
-                "global_batch_size": plan.global_batch_size,
-                "atomic_batch_size": atomic,
-                "accumulation_steps": plan.accumulation_steps,
-                "lr_scale": self.adjustments()[-1].factor,
-                "limits": dataclasses.asdict(self._limits_now()),
-                "reason": reason,
-            }
+            msg.BatchPlan(
+                step=context.progress.step,
+                global_batch_size=plan.global_batch_size,
+                atomic_batch_size=atomic,
+                accumulation_steps=plan.accumulation_steps,
+                lr_scale=self.adjustments()[-1].factor,
+                limits=dataclasses.asdict(self._limits_now()),
+                reason=reason,
+            )
         )
 
     def metrics(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.shares import ShareBalance
 from hvd_elastic.torch.own_times import OwnTimes
+from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
@@ -150,11 +151,10 @@ def announce_shares(
 ) -> None:
     """Tell the run's records of new shares; empty parts: equal ones."""
     context.sink.send(
-        {
-            "kind": "shares",
-            "step": context.progress.step,
-            "global_batch_size": global_batch_size,
-            "shares": list(parts),
-            "reason": reason,
-        }
+        msg.Shares(
+            step=context.progress.step,
+            global_batch_size=global_batch_size,
+            shares=list(parts),
+            reason=reason,
+        )
     )

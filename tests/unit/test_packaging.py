@@ -27,7 +27,7 @@ PURE = [
     "hvd_elastic.config",
     *(
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for folder in ("model", "policy", "control", "sim")
+        for folder in ("model", "policy", "control", "sim", "wire")
         for path in sorted((ROOT / "hvd_elastic" / folder).glob("*.py"))
         if path.name != "loop.py"
     ),
