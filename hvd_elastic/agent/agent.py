@@ -599,7 +599,7 @@ class Agent:
                 raise FileNotFoundError(f"there is no command {command[0]!r} on this host")
             command[0] = program
             process = supervisor.spawn(command, cwd=cwd, env=environment, output=write_end)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte
             os.close(read_end)
             self._tell(msg.WorkerNotStarted(name, str(error)))
             return

@@ -47,8 +47,9 @@ _LOOK_S = 0.25
 class HostFiles(Protocol):
     """What a collector needs of the connection to an agent."""
 
-    info: AgentHello | None
-    """What the agent said of its host; None before that."""
+    @property
+    def info(self) -> AgentHello | None:
+        """What the agent said of its host; None before that."""
 
     def send(self, message: LeaderToAgent) -> None:
         """Queue a message to the agent."""

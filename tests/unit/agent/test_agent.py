@@ -144,8 +144,10 @@ class Agent:
 
         def is_wanted(message: Message) -> bool:
             said = message.get("message")
-            is_warning = isinstance(said, dict) and said["kind"] == "warning"
-            return is_warning and said["message"].startswith(begin)
+            if not isinstance(said, dict) or said["kind"] != "warning":
+                return False
+            text: str = said["message"]
+            return text.startswith(begin)
 
         said: Message = self.hear(is_wanted)["message"]
         return json.loads(said["message"])
@@ -410,6 +412,26 @@ def test_a_worker_that_sends_what_is_no_message_is_given_up_alone(
     assert agent.event("worker_exited")["worker"] == "w1"
     agent.say(op="tell", worker="w0", message={"kind": "hold"})
     assert agent.told_by_worker() == {"kind": "hold"}
+
+
+def test_what_was_read_and_no_leader_knows_is_told_to_the_next(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    """Also where an agent of an earlier release wrote it, and a full disk cut it off."""
+    run_id = f"unit-{secrets.token_hex(4)}"
+    untold = tmp_path / "spool" / run_id / "node1" / "untold.jsonl"
+    untold.parent.mkdir(parents=True)
+    used = {"generation": 1, "step": 3, "epoch": 0, "position": 16}
+    known = [
+        {"kind": "dataset", "n": 100, "dropped": 4},
+        {"kind": "used", **used, "indices": [5, 7], "padding": []},
+    ]
+    lines = "".join(json.dumps(reading) + "\n" for reading in known)
+    untold.write_text(lines + '{"kind": "used", "generation": 1, "ste')
+    agent = start_agent(run_id=run_id)
+    assert [agent.event("past")["message"] for _ in known] == known
+    assert f"the file {untold} sent a line that is not JSON" in agent.event("warning")["message"]
+    assert not untold.exists()
 
 
 def test_workers_of_an_agent_that_is_killed_are_gone(start_agent: StartAgent) -> None:

@@ -125,7 +125,9 @@ def test_a_package_that_a_host_lacks_is_named(
     assert words in down.cause
 
 
-def test_a_run_loses_the_host_of_such_an_agent_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_loses_the_host_of_such_an_agent_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     shown: list[Any] = []
     folder = RunFolder.create("r1", root=tmp_path)
     leader = Leader(RunSpec(("true",), "/", slots=1), folder, {}, shown.append, lambda *_: None)
@@ -136,7 +138,9 @@ def test_a_run_loses_the_host_of_such_an_agent_and_goes_on(tmp_path: Path) -> No
         def send(self, _: msg.LeaderToAgent) -> None: ...
 
     agent: Any = Up()
-    leader._start_agent = lambda name, take_over: leader._agents.update({name: agent})  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(
+        leader, "_start_agent", lambda name, take_over: leader._agents.update({name: agent})
+    )
     leader._tell(leader._hosts_changed(leader._read_hostfile()))
     leader._heard(agent, "localhost", agent_hello())
     cause = "host localhost: its agent sent a message with ev 'steal'"

@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.control.progress import Position
@@ -35,6 +35,7 @@ def metrics(**values: Any) -> msg.Metrics:
     return msg.Metrics(Position(1, 0, 8, 8), size=2, values=values)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(st.characters()), plain))
 def test_a_message_arrives_as_it_was_sent(values: dict[str, Any]) -> None:
     line = encode(metrics(values=values))
@@ -42,6 +43,7 @@ def test_a_message_arrives_as_it_was_sent(values: dict[str, Any]) -> None:
     assert decoded(line) == metrics(values=values)
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary().map(lambda data: data.hex())), st.integers(1, 50))
 def test_lines_are_found_however_they_are_cut(sent: list[str], size: int) -> None:
     data = b"".join(encode(metrics(of=text)) for text in sent)
@@ -88,6 +90,7 @@ def test_what_is_no_message_is_refused_with_who_sent_it_and_what_is_valid(
     assert len(str(error.value)) < 600
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_do_anything_but_raise_a_protocol_error(data: bytes) -> None:
     for union in (msg.AgentToLeader, msg.LeaderToAgent, msg.WorkerToAgent, msg.AgentToWorker):
