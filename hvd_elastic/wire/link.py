@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -169,8 +170,12 @@ class AgentLink:
         """Warn, once for each host, if it does not know its own name; that may take seconds."""
         name = socket.gethostname()
         # In a process of its own: a fork of this one during a look-up would leave its child locks.
+        # By a path and with close_fds off it is spawned without a pipe, which a data loader that
+        # forks meanwhile would hold open.
+        command = [shutil.which("getent") or "getent", "ahosts", name]
+        null = subprocess.DEVNULL
         try:
-            done = subprocess.run(["getent", "ahosts", name], capture_output=True, timeout=60)
+            done = subprocess.run(command, stdout=null, stderr=null, timeout=60, close_fds=False)
         except (OSError, subprocess.TimeoutExpired):
             return
         if done.returncode == _GETENT_UNKNOWN:
