@@ -111,11 +111,24 @@ class _Measuring:
                 for count in self._counts:
                     with make_copy_bed(count, self._rate, self._folder) as bed:
                         self._scale(bed)
+            on_one_bed = {
+                "small": self._small,
+                "most": self._most,
+                "times": self._times,
+                "nothing": self._nothing,
+                "text": self._text,
+                "crash": self._crash,
+                "silent": self._silent,
+                "slow": self._slow,
+                "join": self._join,
+                "again": self._again,
+                "pull": self._pull,
+            }
             others = [row for row in rows if row != "scale"]
             if others:
                 with make_copy_bed(self._hosts, self._rate, self._folder) as bed:
                     for row in others:
-                        getattr(self, f"_{row}")(bed)
+                        on_one_bed[row](bed)
 
     # ---- rows
 

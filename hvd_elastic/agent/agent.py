@@ -1,14 +1,15 @@
 """The agent: one process per host and run, started by the leader over ssh.
 
-It reads commands as JSON lines on stdin and answers on stdout; nothing of it listens on a network.
-It starts, warms, signals and reaps the workers of its host, carries their messages, serves the
-rendezvous of each generation on the loopback address. When the leader is done it ends everything
-it started and itself. A first SIGTERM or SIGHUP is a notice that the host will go: the leader is
-told, and has the workers leave. When the leader is lost (killed, or its link is gone) training goes
-on for a grace time: state and data live in the workers, and nothing but a change of the world needs
-a leader. Another leader can take the agent over meanwhile; see
-:mod:`hvd_elastic.agent.failover`. After that time, or at such a notice before, the workers write
-a checkpoint and all ends.
+It reads messages of :mod:`hvd_elastic.wire` on stdin and answers on stdout; nothing of it listens
+on a network. It starts, warms, signals and reaps the workers of its host, carries their messages,
+and serves the rendezvous of each generation on the loopback address. When the leader is done it
+ends everything it started and itself.
+
+A first SIGTERM or SIGHUP is a notice that the host will go: the leader is told, and has the workers
+leave. When the leader is lost (killed, or its link is gone) training goes on for a grace time:
+state and data live in the workers, and nothing but a change of the world needs a leader. Another
+leader can take the agent over meanwhile; see :mod:`hvd_elastic.agent.failover`. After that time,
+or at such a notice before, the workers write a checkpoint and all ends.
 
 Run by the launcher as ``python -m hvd_elastic.agent.agent``.
 """
@@ -16,7 +17,6 @@ Run by the launcher as ``python -m hvd_elastic.agent.agent``.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import functools
 import math
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,11 +51,19 @@ from hvd_elastic.agent.scratch import make_scratch, scratch_variables
 from hvd_elastic.agent.spool import keep_run
 from hvd_elastic.agent.unacknowledged import Ledger
 from hvd_elastic.checkpoint.files import drop_shards, find_shards
-from hvd_elastic.wire.framing import PROTOCOL, Message, decode, encode, peer_uid
+from hvd_elastic.control.commands import Member
+from hvd_elastic.control.progress import Activity
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import (
+    MAX_LINE_BYTES,
+    MessageDecoder,
+    ProtocolError,
+    encode,
+    peer_uid,
+)
 
 __all__ = ["Agent", "interface_of", "main"]
 
-_LINE_LIMIT = 64 << 20
 _STRAY_GRACE_S = 2.0
 _LOG_CHUNK_BYTES = 1 << 16
 _WRITE_PATIENCE_S = 300.0
@@ -94,11 +102,6 @@ def _machine() -> str:
     return ""
 
 
-def _leader_of(hello: Message) -> Message:
-    """Who said this hello, for another leader."""
-    return {name: hello[name] for name in ("run_id", "leader", "led_by", "led_since")}
-
-
 @dataclass
 class Worker:
     """One worker process of this host."""
@@ -108,7 +111,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     log: int
     pulse: Pulse
-    activity: Message = field(default_factory=dict)
+    activity: Activity = field(default_factory=Activity)
     is_member: bool = False
     """It has joined a generation and is not through with its training."""
     has_answered: bool = True
@@ -118,15 +121,15 @@ class Worker:
     was_meant: bool = False
     """It was ended because it alone had got that."""
     writer: asyncio.StreamWriter | None = None
-    unsent: list[Message] = field(default_factory=list)
+    unsent: list[msg.AgentToWorker] = field(default_factory=list)
 
     def silent_s(self, now: float) -> float:
         """For how long it gave no sign of life [s]."""
         # Before it has connected its interpreter is still starting.
         return 0.0 if self.writer is None else self.pulse.silent_s(now)
 
-    def send(self, message: Message) -> None:
-        """Pass a message on, now or as soon as the worker has connected."""
+    def send(self, message: msg.AgentToWorker) -> None:
+        """Send a message, now or as soon as the worker has connected."""
         if self.writer is None:
             self.unsent.append(message)
         elif not self.writer.is_closing():
@@ -139,7 +142,7 @@ class Agent:
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
         self._out: asyncio.StreamWriter | None = None
-        self._hello: Message = {}
+        self._greeting: msg.LeaderHello | None = None
         self._workers: dict[str, Worker] = {}
         self._stores: dict[int, GenerationStore] = {}
         self._interface: str | None = None
@@ -158,6 +161,9 @@ class Agent:
         self._hurry = asyncio.Event()
         self._door: socket.socket | None = None
         self._callers: list[Caller] = []
+        self._orders: MessageDecoder[msg.LeaderToAgent] = MessageDecoder(
+            msg.LeaderToAgent, "the leader"
+        )
         self._recorded: int | None = None
         self._replaced = False
         self._preemption: PreemptionWatch | None = None
@@ -187,7 +193,7 @@ class Agent:
         for store in self._stores.values():
             store.close()
         for worker in self._workers.values():
-            worker.send({"kind": "end"})  # those that outlive SIGTERM
+            worker.send(msg.End())  # those that outlive SIGTERM
         supervisor.end_processes(
             lambda: psutil.Process().children(recursive=True), self._grace_s, self._grace_s + 10
         )
@@ -200,7 +206,7 @@ class Agent:
     async def _connect(self, commands: IO[Any], output: IO[bytes]) -> None:
         """Talk to a leader through these pipes from now on."""
         loop = asyncio.get_running_loop()
-        reader = self._reader = asyncio.StreamReader(limit=_LINE_LIMIT)
+        reader = self._reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
         self._input, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), commands
         )
@@ -213,25 +219,56 @@ class Agent:
     async def _read_commands(self) -> None:
         assert self._reader is not None
         try:
-            while line := await self._reader.readline():
+            while line := await _read_line(self._reader, "the leader"):
                 self._heard = time.monotonic()
                 self._word.set()
-                message = decode(line)
-                # What a leader tells all its agents may overtake the hello of a new one.
-                if self._hello or message["op"] in ("hello", "shutdown"):
-                    await getattr(self, f"_on_{message['op']}")(message)
+                await self._obey(self._orders.decode(line))
             self._lose_leader()
         except OSError:
             self._lose_leader()
-        except (ValueError, KeyError, AttributeError) as error:
-            self._send({"ev": "fatal", "message": f"agent stopped: {error!r}"})
+        except ProtocolError as error:
+            text = f"the agent of hvd_elastic {__version__} (protocol {msg.PROTOCOL}) stopped"
+            self._send(msg.AgentWarning(f"{text}: {error}"))
             self._over.set()
 
-    def _send(self, message: Message) -> None:
+    async def _obey(self, message: msg.LeaderToAgent) -> None:
+        match message:
+            case msg.LeaderHello():
+                await self._on_hello(message)
+            case msg.Shutdown(grace_s=grace_s):
+                self._grace_s = grace_s
+                self._over.set()
+            case _ if self._greeting is None:
+                pass  # what a leader tells all its agents may overtake the hello of a new one
+            case msg.LeaderBeat():
+                self._on_leader_beat(message)
+            case msg.StartWorker():
+                self._start_worker(message)
+            case msg.AnnounceGeneration(announcement=announcement):
+                await self._announce(announcement)
+            case msg.PutEntry(entry=entry):
+                if entry.generation in self._stores:
+                    self._stores[entry.generation].put(entry.scope, entry.key, entry.value)
+            case msg.CallOff(generation=generation):
+                self._call_off(generation)
+            case msg.Tell(worker=name, message=instruction):
+                if isinstance(instruction, msg.Leave):
+                    self._ledger.told_to_leave(name)
+                if name in self._workers:
+                    self._workers[name].send(instruction)
+            case msg.Kill(worker=name, reason=reason):
+                self._ledger.killed(name, reason)
+                if name in self._workers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self._workers[name].process.pid, signal.SIGKILL)
+            case msg.Collected(step=step):
+                drop_shards(self._spool(), step)
+
+    def _send(self, message: msg.AgentToLeader) -> None:
         if self._out is not None and not self._out.is_closing():
             self._out.write(encode(message))
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: msg.AgentToLeader) -> None:
         """Send what the leader, or the next one, must not miss."""
         self._send(self._ledger.number(message))
 
@@ -239,7 +276,7 @@ class Agent:
         before = time.monotonic()
         while True:
             now = time.monotonic()
-            interval_s = self._hello.get("heartbeat_s", 1.0)
+            interval_s = self._greeting.heartbeat_s if self._greeting is not None else 1.0
             if now - before > 2 * interval_s + 0.5:
                 # It was this process that stood still, so it cannot judge others by that time.
                 self._heard += now - before
@@ -253,10 +290,10 @@ class Agent:
             ):
                 self._lose_leader(silent_s)
             workers = {
-                name: {**worker.activity, "silent_s": round(worker.silent_s(now), 3)}
+                name: replace(worker.activity, silent_s=round(worker.silent_s(now), 3))
                 for name, worker in self._workers.items()
             }
-            self._send({"ev": "beat", "workers": workers})
+            self._send(msg.AgentBeat(workers))
             await asyncio.sleep(interval_s)
 
     # -- notices that the host will go -------------------------------------------------------
@@ -268,7 +305,7 @@ class Agent:
         second time is meant to end this process.
         """
         before, self._notices = self._notices, [*self._notices, number]
-        if number in before or not self._hello:
+        if number in before or self._greeting is None:
             self._over.set()
         elif not before and self._is_led:
             self._tell_of_notice()
@@ -283,7 +320,7 @@ class Agent:
         """A worker that outlived SIGTERM, if that was no notice to the whole host."""
         if not self._notices:
             worker.was_meant = True
-            worker.send({"kind": "end"})
+            worker.send(msg.End())
 
     def _leave(self) -> None:
         """The host goes now: where no leader has seen to the state, it is written first."""
@@ -294,25 +331,30 @@ class Agent:
             self._lose_leader()
 
     def _give_notice(self, cause: str, leave_in_s: float) -> None:
-        self._tell({"ev": "notice", "cause": cause, "leave_in_s": round(leave_in_s, 1)})
+        self._tell(msg.Notice(cause, round(leave_in_s, 1)))
 
     def _watch_for_preemption(self, command: str) -> None:
         self._preemption = PreemptionWatch(
             command,
             functools.partial(self._give_notice, "the preemption command says so"),
-            lambda trouble: self._tell({"ev": "warning", "message": trouble}),
+            lambda trouble: self._tell(msg.AgentWarning(trouble)),
         )
         self._begin(self._preemption.watch())
 
     # -- without a leader, and the next one ------------------------------------------------
 
     @property
+    def _hello(self) -> msg.LeaderHello:
+        assert self._greeting is not None
+        return self._greeting
+
+    @property
     def _leader_timeout_s(self) -> float:
-        return float(self._hello.get("failure_timeout_s", math.inf))
+        return math.inf if self._greeting is None else self._greeting.failure_timeout_s
 
     @property
     def _leader_grace_s(self) -> float:
-        return float(self._hello.get("leader_grace_s", 0.0))
+        return 0.0 if self._greeting is None else self._greeting.leader_grace_s
 
     @property
     def _is_led(self) -> bool:
@@ -352,7 +394,7 @@ class Agent:
             os.close(null)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), grace_s)
-        if self._hello["options"].get("checkpoint_every_s"):
+        if self._hello.options.checkpoint_every_s:
             await self._have_state_written()
         self._over.set()
 
@@ -365,7 +407,7 @@ class Agent:
         for worker in self._workers.values():
             if worker.is_member:
                 worker.has_answered = False
-                worker.send({"kind": "checkpoint"})
+                worker.send(msg.SaveState())
         seen: list[Any] = []
         since, was_called_off = time.monotonic(), False
         while self._is_awaited():
@@ -379,7 +421,7 @@ class Agent:
                 # They wait for another host, which is gone, say: out of its step each of them
                 # writes the whole state.
                 was_called_off = True
-                await self._on_abort({"generation": max(self._stores, default=0)})
+                self._call_off(max(self._stores, default=0))
             await asyncio.sleep(_LOOK_S)
 
     def _is_awaited(self) -> bool:
@@ -393,7 +435,7 @@ class Agent:
 
     def _signs_of_writing(self) -> list[Any]:
         """What changes while steps are finished, or files become longer."""
-        said = [(w.name, w.has_answered, w.activity.get("step")) for w in self._workers.values()]
+        said = [(w.name, w.has_answered, w.activity.step) for w in self._workers.values()]
         size = 0
         with contextlib.suppress(OSError), os.scandir(self._spool()) as entries:
             for entry in entries:
@@ -402,7 +444,7 @@ class Agent:
         return [size, *said]
 
     def _step_patience_s(self) -> float:
-        longest_s = [w.activity.get("longest_step_s", 0.0) for w in self._workers.values()]
+        longest_s = [w.activity.longest_step_s for w in self._workers.values()]
         return max(3 * self._leader_timeout_s, 2 * max(longest_s, default=0.0))
 
     def _leave_untold(self) -> None:
@@ -414,11 +456,15 @@ class Agent:
 
     def _tell_untold(self) -> None:
         path = self._spool() / _UNTOLD
+        readings: MessageDecoder[msg.Reading] = MessageDecoder(msg.Reading, f"the file {path}")
         with contextlib.suppress(FileNotFoundError):
             lines = path.read_bytes().splitlines()
             path.unlink()
             for line in lines:
-                self._tell({"ev": "past", "message": decode(line)})
+                try:
+                    self._tell(msg.PastReading(readings.decode(line)))
+                except ProtocolError as error:  # torn, as by a full disk
+                    self._tell(msg.AgentWarning(str(error)))
 
     def _at_the_door(self) -> None:
         """The agent process of another leader, or of the same one once more."""
@@ -428,11 +474,12 @@ class Agent:
             self._begin(self._meet(caller))
 
     async def _meet(self, caller: Caller) -> None:
-        other = caller.hello.get("leader") != self._hello["leader"]
+        other = caller.hello.leader != self._hello.leader
         if other and await self._is_led_for_sure():
-            heard_s = time.monotonic() - self._heard
-            caller.refuse({**_leader_of(self._hello), "heard_s": round(heard_s, 1)})
-        elif other and caller.hello.get("take_over"):
+            led = self._hello.identity
+            led.heard_s = round(time.monotonic() - self._heard, 1)
+            caller.refuse(led)
+        elif other and caller.hello.take_over:
             await self._follow(caller)
         else:
             self._callers.append(caller)  # it waits until this process ends
@@ -452,12 +499,12 @@ class Agent:
             self._vigil.cancel()
         self._hurry.clear()
         # One that was frozen reads this when it goes on, whatever has become of the run by then.
-        self._send({"ev": "taken_over", **_leader_of(caller.hello), "heard_s": 0.0})
+        self._send(msg.TakenOver(caller.hello.identity))
         self._hang_up()
         self._callers.append(caller)
         caller.accept()
-        self._hello = {**self._hello, **caller.hello}
-        keep_run(self._spool(), self._hello.get("run", {}))
+        self._greeting = caller.hello
+        keep_run(self._spool(), self._hello.run)
         await self._connect(os.fdopen(caller.input, "rb"), os.fdopen(caller.output, "wb"))
         assert self._reader is not None
         if caller.rest:
@@ -471,78 +518,76 @@ class Agent:
 
     # -- commands of the leader ------------------------------------------------------------
 
-    async def _on_hello(self, message: Message) -> None:
-        self._hello = message
-        self._settle_with_predecessor(message)
+    async def _on_hello(self, hello: msg.LeaderHello) -> None:
+        self._greeting = hello
+        self._settle_with_predecessor(hello)
         if self._over.is_set():
             return
         supervisor.become_subreaper()
         # What an agent of this run that was killed has left on this host.
-        marks = {"HVD_ELASTIC_RUN_ID": message["run_id"], "HVD_ELASTIC_HOST": message["host"]}
+        marks = {"HVD_ELASTIC_RUN_ID": hello.run_id, "HVD_ELASTIC_HOST": hello.host}
         swept = supervisor.end_processes(lambda: supervisor.marked_processes(marks), 0.5)
         address = os.environ.get("SSH_CONNECTION", "").split(" ")
-        own_address = address[2] if len(address) == 4 else message.get("local_address", "127.0.0.1")
-        self._interface = message.get("interface") or interface_of(own_address)
-        self._socket_name = f"hvd_elastic/{message['run_id']}/{secrets.token_hex(8)}"
+        own_address = address[2] if len(address) == 4 else hello.local_address
+        self._interface = hello.interface or interface_of(own_address)
+        self._socket_name = f"hvd_elastic/{hello.run_id}/{secrets.token_hex(8)}"
         await asyncio.start_unix_server(
-            self._serve_worker, path="\0" + self._socket_name, limit=_LINE_LIMIT
+            self._serve_worker, path="\0" + self._socket_name, limit=MAX_LINE_BYTES
         )
         self._spool().mkdir(parents=True, exist_ok=True)
-        keep_run(self._spool(), message.get("run", {}))
-        self._scratch = make_scratch(message["run_id"], message["host"], message["env"])
-        self._door = listen_for_successors(message["run_id"], message["host"])
+        keep_run(self._spool(), hello.run)
+        self._scratch = make_scratch(hello.run_id, hello.host, hello.env)
+        self._door = listen_for_successors(hello.run_id, hello.host)
         asyncio.get_running_loop().add_reader(self._door, self._at_the_door)
         self._introduce(swept)
         self._tell_untold()
-        if message.get("preemption_command"):
-            self._watch_for_preemption(message["preemption_command"])
+        if hello.preemption_command:
+            self._watch_for_preemption(hello.preemption_command)
 
-    def _settle_with_predecessor(self, hello: Message) -> None:
+    def _settle_with_predecessor(self, hello: msg.LeaderHello) -> None:
         """An agent of this run may still be here, without a leader or given up by it."""
         assert self._reader is not None
         rest = bytes(self._reader._buffer)  # type: ignore[attr-defined]
-        answer, led = call_predecessor(hello, rest, self._output.fileno())
-        if answer == "refused":
-            self._send({"ev": "refused", **led})
-        if answer in ("refused", "taken"):
+        answer = call_predecessor(hello, rest, self._output.fileno())
+        if isinstance(answer, msg.Refused):
+            self._send(answer)
+        if answer is not None:
             self._replaced = True
             self._over.set()
 
-    def _introduce(self, swept: int, held: Message | None = None) -> None:
+    def _introduce(self, swept: int, held: msg.HeldRun | None = None) -> None:
         """Say who this is; ``held``: what is here of the run under an earlier leader."""
         self._send(
-            {
-                "ev": "hello",
-                "spool": str(self._spool()),
-                "spooled": [shard.manifest() for shard in find_shards(self._spool())],
-                "protocol": PROTOCOL,
-                "version": __version__,
-                "python": platform.python_version(),
-                "executable": sys.executable,
-                "pid": os.getpid(),
-                "hostname": socket.gethostname(),
-                "interface": self._interface,
-                "interfaces": _interfaces(),
-                "cpus": len(os.sched_getaffinity(0)),
-                "machine": _machine(),
-                "swept": swept,
-                "held": held,
-            }
+            msg.AgentHello(
+                protocol=msg.PROTOCOL,
+                version=__version__,
+                python=platform.python_version(),
+                spool=str(self._spool()),
+                spooled=[shard.manifest() for shard in find_shards(self._spool())],
+                executable=sys.executable,
+                pid=os.getpid(),
+                hostname=socket.gethostname(),
+                interface=self._interface,
+                interfaces=_interfaces(),
+                cpus=len(os.sched_getaffinity(0)),
+                machine=_machine(),
+                swept=swept,
+                held=held,
+            )
         )
 
-    async def _on_beat(self, message: Message) -> None:
-        self._ledger.acknowledged(message["seq"])
-        recorded = message.get("recorded")
-        if recorded is not None and recorded != self._recorded:
-            self._recorded = recorded
+    def _on_leader_beat(self, beat: msg.LeaderBeat) -> None:
+        self._ledger.acknowledged(beat.acted_upon)
+        if beat.recorded is not None and beat.recorded != self._recorded:
+            self._recorded = beat.recorded
             for worker in self._workers.values():
-                worker.send({"kind": "recorded", "step": recorded})
+                worker.send(msg.Recorded(beat.recorded))
 
-    async def _on_start_worker(self, message: Message) -> None:
-        name, local_rank = message["worker"], message["local_rank"]
-        self._ledger.started(name, local_rank)
-        environment = self._worker_environment(name, local_rank, message["slots"])
-        cwd, command = self._hello["cwd"], list(self._hello["command"])
+    def _start_worker(self, order: msg.StartWorker) -> None:
+        name, local_rank = order.worker, order.local_rank
+        self._ledger.started(name, self._hello.host, local_rank)
+        environment = self._worker_environment(name, local_rank, order.slots)
+        cwd, command = self._hello.cwd, list(self._hello.command)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         try:
             # A command with a slash in it is meant from the folder it runs in.
@@ -554,9 +599,9 @@ class Agent:
                 raise FileNotFoundError(f"there is no command {command[0]!r} on this host")
             command[0] = program
             process = supervisor.spawn(command, cwd=cwd, env=environment, output=write_end)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte
             os.close(read_end)
-            self._tell({"ev": "worker_not_started", "worker": name, "error": str(error)})
+            self._tell(msg.WorkerNotStarted(name, str(error)))
             return
         finally:
             os.close(write_end)
@@ -566,78 +611,60 @@ class Agent:
         asyncio.get_running_loop().add_reader(read_end, self._forward_log, worker)
         self._reap()  # it may have ended before it was known
 
-    async def _on_announce(self, message: Message) -> None:
-        generation = message["generation"]
-        self._ledger.announced(generation, message["members"], message["workers"])
+    async def _announce(self, announcement: msg.Announcement) -> None:
+        generation, members = announcement.generation, announcement.order.members
+        here = [member for member in members if member.host == self._hello.host]
+        self._ledger.announced(announcement.order, [member.worker for member in here])
         for old in [number for number in self._stores if number < generation - 1]:
             self._stores.pop(old).close()
         store = GenerationStore(functools.partial(self._forward_key, generation))
         await store.open()
         self._stores[generation] = store
-        for name, environment in message["workers"].items():
-            if name in self._workers:
-                values = {
-                    **environment,
-                    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-                    "HOROVOD_GLOO_RENDEZVOUS_PORT": str(store.port),
-                    "HOROVOD_HOSTNAME": self._hello["host"],
-                }
-                if self._interface:
-                    values["HOROVOD_GLOO_IFACE"] = self._interface
-                self._workers[name].send(
-                    {
-                        "kind": "join",
-                        "generation": generation,
-                        "env": values,
-                        "root_rank": message["root_rank"],
-                        "restore": message.get("restore"),
-                        "checkpoint": message.get("checkpoint"),
-                        "life": message["life"],
-                    }
-                )
+        for member in here:
+            if member.worker in self._workers:
+                env = self._rank_environment(member, len(members), store.port)
+                self._workers[member.worker].send(msg.Join(announcement, env))
 
-    async def _on_store(self, message: Message) -> None:
-        store = self._stores.get(message["generation"])
-        if store is not None:
-            store.put(message["scope"], message["key"], base64.b64decode(message["value"]))
+    def _rank_environment(self, member: Member, size: int, store_port: int) -> dict[str, str]:
+        """Return Horovod's variables for one member of a generation of ``size``."""
+        hierarchical = any("HIERARCHICAL" in name for name in self._hello.env)
+        values = {
+            "RANK": member.rank,
+            "SIZE": size,
+            "LOCAL_RANK": member.local_rank,
+            "LOCAL_SIZE": member.local_size,
+            "CROSS_RANK": member.cross_rank,
+            "CROSS_SIZE": member.cross_size,
+            "CONTROLLER": "gloo",
+            "CPU_OPERATIONS": "gloo",
+            # Only hierarchical operations use a ring for the ranks of a host and one across hosts.
+            "GLOO_SINGLE_CONTEXT": 0 if hierarchical else 1,
+            # Operations that NCCL has begun are aborted when a rank fails, instead of waited for.
+            "NCCL_ELASTIC": 1,
+            "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "GLOO_RENDEZVOUS_PORT": store_port,
+            "HOSTNAME": self._hello.host,
+        }
+        if self._interface:
+            values["GLOO_IFACE"] = self._interface
+        return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
 
-    async def _on_abort(self, message: Message) -> None:
-        store = self._stores.get(message["generation"])
-        if store is not None:
-            store.call_off()
+    def _call_off(self, generation: int) -> None:
+        if generation in self._stores:
+            self._stores[generation].call_off()
         for worker in self._workers.values():
-            worker.send({"kind": "abort", "generation": message["generation"]})
-
-    async def _on_tell(self, message: Message) -> None:
-        self._ledger.told(message["worker"], message["message"]["kind"])
-        worker = self._workers.get(message["worker"])
-        if worker is not None:
-            worker.send(message["message"])
-
-    async def _on_kill(self, message: Message) -> None:
-        self._ledger.killed(message["worker"], message.get("reason", ""))
-        worker = self._workers.get(message["worker"])
-        if worker is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
-
-    async def _on_collected(self, message: Message) -> None:
-        drop_shards(self._spool(), message["step"])
-
-    async def _on_shutdown(self, message: Message) -> None:
-        self._grace_s = float(message.get("grace_s", self._grace_s))
-        self._over.set()
+            worker.send(msg.Abort(generation))
 
     # -- workers ---------------------------------------------------------------------------
 
     def _spool(self) -> Path:
         """Where workers of this host leave checkpoints for the leader to fetch."""
-        configured = self._hello["env"].get("HVD_ELASTIC_HOME")
+        configured = self._hello.env.get("HVD_ELASTIC_HOME")
         home = Path(configured) if configured else config.home()
-        return home / "spool" / self._hello["run_id"] / self._hello["host"]
+        return home / "spool" / self._hello.run_id / self._hello.host
 
     def _remove_spool(self) -> None:
-        if not self._hello:
+        if self._greeting is None:
             return
         spool = self._spool()
         if find_shards(spool) or (spool / _UNTOLD).exists():
@@ -649,7 +676,7 @@ class Agent:
 
     def _worker_environment(self, name: str, local_rank: int, slots: int) -> dict[str, str]:
         environment = dict(os.environ)
-        environment.update(self._hello["env"])
+        environment.update(self._hello.env)
         cores = len(os.sched_getaffinity(0))
         # Several workers that each take all cores slow each other down (as torchrun does).
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, slots))))
@@ -665,51 +692,62 @@ class Agent:
             environment["TMPDIR"] = str(self._scratch)
         environment.update(
             PYTHONUNBUFFERED="1",
-            HVD_ELASTIC_RUN_ID=self._hello["run_id"],
-            HVD_ELASTIC_HOST=self._hello["host"],
+            HVD_ELASTIC_RUN_ID=self._hello.run_id,
+            HVD_ELASTIC_HOST=self._hello.host,
             HVD_ELASTIC_WORKER=name,
             HVD_ELASTIC_LOCAL_RANK=str(local_rank),
             HVD_ELASTIC_AGENT=self._socket_name,
             HVD_ELASTIC_SPOOL=str(self._spool()),
-            HVD_ELASTIC_OPTIONS=encode(self._hello["options"]).decode().strip(),
+            HVD_ELASTIC_OPTIONS=encode(self._hello.options).decode().strip(),
         )
         return environment
 
     async def _serve_worker(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        worker: Worker | None = None
         try:
             if peer_uid(writer.get_extra_info("socket")) != os.getuid():
                 return
-            worker = self._workers.get(decode(await reader.readline()).get("worker", ""))
+            stranger: MessageDecoder[Any] = MessageDecoder(msg.WorkerToAgent, "a process")
+            hello = stranger.decode(await _read_line(reader, "a process"))
+            worker = self._workers.get(hello.worker) if isinstance(hello, msg.WorkerHello) else None
             if worker is None or worker.writer is not None:
                 return
             worker.writer = writer
             for message in worker.unsent:
                 worker.send(message)
             worker.unsent.clear()
-            while line := await reader.readline():
-                worker.pulse.beat()
-                message = decode(line)
-                kind = message["kind"]
-                if kind == "beat":
-                    outlived = message.pop("outlived", 0)
-                    worker.activity = {name: message[name] for name in message if name != "kind"}
-                    if outlived and not worker.outlived:
-                        worker.outlived = outlived
-                        loop = asyncio.get_running_loop()
-                        loop.call_later(_SAME_NOTICE_S, self._end_if_meant_alone, worker)
-                elif kind == "checkpoint_answered":
-                    worker.has_answered = True
-                else:
-                    if kind in ("joined", "finished"):
-                        worker.is_member = kind == "joined"
-                    self._tell({"ev": "worker", "worker": worker.name, "message": message})
-        except (ValueError, KeyError, OSError):
-            pass  # a worker that dies in the middle of a line; its exit is reported by _reap
+            await self._listen_to(worker, reader)
+        except (ProtocolError, OSError):
+            pass  # nobody that is known here; or a worker that dies, which _reap reports
         finally:
             writer.close()
+
+    async def _listen_to(self, worker: Worker, reader: asyncio.StreamReader) -> None:
+        name = f"the worker of slot {worker.local_rank}"
+        messages: MessageDecoder[Any] = MessageDecoder(msg.WorkerToAgent, name)
+        try:
+            while line := await _read_line(reader, name):
+                worker.pulse.beat()
+                self._take_from(worker, messages.decode(line))
+        except ProtocolError as error:
+            # Its end follows: a worker that loses its agent ends.
+            self._tell(msg.AgentWarning(f"{error}. This worker is given up"))
+
+    def _take_from(self, worker: Worker, message: msg.WorkerToAgent) -> None:
+        match message:
+            case msg.WorkerBeat(activity=activity, outlived=outlived):
+                worker.activity = activity
+                if outlived and not worker.outlived:
+                    worker.outlived = outlived
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(_SAME_NOTICE_S, self._end_if_meant_alone, worker)
+            case msg.CheckpointAnswered():
+                worker.has_answered = True
+            case msg.WorkerReport():
+                if isinstance(message, (msg.Joined, msg.Finished)):
+                    worker.is_member = isinstance(message, msg.Joined)
+                self._tell(msg.WorkerSaid(worker.name, message))
 
     def _forward_log(self, worker: Worker) -> None:
         try:
@@ -722,13 +760,10 @@ class Agent:
             asyncio.get_running_loop().remove_reader(worker.log)
             return
         text = data.decode(errors="replace")
-        self._tell({"ev": "log", "worker": worker.name, "data": text})
+        self._tell(msg.Log(worker.name, text))
 
     def _forward_key(self, generation: int, scope: str, key: str, value: bytes) -> None:
-        encoded = base64.b64encode(value).decode()
-        self._send(
-            {"ev": "store", "generation": generation, "scope": scope, "key": key, "value": encoded}
-        )
+        self._send(msg.EntryAdded(msg.StoreEntry(generation, scope, key, value)))
 
     def _reap(self) -> None:
         """Collect every child that has ended: workers, and orphans adopted from them."""
@@ -763,7 +798,7 @@ class Agent:
         with contextlib.suppress(OSError):
             while data := os.read(worker.log, _LOG_CHUNK_BYTES):
                 text = data.decode(errors="replace")
-                self._tell({"ev": "log", "worker": worker.name, "data": text})
+                self._tell(msg.Log(worker.name, text))
         loop.remove_reader(worker.log)
         os.close(worker.log)
         del self._workers[worker.name]
@@ -771,12 +806,11 @@ class Agent:
         if worker.was_meant and code == -signal.SIGKILL:
             code = -worker.outlived  # what somebody sent, and not how it was carried out
         self._tell(
-            {
-                "ev": "worker_exited",
-                "worker": worker.name,
-                "code": code if code >= 0 else None,
-                "signal": -code if code < 0 else None,
-            }
+            msg.WorkerEnded(
+                worker.name,
+                code=code if code >= 0 else None,
+                signal=-code if code < 0 else None,
+            )
         )
         find = functools.partial(
             supervisor.strays_of, worker.process.pid, "HVD_ELASTIC_WORKER", worker.name
@@ -790,6 +824,19 @@ class Agent:
         for stray in find():
             with contextlib.suppress(psutil.Error):
                 stray.kill()
+
+
+async def _read_line(reader: asyncio.StreamReader, sender: str) -> bytes:
+    """Return the next line; b"" at the end, also where the last line is not whole.
+
+    Raises:
+        ProtocolError: the line is too long.
+    """
+    try:
+        line = await reader.readline()
+    except ValueError:
+        raise ProtocolError(f"{sender} sent a line of more than {MAX_LINE_BYTES} bytes") from None
+    return line if line.endswith(b"\n") else b""
 
 
 def main() -> None:

@@ -9,23 +9,34 @@ until the old one ends.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import signal
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-from hvd_elastic.wire.framing import Message, decode, encode, peer_uid
+import msgspec
+
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode, peer_uid
 
 __all__ = ["Caller", "answer_caller", "call_predecessor", "listen_for_successors"]
 
 _ANSWER_S = 8.0
 _MAX_HELLO_BYTES = 16 << 20
 
-Answer = Literal["nobody", "ended", "taken", "refused"]
+
+class _Call(msgspec.Struct, tag="call"):
+    """What a newly started agent process says at the door; its pipes come with it."""
+
+    hello: msg.LeaderHello
+    rest: bytes
+
+
+class Taken(msgspec.Struct, tag_field="ev", tag="taken"):
+    """The running agent follows the new leader."""
 
 
 @dataclass
@@ -40,19 +51,19 @@ class Caller:
     """
 
     connection: socket.socket
-    hello: Message
+    hello: msg.LeaderHello
     rest: bytes
     input: int
     output: int
 
-    def refuse(self, led: Message) -> None:
+    def refuse(self, led: msg.LeaderIdentity) -> None:
         """Send it away; ``led``: who leads this run already."""
-        self._answer({"answer": "refused", "led": led})
+        self._answer(msg.Refused(led))
         self.close()
 
     def accept(self) -> None:
-        """Its pipes are ours from now on."""
-        self._answer({"answer": "taken"})
+        """Say that its pipes are ours from now on."""
+        self._answer(Taken())
 
     def close(self) -> None:
         """Let go of what it handed over."""
@@ -61,7 +72,7 @@ class Caller:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: msg.Refused | Taken) -> None:
         with contextlib.suppress(OSError):
             self.connection.sendall(encode(message))
 
@@ -99,18 +110,20 @@ def answer_caller(listener: socket.socket) -> Caller | None:
             if not more or len(data) > _MAX_HELLO_BYTES:
                 raise ValueError("no complete message")
             data += more
-        message = decode(data)
-        hello, rest = message["hello"], base64.b64decode(message["rest"])
+        calls: MessageDecoder[_Call] = MessageDecoder(_Call, "an agent process")
+        call = calls.decode(data)
         read, write = descriptors
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, ProtocolError):
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
         return None
-    return Caller(connection, hello, rest, read, write)
+    return Caller(connection, call.hello, call.rest, read, write)
 
 
-def call_predecessor(hello: Message, rest: bytes, output: int) -> tuple[Answer, Message]:
+def call_predecessor(
+    hello: msg.LeaderHello, rest: bytes, output: int
+) -> Taken | msg.Refused | None:
     """Look for a running agent of the same run, host and user, and settle who goes on.
 
     Blocks; nothing else has begun in this process.
@@ -121,17 +134,17 @@ def call_predecessor(hello: Message, rest: bytes, output: int) -> tuple[Answer, 
         output: descriptor of this process's way to the leader.
 
     Returns:
-        What became of it, and after a refusal who leads this run already. After ``taken`` this
-        call has lasted until the old agent ended.
+        The answer of the running agent; after Taken this call has lasted until that agent ended.
+        None where there is no agent any more.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_S)
         try:
-            connection.connect(_address(hello["run_id"], hello["host"]))
+            connection.connect(_address(hello.run_id, hello.host))
         except OSError:
-            return "nobody", {}
+            return None
         try:
-            text = encode({"hello": hello, "rest": base64.b64encode(rest).decode()})
+            text = encode(_Call(hello, rest))
             socket.send_fds(connection, [text[:1]], [0, output])
             connection.sendall(text[1:])
             answer = _read_line(connection)
@@ -139,17 +152,18 @@ def call_predecessor(hello: Message, rest: bytes, output: int) -> tuple[Answer, 
             answer = b""
             _kill_peer(connection)
         if not answer:
-            return "ended", {}
-        message = decode(answer)
-        if message["answer"] == "refused":
-            return "refused", message["led"]
+            return None
+        answers: MessageDecoder[Any] = MessageDecoder(Taken | msg.Refused, "the running agent")
+        settled: Taken | msg.Refused = answers.decode(answer)
+        if isinstance(settled, msg.Refused):
+            return settled
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         # While this process lives, so does the ssh channel with the pipes it handed over.
         connection.settimeout(None)
         with contextlib.suppress(OSError):
             connection.recv(1)
-        return "taken", {}
+        return settled
 
 
 def _read_line(connection: socket.socket) -> bytes:

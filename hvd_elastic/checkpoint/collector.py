@@ -32,7 +32,8 @@ from hvd_elastic.checkpoint.files import (
 from hvd_elastic.checkpoint.place import check_place
 from hvd_elastic.checkpoint.url import CheckpointUrl, is_url
 from hvd_elastic.errors import CheckpointError, HvdElasticError
-from hvd_elastic.wire.framing import Message, encode
+from hvd_elastic.wire.framing import encode
+from hvd_elastic.wire.messages import AgentHello, CheckpointWritten, Collected, LeaderToAgent
 
 __all__ = ["Brought", "CheckpointCollector", "HostFiles"]
 
@@ -46,9 +47,11 @@ _LOOK_S = 0.25
 class HostFiles(Protocol):
     """What a collector needs of the connection to an agent."""
 
-    info: Message
+    @property
+    def info(self) -> AgentHello | None:
+        """What the agent said of its host; None before that."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: LeaderToAgent) -> None:
         """Queue a message to the agent."""
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
@@ -89,7 +92,8 @@ class _Source:
 
     @property
     def remote(self) -> str:
-        return f"{self.agent.info['spool']}/{self.shard.file}"
+        assert self.agent.info is not None
+        return f"{self.agent.info.spool}/{self.shard.file}"
 
 
 class CheckpointCollector:
@@ -187,15 +191,15 @@ class CheckpointCollector:
 
     # -- what is there to collect ----------------------------------------------------------
 
-    def written(self, host: str, agent: HostFiles, said: Message) -> None:
+    def written(self, host: str, agent: HostFiles, said: CheckpointWritten) -> None:
         """A worker has written its shard into the spool of its host."""
         try:
-            shard = parse_shard(said["shard"], self.folder)
+            shard = parse_shard(said.shard, self.folder)
         except ValueError as error:
             self._complain(f"host {host}: a checkpoint was not kept: {error}")
             return
         self._accepting = False
-        source = _Source(host, agent, shard, said.get("seconds", 0.0), said.get("blocked_s", 0.0))
+        source = _Source(host, agent, shard, said.seconds, said.blocked_s)
         self._known.setdefault(shard.key, []).append(source)
         self._begin()
 
@@ -205,7 +209,7 @@ class CheckpointCollector:
             return
         if not self._accepting:
             # Training has gone on from elsewhere: what is there belongs to no history any more.
-            agent.send({"op": "collected", "step": None})
+            agent.send(Collected(None))
             return
         for described in spooled:
             with contextlib.suppress(ValueError):
@@ -302,16 +306,17 @@ class CheckpointCollector:
     def _copy(self, info: CheckpointInfo) -> list[str]:
         """Put copies of each shard on other hosts; what went wrong."""
         problems = []
-        agents = {host: agent for host, agent in dict(self._agents()).items() if agent.info}
+        agents = dict(self._agents())
+        spools = {host: agent.info.spool for host, agent in agents.items() if agent.info}
         for shard in info.shards:
-            others = _others(list(agents), shard.host, self._copies)
+            others = _others(list(spools), shard.host, self._copies)
             if len(others) < self._copies:
                 problems.append(
                     f"a checkpoint has fewer copies than --checkpoint-copies {self._copies}: "
                     f"only {len(others)} other hosts are up"
                 )
             for host in others:
-                spool = agents[host].info["spool"]
+                spool = spools[host]
                 described = self.folder / f".tmp-description-{shard.sha256[:12]}"
                 try:
                     agents[host].put(shard.path, f"{spool}/{shard.file}")
@@ -352,11 +357,11 @@ class CheckpointCollector:
 
     def _release(self, up_to_step: int | None) -> None:
         for agent in self._agents().values():
-            agent.send({"op": "collected", "step": up_to_step})
+            agent.send(Collected(up_to_step))
 
     def leaving(self, agent: HostFiles) -> None:
         """A host is not part of the run any more: its spool goes with its agent."""
-        agent.send({"op": "collected", "step": None})
+        agent.send(Collected(None))
 
     def end(self, *, succeeded: bool) -> None:
         """The run ends: nothing of the spools is needed, unless it is all there is."""
@@ -438,10 +443,10 @@ class CheckpointCollector:
         failed: dict[str, str] = {}
         for host in hosts:
             agent = self._agents().get(host)
-            if agent is None or not agent.info:
+            if agent is None or agent.info is None:
                 failed[host] = f"host {host} is gone"
                 continue
-            folder = f"{agent.info['spool']}/{name}"
+            folder = f"{agent.info.spool}/{name}"
             try:
                 for path in newest.files:
                     agent.put(path, f"{folder}/{path.name}")

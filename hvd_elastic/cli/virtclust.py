@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -195,12 +195,16 @@ def down(
 
 
 def _act(
-    host: str, name: str | None, action: str, done: str, as_json: bool, **options: Any
+    host: str,
+    name: str | None,
+    action: Callable[[VirtualCluster, str], object],
+    done: str,
+    as_json: bool,
 ) -> None:
     from hvd_elastic.virtual import VirtualCluster
 
     cluster, full_name = VirtualCluster.find_host(host, name)
-    getattr(cluster, action)(full_name, **options)
+    action(cluster, full_name)
     record = {"host": full_name, "status": cluster.status(full_name)}
     _say(as_json, record, f"{full_name}: {done}")
 
@@ -208,13 +212,13 @@ def _act(
 @app.command(epilog="Example: virtclust cut vc1-2")
 def cut(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
     """Pull a host's cable: packets are lost without a word, connections stay open."""
-    _act(host, name, "cut", "its cable is pulled", as_json)
+    _act(host, name, lambda cluster, it: cluster.cut(it), "its cable is pulled", as_json)
 
 
 @app.command(epilog="Example: virtclust heal vc1-2")
 def heal(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
     """Plug a host's cable in again."""
-    _act(host, name, "heal", "its cable is plugged in", as_json)
+    _act(host, name, lambda cluster, it: cluster.heal(it), "its cable is plugged in", as_json)
 
 
 @app.command(epilog="Examples: virtclust crash vc1-2    virtclust crash vc1-2 --silent")
@@ -227,13 +231,13 @@ def crash(
     as_json: bool = _JSON,
 ) -> None:
     """Kill -9 everything on a host, its sshd included; it stays off until booted."""
-    _act(host, name, "crash", "off", as_json, silent=silent)
+    _act(host, name, lambda cluster, it: cluster.crash(it, silent=silent), "off", as_json)
 
 
 @app.command(epilog="Example: virtclust boot vc1-2")
 def boot(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
     """Start a crashed host again: same name, address, host key and /data; empty /tmp."""
-    _act(host, name, "boot", "up", as_json)
+    _act(host, name, lambda cluster, it: cluster.boot(it), "up", as_json)
 
 
 @app.command(epilog="Example: virtclust add 2 --name vc1")

@@ -2,25 +2,89 @@
 
 from __future__ import annotations
 
+import enum
 import re
 
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import WorkerExited
 
-__all__ = ["Endings", "crash_stack", "explain_script_error", "how_it_ended"]
+__all__ = [
+    "Departure",
+    "Endings",
+    "StopCause",
+    "crash_stack",
+    "explain_script_error",
+    "how_it_ended",
+]
 
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
 _LAST_SIGNAL = 31
 
-# How scripts end that expect what torchrun sets up.
-_EXPECTS_TORCHRUN = re.compile(
-    r"^(ValueError|RuntimeError): (Error initializing torch\.distributed using env://"
-    r"|Default process group has not been initialized|FSDP needs a non-CPU accelerator)"
-    r"|^KeyError: '(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
-    re.MULTILINE,
-)
-_FRAME = re.compile(r'File "(?P<file>[^"<]+)", line (?P<line>\d+)')
-_INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3")
+# Markers of other programs' output: Python's tracebacks, its faulthandler, the C++ runtime.
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
+_ERROR = re.compile(r"^(?P<type>\w+)(?:: (?P<text>.*))?$", re.MULTILINE)
+_INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|<")
+_FAULT, _CURRENT, _OTHER = "Fatal Python error: ", "Current thread", "Thread"
+_UNCAUGHT_CPP = "terminate called"
+
+_TORCHRUN_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+_GROUP_ERRORS = {"ValueError", "RuntimeError"}
+_TORCH_DISTRIBUTED = "/torch/distributed/"
+_NEEDS_GROUP = {"_get_default_group", "_get_env_or_raise"}
+"""Functions of torch.distributed that raise where torchrun has not prepared the process."""
+
+
+class Departure(enum.Enum):
+    """How a worker's process came to its end, as the event ``worker_left`` says it.
+
+    LEFT: it was told to leave, and did. FINISHED: its training function returned. HOST_LOST: its
+    host went, with all of it. KILLED: the run had it killed. DIED: anything else; it crashed, or
+    somebody killed it.
+    """
+
+    LEFT = "left"
+    FINISHED = "finished"
+    HOST_LOST = "host_lost"
+    KILLED = "killed"
+    DIED = "died"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether nobody else is affected by it."""
+        return self in (Departure.LEFT, Departure.FINISHED)
+
+
+class StopCause(enum.Enum):
+    """Who asked for the end of a run, in the words of events."""
+
+    INTERRUPT = "Ctrl-C"
+    TERMINATE = "SIGTERM"
+    HANGUP = "SIGHUP"
+    COMMAND = "stop command"
+
+
+class _ScriptCause(enum.Enum):
+    """Why a script failed that was written for another launcher, and what to change in it."""
+
+    EXPECTS_TORCHRUN = (
+        "this expects the process group of torchrun; remove init_process_group, "
+        "DistributedDataParallel, and RANK, LOCAL_RANK and the like, and use hvd.init(), "
+        "hvd.DistributedOptimizer(optimizer, model), hvd.rank() and hvd.local_rank() of "
+        "hvd_elastic.torch instead (docs/migration.md shows both side by side)"
+    )
+    EXPECTS_SHARDING = (
+        "this expects the process group of torchrun, and nothing here shards a model; remove FSDP "
+        "and init_process_group, and use hvd.init() and hvd.DistributedOptimizer(optimizer, model) "
+        "of hvd_elastic.torch instead, or keep torchrun for a model that needs more than one "
+        "device (docs/migration.md)"
+    )
+    EXPECTS_SAMPLER_SHARES = (
+        "this DistributedSampler expects the process group of torchrun; leave the sampler out, and "
+        "its set_epoch(): hvd.DataLoader(dataset, batch_size, shuffle=True) of hvd_elastic.torch "
+        "gives each rank its share of every batch (docs/migration.md)"
+    )
 
 
 def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
@@ -42,34 +106,37 @@ def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
 
 
 def explain_script_error(traceback: str) -> str | None:
-    """What to change in a script that failed because torchrun did not start it; else None.
+    """Return what to change in a script that failed because torchrun did not start it; else None.
 
     >>> explain_script_error("KeyError: 'RANK'").partition(";")[0]
     'this expects the process group of torchrun'
     """
-    if not _EXPECTS_TORCHRUN.search(traceback):
+    frames = list(_FRAME.finditer(traceback))
+    cause = _script_cause(traceback, frames[-1] if frames else None)
+    if cause is None:
         return None
-    frames = [match for match in _FRAME.finditer(traceback) if not _INSTALLED.search(match["file"])]
-    place = f"{frames[-1]['file']}, line {frames[-1]['line']}: " if frames else ""
+    own = [frame for frame in frames if not _INSTALLED.search(frame["file"])]
+    place = f"{own[-1]['file']}, line {own[-1]['line']}: " if own else ""
+    return f"{place}{cause.value}"
+
+
+def _script_cause(traceback: str, innermost: re.Match[str] | None) -> _ScriptCause | None:
+    errors = {(error["type"], error["text"]) for error in _ERROR.finditer(traceback)}
+    if any(("KeyError", repr(name)) in errors for name in _TORCHRUN_VARIABLES):
+        needs_group = True
+    else:
+        needs_group = (
+            innermost is not None
+            and not _GROUP_ERRORS.isdisjoint(kind for kind, _ in errors)
+            and _TORCH_DISTRIBUTED in innermost["file"]
+            and (innermost["function"] in _NEEDS_GROUP or "/fsdp/" in innermost["file"])
+        )
+    if not needs_group:
+        return None
     if re.search(r"torch.utils.data.distributed\.py|DistributedSampler\(", traceback):
-        return (
-            f"{place}this DistributedSampler expects the process group of torchrun; leave the "
-            "sampler out, and its set_epoch(): hvd.DataLoader(dataset, batch_size, shuffle=True) "
-            "of hvd_elastic.torch gives each rank its share of every batch (docs/migration.md)"
-        )
-    if re.search("fsdp|fully_shard", traceback, re.IGNORECASE):
-        return (
-            f"{place}this expects the process group of torchrun, and nothing here shards a model; "
-            "remove FSDP and init_process_group, and use hvd.init() and "
-            "hvd.DistributedOptimizer(optimizer, model) of hvd_elastic.torch instead, or keep "
-            "torchrun for a model that needs more than one device (docs/migration.md)"
-        )
-    return (
-        f"{place}this expects the process group of torchrun; remove init_process_group, "
-        "DistributedDataParallel, and RANK, LOCAL_RANK and the like, and use hvd.init(), "
-        "hvd.DistributedOptimizer(optimizer, model), hvd.rank() and hvd.local_rank() of "
-        "hvd_elastic.torch instead (docs/migration.md shows both side by side)"
-    )
+        return _ScriptCause.EXPECTS_SAMPLER_SHARES
+    shards = re.search("fsdp|fully_shard", traceback, re.IGNORECASE)
+    return _ScriptCause.EXPECTS_SHARDING if shards else _ScriptCause.EXPECTS_TORCHRUN
 
 
 def crash_stack(log: str) -> str:
@@ -86,16 +153,16 @@ def crash_stack(log: str) -> str:
     Current thread (most recent call first):
       File "a.py", line 3 in f
     """
-    before, found, after = log.rpartition("Fatal Python error: ")
+    before, found, after = log.rpartition(_FAULT)
     if not found:
         return ""
     # A C++ exception that nobody caught says so on the two lines before.
     thrown = before.rstrip().splitlines()[-2:]
-    shown = thrown if thrown and thrown[0].startswith("terminate called") else []
+    shown = thrown if thrown and thrown[0].startswith(_UNCAUGHT_CPP) else []
     error, *stacks = after.split("\n\n")
-    current = [stack for stack in stacks if stack.startswith("Current thread")]
+    current = [stack for stack in stacks if stack.startswith(_CURRENT)]
     if not current:  # a thread of a library, which no Python code runs in: the main thread tells
-        current = [stack for stack in stacks if stack.startswith("Thread")][-1:]
+        current = [stack for stack in stacks if stack.startswith(_OTHER)][-1:]
     text = "\n".join([*shown, found + error.strip(), *current]).rstrip()
     return re.sub(r"^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", text, flags=re.MULTILINE)
 

@@ -115,7 +115,7 @@ class AgentFailed:
 
     Args:
         host: where.
-        cause: in a sentence, said once.
+        cause: in a sentence that names the host, said once.
         fatal: trying again cannot help.
         unknown: the host's name means nothing here; that mends itself seldom, and never soon.
         brief: the cause in a few words that may follow the name of one host or of several.

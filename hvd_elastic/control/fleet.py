@@ -43,6 +43,7 @@ class Agent:
     unknown: bool = False
     """At its last try the host's name could not be looked up."""
     cause: str = ""
+    """Of the last failure, in a sentence that names the host."""
     brief: str = ""
 
     @property
@@ -183,9 +184,7 @@ class Fleet:
         found = []
         for slot in slots:
             if not self._agent(slot[0]).usable:
-                cause = self._agent(slot[0]).cause
-                named = cause.startswith(f"host {slot[0]}")  # most causes name their host
-                found.append(cause if named else f"host {slot[0]}: {cause}")
+                found.append(self._agent(slot[0]).cause)
             elif self._slot(slot).given_up:
                 found.append(f"slot {worker_name(*slot)}: {self._slot(slot).given_up}")
         return list(dict.fromkeys(found))
@@ -288,10 +287,7 @@ class Fleet:
         host, cause = event.host, event.cause
         if event.fatal or cause != self._agent(host).cause:
             again = "" if event.fatal else "; trying again"
-            # Most causes name their host themselves.
-            named = cause.startswith(f"host {host}")
-            text = cause if named else f"host {host} cannot be used: {cause}"
-            self._out.emit("warning", message=f"{text}{again}")
+            self._out.emit("warning", message=f"{cause}{again}")
         agent = self._note_failure(host, cause, event.brief, now)
         agent.fatal = event.fatal
         agent.unknown = event.unknown
@@ -299,7 +295,8 @@ class Fleet:
     def agent_lost(self, event: AgentLost, now: float) -> None:
         """A running agent ended."""
         self._out.emit("host_lost", host=event.host, cause=event.cause, silent_s=event.silent_s)
-        self._note_failure(event.host, event.cause, "did not come back yet", now)
+        cause = f"host {event.host}: {event.cause}"
+        self._note_failure(event.host, cause, "did not come back yet", now)
 
     def _note_failure(self, host: str, cause: str, brief: str, now: float) -> Agent:
         agent = self._agent(host)

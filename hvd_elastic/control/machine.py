@@ -35,7 +35,7 @@ from hvd_elastic.control.commands import (
     Member,
     SaveState,
 )
-from hvd_elastic.control.endings import Endings, how_it_ended
+from hvd_elastic.control.endings import Departure, Endings, how_it_ended
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker, backoff
 from hvd_elastic.control.limits import MachineConfig
@@ -325,7 +325,7 @@ class RunMachine:
         what = f"host {event.host} was lost ({event.cause})"
         for worker in list(self._fleet.workers.values()):
             if worker.host == event.host:
-                self._gone(worker, what, now, crashed=True)
+                self._gone(worker, Departure.HOST_LOST, what, now)
 
     def _on_joined(self, worker: Worker, generation: int, now: float) -> None:
         first = worker.joined_at is None
@@ -388,7 +388,7 @@ class RunMachine:
         )
         for newcomer in self._fleet.workers.values():
             if newcomer.leaving and newcomer.member_of == self._generation and not newcomer.joined:
-                self._kill(newcomer, "training is over")
+                self._kill(newcomer, f"worker {newcomer.place} came when training was over")
 
     def _on_silent(self, worker: Worker, cause: str, now: float) -> None:
         """It will not answer any more; whoever waits for it must not go on doing so."""
@@ -426,15 +426,22 @@ class RunMachine:
                 self._endings.well(worker.name)
             elif code is not None and not worker.leaving:
                 self._fail(worker, f"{how} after training was done")
-            self._gone(worker, "finished" if code == 0 else what, now, crashed=code != 0)
+            if code == 0:
+                self._gone(worker, Departure.FINISHED, "finished", now)
+            else:
+                self._gone(worker, Departure.DIED, what, now)
         elif worker.leaving:
-            cause, blame = ("left", "") if code == 0 else (worker.killed or what, worker.killed)
-            self._gone(worker, cause, now, crashed=code != 0, blame=blame)
+            if code == 0:
+                self._gone(worker, Departure.LEFT, "left", now)
+            elif worker.killed:
+                self._gone(worker, Departure.KILLED, worker.killed, now, blame=worker.killed)
+            else:
+                self._gone(worker, Departure.DIED, what, now)
         elif code is None:
-            self._gone(worker, what, now, crashed=True, blame=what)
+            self._gone(worker, Departure.DIED, what, now, blame=what)
         elif self._can_do_without(worker):
             blame = f"the script {how} before it joined; its log says more"
-            self._gone(worker, what, now, crashed=True, blame=blame)
+            self._gone(worker, Departure.DIED, what, now, blame=blame)
         elif worker.joined_at is not None:
             self._fail(worker, f"{how} before its training function returned")
         elif code == 0:
@@ -450,13 +457,21 @@ class RunMachine:
         return worker.joined_at is None and any(w.holds_state for w in self._fleet.present(*Stage))
 
     def _gone(
-        self, worker: Worker, cause: str, now: float, *, crashed: bool, blame: str = ""
+        self, worker: Worker, how: Departure, cause: str, now: float, *, blame: str = ""
     ) -> None:
-        """A process ended, or is as good as ended."""
+        """A process ended, or is as good as ended.
+
+        Args:
+            worker: who.
+            how: the kind of end.
+            cause: in words that name the worker, unless it went in order.
+            now: time [s].
+            blame: why its slot should be tried with care; empty: it need not be.
+        """
         self._fleet.bury(worker, now, blame)
-        self._emit_worker("worker_left", worker, cause=cause)
+        self._emit_worker("worker_left", worker, cause=cause, how=how.value)
         if worker.finished:
-            if crashed:
+            if not how.in_order:
                 self._endings.badly(worker.name, cause)
                 message = f"{cause}, after its training function had returned"
                 self._out.emit("warning", message=message)
@@ -464,7 +479,7 @@ class RunMachine:
         if worker.joined_at is not None and not worker.leaving:
             self._endings.badly(worker.name, cause)
         if worker.leaving:
-            if crashed:
+            if not how.in_order:
                 self._fell_out(worker, worker.member_of, cause, now)
         elif worker.member_of == self._generation > 0:
             self._losses[worker.slot] = cause
@@ -876,7 +891,7 @@ class RunMachine:
             if worker.leave_by is None:
                 continue
             if now >= worker.leave_by:
-                self._kill(worker, "it was told to leave and did not")
+                self._kill(worker, f"worker {worker.place} was told to leave and did not")
             else:
                 self._out.wake(worker.leave_by)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from hvd_elastic.control.events import GenerationStuck, WorkerSilent
 from hvd_elastic.formatting import count, plural
 
-__all__ = ["Activity", "ProgressWatch"]
+__all__ = ["Activity", "Position", "ProgressWatch"]
 
 _STUCK_FACTOR = 5.0
 _FIRST_WAIT_S = 30.0  # Gloo's own patience; nothing is known of this run yet
@@ -32,6 +32,22 @@ _HOPELESS_FACTOR = 20.0
 _HOPELESS_AT_LEAST_S = 600.0
 _AFTER_TRAINING_S = 60.0
 """A process that ends has no heartbeat any more, and nobody waits for it in a collective."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far training is.
+
+    Attributes:
+        step: optimizer steps taken.
+        epoch, position: the current epoch, and the examples of it that are consumed.
+        examples: examples consumed since training began.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    examples: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class Activity:
         line: where in the script it is; empty unless it has computed or waited for some seconds.
         waiting_for: the collective it waits for; empty unless it has waited for some seconds.
         begun: how often it has begun each collective in this generation; empty likewise.
-        progress: how far its training is; empty likewise.
+        progress: how far its training is; None likewise.
     """
 
     silent_s: float = 0.0
@@ -61,7 +77,7 @@ class Activity:
     line: str = ""
     waiting_for: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
-    progress: Mapping[str, int] = field(default_factory=dict)
+    progress: Position | None = None
 
 
 class ProgressWatch:
@@ -154,12 +170,11 @@ class ProgressWatch:
             return self._failure_timeout_s
         return max(self._failure_timeout_s, _AFTER_TRAINING_S)
 
-    def furthest(self, members: Sequence[str]) -> Mapping[str, int]:
-        """Progress of the member that is furthest, of those that have said it; else empty."""
-        told = [
-            self._activities[worker].progress for worker in members if worker in self._activities
-        ]
-        return max(told, key=lambda progress: progress.get("step", 0), default={})
+    def furthest(self, members: Sequence[str]) -> Position | None:
+        """Return the progress of the member that is furthest, of those that have said it."""
+        known = [self._activities[worker] for worker in members if worker in self._activities]
+        said = [activity.progress for activity in known if activity.progress is not None]
+        return max(said, key=lambda progress: progress.step, default=None)
 
     def _wait_limit(self, activities: Collection[Activity]) -> float:
         longest = max(activity.longest_wait_s for activity in activities)

@@ -516,7 +516,7 @@ class SimulatedCluster:
         if told:
             self.tell(ev.AgentLost(name, "no heartbeat", 3.0))
         elif was_starting:
-            self.tell(ev.AgentFailed(name, "unreachable", fatal=False))
+            self.tell(ev.AgentFailed(name, f"host {name}: unreachable", fatal=False))
 
     def agent_answers(self, name: str) -> None:
         host = self.hosts[name]
@@ -526,7 +526,7 @@ class SimulatedCluster:
             self.tell(ev.AgentReady(name))
         else:
             cause = "wrong python" if host.fatal else "unreachable"
-            self.tell(ev.AgentFailed(name, cause, host.fatal))
+            self.tell(ev.AgentFailed(name, f"host {name}: {cause}", host.fatal))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

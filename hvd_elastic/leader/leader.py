@@ -18,7 +18,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,22 +27,22 @@ from hvd_elastic.checkpoint.final import LastCheckpoint
 from hvd_elastic.checkpoint.lease import Claim, ClaimKeeper
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.endings import crash_stack, explain_script_error, how_it_ended
+from hvd_elastic.control.endings import StopCause, crash_stack, explain_script_error, how_it_ended
 from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
-from hvd_elastic.control.progress import Activity, ProgressWatch
+from hvd_elastic.control.progress import Position, ProgressWatch
 from hvd_elastic.errors import CheckpointError, HostfileError
 from hvd_elastic.formatting import count, hosts_named, worker_name
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile, require_prices
 from hvd_elastic.hosts.ssh import SshOptions, is_local, own_address_towards
-from hvd_elastic.leader.remote_agent import AgentConnection
+from hvd_elastic.leader.remote_agent import AgentConnection, AgentDown
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.split_brain import Rival
 from hvd_elastic.leader.takeover import Adoption
 from hvd_elastic.records.json_lines import EventLog, RecordNotWrittenError
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, summarize
-from hvd_elastic.wire.framing import Message
+from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
     from hvd_elastic.leader.scaling import Scaler
@@ -65,9 +65,15 @@ _LEAST_RESERVE_S = 10.0
 _BACKLOG_S = 2.0
 """What hosts said while this process stood still is read within this time."""
 
-_SHUTDOWN = {"SIGTERM", "SIGHUP"}
+_STOP_SIGNALS = {
+    signal.SIGINT: StopCause.INTERRUPT,
+    signal.SIGTERM: StopCause.TERMINATE,
+    signal.SIGHUP: StopCause.HANGUP,
+}
+_SHUTDOWN = {StopCause.TERMINATE, StopCause.HANGUP}
 """A machine that is shut down may send both, one right after the other: they are one request."""
 
+FromAgent = msg.AgentToLeader | AgentDown
 Show = Callable[[Mapping[str, Any]], None]
 ShowOutput = Callable[[str, int, str], None]
 
@@ -119,7 +125,7 @@ class Leader:
         self._next_tick = time.monotonic()
         self._finish: cmd.Finish | None = None
         self._finish_deadline = 0.0
-        self._stop: ev.StopRequested | None = None
+        self._stop: StopCause | None = None
         self._last: LastCheckpoint | None = None
         self._failure_shown = False
         self._crash_shown = ""
@@ -273,14 +279,10 @@ class Leader:
     @contextlib.contextmanager
     def _signals(self) -> Any:
         def ask_to_stop(number: int, _: Any) -> None:
-            name = signal.Signals(number).name
-            reason = "Ctrl-C" if number == signal.SIGINT else name
-            self._loop.post(functools.partial(self._ask_to_stop, reason))
+            cause = _STOP_SIGNALS[signal.Signals(number)]
+            self._loop.post(functools.partial(self._ask_to_stop, cause))
 
-        before = {
-            number: signal.signal(number, ask_to_stop)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        before = {number: signal.signal(number, ask_to_stop) for number in _STOP_SIGNALS}
         try:
             yield
         finally:
@@ -379,27 +381,28 @@ class Leader:
         self._ask_around(list(self._hosts.values()), past, wait_s, patient=True)
 
     def _heard_of_the_past(
-        self, agent: AgentConnection, host: str, message: Message, adoption: Adoption
+        self, agent: AgentConnection, host: str, message: FromAgent, adoption: Adoption
     ) -> None:
-        if message["ev"] == "up":
-            adoption.answered(host, message.get("held"))
-            if adoption.patient:  # whoever is alive can be reached by now
-                adoption.deadline = min(adoption.deadline, time.monotonic() + _ADOPTION_S)
-            # Before any worker says that it has written another checkpoint.
-            self._collector.offered(host, agent, message.get("spooled", []))
-            message = {**message, "spooled": []}
-        elif message["ev"] == "down":
-            if adoption.patient and not agent.up and not message["fatal"]:
-                del self._agents[host]
-                adoption.postpone(host, time.monotonic())
-                return
-            adoption.failed(host)
+        match message:
+            case msg.AgentHello():
+                adoption.answered(host, message.held)
+                if adoption.patient:  # whoever is alive can be reached by now
+                    adoption.deadline = min(adoption.deadline, time.monotonic() + _ADOPTION_S)
+                # Before any worker says that it has written another checkpoint.
+                self._collector.offered(host, agent, message.spooled)
+                message.spooled = []
+            case AgentDown(fatal=fatal):
+                if adoption.patient and not agent.up and not fatal:
+                    del self._agents[host]
+                    adoption.postpone(host, time.monotonic())
+                    return
+                adoption.failed(host)
         adoption.postponed.append((agent, host, message))
         self._adopt_when_complete()
 
-    def _on_refused(self, host: str, message: Message) -> None:
+    def _on_refused(self, host: str, led: msg.LeaderIdentity) -> None:
         """Another leader leads the agent of ``host``: one of the two has to end."""
-        rival = Rival.of_agent(host, message, self._spec.failure_timeout_s)
+        rival = Rival.of_agent(host, led, self._spec.failure_timeout_s)
         if rival.leader in self._own_ids or self._finish is not None:
             return  # an agent that has not noticed yet that this leader was cut off
         began = self._adoption is None
@@ -411,12 +414,12 @@ class Leader:
             self._give_way(rival, "has no host left")
         # Else it gives way as soon as it meets this one; the host is tried again.
 
-    def _on_taken_over(self, host: str, message: Message) -> None:
+    def _on_taken_over(self, host: str, led: msg.LeaderIdentity) -> None:
         """The agent of ``host`` left for another leader, since nothing was heard of this one."""
         self._taken.add(host)
-        led = (name for name, agent in self._agents.items() if agent.up)
-        if self._finish is None and self._taken.issuperset(led):
-            rival = Rival.of_agent(host, message, self._spec.failure_timeout_s)
+        up = (name for name, agent in self._agents.items() if agent.up)
+        if self._finish is None and self._taken.issuperset(up):
+            rival = Rival.of_agent(host, led, self._spec.failure_timeout_s)
             self._led_elsewhere = True
             self._finish = cmd.Finish("failed", rival.explain_takeover())
             self._loop.stop()
@@ -535,7 +538,7 @@ class Leader:
         """Give the machine a fact and do what it says."""
         if self._finish is None:
             for command in self._machine.handle(event, time.monotonic()):
-                getattr(self, f"_do_{type(command).__name__}")(command)
+                self._do(command)
 
     def _emit(self, kind: str, fields: Mapping[str, Any]) -> None:
         try:
@@ -691,7 +694,7 @@ class Leader:
             ok, message = True, ""
             if request.op == "stop":
                 message = "the run is being stopped"
-                self._ask_to_stop("stop command")
+                self._ask_to_stop(StopCause.COMMAND)
             elif request.op == "scale":
                 wanted = request.fields.get("np")
                 ok, message = self._scale(wanted)
@@ -761,14 +764,14 @@ class Leader:
         train_for_s = None if leave_in_s is None else max(0.0, leave_in_s - reserve_s)
         self._tell(ev.HostDraining(host, cause, train_for_s, leave_in_s, asked))
 
-    def _ask_to_stop(self, reason: str) -> None:
+    def _ask_to_stop(self, cause: StopCause) -> None:
         """First: write a checkpoint and end. Again: end at once."""
         if self._stop is not None:
-            if {self._stop.reason, reason} != _SHUTDOWN:
+            if {self._stop, cause} != _SHUTDOWN:
                 self._stop_now()
             return
-        self._stop = ev.StopRequested(reason)
-        self._emit("stop_requested", {"reason": reason})
+        self._stop = cause
+        self._emit("stop_requested", {"reason": cause.value})
         if self._adoption is None:
             self._begin_to_stop()
         else:  # there are workers, perhaps, and it is not yet known where and how far
@@ -793,76 +796,98 @@ class Leader:
         if self._machine.phase in (Phase.REGROUPING, Phase.ASSEMBLING):
             last.survives_at(max(worker.step for worker in holders))
         for worker in last.whom_to_ask([worker.name for worker in holders], now):
-            self._say(worker, {"kind": "checkpoint"})
+            self._say(worker, msg.SaveState())
 
     def _stop_now(self) -> None:
         self._last = None
         if self._stop is not None:
-            self._tell(self._stop)
+            self._tell(ev.StopRequested(self._stop.value))
 
     # -- what agents say -------------------------------------------------------------------
 
-    def _post(self, agent: list[AgentConnection], host: str, message: Message) -> None:
+    def _post(self, agent: list[AgentConnection], host: str, message: FromAgent) -> None:
         self._loop.post(lambda: self._heard(agent[0] if agent else None, host, message))
 
-    def _heard(self, agent: AgentConnection | None, host: str, message: Message) -> None:
-        kind = message["ev"]
+    def _heard(self, agent: AgentConnection | None, host: str, message: FromAgent) -> None:
         if agent is None or self._agents.get(host) is not agent:
             return  # an agent that was given up, or asked to go
-        if kind == "refused":
-            self._on_refused(host, message)
+        if isinstance(message, msg.Refused):
+            self._on_refused(host, message.led)
             return
         if self._adoption is not None:
             self._heard_of_the_past(agent, host, message, self._adoption)
             return
-        agent.acted_upon = message.get("seq", agent.acted_upon)
-        if kind == "up":
-            seconds = round(time.monotonic() - self._started.pop(host, time.monotonic()), 3)
-            fields = {"host": host, "seconds": seconds}
-            told = ("python", "hostname", "interface", "cpus", "machine")
-            fields |= {name: message[name] for name in told}
-            self._emit("agent_started", fields)
-            if message.get("swept"):
-                swept = count(message["swept"], "stray process")
-                self._warn(f"host {host}: ended {swept} of this run")
-            for facts in (message.get("held") or {}).get("workers", ()):
-                if facts["worker"] not in self._workers:  # it answered too late
-                    agent.send({"op": "kill", "worker": facts["worker"]})
-            self._collector.offered(host, agent, message.get("spooled", []))
-            self._tell(ev.AgentReady(host))
-        elif kind == "down":
-            was_up = self._agents.pop(host).up
-            if was_up:
-                self._agent_lost(host, message["cause"], None)
-            else:
-                self._tell(ev.AgentFailed(host, **_without(message, "ev")))
-        elif kind == "taken_over":
-            self._on_taken_over(host, message)
-        elif kind == "store":
-            generation = message["generation"]
-            self._broadcast({"op": "store", **_without(message, "ev")}, generation, but=host)
-        elif kind == "notice":
-            if host in self._hosts:
-                self._drain(host, message["cause"], message["leave_in_s"])
-        elif kind in ("fatal", "warning"):
-            self._warn(f"host {host}: {message['message']}")
-        elif kind == "past":
-            self._said_used("", message["message"])
-        elif kind == "beat":
-            for worker, activity in message["workers"].items():
-                if worker in self._workers:
-                    self._watch.note(worker, Activity(**activity))
-        else:
-            worker = message["worker"]
-            if worker in self._workers:
-                getattr(self, f"_on_{kind}")(worker, message)
+        if not isinstance(message, AgentDown) and message.seq:
+            agent.acted_upon = message.seq
+        match message:
+            case msg.AgentHello():
+                self._on_hello(agent, host, message)
+            case AgentDown():
+                was_up = self._agents.pop(host).up
+                if was_up:
+                    self._agent_lost(host, message.cause, None)
+                else:
+                    self._tell(ev.AgentFailed(host, **asdict(message)))
+            case msg.TakenOver(led=led):
+                self._on_taken_over(host, led)
+            case msg.EntryAdded(entry=entry):
+                self._pass_on(entry, but=host)
+            case msg.Notice():
+                if host in self._hosts:
+                    self._drain(host, message.cause, message.leave_in_s)
+            case msg.AgentWarning(message=text):
+                self._warn(f"host {host}: {text}")
+            case msg.PastReading(message=reading):
+                self._record_reading(reading)
+            case msg.AgentBeat(workers=workers):
+                for worker, activity in workers.items():
+                    if worker in self._workers:
+                        self._watch.note(worker, activity)
+            case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():
+                if message.worker in self._workers:
+                    self._heard_of_worker(message.worker, message)
 
-    def _on_log(self, worker: str, message: Message) -> None:
+    def _on_hello(self, agent: AgentConnection, host: str, hello: msg.AgentHello) -> None:
+        fields = {
+            "host": host,
+            "seconds": round(time.monotonic() - self._started.pop(host, time.monotonic()), 3),
+            "python": hello.python,
+            "hostname": hello.hostname,
+            "interface": hello.interface,
+            "cpus": hello.cpus,
+            "machine": hello.machine,
+        }
+        self._emit("agent_started", fields)
+        if hello.swept:
+            self._warn(f"host {host}: ended {count(hello.swept, 'stray process')} of this run")
+        for found in hello.held.workers if hello.held is not None else ():
+            if found.worker not in self._workers:  # it answered too late
+                agent.send(msg.Kill(found.worker))
+        self._collector.offered(host, agent, hello.spooled)
+        self._tell(ev.AgentReady(host))
+
+    def _heard_of_worker(
+        self,
+        worker: str,
+        message: msg.Log | msg.WorkerEnded | msg.WorkerNotStarted | msg.WorkerSaid,
+    ) -> None:
+        match message:
+            case msg.Log(data=data):
+                self._on_log(worker, data)
+            case msg.WorkerEnded():
+                self._on_worker_ended(worker, message)
+            case msg.WorkerNotStarted(error=error):
+                host, _ = self._workers.pop(worker)
+                command = " ".join(self._spec.command)
+                text = f"the command {command!r} cannot be started on host {host}: {error}"
+                self._tell(ev.ScriptFailed(worker, text))
+            case msg.WorkerSaid(message=said):
+                self._on_report(worker, said)
+
+    def _on_log(self, worker: str, text: str) -> None:
         host, slot = self._workers[worker]
-        self._write_log(worker, message["data"])
-        *lines, self._partial[worker] = (self._partial.get(worker, "") + message["data"]).split(
-            "\n"
-        )
+        self._write_log(worker, text)
+        *lines, self._partial[worker] = (self._partial.get(worker, "") + text).split("\n")
         if self._members and self._members[0].worker == worker:
             for line in lines:
                 self._show_output(host, slot, line)
@@ -881,7 +906,7 @@ class Leader:
         except OSError:
             pass  # a full disk; the event log says so
 
-    def _on_worker_exited(self, worker: str, message: Message) -> None:
+    def _on_worker_ended(self, worker: str, message: msg.WorkerEnded) -> None:
         self._partial.pop(worker, None)
         file = self._logs.pop(worker, None)
         if file is not None:
@@ -890,7 +915,7 @@ class Leader:
         self._watch.forget(worker)
         # Without a traceback from the library (an error before init(), sys.exit()), the end of
         # the log has to tell; once, not for every worker that fails alike.
-        exited = ev.WorkerExited(worker, message["code"], message["signal"])
+        exited = ev.WorkerExited(worker, message.code, message.signal)
         status, how = how_it_ended(exited)
         if status and not self._failure_shown:
             self._failure_shown = True
@@ -902,7 +927,7 @@ class Leader:
             else:
                 fields = {"host": host, "local_rank": slot, "traceback": tail}
                 self._emit("script_failed", fields)
-        elif message["signal"] in _CRASHES and (stack := crash_stack(self._log_end(host, slot))):
+        elif message.signal in _CRASHES and (stack := crash_stack(self._log_end(host, slot))):
             if stack != self._crash_shown:  # the next worker of the slot may die in the same place
                 self._crash_shown = stack
                 stack += f"\n(log: {self._folder.log_path(host, slot)})"
@@ -918,98 +943,89 @@ class Leader:
         except OSError:
             return ""
 
-    def _on_worker_not_started(self, worker: str, message: Message) -> None:
-        host, _ = self._workers.pop(worker)
-        command = " ".join(self._spec.command)
-        text = f"the command {command!r} cannot be started on host {host}: {message['error']}"
-        self._tell(ev.ScriptFailed(worker, text))
-
-    def _on_worker(self, worker: str, message: Message) -> None:
-        said = message["message"]
-        handler = getattr(self, f"_said_{said['kind']}", None)
-        if handler is not None:
-            handler(worker, said)
-
     # -- what workers say ------------------------------------------------------------------
 
-    def _said_ready(self, worker: str, said: Message) -> None:
-        self._tell(ev.WorkerReady(worker, round(said["warm_s"], 3)))
+    def _on_report(self, worker: str, said: msg.WorkerReport) -> None:
+        match said:
+            case msg.Ready(warm_s=warm_s):
+                self._tell(ev.WorkerReady(worker, round(warm_s, 3)))
+            case msg.Joined(generation=generation):
+                self._tell(ev.WorkerJoined(worker, generation))
+            case msg.Broken(generation=generation, step=step, error=error, state=state):
+                self._note_progress_if_further(said.progress)
+                self._tell(ev.WorkerBroken(worker, generation, step, error, state))
+            case msg.Held(generation=generation, step=step, state=state):
+                self._tell(ev.WorkerHeld(worker, generation, step, state))
+            case msg.Finished(progress=progress):
+                self._note_progress(progress)
+                self._watch.finished(worker)
+                self._tell(ev.WorkerFinished(worker))
+            case msg.ScriptRaised(traceback=traceback, progress=progress):
+                # The worker leaves it to the leader, so that the terminal shows it once.
+                self._write_log(worker, traceback)
+                self._failure_shown = True
+                self._note_progress_if_further(progress)
+                self._tell(ev.ScriptFailed(worker, explain_script_error(traceback) or traceback))
+            case msg.Metrics(progress=progress):
+                self._note_progress(progress)
+                self._emit("metrics", said.event_fields())
+            case msg.BatchPlan():
+                self._emit("batch_plan", said.event_fields())
+            case msg.Shares():
+                self._emit("shares", said.event_fields())
+            case msg.RescaleFinished():
+                self._emit("rescale_finished", said.event_fields())
+            case msg.WorkerWarning(message=text):
+                self._warn(f"worker {worker_name(*self._workers[worker])}: {text}")
+            case msg.Restored():
+                path = self._collector.restored_from
+                self._emit("restored", {**said.event_fields(), "path": path})
+            case msg.Dataset() | msg.Used():
+                self._record_reading(said)
+            case msg.CheckpointWritten():
+                self._on_checkpoint_written(worker, said)
+            case msg.CheckpointFailed(message=text):
+                self._collector.failed(self._workers[worker][0], text)
 
-    def _said_joined(self, worker: str, said: Message) -> None:
-        self._tell(ev.WorkerJoined(worker, said["generation"]))
+    def _record_reading(self, reading: msg.Reading) -> None:
+        match reading:
+            case msg.Dataset():
+                self._append_audit("dataset", reading.event_fields())
+            case msg.Used(step=step):
+                if self._append_audit("used", reading.event_fields()):
+                    self._recorded_step = step
 
-    def _said_broken(self, worker: str, said: Message) -> None:
-        cause = said.get("error", "")
-        state = said.get("state", 0)
-        self._note_progress_if_further(said.get("progress") or {})
-        self._tell(ev.WorkerBroken(worker, said["generation"], said["step"], cause, state))
+    def _append_audit(self, kind: str, fields: Mapping[str, Any]) -> bool:
+        """Record what was read; return whether it is on record."""
+        if self._audit is None:
+            return False
+        try:
+            self._audit.append(kind, fields)
+        except RecordNotWrittenError as error:
+            self._warn(str(error))
+            return False
+        return True
 
-    def _said_held(self, worker: str, said: Message) -> None:
-        state = said.get("state", 0)
-        self._tell(ev.WorkerHeld(worker, said["generation"], said["step"], state))
-
-    def _said_finished(self, worker: str, said: Message) -> None:
-        self._note_progress(said)
-        self._watch.finished(worker)
-        self._tell(ev.WorkerFinished(worker))
-
-    def _said_script_error(self, worker: str, said: Message) -> None:
-        # The worker leaves it to the leader, so that the terminal shows it once.
-        self._write_log(worker, said["traceback"])
-        self._failure_shown = True
-        self._note_progress_if_further(said)
-        traceback = said["traceback"]
-        self._tell(ev.ScriptFailed(worker, explain_script_error(traceback) or traceback))
-
-    def _said_metrics(self, _: str, said: Message) -> None:
-        self._note_progress(said)
-        self._emit("metrics", _without(said, "kind"))
-
-    def _said_batch_plan(self, _: str, said: Message) -> None:
-        self._emit("batch_plan", _without(said, "kind"))
-
-    def _said_shares(self, _: str, said: Message) -> None:
-        self._emit("shares", _without(said, "kind"))
-
-    def _said_rescaled(self, _: str, said: Message) -> None:
-        self._emit("rescale_finished", _without(said, "kind"))
-
-    def _said_warning(self, worker: str, said: Message) -> None:
-        self._warn(f"worker {worker_name(*self._workers[worker])}: {said['message']}")
-
-    def _said_restored(self, _: str, said: Message) -> None:
-        path = self._collector.restored_from
-        self._emit("restored", {**_without(said, "kind"), "path": path})
-
-    def _said_used(self, _: str, said: Message) -> None:
-        if self._audit is not None:
-            try:
-                self._audit.append(said["kind"], _without(said, "kind"))
-                self._recorded_step = said.get("step", self._recorded_step)
-            except RecordNotWrittenError as error:
-                self._warn(str(error))
-
-    _said_dataset = _said_used
-
-    def _said_checkpoint(self, worker: str, said: Message) -> None:
+    def _on_checkpoint_written(self, worker: str, said: msg.CheckpointWritten) -> None:
         host, _ = self._workers[worker]
         if self._last is not None:
-            self._last.written(said["step"])
-        self._written = {name: said["shard"][name] for name in self._progress}
-        if said["step"] > self._progress["step"]:
+            self._last.written(said.step)
+        self._written = {"step": said.step, "epoch": said.epoch, "examples": said.examples}
+        if said.step > self._progress["step"]:
             self._progress = self._written  # metrics come less often than steps
         self._collector.written(host, self._agents[host], said)
 
-    def _said_checkpoint_failed(self, worker: str, said: Message) -> None:
-        self._collector.failed(self._workers[worker][0], said["message"])
-
-    def _note_progress_if_further(self, said: Mapping[str, Any]) -> None:
+    def _note_progress_if_further(self, progress: Position | None) -> None:
         """Metrics come less often than steps."""
-        if said.get("step", 0) > self._progress["step"]:
-            self._note_progress(said)
+        if progress is not None and progress.step > self._progress["step"]:
+            self._note_progress(progress)
 
-    def _note_progress(self, said: Mapping[str, Any]) -> None:
-        self._progress = {name: said[name] for name in self._progress}
+    def _note_progress(self, progress: Position) -> None:
+        self._progress = {
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "examples": progress.examples,
+        }
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -1025,40 +1041,64 @@ class Leader:
 
     # -- what the machine wants ------------------------------------------------------------
 
-    def _do_Emit(self, command: cmd.Emit) -> None:  # noqa: N802
-        self._emit(command.kind, command.fields)
-
-    def _do_StartAgent(self, command: cmd.StartAgent) -> None:  # noqa: N802
-        self._start_agent(command.host, take_over=False)
+    def _do(self, command: cmd.Command) -> None:
+        match command:
+            case cmd.Emit(kind=kind, fields=fields):
+                self._emit(kind, fields)
+            case cmd.StartAgent(host=host):
+                self._start_agent(host, take_over=False)
+            case cmd.StopAgent(host=host):
+                self._stop_agent(host)
+            case cmd.StartWorker(worker=worker, host=host, slot=slot):
+                self._workers[worker] = (host, slot)
+                slots = self._hosts[host].slots if host in self._hosts else 1
+                self._agents[host].send(msg.StartWorker(worker, slot, slots))
+            case cmd.KillWorker(worker=worker, reason=reason):
+                agent = self._agent_of(worker)
+                if agent is not None:
+                    agent.send(msg.Kill(worker, reason))
+            case cmd.Leave(worker=worker):
+                self._say(worker, msg.Leave())
+            case cmd.Hold(worker=worker):
+                self._say(worker, msg.Hold())
+            case cmd.SaveState(worker=worker):
+                self._save_state(worker)
+            case cmd.Abort(generation=generation):
+                for agent in self._agents.values():
+                    agent.send(msg.CallOff(generation))
+            case cmd.Announce():
+                self._form(command)
+            case cmd.Finish():
+                self._finish = command
+                self._finish_deadline = time.monotonic() + _FETCH_PATIENCE_S
+                if not self._collector.busy or command.status == "failed":
+                    self._loop.stop()  # else the last checkpoint is still on its way
 
     def _start_agent(self, name: str, *, take_over: bool) -> None:
         host = self._hosts.get(name) or Host(name, slots=1)
         config = self._spec.ssh_config
         options = SshOptions(config_path=None if config is None else Path(config))
         holder: list[AgentConnection] = []
-        hello = {
-            "run_id": self._folder.run_id,
-            "host": host.name,
-            "leader": self._id,
-            "led_by": f"process {os.getpid()} on {socket.gethostname()}",
-            "led_since": self._led_since,
-            "take_over": take_over,
-            "failure_timeout_s": self._spec.failure_timeout_s,
-            "leader_grace_s": self._spec.leader_grace_s,
-            "env": self._environment,
-            "cwd": self._spec.cwd,
-            "command": list(self._spec.command),
-            "run": {**self._spec.as_dict(), "run_id": self._folder.run_id},
-            "interface": self._spec.interface,
-            "local_address": self._own_address(host, options),
-            "heartbeat_s": self._spec.heartbeat_s,
-            "preemption_command": self._spec.preemption_command,
-            "options": {
-                "heartbeat_s": self._spec.heartbeat_s,
-                "audit": self._spec.audit,
-                "checkpoint_every_s": self._spec.checkpoint_every_s,
-            },
-        }
+        spec = self._spec
+        hello = msg.LeaderHello(
+            run_id=self._folder.run_id,
+            host=host.name,
+            leader=self._id,
+            led_by=f"process {os.getpid()} on {socket.gethostname()}",
+            led_since=self._led_since,
+            take_over=take_over,
+            failure_timeout_s=spec.failure_timeout_s,
+            leader_grace_s=spec.leader_grace_s,
+            env=self._environment,
+            cwd=spec.cwd,
+            command=spec.command,
+            run={**spec.as_dict(), "run_id": self._folder.run_id},
+            interface=spec.interface,
+            local_address=self._own_address(host, options),
+            heartbeat_s=spec.heartbeat_s,
+            preemption_command=spec.preemption_command,
+            options=msg.WorkerOptions(spec.heartbeat_s, spec.audit, spec.checkpoint_every_s),
+        )
         self._started[host.name] = time.monotonic()
         self._taken.discard(host.name)
         agent = AgentConnection(
@@ -1075,52 +1115,26 @@ class Leader:
                     return own_address_towards(other, options)
         return "127.0.0.1"
 
-    def _do_StopAgent(self, command: cmd.StopAgent) -> None:  # noqa: N802
-        agent = self._agents.pop(command.host, None)
+    def _stop_agent(self, host: str) -> None:
+        agent = self._agents.pop(host, None)
         if agent is not None:
             self._collector.leaving(agent)
             agent.shutdown(_GRACE_S)
             self._ending.append(agent)
-            self._forget_workers(command.host)
+            self._forget_workers(host)
 
-    def _do_StartWorker(self, command: cmd.StartWorker) -> None:  # noqa: N802
-        self._workers[command.worker] = (command.host, command.slot)
-        slots = self._hosts[command.host].slots if command.host in self._hosts else 1
-        self._agents[command.host].send(
-            {
-                "op": "start_worker",
-                "worker": command.worker,
-                "local_rank": command.slot,
-                "slots": slots,
-            }
-        )
-
-    def _do_KillWorker(self, command: cmd.KillWorker) -> None:  # noqa: N802
-        agent = self._agent_of(command.worker)
-        if agent is not None:
-            agent.send({"op": "kill", "worker": command.worker, "reason": command.reason})
-
-    def _do_Leave(self, command: cmd.Leave) -> None:  # noqa: N802
-        self._say(command.worker, {"kind": "leave"})
-
-    def _do_Hold(self, command: cmd.Hold) -> None:  # noqa: N802
-        self._say(command.worker, {"kind": "hold"})
-
-    def _do_SaveState(self, command: cmd.SaveState) -> None:  # noqa: N802
+    def _save_state(self, worker: str) -> None:
         if self._spec.checkpoint_every_s:
-            self._say(command.worker, {"kind": "checkpoint"})
+            self._say(worker, msg.SaveState())
         else:
-            host, _ = self._workers[command.worker]
+            host, _ = self._workers[worker]
             self._warn(
                 f"host {host} will go with the only copy of the state, and this run writes no "
                 "checkpoints (--checkpoint-every 0): add another host to the hostfile in time"
             )
 
-    def _do_Abort(self, command: cmd.Abort) -> None:  # noqa: N802
-        for agent in self._agents.values():
-            agent.send({"op": "abort", "generation": command.generation})
-
-    def _do_Announce(self, command: cmd.Announce) -> None:  # noqa: N802
+    def _form(self, command: cmd.Announce) -> None:
+        """Announce a generation; where nobody holds the state, after a checkpoint was brought."""
         self._members = command.members
         if command.root is None and command.restore:
             hosts = list(dict.fromkeys(member.host for member in command.members))
@@ -1129,7 +1143,7 @@ class Leader:
             done = functools.partial(self._restore, command)
             self._collector.bring(hosts, folder, wanted, done)
         else:
-            self._announce(command, command.root)
+            self._announce(command)
 
     def _is_forming(self, generation: int) -> bool:
         machine = self._machine
@@ -1138,7 +1152,7 @@ class Leader:
     def _restore(self, command: cmd.Announce, brought: Brought) -> None:
         if not self._is_forming(command.generation):
             if self._finish is None:  # called off, which those of its members that wait must hear
-                self._announce(command, None)
+                self._announce(command)
             return
         if brought.error:
             go_on = (
@@ -1149,55 +1163,28 @@ class Leader:
             return
         newest = brought.checkpoint
         # By the leader, and now: what any worker does from here on comes after it.
-        restored = {"kind": "restored", "step": 0, "epoch": 0, "examples": 0}
+        restored = {"step": 0, "epoch": 0, "examples": 0}
         if newest is None:
             self._warn("there is no complete checkpoint: training begins anew")
         else:
             restored |= {"step": newest.step, "epoch": newest.epoch, "examples": newest.examples}
-        self._said_used("", restored)
+        if self._append_audit("restored", restored):
+            self._recorded_step = restored["step"]
         by_host = {member.host: member.worker for member in reversed(command.members)}
         path = None if newest is None else str(newest.path)
-        self._announce(command, by_host.get(brought.host), brought.manifest or None, path)
+        rooted = replace(command, root=by_host.get(brought.host))
+        self._announce(rooted, brought.manifest or None, path)
 
     def _announce(
-        self,
-        command: cmd.Announce,
-        root_worker: str | None,
-        restore: str | None = None,
-        checkpoint: str | None = None,
+        self, order: cmd.Announce, restore: str | None = None, checkpoint: str | None = None
     ) -> None:
-        """Tell the members; ``root_worker``: whose state all take, or the checkpoint it loads."""
-        if command.generation != self._machine.generation:
+        """Tell the members; see :class:`hvd_elastic.wire.messages.Announcement`."""
+        if order.generation != self._machine.generation:
             return  # called off while its checkpoint was on the way
-        by_worker = {member.worker: member for member in command.members}
-        root = 0 if root_worker is None else by_worker[root_worker].rank
-        hosts: dict[str, dict[str, Any]] = {}
-        for member in command.members:
-            hosts.setdefault(member.host, {})[member.worker] = _rank_variables(
-                member,
-                len(command.members),
-                hierarchical=any("HIERARCHICAL" in name for name in self._environment),
-            )
-        for host, workers in hosts.items():
+        announcement = msg.Announcement(order, self._id, restore, checkpoint)
+        for host in dict.fromkeys(member.host for member in order.members):
             if host in self._agents:
-                self._agents[host].send(
-                    {
-                        "op": "announce",
-                        "generation": command.generation,
-                        "members": [astuple(member) for member in command.members],
-                        "workers": workers,
-                        "root_rank": root,
-                        "life": self._id,
-                        "restore": restore,
-                        "checkpoint": checkpoint,
-                    }
-                )
-
-    def _do_Finish(self, command: cmd.Finish) -> None:  # noqa: N802
-        self._finish = command
-        self._finish_deadline = time.monotonic() + _FETCH_PATIENCE_S
-        if not self._collector.busy or command.status == "failed":
-            self._loop.stop()  # else the last checkpoint is still on its way
+                self._agents[host].send(msg.AnnounceGeneration(announcement))
 
     # -- sending ---------------------------------------------------------------------------
 
@@ -1205,44 +1192,22 @@ class Leader:
         host, _ = self._workers.get(worker, ("", 0))
         return self._agents.get(host)
 
-    def _say(self, worker: str, message: Message) -> None:
+    def _say(self, worker: str, message: msg.Hold | msg.Leave | msg.SaveState) -> None:
         agent = self._agent_of(worker)
         if agent is not None:
-            agent.send({"op": "tell", "worker": worker, "message": message})
+            agent.send(msg.Tell(worker, message))
 
-    def _broadcast(self, message: Message, generation: int, *, but: str) -> None:
-        """To every host with a member of the generation, except the one it came from."""
-        if generation != self._machine.generation:
+    def _pass_on(self, entry: msg.StoreEntry, *, but: str) -> None:
+        """Send it to every host with a member of its generation, except the one it came from."""
+        if entry.generation != self._machine.generation:
             return
         for host in {member.host for member in self._members} - {but}:
             if host in self._agents:
-                self._agents[host].send(message)
-
-
-def _rank_variables(member: cmd.Member, size: int, *, hierarchical: bool) -> dict[str, str]:
-    values = {
-        "RANK": member.rank,
-        "SIZE": size,
-        "LOCAL_RANK": member.local_rank,
-        "LOCAL_SIZE": member.local_size,
-        "CROSS_RANK": member.cross_rank,
-        "CROSS_SIZE": member.cross_size,
-        "CONTROLLER": "gloo",
-        "CPU_OPERATIONS": "gloo",
-        # A ring for the ranks of a host and one across hosts serve hierarchical operations alone.
-        "GLOO_SINGLE_CONTEXT": 0 if hierarchical else 1,
-        # What NCCL has begun is aborted when a rank fails, instead of waited for.
-        "NCCL_ELASTIC": 1,
-    }
-    return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
+                self._agents[host].send(msg.PutEntry(entry))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _without(message: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name not in names}
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -7,33 +7,52 @@ from __future__ import annotations
 
 import platform
 import queue
+import re
 import shlex
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hvd_elastic import __version__
 from hvd_elastic.errors import HostKeyError, HostUnknownError, HvdElasticError, SshError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import Connection, SshOptions, connect
 from hvd_elastic.hosts.transfer import receive_file, send_file
-from hvd_elastic.wire.framing import PROTOCOL, Message, decode, encode
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
-__all__ = ["AgentConnection"]
+__all__ = ["AgentConnection", "AgentDown"]
 
 _DISCARD_TIMEOUT_S = 10.0
 
-Post = Callable[[str, Message], None]
+_CHUNK_BYTES = 1 << 16
+_MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
+
+
+@dataclass(frozen=True)
+class AgentDown:
+    """An agent could not be started, or is gone; fields as in AgentFailed of control.events."""
+
+    cause: str
+    brief: str
+    fatal: bool
+    unknown: bool
+
+
+Post = Callable[[str, "msg.AgentToLeader | AgentDown"], None]
 
 
 class AgentConnection:
     """One try at having an agent on one host.
 
-    What is posted, always with the host's name first: every message of the agent, among them
-    ``refused`` with who leads this run there already; ``up`` once it has said hello and fits;
-    ``down {cause, brief, fatal, unknown}`` once, when it could not be started, or when it is gone.
+    What is posted, always with the host's name first: every message of the agent, its hello only
+    if it fits; and :class:`AgentDown` once, when it could not be started or is gone. An agent that
+    sends what is none of its messages counts as gone.
 
     Args:
         host: where.
@@ -44,14 +63,15 @@ class AgentConnection:
     """
 
     def __init__(
-        self, host: Host, options: SshOptions, python: str, hello: Message, post: Post
+        self, host: Host, options: SshOptions, python: str, hello: msg.LeaderHello, post: Post
     ) -> None:
         self.host = host
         self.last_heard = time.monotonic()
         """Silence is counted from then; it does not count where this process stood still."""
         self.last_read = self.last_heard
         """When anything of it was last read."""
-        self.info: Message = {}
+        self.info: msg.AgentHello | None = None
+        """What it said of its host; None before that."""
         self.acted_upon = 0
         """Number of the last message that has been acted upon, for the agent to forget."""
         self._options = options
@@ -68,9 +88,9 @@ class AgentConnection:
     @property
     def up(self) -> bool:
         """Whether the agent has said hello and fits."""
-        return bool(self.info)
+        return self.info is not None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: msg.LeaderToAgent) -> None:
         """Queue a message; one to an agent that is gone is dropped."""
         self._outbox.put(encode(message))
 
@@ -110,12 +130,12 @@ class AgentConnection:
             recorded_step: up to this step it is on record what was read; None: no such record.
         """
         if self.up:
-            self.send({"op": "beat", "seq": self.acted_upon, "recorded": recorded_step})
+            self.send(msg.LeaderBeat(self.acted_upon, recorded_step))
 
     def shutdown(self, grace_s: float) -> None:
         """Ask the agent to end its workers and itself; does not wait."""
         self._closing.set()
-        self.send({"op": "shutdown", "grace_s": grace_s})
+        self.send(msg.Shutdown(grace_s))
         self._outbox.put(None)
 
     def wait_gone(self, timeout_s: float) -> bool:
@@ -150,8 +170,7 @@ class AgentConnection:
         finally:
             self._close()
             self._gone.set()
-            down = {"cause": cause, "brief": brief, "fatal": fatal, "unknown": unknown}
-            self._post(self.host.name, {"ev": "down", **down})
+            self._post(self.host.name, AgentDown(cause, brief, fatal, unknown))
 
     def _start(self) -> None:
         self._connection = connect(self.host, self._options)
@@ -159,7 +178,7 @@ class AgentConnection:
         # host can read it.
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
         self._process = self._connection.start(command)
-        self.send({"op": "hello", **self._hello})
+        self.send(self._hello)
         threading.Thread(
             target=self._write, name=f"to agent of {self.host.name}", daemon=True
         ).start()
@@ -173,43 +192,61 @@ class AgentConnection:
             return  # the reading thread learns of it as well, and reports it
 
     def _read(self) -> None:
-        for line in self._process.stdout:
+        sender = f"host {self.host.name}: its agent"
+        lines = LineSplitter(sender)
+        messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, sender)
+        while data := self._process.stdout.read(_CHUNK_BYTES):
             self.last_heard = self.last_read = time.monotonic()
-            try:
-                message = decode(line)
-            except ValueError:
-                continue  # a shell start-up file that prints; not from the agent
-            if message.get("ev") == "refused":
+            for line in lines.feed(data):
+                try:
+                    message = messages.decode(line)
+                except ProtocolError:
+                    if not self.up and not self._is_hello_of_another_version(line):
+                        continue  # a shell start-up file that prints; not from the agent
+                    raise
+                if isinstance(message, msg.AgentHello):
+                    unfit = self._unfit_version(message) or self._unfit_network(message)
+                    if unfit:
+                        raise _UnfitHostError(unfit)
+                    self.info = message
                 self._post(self.host.name, message)
-                raise _LedHostError(
-                    f"host {self.host.name} is led by another leader, {message['led_by']}"
-                )
-            if message.get("ev") == "hello":
-                unfit = self._unfit(message)
-                if unfit:
-                    raise _UnfitHostError(unfit)
-                self.info = message
-                self._post(self.host.name, {**message, "ev": "up"})
-            elif "ev" in message:
-                self._post(self.host.name, message)
+                if isinstance(message, msg.Refused):
+                    by = message.led.led_by
+                    raise _LedHostError(f"host {self.host.name} is led by another leader, {by}")
 
-    def _unfit(self, hello: Message) -> str | None:
+    def _is_hello_of_another_version(self, line: bytes) -> bool:
+        """Whether the line is a hello at all; raises if its version does not fit."""
+        try:
+            greeting = msgspec.json.decode(line, type=msg.Greeting)
+        except ValueError:
+            return False
+        if greeting.ev != msg.AgentHello.__struct_config__.tag:
+            return False
+        unfit = self._unfit_version(greeting)
+        if unfit:
+            raise _UnfitHostError(unfit)
+        return True
+
+    def _unfit_version(self, hello: msg.Greeting | msg.AgentHello) -> str | None:
         name = self.host.name
         mine = ".".join(platform.python_version_tuple()[:2])
-        theirs = ".".join(str(hello.get("python")).split(".")[:2])
+        theirs = ".".join(str(hello.python).split(".")[:2])
         if mine != theirs:
             return (
-                f"host {name} has Python {hello.get('python')} at {self._python}, the leader has "
+                f"host {name} has Python {hello.python} at {self._python}, the leader has "
                 f"{platform.python_version()}. Use the same minor version everywhere, or name "
                 "the right interpreter with --python."
             )
-        if hello.get("version") != __version__ or hello.get("protocol") != PROTOCOL:
+        if hello.version != __version__ or hello.protocol != msg.PROTOCOL:
             return (
-                f"host {name} has hvd_elastic {hello.get('version')} (protocol "
-                f"{hello.get('protocol')}), the leader has {__version__} (protocol {PROTOCOL}). "
+                f"host {name} has hvd_elastic {hello.version} (protocol {hello.protocol}), the "
+                f"leader has {__version__} (protocol {msg.PROTOCOL}). "
                 "Install the same version on every host."
             )
-        wanted, there = self._hello.get("interface"), hello["interfaces"]
+        return None
+
+    def _unfit_network(self, hello: msg.AgentHello) -> str | None:
+        name, wanted, there = self.host.name, self._hello.interface, hello.interfaces
         if wanted and wanted not in there:
             known = ", ".join(f"{each} ({address})" for each, address in there.items()) or "none"
             return (
@@ -228,7 +265,8 @@ class AgentConnection:
             status = None
         tail = self._process.stderr_tail.decode(errors="replace").strip()
         last = tail.splitlines()[-1] if tail else f"exit status {status}"
-        if "No module named" in tail and "hvd_elastic" in tail:
+        missing = _MISSING_MODULE.search(tail)
+        if missing is not None and missing["name"].startswith("hvd_elastic"):
             cause = (
                 f"host {name}: {self._python} has no package hvd_elastic. Install it there "
                 "(the same version as on the leader), or name another interpreter with --python."
@@ -240,7 +278,7 @@ class AgentConnection:
                 "name the interpreter that every host has with --python."
             )
             return cause, True
-        if "No module named" in tail:
+        if missing is not None:
             return f"host {name}: the agent cannot start: {last}. Install it there.", True
         return f"host {name}: the agent did not start: {last}", False
 

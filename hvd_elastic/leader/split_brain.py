@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from hvd_elastic.checkpoint.lease import PATIENCE_S, Claim
-from hvd_elastic.wire.framing import Message
+from hvd_elastic.wire.messages import LeaderIdentity
 
 __all__ = ["Rival"]
 
@@ -42,11 +42,10 @@ class Rival:
     forgotten_s: float
 
     @classmethod
-    def of_agent(cls, host: str, refusal: Message, failure_timeout_s: float) -> Rival:
-        """Who leads ``host``, as its agent said when it refused or left this leader."""
-        names = "run_id", "leader", "led_by", "led_since", "heard_s"
-        said = {name: refusal[name] for name in names}
-        return cls(**said, what=f"host {host} is led by", forgotten_s=failure_timeout_s)
+    def of_agent(cls, host: str, led: LeaderIdentity, failure_timeout_s: float) -> Rival:
+        """Return who leads ``host``, as its agent said when it refused or left this leader."""
+        who = led.run_id, led.leader, led.led_by, led.led_since, led.heard_s
+        return cls(*who, f"host {host} is led by", failure_timeout_s)
 
     @classmethod
     def of_claim(cls, claim: Claim, place: str) -> Rival:

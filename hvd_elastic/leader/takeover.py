@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.commands import Member
-from hvd_elastic.wire.framing import Message
+from hvd_elastic.wire.messages import HeldRun
 
 __all__ = ["Adoption"]
 
@@ -37,7 +36,7 @@ class Adoption:
     ) -> None:
         self.deadline = deadline
         self.patient = patient
-        self.postponed: list[tuple[Any, str, Message]] = []
+        self.postponed: list[tuple[Any, str, Any]] = []
         """What agents said that can only be understood afterwards."""
         self.requested_np: int | None = None
         """The size that was asked for while the run went on."""
@@ -52,7 +51,7 @@ class Adoption:
         self._awaited, self._asked = frozenset(awaited), tuple(asked)
         self._open = {*self._awaited, *self._asked}
         self._ready: list[str] = []
-        self._held: dict[str, Message] = {}
+        self._held: dict[str, HeldRun] = {}
         self._retry_at: dict[str, float] = {}
 
     def postpone(self, host: str, now: float) -> None:
@@ -66,7 +65,7 @@ class Adoption:
             del self._retry_at[host]
         return found
 
-    def answered(self, host: str, held: Message | None) -> None:
+    def answered(self, host: str, held: HeldRun | None) -> None:
         """The agent of ``host`` is up; ``held``: what it has, None if it is a new one."""
         self._open.discard(host)
         self._ready.append(host)
@@ -103,14 +102,14 @@ class Adoption:
 
     def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunAdopted:
         """The whole picture; ``hosts``: the hostfile as it is now."""
-        newest = max(self._held.values(), key=lambda held: held["generation"], default=None)
-        members = tuple(Member(*values) for values in newest["members"]) if newest else ()
+        none = HeldRun(generation=0, members=(), workers=())
+        newest = max(self._held.values(), key=lambda held: held.generation, default=none)
         return ev.RunAdopted(
             hosts=hosts,
             agents=tuple(self._ready),
             awaited=tuple(host for host in self._asked if host not in self._ready),
-            generation=newest["generation"] if newest else 0,
-            members=members,
+            generation=newest.generation,
+            members=newest.members,
             requested_np=self.requested_np,
             slots=self.slots,
             draining=tuple(host for host in self.draining if host not in self.came_back),
@@ -118,8 +117,4 @@ class Adoption:
         )
 
     def _found(self) -> list[ev.FoundWorker]:
-        return [
-            ev.FoundWorker(host=host, **facts)
-            for host, held in self._held.items()
-            for facts in held["workers"]
-        ]
+        return [worker for held in self._held.values() for worker in held.workers]

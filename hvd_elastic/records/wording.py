@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_elastic.control.endings import Departure
 from hvd_elastic.formatting import count, plural, worker_name
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 _SHARES_TOLD = 8
+_DEPARTURES = {departure.value: departure for departure in Departure}
 
 
 @dataclass(frozen=True)
@@ -135,15 +137,7 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
     if kind == "host_returned":
         return Line(f"host {host} is given back and may be used again", "good")
     if kind == "worker_left":
-        cause = str(get("cause") or "no cause given")
-        if cause == "left":
-            return Line(f"worker {worker} left as asked", "note")
-        if cause.startswith("host "):
-            return None  # said of the host already
-        if cause.startswith("worker "):
-            return Line(cause, "bad")
-        expected = any(word in cause for word in ("finished", "asked", "leave", "stopped", "ended"))
-        return Line(f"worker {worker} left: {cause}", "note" if expected else "bad")
+        return _worker_left(worker, event)
     if kind == "waiting":
         return Line(str(get("reason") or "waiting for hosts"), "note")
     if kind == "hosts_changed":
@@ -174,6 +168,21 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
         trace = str(get("traceback") or "").rstrip()
         return Line(f"worker {worker} {get('cause')}:\n{trace}", "bad")
     return None
+
+
+def _worker_left(worker: str, event: Mapping[str, Any]) -> Line | None:
+    cause = str(event.get("cause") or "no cause given")
+    # Runs of earlier releases have no ``how``; their cause is the same word where all went well.
+    match _DEPARTURES.get(str(event.get("how", cause))):
+        case Departure.LEFT:
+            return Line(f"worker {worker} left as asked", "note")
+        case Departure.FINISHED:
+            return Line(f"worker {worker} left: finished", "note")
+        case Departure.HOST_LOST:
+            return None  # the event of the host says it
+        case Departure.KILLED | Departure.DIED:
+            return Line(cause, "bad")
+    return Line(f"worker {worker} left: {cause}", "bad")
 
 
 def _rescale_words(event: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import announce_shares
 from hvd_elastic.torch.sampling_cost import SamplingCost
 from hvd_elastic.torch.schedule import ScheduleChecks
+from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
@@ -348,16 +349,15 @@ class Adaptation:
             step = context.progress.step
             atomic = max(-(-part // self.passes(step, part, ranks)) for part in self.parts)
         context.sink.send(
-            {
-                "kind": "batch_plan",
-                "step": context.progress.step,
-                "global_batch_size": plan.global_batch_size,
-                "atomic_batch_size": atomic,
-                "accumulation_steps": plan.accumulation_steps,
-                "lr_scale": self.adjustments()[-1].factor,
-                "limits": dataclasses.asdict(self.choice.limits_now),
-                "reason": reason,
-            }
+            msg.BatchPlan(
+                step=context.progress.step,
+                global_batch_size=plan.global_batch_size,
+                atomic_batch_size=atomic,
+                accumulation_steps=plan.accumulation_steps,
+                lr_scale=self.adjustments()[-1].factor,
+                limits=dataclasses.asdict(self.choice.limits_now),
+                reason=reason,
+            )
         )
 
     def metrics(self) -> dict[str, Any]:

@@ -21,12 +21,14 @@ from hvd_elastic.checkpoint.files import (
 )
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.torch.checkpoint import Content, ShardWriter, new_shard
+from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
 
 __all__ = ["Checkpointing"]
 
+_KEPT = 3  # checkpoints of a run without a leader
 _SPOOLED = 2
 """Checkpoints that a host keeps until the leader has them: one on its way, and the next."""
 _PATIENCE_S = 60.0
@@ -39,9 +41,7 @@ class Checkpointing:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        options = context.options
-        self._every_s: float = options.get("checkpoint_every_s") or context.sink.checkpoint_every_s
-        self._keep = int(options.get("keep_checkpoints", 3))
+        self._every_s = context.options.checkpoint_every_s or context.sink.checkpoint_every_s
         self._spool = os.environ.get("HVD_ELASTIC_SPOOL") if context.link is not None else None
         self._folder = self._spool or context.sink.checkpoint_folder
         self._writer: ShardWriter | None = None
@@ -143,7 +143,7 @@ class Checkpointing:
 
     def answer(self) -> None:
         """Say that what was asked for is done: this rank has nothing more to write of it."""
-        self._context.sink.send({"kind": "checkpoint_answered"})
+        self._context.sink.send(msg.CheckpointAnswered())
 
     def take_alone(self) -> None:
         """Write the whole state; this rank waits, and the others wait too or are gone."""
@@ -188,26 +188,27 @@ class Checkpointing:
         if self._spool is not None:
             describe_shard(shard, _SPOOLED + 1)
         else:
-            complete_checkpoint(shard.path.parent, [shard], self._keep)
+            complete_checkpoint(shard.path.parent, [shard], _KEPT)
 
     def _done(self, shard: ShardInfo, blocked_s: float) -> None:
         self._failed = ""
         self._context.sink.send(
-            {
-                "kind": "checkpoint",
-                "shard": shard.manifest(),
-                "step": shard.step,
-                "path": str(shard.path),
-                "bytes": shard.bytes,
-                "seconds": shard.seconds,
-                "blocked_s": blocked_s,
-            }
+            msg.CheckpointWritten(
+                shard=shard.manifest(),
+                step=shard.step,
+                epoch=shard.epoch,
+                examples=shard.examples,
+                path=str(shard.path),
+                bytes=shard.bytes,
+                seconds=shard.seconds,
+                blocked_s=blocked_s,
+            )
         )
 
     def _error(self, error: HvdElasticError) -> None:
         message = f"no checkpoint was written: {error}"
         if self._spool is not None:
-            self._context.sink.send({"kind": "checkpoint_failed", "message": message})
+            self._context.sink.send(msg.CheckpointFailed(message))
         elif not self._failed:  # a disk that stays full is said once
             self._context.warn(message)
         self._failed = message

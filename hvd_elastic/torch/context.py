@@ -13,6 +13,7 @@ The same script runs four ways, told apart by the environment that the launcher 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ import torch
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
+from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count, plural
 from hvd_elastic.torch.checkpoint import load_checkpoint
@@ -39,7 +41,8 @@ from hvd_elastic.torch.replica_check import check_replicas
 from hvd_elastic.torch.rollback import Rollback
 from hvd_elastic.torch.sink import Sink, open_sink
 from hvd_elastic.torch.uncaught import NOT_THE_SCRIPT, tell_uncaught
-from hvd_elastic.wire.link import AgentLink, Instruction
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.link import AgentLink, worker_options
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.adaptation import Adaptation
@@ -110,9 +113,9 @@ class Context:
         self.link: AgentLink | None = None
         if mode is Mode.AGENT:
             self.link = AgentLink.from_environment(self._on_abort, self._activity)
-        self.options = AgentLink.options() if mode is Mode.AGENT else {}
+        self.options = worker_options() if mode is Mode.AGENT else msg.WorkerOptions()
         self.sink: Sink = open_sink(self.link)
-        self.audit = bool(self.options.get("audit")) or self.sink.audit
+        self.audit = self.options.audit or self.sink.audit
         self.in_train = False
         self.check_host_updates: Callable[[], None] = lambda: None
         """Set for Horovod's own elastic driver: raises when the ranks are about to change."""
@@ -139,7 +142,7 @@ class Context:
         self._change_agreed = False
         self._read: list[int] = []
         self._whole = False
-        self._used: collections.deque[dict[str, Any]] = collections.deque(maxlen=_REMEMBERED_STEPS)
+        self._used: collections.deque[msg.Used] = collections.deque(maxlen=_REMEMBERED_STEPS)
         self._metrics: dict[str, Any] = {}
         self._metrics_due = 0.0
         self._window = (time.monotonic(), 0)
@@ -248,7 +251,7 @@ class Context:
         self._has_loader = True
         if self.audit:
             dropped = len(loader.dataset) % loader.batch_size if loader.drop_last else 0
-            self.sink.send({"kind": "dataset", "n": len(loader.dataset), "dropped": dropped})
+            self.sink.send(msg.Dataset(len(loader.dataset), dropped))
         if loader.adaptation is not None:
             self.adaptation = loader.adaptation
             self.keep("_adaptation", loader.adaptation)
@@ -424,16 +427,15 @@ class Context:
         batch = self._in_flight[-1]
         self.progress.advance(batch.step_examples)
         if self.audit:
-            record = {
-                "kind": "used",
-                "generation": self.generation,
-                "step": self.progress.step,
-                "epoch": epoch,
-                "position": position,
-                "indices": [i for i in self._read if i >= 0],
-                "padding": [-1 - i for i in self._read if i < 0],
-            }
-            while self._used and self.link and self._used[0]["step"] <= self.link.recorded_step:
+            record = msg.Used(
+                generation=self.generation,
+                step=self.progress.step,
+                epoch=epoch,
+                position=position,
+                indices=[i for i in self._read if i >= 0],
+                padding=[-1 - i for i in self._read if i < 0],
+            )
+            while self._used and self.link and self._used[0].step <= self.link.recorded_step:
                 self._used.popleft()
             self._used.append(record)
             if self.engine.rank == 0:
@@ -511,14 +513,7 @@ class Context:
         if self._announce_pause:
             self._announce_pause = False
             pause = None if self._rescaled_from is None else now - self._rescaled_from
-            self.sink.send(
-                {
-                    "kind": "rescaled",
-                    "generation": self.generation,
-                    "size": self.engine.size,
-                    "pause_s": pause,
-                }
-            )
+            self.sink.send(msg.RescaleFinished(self.generation, self.engine.size, pause))
         self._last_step = now
         if self._step_began is not None:
             self._longest_step_s = max(self._longest_step_s, now - self._step_began)
@@ -577,7 +572,7 @@ class Context:
 
     def warn(self, message: str) -> None:
         """Something is wrong and training goes on: told in the records, and on the terminal."""
-        self.sink.send({"kind": "warning", "message": message})
+        self.sink.send(msg.WorkerWarning(message))
         if self.link is None:  # else the leader shows it
             log.warning("%s", message)
 
@@ -587,8 +582,8 @@ class Context:
         self._metrics_due = now + _METRICS_INTERVAL_S
         since, examples = self._window
         done = self.progress.examples - examples
-        record: dict[str, Any] = {"kind": "metrics", **self.progress.as_dict()}
-        record["size"] = self.engine.size
+        own = {*self.progress.as_dict(), "size", "kind"}
+        record: dict[str, Any] = {}
         if done > 0 and now > since:
             record["throughput"] = done / (now - since)
         if self._averager is not None:
@@ -600,10 +595,13 @@ class Context:
         if self.rebalancing is not None:
             record |= self.rebalancing.metrics()
         for name, value in self._metrics.items():
-            if name not in record:  # the run is steered by those of its own
+            if name not in own and name not in record:  # the run is steered by those of its own
                 record[name] = value.item() if isinstance(value, torch.Tensor) else value
         self._window = (now, self.progress.examples)
-        self.sink.send(record)
+        self.sink.send(msg.Metrics(self._position(), self.engine.size, record))
+
+    def _position(self) -> Position:
+        return Position(**self.progress.as_dict())
 
     # -- step boundaries -------------------------------------------------------------------
 
@@ -651,30 +649,32 @@ class Context:
                     self._checkpoints.take_alone()
                 self._checkpoints.answer()
                 continue
-            if instruction.action == "leave":
-                self.close()
-                raise Left
-            if instruction.action == "hold":
-                self._say("held", state=self.rollback.newness)
-                continue
-            self._join(instruction)
-            return
+            match instruction:
+                case msg.Leave():
+                    self.close()
+                    raise Left
+                case msg.Hold():
+                    newness = self.rollback.newness
+                    step = self._whole_step
+                    self.sink.send(msg.Held(generation=self.generation, step=step, state=newness))
+                case msg.Join(announcement=announcement, env=env):
+                    self._join(announcement, env)
+                    return
 
-    def _join(self, instruction: Instruction) -> None:
+    def _join(self, announcement: msg.Announcement, env: Mapping[str, str]) -> None:
         assert self._state is not None
         first = self.generation == 0
-        self.generation, self.life = instruction.generation, instruction.life
+        self.generation, self.life = announcement.generation, announcement.life
         self._change_agreed = False
         self._flag = None
         self._refuse_aborted()
-        self.engine.start(instruction.env or {})
+        self.engine.start(env)
         self._refuse_aborted()
-        root = self.engine.rank == instruction.root_rank
-        if root and instruction.restore:
-            self.restore_checkpoint(instruction.restore, instruction.checkpoint)
-        self.progress = self._state.sync(
-            self.engine, instruction.root_rank, self.progress, self._has_state
-        )
+        root_rank = announcement.root_rank
+        root = self.engine.rank == root_rank
+        if root and announcement.restore:
+            self.restore_checkpoint(announcement.restore, announcement.checkpoint)
+        self.progress = self._state.sync(self.engine, root_rank, self.progress, self._has_state)
         self.rollback.synchronized()
         self._whole = True
         now = self._step_began = time.monotonic()
@@ -682,7 +682,7 @@ class Context:
         self._rescaled_from = None if first else self._last_step
         self._window = (now, self.progress.examples)
         self._checkpoints.schedule(now)
-        self._say("joined")
+        self.sink.send(msg.Joined(generation=self.generation, step=self._whole_step))
 
     def _has_state(self, theirs: Progress) -> bool:
         # Until the synchronisation is through, the state is a mixture, unless both are the same.
@@ -744,37 +744,45 @@ class Context:
         for record in self._used:
             self.sink.send(record)
         self._checkpoints.broken()
-        progress = self.progress.as_dict() if self._whole else None
-        self._say("broken", error=str(error), state=self.rollback.newness, progress=progress)
+        self.sink.send(
+            msg.Broken(
+                generation=self.generation,
+                step=self._whole_step,
+                state=self.rollback.newness,
+                error=str(error),
+                progress=self._position() if self._whole else None,
+            )
+        )
 
-    def _say(self, kind: str, **fields: Any) -> None:
-        step = self.progress.step if self._whole else -1
-        self.sink.send({"kind": kind, "generation": self.generation, "step": step, **fields})
+    @property
+    def _whole_step(self) -> int:
+        """Steps that the state has taken; -1 where it is not whole."""
+        return self.progress.step if self._whole else -1
 
-    def _activity(self) -> dict[str, Any]:
-        """For the heartbeat; see :class:`hvd_elastic.control.progress.Activity`."""
+    def _activity(self) -> Activity:
+        """Return what this worker is doing, for the heartbeat."""
         now = time.monotonic()
         began, waiting = self._step_began, self.engine.waiting_since
         step_s = 0.0 if began is None else now - began
         waiting_s = 0.0 if waiting is None else now - waiting
-        said: dict[str, Any] = {
-            "generation": self.generation,
-            "step": self.progress.step,
-            "step_s": round(step_s, 3),
-            "waiting_s": round(waiting_s, 3),
-            "longest_step_s": round(self._longest_step_s, 3),
-            "longest_wait_s": round(self.engine.longest_wait_s, 3),
-        }
-        if max(step_s, waiting_s) >= _LONG_S:
-            said["line"] = _script_line()
+        said = Activity(
+            generation=self.generation,
+            step=self.progress.step,
+            step_s=round(step_s, 3),
+            waiting_s=round(waiting_s, 3),
+            longest_step_s=round(self._longest_step_s, 3),
+            longest_wait_s=round(self.engine.longest_wait_s, 3),
+            line=_script_line() if max(step_s, waiting_s) >= _LONG_S else "",
+        )
         if waiting_s >= _LONG_S:
-            details = {
-                "waiting_for": self.engine.waiting_for,
-                "begun": self.engine.begun(),
-                "progress": self.progress.as_dict(),
-            }
+            detailed = dataclasses.replace(
+                said,
+                waiting_for=self.engine.waiting_for,
+                begun=self.engine.begun(),
+                progress=self._position(),
+            )
             if self.engine.waiting_since == waiting:  # else they are of different moments
-                said.update(details)
+                return detailed
         return said
 
     def _on_abort(self, generation: int) -> None:
@@ -789,7 +797,7 @@ class Context:
         self.progress = self._state.load(load_checkpoint(path), copy_of or path)
         if self.mode is Mode.AGENT:  # brought into the spool for this alone
             shutil.rmtree(Path(path).parent, ignore_errors=True)
-        self.sink.send({"kind": "restored", "path": path, **self.progress.as_dict()})
+        self.sink.send(msg.Restored(self._position(), path))
 
     def settle(self) -> None:
         """Parameters are about to change: wait until what is being checkpointed is copied."""
@@ -810,9 +818,8 @@ class Context:
 
     def script_failed(self, text: str) -> bool:
         """An exception ends the script; whether the leader was told."""
-        message = {"kind": "script_error", "traceback": text, **self.progress.as_dict()}
         try:
-            self.sink.send(message)
+            self.sink.send(msg.ScriptRaised(text, self._position()))
         except OSError:  # the agent is gone
             return False
         return True
@@ -822,7 +829,7 @@ class Context:
     def ready(self) -> None:
         """Tell the leader that this worker is warm."""
         self.engine.warm()
-        self.sink.send({"kind": "ready", "warm_s": time.monotonic() - self._started})
+        self.sink.send(msg.Ready(time.monotonic() - self._started))
 
     def close(self) -> None:
         """Finish what runs in the background."""

@@ -13,12 +13,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.control.progress import Position
 from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.progress import Phase
 from hvd_elastic.torch.rollback import StepVoidedError
 from hvd_elastic.torch.state import State
+from hvd_elastic.wire import messages as msg
 
 __all__ = ["epochs", "run"]
 
@@ -173,11 +175,11 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
             pending = True
             continue
         ctx.progress.phase = phase
-        ended = ctx.progress.as_dict()
+        ended = msg.Finished(Position(**ctx.progress.as_dict()))
         _end_tail(ctx)
         ctx.checkpoint(wait=True)
         ctx.close()
-        ctx.sink.send({"kind": "finished", **ended})
+        ctx.sink.send(ended)
         return returned[0]
 
 

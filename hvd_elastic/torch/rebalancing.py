@@ -17,6 +17,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.shares import ShareBalance
 from hvd_elastic.policy.batch import steps_to_review
 from hvd_elastic.torch.own_times import OwnTimes
+from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context
@@ -128,11 +129,10 @@ def announce_shares(
 ) -> None:
     """Send the ``shares`` event; empty parts: equal shares."""
     context.sink.send(
-        {
-            "kind": "shares",
-            "step": context.progress.step,
-            "global_batch_size": global_batch_size,
-            "shares": list(parts),
-            "reason": reason,
-        }
+        msg.Shares(
+            step=context.progress.step,
+            global_batch_size=global_batch_size,
+            shares=list(parts),
+            reason=reason,
+        )
     )

@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
+from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.link import AgentLink
 
 __all__ = ["FileSink", "Sink", "open_sink"]
 
 log = logging.getLogger(__name__)
 
-_FILES = {"used": "audit.jsonl", "restored": "audit.jsonl", "dataset": "audit.jsonl"}
-_EVENTS = {"metrics", "checkpoint", "restored", "warning", "rescaled", "batch_plan", "shares"}
+_AUDITED = (msg.Used, msg.Restored, msg.Dataset)
+_EVENTS = (
+    msg.Metrics,
+    msg.CheckpointWritten,
+    msg.Restored,
+    msg.WorkerWarning,
+    msg.BatchPlan,
+    msg.Shares,
+)
 
 
 class Sink(Protocol):
@@ -27,7 +35,7 @@ class Sink(Protocol):
     checkpoint_every_s: float
     checkpoint_folder: str | None
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: msg.WorkerToAgent) -> None:
         """Take one message of this worker."""
 
 
@@ -41,7 +49,7 @@ class AgentSink:
     def __init__(self, link: AgentLink) -> None:
         self._link = link
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: msg.WorkerToAgent) -> None:
         """See :class:`Sink`."""
         self._link.send(message)
 
@@ -70,16 +78,19 @@ class FileSink:
             # Only rank 0 sends metrics, so only its process makes a file.
             self._board = TensorBoardWriter(folder / "tensorboard", log.warning)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: msg.WorkerToAgent) -> None:
         """See :class:`Sink`."""
-        kind = message["kind"]
-        if kind in _EVENTS:
-            record = {"t": time.time(), "mono": time.monotonic(), **message}
+        if not isinstance(message, msg.WorkerReport):
+            return
+        kind = message.__struct_config__.tag
+        fields = {"kind": kind, **message.event_fields()}
+        if isinstance(message, _EVENTS):
+            record = {"t": time.time(), "mono": time.monotonic(), **fields}
             self._append("events.jsonl", record)
             if self._board is not None:
                 self._board.note(record)
-        if kind in _FILES and self.audit:
-            self._append(_FILES[kind], message)
+        if isinstance(message, _AUDITED) and self.audit:
+            self._append("audit.jsonl", fields)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
@@ -98,7 +109,7 @@ class NullSink:
     checkpoint_every_s = 0.0
     checkpoint_folder: str | None = None
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: msg.WorkerToAgent) -> None:
         """See :class:`Sink`."""
 
 

@@ -1,1 +1,0 @@
-"""Messages between worker, agent and leader, and how they travel."""

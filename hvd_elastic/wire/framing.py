@@ -1,8 +1,8 @@
-"""Messages between leader, agents and workers: one JSON object a line, plain data only.
+"""Messages as JSON lines over any byte stream.
 
-Both ways the reader decodes JSON and nothing else: no message can name code. The leader and an
-agent talk over the ssh channel that started the agent; a worker and its agent over a unix socket
-in the abstract namespace, whose other end is checked to belong to the same user.
+One message is one line. Readers decode JSON into the types of :mod:`hvd_elastic.wire.messages` and
+nothing else, so a message can never name code. Nothing here knows what carries the bytes: the pipes
+of an ssh channel, a unix socket, a connection that an agent opens to its leader.
 """
 
 from __future__ import annotations
@@ -11,56 +11,158 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar, get_args
 
-__all__ = ["PROTOCOL", "Message", "decode", "encode", "peer_uid", "split_lines"]
+import msgspec
 
-PROTOCOL = 3
-"""Raised with every change that an older peer would misread."""
+from hvd_elastic.errors import HvdElasticError
 
-Message = dict[str, Any]
+__all__ = [
+    "MAX_LINE_BYTES",
+    "LineSplitter",
+    "MessageDecoder",
+    "ProtocolError",
+    "encode",
+    "peer_uid",
+]
 
-_MOST_DIGITS = 300
+MAX_LINE_BYTES = 64 << 20
+"""Longest line that is read; the longest sent are index lists and rendezvous keys, far below it."""
+
+_MAX_DIGITS = 300  # an integer with more of them fits no float
+_SHOWN_CHARACTERS = 80
+
+Message = TypeVar("Message")
 
 
-def encode(message: Message) -> bytes:
-    r"""One line, newline included.
+class ProtocolError(HvdElasticError):
+    """A peer sent something that is not one of its messages; names the peer and what is wrong."""
+
+
+def encode(message: object) -> bytes:
+    r"""Return a message as one line of JSON, line end included.
+
+    Raises:
+        TypeError: a value has no JSON form.
 
     >>> encode({"kind": "ready"})
     b'{"kind":"ready"}\n'
     """
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    try:
+        return msgspec.json.encode(message, enc_hook=_as_plain) + b"\n"
+    except UnicodeEncodeError:
+        # Names and variables that are no UTF-8 are strings with lone surrogates, which only the
+        # standard library writes.
+        plain = msgspec.to_builtins(message, enc_hook=_as_plain)
+        return json.dumps(plain, separators=(",", ":")).encode() + b"\n"
 
 
-def decode(line: bytes) -> Message:
-    """The message of one line.
+def _as_plain(value: Any) -> Any:
+    """Return a number or string of a derived type, such as ``numpy.float64``, as the plain one."""
+    for plain in (int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    raise TypeError(f"a message cannot hold an object of type {type(value).__name__}")
 
-    Raises:
-        ValueError: the line is not a JSON object.
+
+class MessageDecoder(Generic[Message]):
+    """Decodes and checks the messages of one peer.
+
+    Args:
+        union: the message types that this peer may send.
+        sender: who it is, for error messages.
     """
-    message = json.loads(line, parse_int=_number)
-    if not isinstance(message, dict):
-        raise ValueError(f"a message is a JSON object, this is {type(message).__name__}")
-    return message
+
+    def __init__(self, union: Any, sender: str) -> None:
+        self._sender = sender
+        self._union = union
+        self._decoder = msgspec.json.Decoder(union)
+
+    def decode(self, line: bytes) -> Message:
+        """Return the message of one line.
+
+        Raises:
+            ProtocolError: the line is none of this peer's messages.
+        """
+        try:
+            return self._decoder.decode(line)
+        except (ValueError, RecursionError):
+            pass
+        # The standard library also reads what msgspec refuses, such as lone surrogates.
+        try:
+            plain = json.loads(line, parse_int=_as_number)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(
+                f"{self._sender} sent a line that is not JSON ({error}): {_shown(line)}"
+            ) from None
+        try:
+            return msgspec.convert(plain, self._union)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(self._explain(plain, error)) from None
+
+    def _explain(self, plain: Any, error: Exception) -> str:
+        if not isinstance(plain, dict):
+            return f"{self._sender} sent {type(plain).__name__} {_shown(plain)}, not an object"
+        members = get_args(self._union) or (self._union,)
+        types = {each.__struct_config__.tag: each for each in members}
+        field = next(iter(types.values())).__struct_config__.tag_field
+        tag = plain.get(field)
+        if not isinstance(tag, str) or tag not in types:
+            return (
+                f"{self._sender} sent a message with {field} {_shown(tag)}; "
+                f"valid are {', '.join(sorted(types))}"
+            )
+        fields = ", ".join(types[tag].__struct_fields__) or "none"
+        return f"{self._sender} sent a wrong message {tag!r}: {error}; its fields are {fields}"
 
 
-def _number(digits: str) -> int | float:
-    """An integer; one that no float can hold is infinite, as such a float is."""
-    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+def _as_number(digits: str) -> int | float:
+    """Return an integer, or infinity for one that no float can hold."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
 
-def split_lines(buffer: bytearray, data: bytes) -> Iterator[bytes]:
-    """Add ``data`` to ``buffer`` and yield the lines that are complete; the rest stays in it."""
-    buffer += data
-    while (end := buffer.find(b"\n")) >= 0:
-        line = bytes(buffer[:end])
-        del buffer[: end + 1]
-        if line:
-            yield line
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+class LineSplitter:
+    r"""Cuts a stream of bytes into lines, whatever pieces it arrives in.
+
+    Args:
+        sender: who sends them, for error messages.
+        limit: longest line that is accepted [bytes].
+
+    >>> lines = LineSplitter("a test")
+    >>> list(lines.feed(b"one\ntw")), list(lines.feed(b"o\n"))
+    ([b'one'], [b'two'])
+    """
+
+    def __init__(self, sender: str, limit: int = MAX_LINE_BYTES) -> None:
+        self._sender = sender
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the lines that ``data`` completes, without their ends; empty ones are left out.
+
+        Raises:
+            ProtocolError: a line is longer than the limit.
+        """
+        searched = len(self._buffer)
+        self._buffer += data
+        begin = 0
+        while (end := self._buffer.find(b"\n", searched)) >= 0:
+            if end > begin:
+                yield bytes(self._buffer[begin:end])
+            begin = searched = end + 1
+        del self._buffer[:begin]
+        if len(self._buffer) > self._limit:
+            raise ProtocolError(f"{self._sender} sent a line of more than {self._limit} bytes")
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """User id of the process at the other end of a unix socket, as the kernel knows it."""
+    """Return the user id of the process at the other end of a unix socket, as the kernel says."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )

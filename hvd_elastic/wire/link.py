@@ -1,68 +1,56 @@
-"""A worker's side of the talk with its agent; shared by every training framework.
+"""The worker's connection to its agent; shared by every training framework.
 
-One thread reads instructions and another sends a heartbeat; the training thread asks what is
-pending and waits for the next instruction when it needs one. When the agent is gone the worker
-ends itself: nobody is left who could tell it what to do.
+One thread reads instructions and another sends heartbeats; the training thread asks what is pending
+and waits for the next instruction when it needs one. When the agent is gone the worker ends itself:
+nobody is left who could tell it what to do.
 
-A machine that is shut down sends SIGTERM and SIGHUP to all its processes. The agent takes that for
-a notice and has the state brought to safety, for which the worker has to outlive it; so does one
-whose script does not handle these signals. The agent is told, and ends a worker that was meant
-alone.
+A machine that is shut down sends SIGTERM and SIGHUP to all its processes. The agent takes that as a
+notice and has the state saved, for which the worker has to outlive these signals, unless its script
+handles them. The worker tells the agent, which ends a worker that was the only one to get them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
-from hvd_elastic.wire.framing import Message, decode, encode, split_lines
+import msgspec
 
-__all__ = ["AgentLink", "Instruction"]
+from hvd_elastic.control.progress import Activity
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
-_BEAT_S = 1.0
+__all__ = ["AgentLink", "worker_options"]
+
+log = logging.getLogger(__name__)
+
 _GETENT_UNKNOWN = 2  # its exit status where a name is not known
 _NOTICES = (signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class Instruction:
-    """What the leader wants of this worker next.
-
-    Attributes:
-        action: ``join`` a generation, ``hold`` (stop and wait, keeping the state) or ``leave``.
-        generation: number of the generation to join; 0 otherwise.
-        env: Horovod's rank variables for it.
-        root_rank: whose state everybody takes.
-        restore: checkpoint that the root loads first; None for none.
-        checkpoint: path of the checkpoint that ``restore`` is a copy of, for messages.
-        life: tells the generations that one leader counts from those of another.
-    """
-
-    action: Literal["join", "hold", "leave"]
-    generation: int = 0
-    env: Mapping[str, str] | None = None
-    root_rank: int = 0
-    restore: str | None = None
-    checkpoint: str | None = None
-    life: str = ""
+def worker_options() -> msg.WorkerOptions:
+    """Return what the leader decided for all workers; the defaults where there is no leader."""
+    text = os.environ.get("HVD_ELASTIC_OPTIONS", "{}")
+    return msgspec.json.decode(text, type=msg.WorkerOptions)
 
 
 class AgentLink:
     """Connection of one worker to its agent.
 
     Args:
+        socket_name: of the agent's socket, in the abstract namespace.
+        worker: name of this worker.
         on_abort: called from the reading thread when a generation is called off; it must make
             the collectives of that generation fail.
-        activity: called from the heartbeat's thread: what the training thread is at, see
-            :class:`hvd_elastic.control.progress.Activity`.
+        activity: called from the heartbeat's thread: what the training thread is doing.
     """
 
     def __init__(
@@ -70,13 +58,13 @@ class AgentLink:
         socket_name: str,
         worker: str,
         on_abort: Callable[[int], None],
-        activity: Callable[[], Mapping[str, Any]] = dict,
+        activity: Callable[[], Activity] = Activity,
     ) -> None:
         self.worker = worker
         self._on_abort = on_abort
         self._activity = activity
-        self._beat_s = float(self.options().get("heartbeat_s", _BEAT_S))
-        self._pending: Instruction | None = None
+        self._beat_s = worker_options().heartbeat_s
+        self._pending: msg.Instruction | None = None
         self._checkpoint_wanted = False
         self.recorded_step = -1
         """Up to this step the leader has what was read; for an audited run."""
@@ -89,7 +77,7 @@ class AgentLink:
         self._outlived = 0
         self._handler = self._note_signal
         self._outlive_notices()
-        self.send({"kind": "hello", "worker": worker, "pid": os.getpid()})
+        self.send(msg.WorkerHello(worker, os.getpid()))
         threading.Thread(target=self._read, name="hvd_elastic-agent", daemon=True).start()
         threading.Thread(target=self._beat, name="hvd_elastic-beat", daemon=True).start()
         if os.environ.get("HVD_ELASTIC_LOCAL_RANK") == "0":
@@ -99,20 +87,14 @@ class AgentLink:
 
     @classmethod
     def from_environment(
-        cls, on_abort: Callable[[int], None], activity: Callable[[], Mapping[str, Any]] = dict
+        cls, on_abort: Callable[[int], None], activity: Callable[[], Activity] = Activity
     ) -> AgentLink:
         """The link of the worker that the agent started."""
         name, worker = os.environ["HVD_ELASTIC_AGENT"], os.environ["HVD_ELASTIC_WORKER"]
         return cls(name, worker, on_abort, activity)
 
-    @staticmethod
-    def options() -> dict[str, Any]:
-        """What the leader decided for all workers: audit, checkpoint interval and so on."""
-        options: dict[str, Any] = json.loads(os.environ.get("HVD_ELASTIC_OPTIONS", "{}"))
-        return options
-
-    def send(self, message: Message) -> None:
-        """Send to the agent; silently nothing in a forked child (a data loader's worker)."""
+    def send(self, message: msg.WorkerToAgent) -> None:
+        """Send to the agent; does nothing in a forked child, such as a data loader's worker."""
         if os.getpid() != self._owner_pid:
             return
         with self._send_lock:
@@ -122,15 +104,15 @@ class AgentLink:
         """Whether the leader wants something else than staying in ``generation``."""
         instruction = self._pending
         return instruction is not None and not (
-            instruction.action == "join" and instruction.generation <= generation
+            isinstance(instruction, msg.Join) and instruction.announcement.generation <= generation
         )
 
     def aborted(self, generation: int) -> bool:
         """Whether ``generation`` was called off."""
         return generation <= self._aborted
 
-    def wait(self, generation: int) -> Instruction | None:
-        """Block until there is an instruction beyond ``generation``, and take it.
+    def wait(self, generation: int) -> msg.Instruction | None:
+        """Block until there is an instruction beyond ``generation``, and return it.
 
         None: a checkpoint is asked for meanwhile; see :meth:`take_checkpoint_request`.
         """
@@ -179,9 +161,8 @@ class AgentLink:
     def _beat(self) -> None:
         stop = threading.Event()
         while not stop.wait(self._beat_s):
-            said = {"outlived": self._outlived} if self._outlived else {}
             try:
-                self.send({"kind": "beat", **self._activity(), **said})
+                self.send(msg.WorkerBeat(self._activity(), self._outlived))
             except OSError:
                 return
 
@@ -189,8 +170,12 @@ class AgentLink:
         """Warn, once for each host, if it does not know its own name; that may take seconds."""
         name = socket.gethostname()
         # In a process of its own: a fork of this one during a look-up would leave its child locks.
+        # By a path and with close_fds off it is spawned without a pipe, which a data loader that
+        # forks meanwhile would hold open.
+        command = [shutil.which("getent") or "getent", "ahosts", name]
+        null = subprocess.DEVNULL
         try:
-            done = subprocess.run(["getent", "ahosts", name], capture_output=True, timeout=60)
+            done = subprocess.run(command, stdout=null, stderr=null, timeout=60, close_fds=False)
         except (OSError, subprocess.TimeoutExpired):
             return
         if done.returncode == _GETENT_UNKNOWN:
@@ -199,10 +184,11 @@ class AgentLink:
                 f"a line with its address and {name} to /etc/hosts there"
             )
             with contextlib.suppress(OSError):
-                self.send({"kind": "warning", "message": message})
+                self.send(msg.WorkerWarning(message))
 
     def _read(self) -> None:
-        buffer = bytearray()
+        lines = LineSplitter("the agent")
+        messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToWorker, "the agent")
         while True:
             try:
                 data = self._socket.recv(1 << 16)
@@ -210,29 +196,29 @@ class AgentLink:
                 data = b""
             if not data:
                 os._exit(1)  # the agent is gone; it would have ended this process
-            for line in split_lines(buffer, data):
-                self._take(decode(line))
+            try:
+                for line in lines.feed(data):
+                    self._take(messages.decode(line))
+            except ProtocolError as error:
+                log.error("%s. This worker ends", error)
+                os._exit(1)
 
-    def _take(self, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "abort":
-            with self._change:
-                self._aborted = max(self._aborted, message["generation"])
-            self._on_abort(message["generation"])
-            return
-        if kind == "checkpoint":
-            with self._change:
-                self._checkpoint_wanted = True
-                self._change.notify_all()
-            return
-        if kind == "end":
-            if signal.getsignal(signal.SIGTERM) is self._handler:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return
-        if kind == "recorded":
-            self.recorded_step = message["step"]
-            return
-        fields = {name: value for name, value in message.items() if name != "kind"}
-        with self._change:
-            self._pending = Instruction(action=kind, **fields)
-            self._change.notify_all()
+    def _take(self, message: msg.AgentToWorker) -> None:
+        match message:
+            case msg.Abort(generation=generation):
+                with self._change:
+                    self._aborted = max(self._aborted, generation)
+                self._on_abort(generation)
+            case msg.SaveState():
+                with self._change:
+                    self._checkpoint_wanted = True
+                    self._change.notify_all()
+            case msg.End():
+                if signal.getsignal(signal.SIGTERM) is self._handler:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            case msg.Recorded(step=step):
+                self.recorded_step = step
+            case msg.Join() | msg.Hold() | msg.Leave():
+                with self._change:
+                    self._pending = message
+                    self._change.notify_all()

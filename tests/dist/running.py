@@ -25,6 +25,7 @@ from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import EventFollower, Record, read_events
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.schema import check_event
 
 __all__ = ["CLEAN_S", "ROOT", "RunningJob", "Stage", "WorkerProcess"]
 
@@ -228,7 +229,10 @@ class RunningJob:
     # -- following -------------------------------------------------------------------------
 
     def poll(self) -> None:
-        self.events += self._follower.poll()
+        new = self._follower.poll()
+        for event in new:
+            check_event(event)
+        self.events += new
 
     def mark(self) -> int:
         """Now, as a place in the list of events."""

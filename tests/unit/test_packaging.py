@@ -26,7 +26,16 @@ PURE = [
     "hvd_elastic.config",
     *(
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for folder in ("model", "policy", "control", "sim", "records", "checkpoint", "communicator")
+        for folder in (
+            "model",
+            "policy",
+            "control",
+            "sim",
+            "wire",
+            "records",
+            "checkpoint",
+            "communicator",
+        )
         for path in sorted((ROOT / "hvd_elastic" / folder).glob("*.py"))
         if path.name != "loop.py"
     ),

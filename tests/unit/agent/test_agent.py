@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import http.client
+import json
 import os
 import secrets
 import signal
@@ -19,12 +20,17 @@ from typing import Any
 import psutil
 import pytest
 
+from hvd_elastic import __version__
 from hvd_elastic.agent.agent import interface_of
+from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
-from hvd_elastic.wire.framing import PROTOCOL, Message, decode, encode
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import encode
+from tests.unit.launch.wire_samples import leader_hello
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
+Message = dict[str, Any]
 
 WORKER = """
 import json, os, socket, sys
@@ -32,14 +38,15 @@ s = socket.socket(socket.AF_UNIX)
 s.connect("\\0" + os.environ["HVD_ELASTIC_AGENT"])
 def say(**m): s.sendall(json.dumps(m).encode() + b"\\n")
 say(kind="hello", worker=os.environ["HVD_ELASTIC_WORKER"], pid=os.getpid())
-say(kind="ready", warm_s=0.1, secret=os.environ.get("SECRET"), rank=os.environ.get("HOROVOD_RANK"))
+def tell(what): say(kind="warning", message=json.dumps(what))
+say(kind="ready", warm_s=0.1)
 sys.stdout.write("worker %s\\n" % os.environ["HVD_ELASTIC_LOCAL_RANK"])
 sys.stdout.flush()
 for line in s.makefile("rb"):
     heard = json.loads(line)
     if heard["kind"] == "leave":
         raise SystemExit(0)
-    say(kind="checkpoint" if heard["kind"] == "checkpoint" else "heard", message=heard)
+    tell(heard)
 """
 
 # Leaves files in its folder where it is asked to write; ``hold-<worker>`` there keeps it from that,
@@ -64,21 +71,21 @@ WRITE = """
 WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
     "    if heard", f"{WRITE}    if heard", 1
 )
-WRITES = {"checkpoint_every_s": 600}
 
 
 # Speaks to its agent as every worker does, and has a child such as a data loader's.
 LINKED = """
 import os, signal, time
+from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.link import AgentLink
 link = AgentLink.from_environment(lambda generation: None)
 child = os.fork()
 if child == 0:
     time.sleep(3600)
-link.send({"kind": "ready", "pid": os.getpid(), "child": child})
+link.send(msg.WorkerWarning(f'["pids", {os.getpid()}, {child}]'))
 while link.wait(0) is None:
     link.take_checkpoint_request()
-    link.send({"kind": "asked"})
+    link.send(msg.WorkerWarning('["asked"]'))
 """
 
 
@@ -94,20 +101,20 @@ class Agent:
             env=environment,
         )
         self.skipped: list[Message] = []
-        fields: Message = {"run_id": self.run_id, "host": "node1", "cwd": str(folder)}
-        fields |= {"command": command}
-        fields |= {"leader": "first", "led_by": "a test", "led_since": 5.0}
         # An agent that is killed leaves its temporary folder.
-        sent = {"SECRET": "s3cret", "TMPDIR": str(folder)}
-        fields |= {"env": sent, "options": {}, "heartbeat_s": 0.1}
+        env = {"SECRET": "s3cret", "TMPDIR": str(folder)}
+        own = {"run_id": self.run_id, "cwd": str(folder), "command": tuple(command), "env": env}
         # What a leader tells all its agents while one of them is still being connected.
         self.say(op="collected", step=1)
         self.say(op="abort", generation=1)
-        self.say(op="hello", **{**fields, **hello})
+        self.send(encode(leader_hello(**{**own, **hello})))
 
     def say(self, **message: Any) -> None:
+        self.send(encode(message))
+
+    def send(self, data: bytes) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(encode(message))
+        self.process.stdin.write(data)
         self.process.stdin.flush()
 
     def hear(self, wanted: Callable[[Message], Any]) -> Message:
@@ -118,7 +125,7 @@ class Agent:
                 return message
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            message = decode(line)
+            message = json.loads(line)
             if wanted(message):
                 return message
             self.skipped.append(message)
@@ -132,17 +139,26 @@ class Agent:
         message: Message = found["message"]
         return message
 
-    def announce(self, generation: int, workers: dict[str, Any]) -> None:
-        members = [[name, "node1", slot] for slot, name in enumerate(workers)]
-        self.say(
-            op="announce",
-            generation=generation,
-            members=members,
-            workers=workers,
-            root_rank=0,
-            restore=None,
-            life="l",
+    def told_by_worker(self, begin: str = "") -> Any:
+        """What the next warning of a worker holds, as JSON that begins so."""
+
+        def is_wanted(message: Message) -> bool:
+            said = message.get("message")
+            if not isinstance(said, dict) or said["kind"] != "warning":
+                return False
+            text: str = said["message"]
+            return text.startswith(begin)
+
+        said: Message = self.hear(is_wanted)["message"]
+        return json.loads(said["message"])
+
+    def announce(self, generation: int, *workers: str) -> None:
+        members = tuple(
+            Member(name, "node1", slot, slot, slot, len(workers), 0, 1)
+            for slot, name in enumerate(workers)
         )
+        order = Announce(generation, members, None, restore=False, reason="a test")
+        self.send(encode(msg.AnnounceGeneration(msg.Announcement(order, "l"))))
 
     def start_worker(self, name: str = "w0", local_rank: int = 0) -> None:
         self.say(op="start_worker", worker=name, local_rank=local_rank, slots=1)
@@ -171,7 +187,9 @@ def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
     agents: list[Agent] = []
 
     def start(program: str = WORKER, **hello: Any) -> Agent:
-        own = {"command": [sys.executable, "-S", "-c", program]}
+        # Without site-packages, which the link needs, an interpreter starts sooner.
+        site = [] if "hvd_elastic" in program else ["-S"]
+        own = {"command": [sys.executable, *site, "-c", program]}
         agents.append(Agent(tmp_path, **{**own, **hello}))
         return agents[-1]
 
@@ -189,7 +207,7 @@ def start_agent(tmp_path: Path) -> Iterator[StartAgent]:
 
 def test_hello_says_what_the_leader_has_to_know(start_agent: StartAgent) -> None:
     hello = start_agent().event("hello")
-    assert hello["protocol"] == PROTOCOL
+    assert hello["protocol"] == msg.PROTOCOL
     assert hello["python"] == ".".join(map(str, sys.version_info[:3]))
     assert hello["interface"] == "lo", "not over ssh: this machine alone"
     assert hello["interfaces"]["lo"] == "127.0.0.1"
@@ -200,11 +218,12 @@ def test_hello_says_what_the_leader_has_to_know(start_agent: StartAgent) -> None
 def test_a_worker_from_its_start_to_its_leave(start_agent: StartAgent) -> None:
     agent = start_agent()
     agent.start_worker("w7", 3)
-    agent.say(op="tell", worker="w7", message={"kind": "early"})  # it has not connected yet
-    ready = agent.said_by_worker("ready")
-    assert ready["secret"] == "s3cret"
-    assert ready["rank"] is None
-    assert agent.said_by_worker("heard")["message"] == {"kind": "early"}
+    agent.say(op="tell", worker="w7", message={"kind": "hold"})  # it has not connected yet
+    agent.said_by_worker("ready")
+    (worker,) = agent.marked()
+    assert worker.environ()["SECRET"] == "s3cret"
+    assert "HOROVOD_RANK" not in worker.environ()
+    assert agent.told_by_worker() == {"kind": "hold"}
     agent.say(op="tell", worker="w7", message={"kind": "leave"})
     log = agent.event("log")
     assert (log["worker"], log["data"]) == ("w7", "worker 3\n")
@@ -254,10 +273,11 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     agent = start_agent()
     agent.start_worker()
     agent.said_by_worker("ready")
-    ranks = {"HOROVOD_RANK": "0"}
-    agent.announce(4, {"w0": ranks})
-    told = agent.said_by_worker("heard")["message"]
-    assert (told["kind"], told["generation"], told["env"]["HOROVOD_RANK"]) == ("join", 4, "0")
+    agent.announce(4, "w0")
+    told = agent.told_by_worker()
+    number = told["announcement"]["order"]["generation"]
+    assert (told["kind"], number, told["env"]["HOROVOD_RANK"]) == ("join", 4, "0")
+    assert told["env"]["HOROVOD_GLOO_SINGLE_CONTEXT"] == "1"
     assert told["env"]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "127.0.0.1"
     port = int(told["env"]["HOROVOD_GLOO_RENDEZVOUS_PORT"])
 
@@ -271,16 +291,17 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
             connection.close()
 
     assert ask("PUT", b"\x00\xff") == (200, b"")
-    sent = agent.event("store")
+    sent = agent.event("store")["entry"]
     assert (sent["generation"], sent["scope"], sent["key"]) == (4, "global", "0")
     assert base64.b64decode(sent["value"]) == b"\x00\xff"
     value = base64.b64encode(b"other").decode()
-    agent.say(op="store", generation=4, scope="global", key="0", value=value)
-    agent.say(op="tell", worker="w0", message={"kind": "mark"})
-    agent.said_by_worker("heard")  # what came before it has been done
+    entry = {"generation": 4, "scope": "global", "key": "0", "value": value}
+    agent.say(op="store", entry=entry)
+    agent.say(op="tell", worker="w0", message={"kind": "hold"})
+    agent.told_by_worker()  # what came before it has been done
     assert ask("GET") == (200, b"other")
     agent.say(op="abort", generation=4)
-    assert agent.said_by_worker("heard")["message"] == {"kind": "abort", "generation": 4}
+    assert agent.told_by_worker() == {"kind": "abort", "generation": 4}
     assert ask("GET")[0] == 410
 
 
@@ -310,14 +331,14 @@ def test_a_host_that_does_not_know_its_own_name_is_told_once(
     path = f"{tmp_path}:{os.environ['PATH']}"
     agent = start_agent(LINKED, env={"TMPDIR": str(tmp_path), "PATH": path})
     agent.start_worker(local_rank=slot)
-    agent.said_by_worker("ready")
+    agent.told_by_worker('["pids"')
     if slot == 0:
         said = agent.said_by_worker("warning")["message"]
         assert f"does not know its own name {socket.gethostname()!r}" in said
         assert "/etc/hosts" in said
     agent.say(op="tell", worker="w0", message={"kind": "checkpoint"})
-    agent.said_by_worker("asked")
-    assert not [m for m in agent.skipped if m.get("message", {}).get("kind") == "warning"]
+    agent.told_by_worker('["asked"')
+    assert not [m for m in agent.skipped if m["ev"] == "worker"]
 
 
 def test_the_stack_of_a_worker_that_a_signal_ends_is_in_its_log(start_agent: StartAgent) -> None:
@@ -346,12 +367,71 @@ def test_the_agent_leaves_nothing_behind(start_agent: StartAgent, end: str, tmp_
     elif end == "end of input":
         stdin.close()
     else:
-        stdin.write(b"nonsense\n" if end == "nonsense" else b'{"op": "no_such_thing"}\n')
-        stdin.flush()
-        assert "agent stopped" in agent.event("fatal")["message"]
+        agent.send(b"nonsense\n" if end == "nonsense" else b'{"op": "no_such_thing"}\n')
+        said = agent.event("warning")["message"]
+        assert said.startswith(f"the agent of hvd_elastic {__version__} (protocol")
+        wrong = "is not JSON" if end == "nonsense" else "op 'no_such_thing'; valid are abort, "
+        assert wrong in said
     assert agent.process.wait(TIMEOUT_S) == 0
     agent.wait_clean()
     assert not (tmp_path / "spool").exists()
+
+
+def test_a_leader_that_is_cut_off_inside_a_line_is_lost(start_agent: StartAgent) -> None:
+    agent = start_agent()
+    agent.event("hello")
+    agent.send(b'{"op": "kill", "wor')
+    assert agent.process.stdin is not None
+    agent.process.stdin.close()
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert not any(message["ev"] == "warning" for message in agent.skipped)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("\\x80\\x04.", "the worker of slot 3 sent a line that is not JSON"),
+        (
+            '{\\"kind\\": \\"steal\\"}',
+            "slot 3 sent a message with kind 'steal'; valid are ",
+        ),
+        (
+            '{\\"kind\\": \\"joined\\"}',
+            "slot 3 sent a wrong message 'joined': Object missing",
+        ),
+    ],
+)
+def test_a_worker_that_sends_what_is_no_message_is_given_up_alone(
+    start_agent: StartAgent, line: str, words: str
+) -> None:
+    wrong = f'if os.environ["HVD_ELASTIC_WORKER"] == "w1": s.sendall(b"{line}\\n")\n'
+    agent = start_agent(WORKER.replace("for line", f"{wrong}for line"))
+    agent.start_worker("w0", 0)
+    agent.start_worker("w1", 3)
+    assert words in agent.event("warning")["message"]
+    assert agent.event("worker_exited")["worker"] == "w1"
+    agent.say(op="tell", worker="w0", message={"kind": "hold"})
+    assert agent.told_by_worker() == {"kind": "hold"}
+
+
+def test_what_was_read_and_no_leader_knows_is_told_to_the_next(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    """Also where an agent of an earlier release wrote it, and a full disk cut it off."""
+    run_id = f"unit-{secrets.token_hex(4)}"
+    untold = tmp_path / "spool" / run_id / "node1" / "untold.jsonl"
+    untold.parent.mkdir(parents=True)
+    used = {"generation": 1, "step": 3, "epoch": 0, "position": 16}
+    known = [
+        {"kind": "dataset", "n": 100, "dropped": 4},
+        {"kind": "used", **used, "indices": [5, 7], "padding": []},
+    ]
+    lines = "".join(json.dumps(reading) + "\n" for reading in known)
+    untold.write_text(lines + '{"kind": "used", "generation": 1, "ste')
+    agent = start_agent(run_id=run_id)
+    assert [agent.event("past")["message"] for _ in known] == known
+    assert f"the file {untold} sent a line that is not JSON" in agent.event("warning")["message"]
+    assert not untold.exists()
 
 
 def test_workers_of_an_agent_that_is_killed_are_gone(start_agent: StartAgent) -> None:
@@ -368,14 +448,15 @@ def test_a_stranger_on_the_socket_is_not_heard(start_agent: StartAgent) -> None:
     agent.said_by_worker("ready")
     (worker,) = agent.marked()
     name = "\0" + worker.environ()["HVD_ELASTIC_AGENT"]
-    for line in (b'{"worker": "unknown"}\n', b'{"worker": "w0"}\n', b"nonsense\n", b"[]\n"):
+    others = [encode(msg.WorkerHello(worker, 1)) for worker in ("unknown", "w0")]
+    for line in (*others, b'{"worker": "w0"}\n', b"nonsense\n", b"[]\n"):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.settimeout(TIMEOUT_S)
             stranger.connect(name)
             stranger.sendall(line)
             assert stranger.recv(100) == b"", f"{line!r} is answered by the end"
-    agent.say(op="tell", worker="w0", message={"kind": "still"})
-    assert agent.said_by_worker("heard")["message"] == {"kind": "still"}
+    agent.say(op="tell", worker="w0", message={"kind": "hold"})
+    assert agent.told_by_worker() == {"kind": "hold"}
 
 
 def test_interfaces_are_found_by_address() -> None:
@@ -416,7 +497,7 @@ def until_there(path: Path) -> None:
 
 
 def start_writers(start_agent: StartAgent, *workers: str, **hello: Any) -> Agent:
-    agent = start_agent(WRITER, options=WRITES, **hello)
+    agent = start_agent(WRITER, options=msg.WorkerOptions(checkpoint_every_s=600), **hello)
     for slot, name in enumerate(workers):
         agent.start_worker(name, slot)
     for _ in workers:
@@ -494,9 +575,9 @@ def test_the_next_leader_gets_the_workers_and_hears_what_the_last_one_did_not(
     old = start_agent(leader_grace_s=60)
     old.start_worker()
     seq = old.hear(lambda m: m.get("ev") == "worker" and m["message"]["kind"] == "ready")["seq"]
-    old.say(op="beat", seq=seq)
-    old.announce(3, {"w0": {"HOROVOD_RANK": "0"}})
-    heard = old.hear(lambda m: m.get("ev") == "worker" and m["message"]["kind"] == "heard")
+    old.say(op="beat", acted_upon=seq)
+    old.announce(3, "w0")
+    heard = old.hear(lambda m: m.get("ev") == "worker" and m["message"]["kind"] == "warning")
     (worker,) = old.marked()
     lose_leader(old)
     new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
@@ -504,7 +585,7 @@ def test_the_next_leader_gets_the_workers_and_hears_what_the_last_one_did_not(
     assert hello["pid"] == old.process.pid
     held = hello["held"]
     assert held["generation"] == 3
-    assert held["members"] == [["w0", "node1", 0]]
+    assert [member["worker"] for member in held["members"]] == ["w0"]
     (facts,) = held["workers"]
     assert (facts["worker"], facts["ready"], facts["generation"]) == ("w0", True, 3)
     again = new.hear(lambda m: m.get("ev") == "worker")
@@ -521,8 +602,8 @@ def test_a_second_leader_is_refused_while_the_first_leads(start_agent: StartAgen
     agent = start_agent()
     agent.event("hello")
     second = start_agent(run_id=agent.run_id, leader="second", take_over=True)
-    agent.say(op="beat", seq=0)
-    refused = second.event("refused")
+    agent.say(op="beat", acted_upon=0)
+    refused = second.event("refused")["led"]
     assert (refused["leader"], refused["led_by"], refused["led_since"]) == ("first", "a test", 5.0)
     assert 0 <= refused["heard_s"] < TIMEOUT_S
     assert second.process.wait(TIMEOUT_S) == 0
@@ -546,7 +627,7 @@ def test_a_silent_leader_is_told_who_took_over(start_agent: StartAgent) -> None:
     time.sleep(1)  # it says nothing for longer than the timeout, and its connection stays open
     new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
     assert new.event("hello")["pid"] == old.process.pid
-    told = old.event("taken_over")
+    told = old.event("taken_over")["led"]
     assert (told["run_id"], told["leader"], told["led_since"]) == (old.run_id, "second", 5.0)
 
 
@@ -582,8 +663,8 @@ def test_a_first_sigterm_is_told_and_a_second_ends_the_agent(start_agent: StartA
     agent.process.send_signal(signal.SIGTERM)
     notice = agent.event("notice")
     assert (notice["cause"], notice["leave_in_s"]) == ("its agent got SIGTERM", 30.0)
-    agent.say(op="tell", worker="w0", message={"kind": "still"})
-    assert agent.said_by_worker("heard")["message"] == {"kind": "still"}
+    agent.say(op="tell", worker="w0", message={"kind": "hold"})
+    assert agent.told_by_worker() == {"kind": "hold"}
     agent.process.send_signal(signal.SIGTERM)
     assert agent.process.wait(TIMEOUT_S) == 0
     agent.wait_clean()
@@ -594,14 +675,14 @@ def test_a_machine_that_is_shut_down_tells_all_at_once_and_state_is_saved(
 ) -> None:
     agent = start_agent(LINKED)
     agent.start_worker()
-    worker = agent.said_by_worker("ready")["pid"]
+    _, worker, _ = agent.told_by_worker('["pids"')
     for number in (signal.SIGTERM, signal.SIGHUP):
         os.kill(worker, number)
         agent.process.send_signal(number)
     assert agent.event("notice")["cause"] in ("its agent got SIGTERM", "its agent got SIGHUP")
     for _ in range(2):
         agent.say(op="tell", worker="w0", message={"kind": "checkpoint"})
-        agent.said_by_worker("asked")
+        agent.told_by_worker('["asked"')
     assert not any(message.get("ev") == "notice" for message in agent.skipped), "said once"
     agent.say(op="shutdown", grace_s=3600)
     assert agent.process.wait(TIMEOUT_S) == 0, "it does not wait for who outlives SIGTERM"
@@ -613,12 +694,12 @@ def test_a_worker_that_gets_sigterm_alone_ends_and_so_do_its_children(
 ) -> None:
     agent = start_agent(LINKED)
     agent.start_worker()
-    ready = agent.said_by_worker("ready")
-    child = psutil.Process(ready["child"])
+    _, worker, child_pid = agent.told_by_worker('["pids"')
+    child = psutil.Process(child_pid)
     child.terminate()
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    os.kill(ready["pid"], signal.SIGTERM)
+    os.kill(worker, signal.SIGTERM)
     ended = agent.event("worker_exited")
     assert (ended["code"], ended["signal"]) == (None, signal.SIGTERM), "what was sent"
     assert not any(message.get("ev") == "notice" for message in agent.skipped)

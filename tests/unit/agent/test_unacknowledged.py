@@ -5,114 +5,137 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_elastic.agent.unacknowledged import Ledger
-from hvd_elastic.wire.framing import Message
+from hvd_elastic.control.commands import Announce, Member
+from hvd_elastic.control.events import FoundWorker
+from hvd_elastic.control.progress import Position
+from hvd_elastic.wire import messages as msg
+
+READY = msg.Ready(warm_s=1.0)
+FINISHED = msg.Finished(Position(1, 0, 0, 8))
 
 
-def said(ledger: Ledger, kind: str, worker: str = "w", **fields: Any) -> int:
-    message = ledger.number({"ev": "worker", "worker": worker, "message": {"kind": kind, **fields}})
-    number: int = message["seq"]
-    return number
+def used(step: int) -> msg.Used:
+    return msg.Used(generation=1, step=step, epoch=0, position=0, indices=[step], padding=[])
 
 
-def facts(ledger: Ledger) -> Message:
-    (found,) = ledger.snapshot()["workers"]
-    return dict(found)
+def metrics() -> msg.Metrics:
+    return msg.Metrics(Position(1, 0, 0, 8), size=1, values={"loss": 0.5})
 
 
-def kinds(ledger: Ledger) -> list[str]:
-    return [message["message"]["kind"] for message in ledger.unacknowledged()]
+def broken(step: int, state: int = 0) -> msg.Broken:
+    return msg.Broken(generation=1, step=step, state=state, error="a test")
+
+
+def said(ledger: Ledger, message: Any, worker: str = "w") -> int:
+    return ledger.number(msg.WorkerSaid(worker, message)).seq
+
+
+def facts(ledger: Ledger) -> FoundWorker:
+    (found,) = ledger.snapshot().workers
+    return found
+
+
+def told_again(ledger: Ledger) -> list[type]:
+    return [
+        type(message.message)
+        for message in ledger.unacknowledged()
+        if isinstance(message, msg.WorkerSaid)
+    ]
+
+
+def order(generation: int) -> Announce:
+    member = Member("w", "host", 2, 0, 0, 1, 0, 1)
+    return Announce(generation, (member,), None, restore=False, reason="a test")
 
 
 def trained() -> Ledger:
     """A worker that is known to have joined generation 1."""
     ledger = Ledger()
-    ledger.started("w", 2)
-    said(ledger, "ready", warm_s=1.0)
-    ledger.announced(1, [["w", "host", 2]], ["w"])
-    ledger.acknowledged(said(ledger, "joined", generation=1))
+    ledger.started("w", "host", 2)
+    said(ledger, READY)
+    ledger.announced(order(1), ["w"])
+    ledger.acknowledged(said(ledger, msg.Joined(generation=1, step=0)))
     return ledger
 
 
 def test_a_worker_is_known_from_its_start() -> None:
     ledger = Ledger()
-    ledger.started("w", 2)
-    said(ledger, "ready", warm_s=1.0)
-    assert (facts(ledger)["slot"], facts(ledger)["ready"]) == (2, False)
-    assert kinds(ledger) == ["ready"]
+    ledger.started("w", "host", 2)
+    said(ledger, READY)
+    assert (facts(ledger).slot, facts(ledger).ready) == (2, False)
+    assert told_again(ledger) == [msg.Ready]
 
 
 def test_what_is_acknowledged_is_known_and_not_told_again() -> None:
     ledger = trained()
-    assert (facts(ledger)["ready"], facts(ledger)["joined"]) == (True, 1)
-    assert facts(ledger)["holds_state"]
+    assert (facts(ledger).ready, facts(ledger).joined) == (True, 1)
+    assert facts(ledger).holds_state
     assert ledger.unacknowledged() == []
 
 
 def test_what_is_not_acknowledged_is_told_again_in_order() -> None:
     ledger = trained()
-    first = said(ledger, "metrics", step=1)
-    said(ledger, "used", step=1)
-    said(ledger, "broken", generation=1, step=4)
+    first = said(ledger, metrics())
+    said(ledger, used(1))
+    said(ledger, broken(4))
     ledger.acknowledged(first)
-    assert kinds(ledger) == ["used", "broken"]
-    assert not facts(ledger)["waiting"]
+    assert told_again(ledger) == [msg.Used, msg.Broken]
+    assert not facts(ledger).waiting
 
 
 def test_an_announcement_proves_that_its_leader_had_heard_what_led_to_it() -> None:
     ledger = trained()
-    said(ledger, "metrics", step=1)
-    said(ledger, "broken", generation=1, step=4)
-    ledger.announced(2, [["w", "host", 2]], ["w"])
-    assert kinds(ledger) == ["metrics"], "told again, it would be taken for news of generation 2"
-    assert (facts(ledger)["generation"], facts(ledger)["waiting"]) == (2, False)
+    said(ledger, metrics())
+    said(ledger, broken(4))
+    ledger.announced(order(2), ["w"])
+    assert told_again(ledger) == [msg.Metrics], "told again, it would be news of generation 2"
+    assert (facts(ledger).generation, facts(ledger).waiting) == (2, False)
 
 
 def test_a_worker_that_broke_off_waits_with_its_step() -> None:
     ledger = trained()
-    ledger.acknowledged(said(ledger, "broken", generation=1, step=4, state=1))
+    ledger.acknowledged(said(ledger, broken(4, state=1)))
     known = facts(ledger)
-    assert (known["waiting"], known["step"], known["state"]) == (True, 4, 1)
-    assert facts(ledger)["holds_state"]
-    ledger.acknowledged(said(ledger, "broken", generation=1, step=-1))
-    assert not facts(ledger)["holds_state"]
+    assert (known.waiting, known.step, known.state) == (True, 4, 1)
+    assert facts(ledger).holds_state
+    ledger.acknowledged(said(ledger, broken(-1)))
+    assert not facts(ledger).holds_state
 
 
 def test_orders_are_known_at_once() -> None:
     ledger = trained()
-    ledger.told("w", "checkpoint")
-    assert not facts(ledger)["leaving"]
-    ledger.told("w", "leave")
-    assert facts(ledger)["leaving"]
+    ledger.told_to_leave("w")
+    assert facts(ledger).leaving
     ledger.killed("w", "it gave no answer")
-    assert facts(ledger)["killed"] == "it gave no answer"
+    assert facts(ledger).killed == "it gave no answer"
 
 
 def test_a_worker_is_known_until_its_end_is_acknowledged() -> None:
     ledger = trained()
-    said(ledger, "finished")
+    said(ledger, FINISHED)
     assert ledger.any_finished
-    end = ledger.number({"ev": "worker_exited", "worker": "w", "code": 0, "signal": None})
-    assert facts(ledger)["worker"] == "w"
-    ledger.acknowledged(end["seq"])
-    assert ledger.snapshot()["workers"] == []
+    end = ledger.number(msg.WorkerEnded("w", code=0, signal=None))
+    assert facts(ledger).worker == "w"
+    ledger.acknowledged(end.seq)
+    assert ledger.snapshot().workers == ()
 
 
 def test_of_too_much_output_the_newest_is_lost_and_nothing_else() -> None:
     ledger = trained()
     for _ in range(40):
-        ledger.number({"ev": "log", "worker": "w", "data": "x" * (1 << 20)})
-    said(ledger, "metrics", step=1)
+        ledger.number(msg.Log("w", "x" * (1 << 20)))
+    said(ledger, metrics())
     kept = ledger.unacknowledged()
-    assert sum(len(message.get("data", "")) for message in kept) <= 32 << 20
-    assert kept[-1]["message"]["kind"] == "metrics"
-    ledger.acknowledged(kept[-1]["seq"])
-    ledger.number({"ev": "log", "worker": "w", "data": "x"})
+    assert sum(len(m.data) for m in kept if isinstance(m, msg.Log)) <= 32 << 20
+    assert told_again(ledger) == [msg.Metrics]
+    ledger.acknowledged(kept[-1].seq)
+    ledger.number(msg.Log("w", "x"))
     assert len(ledger.unacknowledged()) == 1
 
 
 def test_what_was_read_outlives_the_agent() -> None:
     ledger = trained()
-    said(ledger, "metrics", step=1)
-    said(ledger, "used", step=1)
-    ledger.number({"ev": "past", "message": {"kind": "used", "step": 0}})
-    assert [m["step"] for m in ledger.unacknowledged_readings()] == [1, 0]
+    said(ledger, metrics())
+    said(ledger, used(1))
+    ledger.number(msg.PastReading(used(0)))
+    assert ledger.unacknowledged_readings() == [used(1), used(0)]

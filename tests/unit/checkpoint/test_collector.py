@@ -24,8 +24,9 @@ from hvd_elastic.checkpoint.files import (
 )
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
-from hvd_elastic.wire.framing import Message
+from hvd_elastic.wire import messages as msg
 from tests.unit.checkpoint.test_files import spooled
+from tests.unit.launch.wire_samples import agent_hello, checkpoint_written
 
 
 class Host:
@@ -34,14 +35,14 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.spool = folder
         self.spool.mkdir(parents=True)
-        self.info: Message = {"spool": str(folder)}
+        self.info = agent_hello(spool=str(folder))
         self.reachable = True
         self.full = False
         self.puts = 0
 
-    def send(self, message: Message) -> None:
-        assert message["op"] == "collected"
-        drop_shards(self.spool, message["step"])
+    def send(self, message: msg.LeaderToAgent) -> None:
+        assert isinstance(message, msg.Collected)
+        drop_shards(self.spool, message.step)
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
         if not self.reachable:
@@ -96,7 +97,7 @@ class Run:
         for index in indices:
             name = f"node{index}"
             shard = spooled(self.hosts[name].spool, step, index, count, run=run)
-            said = {"shard": shard.manifest(), "seconds": 0.5, "blocked_s": 0.001 * (index + 1)}
+            said = checkpoint_written(shard, blocked_s=0.001 * (index + 1))
             self.collector.written(name, self.hosts[name], said)
 
     def bring(self, *hosts: str, wanted: Callable[[], bool] = lambda: True) -> Brought:
@@ -194,8 +195,7 @@ def test_what_the_leader_before_had_fetched_already_is_no_loss(tmp_path: Path) -
     shutil.copytree(first.folder, second.folder, dirs_exist_ok=True)
     second.collector.check()
     for name, host, shard in told:
-        said = {"shard": shard.manifest(), "seconds": 0.5, "blocked_s": 0.0}
-        second.collector.written(name, host, said)
+        second.collector.written(name, host, checkpoint_written(shard, blocked_s=0.0))
     second.settle()
     assert second.warnings == []
     assert second.steps() == [20]

@@ -10,8 +10,11 @@ SITE = "/opt/venv/lib/python3.11/site-packages/torch/distributed"
 NO_GROUP = "ValueError: Default process group has not been initialized, please make sure to call"
 
 
-def traceback(*frames: tuple[str, int], error: str) -> str:
-    lines = [f'  File "{file}", line {line}, in <module>\n    code' for file, line in frames]
+def traceback(*frames: tuple[str, int] | tuple[str, int, str], error: str) -> str:
+    lines = [
+        f'  File "{file}", line {line}, in {"".join(function) or "<module>"}\n    code'
+        for file, line, *function in frames
+    ]
     return "\n".join(["Traceback (most recent call last):", *lines, error, ""])
 
 
@@ -19,12 +22,17 @@ def traceback(*frames: tuple[str, int], error: str) -> str:
     ("text", "begins", "holds"),
     [
         (
-            traceback(("t.py", 3), ("net.py", 9), (f"{SITE}/x.py", 1), error=NO_GROUP),
+            traceback(
+                ("t.py", 3),
+                ("net.py", 9),
+                (f"{SITE}/x.py", 1, "_get_default_group"),
+                error=NO_GROUP,
+            ),
             "net.py, line 9: this expects the process group of torchrun; remove",
             "hvd.DistributedOptimizer(optimizer, model)",
         ),
         (
-            traceback(("t.py", 5), (f"{SITE}/fsdp/_init_utils.py", 8), error=NO_GROUP),
+            traceback(("t.py", 5), (f"{SITE}/fsdp/_init_utils.py", 8, "_init"), error=NO_GROUP),
             "t.py, line 5: this expects the process group of torchrun, and nothing here shards",
             "keep torchrun for a model that needs more than one device",
         ),
@@ -49,6 +57,12 @@ def test_a_script_that_expects_torchrun(text: str, begins: str, holds: str) -> N
     assert explained is not None
     assert explained.startswith(begins)
     assert holds in explained
+
+
+def test_other_errors_of_torch_distributed_are_not_explained() -> None:
+    error = "RuntimeError: Connection closed by peer"
+    text = traceback(("t.py", 3), (f"{SITE}/distributed_c10d.py", 7, "all_reduce"), error=error)
+    assert explain_script_error(text) is None
 
 
 @pytest.mark.parametrize("error", ["KeyError: 'rank'", "ValueError: RANK", "OSError: [Errno 5]"])

@@ -232,7 +232,7 @@ def test_run_that_needs_one_of_its_unknown_hosts_ends_as_well():
 
 
 def test_one_unknown_host_beside_a_good_or_a_silent_one_is_tried_for_ever():
-    for other in (ev.AgentReady("a"), ev.AgentFailed("a", "no answer")):
+    for other in (ev.AgentReady("a"), ev.AgentFailed("a", "host a: no answer")):
         play = Play("a", "b", min_np=2)
         play.tell(other, *unknown("b"))
         for seconds in (1, 2, 5, 10, 30, 30):
@@ -310,7 +310,7 @@ def test_np_and_max_np_limit_what_is_started():
 def test_spare_host_is_used_when_an_agent_fails_and_kept_when_it_comes_back():
     play = Play("a", "b", "c", np=2)
     play.tell(ev.AgentReady("a"))
-    assert play.tell(ev.AgentFailed("b", "unreachable")) == [StartAgent("c")]
+    assert play.tell(ev.AgentFailed("b", "host b: unreachable")) == [StartAgent("c")]
     assert play.tell(ev.Tick(), after=1) == [StartAgent("b")]
     play.tell(ev.AgentReady("c"))
     assert play.tell(ev.AgentReady("b")) == [StopAgent("b")]  # its place is taken
@@ -319,18 +319,18 @@ def test_spare_host_is_used_when_an_agent_fails_and_kept_when_it_comes_back():
 
 def test_agent_is_retried_with_backoff_and_a_fatal_one_only_after_an_edit():
     play = Play("a", "b")
-    play.tell(ev.AgentReady("a"), ev.AgentFailed("b", "unreachable"))
+    play.tell(ev.AgentReady("a"), ev.AgentFailed("b", "host b: unreachable"))
     for delay in (1, 2, 5, 10, 30, 30):
         assert play.tell(ev.Tick(), after=delay - 0.1) == []
         assert play.tell(ev.Tick(), after=0.1) == [StartAgent("b")]
-        play.tell(ev.AgentFailed("b", "unreachable"))
+        play.tell(ev.AgentFailed("b", "host b: unreachable"))
     play.tell(ev.Tick(), after=30)
-    play.tell(ev.AgentFailed("b", "python 3.8", fatal=True))
+    play.tell(ev.AgentFailed("b", "host b: python 3.8", fatal=True))
     assert play.tell(ev.Tick(), after=1000) == []
     assert play.hosts("a", "b") == [StartAgent("b")]
     assert [line["message"] for line in play.kinds("warning")] == [
-        "host b cannot be used: unreachable; trying again",
-        "host b cannot be used: python 3.8",
+        "host b: unreachable; trying again",
+        "host b: python 3.8",
     ]
 
 
@@ -421,7 +421,9 @@ def test_shrinking_announces_the_rest_before_anybody_is_told_to_leave():
     assert announced(answer).reason == "host b left: 3 → 2 slots"
     assert play.ended("b:0.1") == [StopAgent("b")]
     assert play.joined("a:0.1", "c:0.1") == []
-    assert play.kinds("worker_left") == [{"host": "b", "local_rank": 0, "cause": "left"}]
+    assert play.kinds("worker_left") == [
+        {"host": "b", "local_rank": 0, "cause": "left", "how": "left"}
+    ]
 
 
 def test_scaling_down_and_up_again():
@@ -515,7 +517,7 @@ def test_worker_that_does_not_leave_is_killed():
     assert play.tell(ev.Tick(), after=500) == []  # perhaps all are in one long step
     play.joined("a:0.1")
     assert play.tell(ev.Tick(), after=60) == [
-        KillWorker("b:0.1", "it was told to leave and did not")
+        KillWorker("b:0.1", "worker b:0 was told to leave and did not")
     ]
     assert play.killed("b:0.1") == [StopAgent("b")]
 
@@ -842,7 +844,7 @@ def test_slot_that_was_sound_for_long_starts_its_backoff_anew():
 
 def test_host_that_was_taken_out_and_put_back_is_tried_at_once():
     play = Play("a", "b")
-    play.tell(ev.AgentFailed("b", "unreachable"))
+    play.tell(ev.AgentFailed("b", "host b: unreachable"))
     assert play.hosts("a") == []
     assert play.hosts("a", "b") == [StartAgent("b")]
 
@@ -861,7 +863,7 @@ def test_slot_that_is_given_up_is_replaced_by_a_spare_one():
 def test_run_without_usable_slots_fails_and_names_the_causes():
     play = Play("a", "b", min_np=2)
     play.tell(ev.AgentReady("a"))
-    (end,) = play.tell(ev.AgentFailed("b", "no module named torch", fatal=True))
+    (end,) = play.tell(ev.AgentFailed("b", "host b: no module named torch", fatal=True))
     assert end == Finish(
         "failed",
         "1 of 2 slots can be used and at least 2 are needed: host b: no module named torch",
@@ -1005,7 +1007,7 @@ def test_training_ends_while_a_newcomer_is_being_taken_in():
     play.ready("c:0.1")
     assert play.tell(ev.WorkerFinished("a:0.1")) == [
         Leave("c:0.1"),
-        KillWorker("c:0.1", "training is over"),
+        KillWorker("c:0.1", "worker c:0 came when training was over"),
     ]
     assert play.killed("c:0.1") == []
     play.tell(ev.WorkerFinished("b:0.1"))
@@ -1155,7 +1157,8 @@ def test_silent_member_is_killed_and_the_others_go_on_without_it():
     play.joined("a:0.1", "c:0.1")
     assert is_running(play)
     play.killed("b:0.1")
-    assert play.kinds("worker_left")[-1]["cause"] == cause
+    left = play.kinds("worker_left")[-1]
+    assert (left["cause"], left["how"]) == (cause, "killed")
     assert is_running(play)
     assert starts(play.tell(ev.Tick(), after=1.0)) == ["b:0.2"]
 

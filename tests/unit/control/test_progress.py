@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_elastic.control.events import GenerationStuck, WorkerSilent
-from hvd_elastic.control.progress import Activity, ProgressWatch
+from hvd_elastic.control.progress import Activity, Position, ProgressWatch
 
 MEMBERS = ["a", "b", "c"]
 GENERATION = 3
@@ -136,7 +136,7 @@ def waits_for(name: str, step: int = 7, generation: int = GENERATION, **begun: i
         line=f"train.py:{len(name)} (train)",
         waiting_for=name,
         begun=begun,
-        progress={"step": step, "epoch": 0, "examples": 10 * step},
+        progress=Position(step, 0, 0, 10 * step),
     )
 
 
@@ -153,7 +153,7 @@ def test_ranks_in_different_collectives_are_a_mistake_of_the_script() -> None:
         "rank 0 (a) waits for loss at train.py:4 (train), after 7 steps; "
         "ranks 1 (b), 2 (c) wait for gradients at train.py:9 (train), after 7 steps. "
     ) in found.cause
-    assert judge.furthest(MEMBERS) == {"step": 7, "epoch": 0, "examples": 70}
+    assert judge.furthest(MEMBERS) == Position(7, 0, 0, 70)
 
 
 def test_of_many_ranks_in_one_place_the_first_are_named() -> None:

@@ -11,13 +11,18 @@ import pytest
 
 from hvd_elastic.checkpoint.lease import Claim
 from hvd_elastic.control.commands import Finish
+from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.leader.leader import _ADOPTION_S, Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.takeover import Adoption
 from hvd_elastic.records.run_folder import COMMAND_TIMEOUT_S, RunFolder
-from hvd_elastic.wire.framing import Message
+from hvd_elastic.wire import messages as msg
 
-HELD = {"generation": 1, "members": [], "workers": []}
+HELD = msg.HeldRun(generation=1, members=(), workers=())
+
+
+def leader_since(since: float, leader: str = "another", heard_s: float = 0.5) -> msg.LeaderIdentity:
+    return msg.LeaderIdentity("met", leader, "process 7 on alpha", since, heard_s)
 
 
 @dataclass
@@ -29,12 +34,18 @@ class AgentHeard:
     up: bool = False
     acted_upon: int = 0
 
-    def send(self, message: Message) -> None:
+    def send(self, message: msg.LeaderToAgent) -> None:
         """Nobody is there."""
 
 
 def met(
-    folder: Path, *, since: float, began: bool, leads: bool = True, **refusal: Any
+    folder: Path,
+    *,
+    since: float,
+    began: bool,
+    leads: bool = True,
+    by: str = "another",
+    heard_s: float = 0.5,
 ) -> Finish | None:
     """How a leader that began to lead at 100 ends, if it does."""
     run = RunFolder.create("met", root=folder)
@@ -45,11 +56,8 @@ def met(
     agent: Any = AgentHeard()
     first: Any = AgentHeard(up=leads)
     leader._agents |= {"n1": first, "n2": agent}
-    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": since}
-    message = {"ev": "refused", "run_id": "met", **said, "heard_s": 0.5, **refusal}
-    if refusal.get("leader") == "own":
-        message["leader"] = leader._id
-    leader._heard(agent, "n2", message)
+    by = leader._id if by == "own" else by
+    leader._heard(agent, "n2", msg.Refused(leader_since(since, by, heard_s)))
     return leader._finish
 
 
@@ -87,7 +95,7 @@ def test_of_two_that_train_the_later_one_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("began", [True, False])
 def test_a_leader_is_not_its_own_rival(tmp_path: Path, began: bool) -> None:
     """After it was cut off it comes as another, to agents that may not have noticed."""
-    assert met(tmp_path, since=50.0, began=began, leader="own") is None
+    assert met(tmp_path, since=50.0, began=began, by="own") is None
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -100,8 +108,7 @@ def test_a_leader_ends_when_its_last_host_has_been_taken_over(
     first: Any = AgentHeard(up=True)
     last: Any = AgentHeard(up=True)
     leader._agents |= {"n1": first, "n2": last}
-    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": 50.0}
-    message = {"ev": "taken_over", "run_id": "met", **said, "heard_s": 0.0}
+    message = msg.TakenOver(leader_since(50.0, heard_s=0.0))
     leader._heard(first, "n1", message)
     assert leader._finish is None, "another host still follows it"
     first.up = not closed
@@ -143,7 +150,7 @@ def claimed(
     if adopts:
         assert leader._finish is None, "whom the hosts follow is asked first"
         adoption.answered(
-            "n1", {**HELD, "workers": [{"worker": "n1:0.1", "slot": 0}]} if trains else None
+            "n1", msg.HeldRun(1, (), (FoundWorker("n1:0.1", "n1", 0),)) if trains else None
         )
         adoption.failed("n2")
         leader._adopt_when_complete()
@@ -222,8 +229,7 @@ def test_only_one_that_never_led_counts_as_never_there(tmp_path: Path, has_led: 
     leader._adoption = Adoption(["n1"], ["n1"], deadline=0.0)
     agent: Any = AgentHeard()
     leader._agents["n1"] = agent
-    said = {"leader": "another", "led_by": "process 7 on alpha", "led_since": 50.0}
-    leader._heard(agent, "n1", {"ev": "refused", "run_id": "met", **said, "heard_s": 0.5})
+    leader._heard(agent, "n1", msg.Refused(leader_since(50.0)))
     assert leader._finish is not None
     assert ("has started nothing" in leader._finish.message) is not has_led
     assert leader.gave_way is not has_led

@@ -12,12 +12,13 @@ from hvd_elastic.checkpoint.collector import Brought
 from hvd_elastic.checkpoint.files import complete_checkpoint
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import Announce, StartWorker
+from hvd_elastic.control.progress import Position
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import Record, read_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.wire.framing import Message
+from hvd_elastic.wire import messages as msg
 from tests.unit.checkpoint.test_files import spooled
 
 HOSTS = ("a", "b")
@@ -27,9 +28,9 @@ class Agent:
     """The connection to one, which keeps what it is sent."""
 
     def __init__(self) -> None:
-        self.sent: list[Message] = []
+        self.sent: list[Any] = []
 
-    def send(self, message: Message) -> None:
+    def send(self, message: msg.LeaderToAgent) -> None:
         self.sent.append(message)
 
 
@@ -82,9 +83,11 @@ def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
     assert (restored["kind"], restored["step"], restored["epoch"]) == ("restored", 20, 2)
     for agent in run.agents.values():
         (message,) = agent.sent
-        assert (message["root_rank"], message["restore"]) == (1, "/spool/restore-1/step.json")
-        assert message["checkpoint"] == str(info.path), "what messages name is not the spool's copy"
-    run.leader._said_restored("b:0.1", {"kind": "restored", "step": 20})
+        told = message.announcement
+        assert (told.root_rank, told.restore) == (1, "/spool/restore-1/step.json")
+        assert told.checkpoint == str(info.path), "what messages name is not the spool's copy"
+    restored_by_root = msg.Restored(Position(20, 2, 0, 160), "/spool/restore-1/step.json")
+    run.leader._on_report("b:0.1", restored_by_root)
     assert len(run.audit()) == 1, "steps may be on record by now, which stay valid"
 
 
@@ -124,7 +127,7 @@ def test_only_where_there_is_none_training_begins_anew(run: Resumed) -> None:
     run.leader._restore(run.announced, Brought())
     assert [record["step"] for record in run.audit()] == [0]
     assert run.warnings() == ["there is no complete checkpoint: training begins anew"]
-    assert [agent.sent[0]["restore"] for agent in run.agents.values()] == [None, None]
+    assert [agent.sent[0].announcement.restore for agent in run.agents.values()] == [None, None]
 
 
 def test_what_was_called_off_meanwhile_leaves_no_record(run: Resumed) -> None:
@@ -140,9 +143,12 @@ def test_what_was_called_off_meanwhile_leaves_no_record(run: Resumed) -> None:
 
 def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:
     """Metrics come four times a second, and steps more often."""
-    told = {"kind": "broken", "generation": 1, "step": 8}
-    progress = {"step": 8, "epoch": 1, "position": 20, "examples": 80}
-    run.leader._said_broken("a:0.1", {**told, "progress": progress})
-    run.leader._said_broken("b:0.1", {**told, "step": -1, "progress": None})
-    run.leader._said_broken("b:0.1", {**told, "progress": {**progress, "step": 7}})
+
+    def broken(worker: str, step: int, progress: Position | None) -> None:
+        said = msg.Broken(generation=1, step=step, error="a test", progress=progress)
+        run.leader._on_report(worker, said)
+
+    broken("a:0.1", 8, Position(8, 1, 20, 80))
+    broken("b:0.1", -1, None)
+    broken("b:0.1", 7, Position(7, 1, 20, 80))
     assert run.leader._progress == {"step": 8, "epoch": 1, "examples": 80}

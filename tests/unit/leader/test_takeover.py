@@ -10,8 +10,9 @@ from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.takeover import Adoption
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.wire.messages import HeldRun
 
-HELD = {"generation": 1, "members": [], "workers": []}
+HELD = HeldRun(generation=1, members=(), workers=())
 
 
 def test_who_gave_notice_and_holds_nothing_has_been_away_and_is_back() -> None:

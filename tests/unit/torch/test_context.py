@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.control.progress import Position
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import permutation
 from hvd_elastic.records.audit import check_audit
@@ -24,6 +25,7 @@ from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode, detect_mode
 from hvd_elastic.torch.progress import InFlight, Progress
+from hvd_elastic.wire import messages as msg
 from tests.tensorboard_files import read_scalars
 
 
@@ -194,7 +196,7 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = train(monkeypatch, 1)
-    said: list[dict[str, Any]] = []
+    said: list[msg.WorkerToAgent] = []
 
     class Link:
         wanted = True
@@ -215,7 +217,7 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
         audit, checkpoint_every_s = False, 1000.0
         checkpoint_folder: str | None = None
 
-        def send(self, message: dict[str, Any]) -> None:
+        def send(self, message: msg.WorkerToAgent) -> None:
             said.append(message)
 
     link = made.link = Link()  # type: ignore[assignment]
@@ -226,27 +228,28 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
     assert not link.wanted, "it was taken"
     made.broken(GenerationBrokenError("the ring broke"))
     assert link.wanted
-    assert said[-1]["kind"] == "broken"
+    assert isinstance(said[-1], msg.Broken)
 
 
 def test_a_long_wait_is_told_with_its_collective_and_its_line() -> None:
     made = Context(Mode.ALONE)
     made.engine.waiting_since = time.monotonic() - 1
     made.engine.waiting_for = "the gradients"
-    assert made._activity().keys().isdisjoint({"line", "waiting_for", "begun", "progress"})
+    brief = made._activity()
+    assert (brief.line, brief.waiting_for, brief.begun, brief.progress) == ("", "", {}, None)
     made.engine.waiting_since -= 2
     said, line = made._activity(), inspect.currentframe().f_lineno  # type: ignore[union-attr]
-    assert said["line"] == f"{Path(__file__).name}:{line} ({inspect.stack()[0].function})"
-    assert said["waiting_for"] == "the gradients"
-    assert said["progress"] == {"step": 0, "epoch": 0, "position": 0, "examples": 0}
+    assert said.line == f"{Path(__file__).name}:{line} ({inspect.stack()[0].function})"
+    assert said.waiting_for == "the gradients"
+    assert said.progress == Position(step=0, epoch=0, position=0, examples=0)
 
 
 def test_a_long_step_is_told_with_its_line_alone() -> None:
     made = Context(Mode.ALONE)
     made._step_began = time.monotonic() - 3
     said = made._activity()
-    assert said["line"].startswith("test_context.py:")
-    assert "waiting_for" not in said
+    assert said.line.startswith("test_context.py:")
+    assert not said.waiting_for
 
 
 def test_the_line_is_that_of_the_script_and_not_of_a_library() -> None:

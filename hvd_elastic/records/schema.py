@@ -1,0 +1,351 @@
+"""The type of each event in ``events.jsonl``, and the JSON schema made from these types.
+
+The records are written as plain fields; these types are what readers may count on. The tests check
+every event of every run that they make with :func:`check_event`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from hvd_elastic.control.endings import Departure
+
+__all__ = ["Event", "check_event", "event_schema"]
+
+HostSlots = tuple[str, int]
+"""Name and slots of a host."""
+
+
+class _Event(msgspec.Struct, tag_field="kind", kw_only=True):
+    t: float
+    """Unix seconds."""
+    mono: float
+    """Seconds of a clock of the leader's machine that never jumps."""
+
+
+class _WorkerEvent(_Event):
+    host: str
+    local_rank: int
+
+
+class RunStarted(_Event, tag="run_started"):
+    """A leader begins."""
+
+    run_id: str
+    hosts: list[HostSlots]
+    min_np: int
+    max_np: int | None
+    np: int | None
+    pinned: list[str]
+    command: list[str]
+    resumed: bool
+
+
+class TakenOver(_Event, tag="taken_over"):
+    """Another leader has found workers that trained on without one."""
+
+    generation: int
+    size: int
+    workers: int
+
+
+class LeaderCutOff(_Event, tag="leader_cut_off"):
+    """All hosts fell silent at once: the leader's own network is gone."""
+
+    silent_s: float
+    grace_s: float
+
+
+class HostsChanged(_Event, tag="hosts_changed"):
+    """The hosts of the hostfile, at the start and whenever it was saved."""
+
+    hosts: list[HostSlots]
+
+
+class AgentStarted(_Event, tag="agent_started"):
+    """The agent of a host answers."""
+
+    host: str
+    seconds: float
+    python: str
+    hostname: str
+    interface: str | None
+    cpus: int
+    machine: str
+
+
+class HostLost(_Event, tag="host_lost"):
+    """An agent that had answered is gone; ``silent_s`` is null when its connection closed."""
+
+    host: str
+    cause: str
+    silent_s: float | None
+
+
+class HostDraining(_Event, tag="host_draining"):
+    """The run begins to leave a host."""
+
+    host: str
+    cause: str
+    leave_in_s: float | None
+    asked: bool
+
+
+class HostDrained(_Event, tag="host_drained"):
+    """Nothing of the run is left on a drained host."""
+
+    host: str
+
+
+class HostReturned(_Event, tag="host_returned"):
+    """A drained host may be used again."""
+
+    host: str
+
+
+class Waiting(_Event, tag="waiting"):
+    """Training cannot begin or go on yet."""
+
+    reason: str
+    have: int
+    need: int
+
+
+class WorkerStandby(_WorkerEvent, tag="worker_standby"):
+    """A worker is warm."""
+
+    warm_s: float
+
+
+class WorkerJoined(_WorkerEvent, tag="worker_joined"):
+    """A worker is in a generation for the first time."""
+
+    rank: int
+
+
+class WorkerLeft(_WorkerEvent, tag="worker_left"):
+    """A worker has ended; ``how`` is the kind of ``cause``."""
+
+    cause: str
+    how: Departure
+
+
+class RescaleStarted(_Event, tag="rescale_started"):
+    """A generation is announced."""
+
+    generation: int
+    from_size: int
+    to_size: int
+    hosts: list[str]
+    slots: list[int]
+    reason: str
+
+
+class RescaleFinished(_Event, tag="rescale_finished"):
+    """The first step of a generation is done."""
+
+    generation: int
+    size: int
+    pause_s: float | None
+
+
+class Metrics(_Event, tag="metrics"):
+    """Progress and speed; what the script reports is added under its own names."""
+
+    step: int
+    epoch: int
+    position: int
+    examples: int
+    size: int
+    throughput: float | UnsetType = UNSET
+    lr: float | UnsetType | None = UNSET
+    global_batch_size: int | UnsetType = UNSET
+    noise_scale: float | UnsetType = UNSET
+    efficiency: float | UnsetType = UNSET
+    goodput: float | UnsetType = UNSET
+    skipped_steps: int | UnsetType = UNSET
+    rank_s: list[float | None] | UnsetType = UNSET
+    passes: int | UnsetType = UNSET
+    shares: list[int] | UnsetType = UNSET
+
+
+class BatchPlan(_Event, tag="batch_plan"):
+    """The batch at the start, and each change of it."""
+
+    step: int
+    global_batch_size: int
+    atomic_batch_size: int
+    accumulation_steps: int
+    lr_scale: float | None
+    limits: dict[str, int | None]
+    reason: str
+
+
+class Shares(_Event, tag="shares"):
+    """Examples of a full step by rank; empty: equal ones."""
+
+    step: int
+    global_batch_size: int
+    shares: list[int]
+    reason: str
+
+
+class Decision(_Event, tag="decision"):
+    """What the policy decided."""
+
+    action: Literal["grow", "shrink", "move", "stay", "pause", "resume"]
+    reason: str
+    target: list[HostSlots] | UnsetType = UNSET
+    snapshot: dict[str, Any] | UnsetType = UNSET
+    np: int | UnsetType = UNSET
+
+
+class PredictionMissed(_Event, tag="prediction_missed"):
+    """A change of the policy brought less than was predicted [useful examples/s]."""
+
+    predicted: float
+    measured: float
+    reason: str
+
+
+class Checkpoint(_Event, tag="checkpoint"):
+    """A complete, verified checkpoint; without a leader ``shard`` describes its only part."""
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+    blocked_s: float
+    shards: int | UnsetType = UNSET
+    shard: dict[str, Any] | UnsetType = UNSET
+
+
+class Restored(_Event, tag="restored"):
+    """Training goes on from this checkpoint."""
+
+    step: int
+    epoch: int
+    position: int
+    examples: int
+    path: str
+
+
+class ScriptFailed(_WorkerEvent, tag="script_failed"):
+    """The script raised; without a traceback, the end of its log."""
+
+    traceback: str
+
+
+class WorkerCrashed(_WorkerEvent, tag="worker_crashed"):
+    """A signal ended a worker, and this is the Python stack that its log has."""
+
+    cause: str
+    traceback: str
+
+
+class StopRequested(_Event, tag="stop_requested"):
+    """Ctrl-C, a signal, or ``hvd-elastic stop``."""
+
+    reason: str
+
+
+class CommandDone(_Event, tag="command_done"):
+    """The answer to a request; its other fields are those of the request."""
+
+    id: str
+    op: str
+    ok: bool
+    message: str
+
+
+class LogNote(_Event, tag="log_note"):
+    """Nothing is wrong, and it may be of interest."""
+
+    message: str
+
+
+class Warned(_Event, tag="warning"):
+    """Something is wrong and the run goes on."""
+
+    message: str
+
+
+class RunFinished(_Event, tag="run_finished"):
+    """The end of a run."""
+
+    status: Literal["succeeded", "failed", "stopped"]
+    message: str
+    run_id: str
+    steps: int
+    examples: int
+    epochs: int
+    checkpoint_step: int | None
+    led_elsewhere: bool
+
+
+Event = (
+    RunStarted
+    | TakenOver
+    | LeaderCutOff
+    | HostsChanged
+    | AgentStarted
+    | HostLost
+    | HostDraining
+    | HostDrained
+    | HostReturned
+    | Waiting
+    | WorkerStandby
+    | WorkerJoined
+    | WorkerLeft
+    | RescaleStarted
+    | RescaleFinished
+    | Metrics
+    | BatchPlan
+    | Shares
+    | Decision
+    | PredictionMissed
+    | Checkpoint
+    | Restored
+    | ScriptFailed
+    | WorkerCrashed
+    | StopRequested
+    | CommandDone
+    | LogNote
+    | Warned
+    | RunFinished
+)
+
+_OPEN_KINDS = {"metrics", "command_done"}
+"""Kinds that also hold what a script reports, and what a request asked for."""
+_TYPES = {each.__struct_config__.tag: each for each in get_args(Event)}
+
+
+def check_event(record: Mapping[str, Any]) -> None:
+    """Check one record of ``events.jsonl`` against its type.
+
+    Raises:
+        ValueError: the kind is unknown, a field is missing or of another type, or one is there that
+            its type does not have; names it.
+
+    >>> check_event({"t": 1.0, "mono": 2.0, "kind": "host_drained", "host": "node1"})
+    """
+    msgspec.convert(record, Event)
+    kind = record["kind"]
+    unknown = record.keys() - {*_TYPES[kind].__struct_fields__, "kind"}
+    if unknown and kind not in _OPEN_KINDS:
+        raise ValueError(f"event {kind} has fields that are not documented: {sorted(unknown)}")
+
+
+def event_schema() -> dict[str, Any]:
+    """Return the JSON schema of a line of ``events.jsonl``."""
+    schema = msgspec.json.schema(Event)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A line of events.jsonl",
+        "anyOf": schema["anyOf"],
+        "$defs": schema["$defs"],
+    }

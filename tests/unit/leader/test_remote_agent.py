@@ -1,0 +1,150 @@
+"""The leader's end of a connection, whatever comes from the other one; nothing is started."""
+
+from __future__ import annotations
+
+import io
+import platform
+import queue
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.ssh import SshOptions
+from hvd_elastic.leader import remote_agent
+from hvd_elastic.leader.leader import Leader
+from hvd_elastic.leader.remote_agent import AgentConnection, AgentDown
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import encode
+from tests.unit.launch.wire_samples import agent_hello, leader_hello
+
+HELLO = encode(agent_hello(python=platform.python_version()))
+
+
+class Process:
+    """An agent's process that has written all it will ever write."""
+
+    def __init__(self, output: bytes, stderr: bytes = b"") -> None:
+        self.stdin, self.stdout, self.stderr_tail = io.BytesIO(), io.BytesIO(output), stderr
+
+    def wait(self, _: float) -> int:
+        return 1
+
+    wait_drained = wait
+
+    def close(self) -> None: ...
+
+
+class Connection:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def start(self, _: str) -> Process:
+        return self._process
+
+    def close(self) -> None: ...
+
+
+def heard(monkeypatch: pytest.MonkeyPatch, output: bytes, stderr: bytes = b"") -> list[Any]:
+    """What is posted of an agent that writes this."""
+    process = Process(output, stderr)
+    monkeypatch.setattr(remote_agent, "connect", lambda *_: Connection(process))
+    posted: queue.Queue[Any] = queue.Queue()
+    AgentConnection(
+        *(Host("b", slots=1), SshOptions(), "python3", leader_hello()),
+        lambda host, message: posted.put(message),
+    )
+    found = [posted.get(timeout=60)]
+    while not isinstance(found[-1], AgentDown):
+        found.append(posted.get(timeout=60))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"\x80\x04.\xff", "host b: its agent sent a line that is not JSON"),
+        (b'{"ev": "beat", "workers": {', "host b: its agent sent a line that is not JSON"),
+        (b'{"ev": "steal"}', "with ev 'steal'; valid are beat, hello, log, notice, "),
+        (b'{"ev": "log", "worker": "w", "data": 7}', "wrong message 'log': Expected `str`"),
+        (b'{"ev": "worker", "worker": "w", "message": {"kind": "x"}}', "Invalid value 'x'"),
+    ],
+)
+def test_an_agent_that_sends_what_is_no_message_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, line: bytes, words: str
+) -> None:
+    later = encode(msg.AgentBeat({}))
+    hello, down = heard(monkeypatch, HELLO + line + b"\n" + later)
+    assert isinstance(hello, msg.AgentHello)
+    assert words in down.cause
+    assert not down.fatal, "it is tried again"
+
+
+def test_what_a_shell_prints_before_the_agent_speaks_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noise = b'Welcome to b\n{"motd": 1}\n[]\n'
+    hello, beat, _ = heard(monkeypatch, noise + HELLO + encode(msg.AgentBeat({})))
+    assert isinstance(hello, msg.AgentHello)
+    assert beat == msg.AgentBeat({})
+
+
+@pytest.mark.parametrize("fields", [b"", b', "python": "%s"' % platform.python_version().encode()])
+def test_the_hello_of_another_version_is_told_as_that(
+    monkeypatch: pytest.MonkeyPatch, fields: bytes
+) -> None:
+    line = b'{"ev": "hello", "protocol": 3, "version": "0.0.1"%s, "swept": "no number"}\n' % fields
+    (down,) = heard(monkeypatch, line)
+    assert down.fatal
+    assert "host b has " in down.cause
+    if fields:
+        assert "host b has hvd_elastic 0.0.1 (protocol 3), the leader has" in down.cause
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        (
+            b"'hvd_elastic.agent.agent' (ModuleNotFoundError: No module named 'hvd_elastic')",
+            "python3 has no package hvd_elastic. Install it there",
+        ),
+        (
+            b"  import msgspec\nModuleNotFoundError: No module named 'msgspec'",
+            "the agent cannot start: ModuleNotFoundError: No module named 'msgspec'. Install it",
+        ),
+    ],
+)
+def test_a_package_that_a_host_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, stderr: bytes, words: str
+) -> None:
+    (down,) = heard(monkeypatch, b"", stderr)
+    assert down.fatal
+    assert words in down.cause
+
+
+def test_a_run_loses_the_host_of_such_an_agent_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shown: list[Any] = []
+    folder = RunFolder.create("r1", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/", slots=1), folder, {}, shown.append, lambda *_: None)
+
+    class Up:
+        up, acted_upon, info = True, 0, agent_hello()
+
+        def send(self, _: msg.LeaderToAgent) -> None: ...
+
+    agent: Any = Up()
+    monkeypatch.setattr(
+        leader, "_start_agent", lambda name, take_over: leader._agents.update({name: agent})
+    )
+    leader._tell(leader._hosts_changed(leader._read_hostfile()))
+    leader._heard(agent, "localhost", agent_hello())
+    cause = "host localhost: its agent sent a message with ev 'steal'"
+    leader._heard(agent, "localhost", AgentDown(cause, "", fatal=False, unknown=False))
+    (lost,) = [event for event in shown if event["kind"] == "host_lost"]
+    assert lost["cause"] == cause
+    assert leader._finish is None

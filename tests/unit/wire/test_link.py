@@ -1,0 +1,60 @@
+"""A worker whose agent sends what is no message."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+WORKER = """
+import os, socket, sys, threading
+from hvd_elastic.wire.link import AgentLink
+name, sent = sys.argv[1], bytes.fromhex(sys.argv[2])
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("\\0" + name)
+listener.listen()
+link = AgentLink(name, "w0", lambda generation: None)
+agent, _ = listener.accept()
+agent.sendall(sent)
+instruction = link.wait(0)
+print(type(instruction).__name__, link.aborted(3))
+"""
+
+
+def worker_that_is_sent(data: bytes) -> subprocess.CompletedProcess[str]:
+    name = f"hvd_elastic/unit/{secrets.token_hex(8)}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("HVD_ELASTIC_LOCAL_RANK", None)
+    return subprocess.run(
+        [sys.executable, "-c", WORKER, name, data.hex()],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+
+
+def test_a_worker_does_what_its_agent_says() -> None:
+    done = worker_that_is_sent(b'{"kind":"abort","generation":3}\n{"kind":"hold"}\n')
+    assert (done.returncode, done.stdout) == (0, "Hold True\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\x80\x04.\n", "the agent sent a line that is not JSON"),
+        (b'{"kind":"steal"}\n', "the agent sent a message with kind 'steal'; valid are abort, "),
+        (b'{"kind":"abort","generation":"3"}\n', "Expected `int`, got `str`"),
+    ],
+)
+def test_a_worker_ends_where_its_agent_sends_what_is_no_message(data: bytes, words: str) -> None:
+    done = worker_that_is_sent(data)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "This worker ends" in done.stderr
