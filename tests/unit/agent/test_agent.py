@@ -26,7 +26,7 @@ from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
-from tests.unit.launch.wire_samples import leader_hello
+from tests.unit.wire.wire_samples import leader_hello
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0

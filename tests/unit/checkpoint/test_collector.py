@@ -26,7 +26,7 @@ from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
 from hvd_elastic.wire import messages as msg
 from tests.unit.checkpoint.test_files import spooled
-from tests.unit.launch.wire_samples import agent_hello, checkpoint_written
+from tests.unit.wire.wire_samples import agent_hello, checkpoint_written
 
 
 class Host:

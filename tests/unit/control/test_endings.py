@@ -45,6 +45,7 @@ def traceback(*frames: tuple[str, int] | tuple[str, int, str], error: str) -> st
             traceback(
                 ("t.py", 4),
                 ("/opt/venv/lib/python3.11/site-packages/torch/utils/data/distributed.py", 77),
+                (f"{SITE}/distributed_c10d.py", 1, "_get_default_group"),
                 error=NO_GROUP,
             ),
             "t.py, line 4: this DistributedSampler expects the process group of torchrun; leave",

@@ -19,7 +19,7 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
-from tests.unit.launch.wire_samples import agent_hello, leader_hello
+from tests.unit.wire.wire_samples import agent_hello, leader_hello
 
 HELLO = encode(agent_hello(python=platform.python_version()))
 
