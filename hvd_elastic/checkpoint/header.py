@@ -163,7 +163,7 @@ def _dump(value: Any) -> str:
 
 # -- values that are not tensors
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _JSON_INTEGERS = range(-(2**63), 2**63)
 _ABSENT = object()
 

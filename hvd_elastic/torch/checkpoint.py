@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,7 @@ class TorchContent(Content):
         if address and place in self._known:
             return self._known[place]
         name = self._name(path)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        info = TensorInfo(name, dtype, tuple(tensor.shape), tensor.nbytes)
+        info = TensorInfo(name, _dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
         if address in self._shared and address:
             self.stream.append(info)
             self.tensors.append(tensor)
@@ -231,6 +231,11 @@ def load_checkpoint(path: Path | str) -> dict[str, Any]:
         reader.read_tensors(header, place)
         found = decode_values(header.values, tensors, _unpickle(opaque) if opaque else ())
         return {**found, "progress": header.progress}
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -96,7 +96,7 @@ def test_any_framework_is_read_with_numpy_alone(
 ) -> None:
     monkeypatch.setattr(stream, "SHARD_BYTES", 1)
     rng = np.random.default_rng(0)
-    arrays = {
+    arrays: dict[str, np.ndarray[Any, Any]] = {
         "weight": rng.random((30, 20), np.float32),
         "empty": np.empty((0, 3), np.float64),
         "step": np.array(3),
@@ -127,9 +127,9 @@ def test_shards_without_a_wanted_tensor_are_not_read(
         assert {name: array[0] for name, array in found.items()} == {
             name: arrays[name][0] for name in names
         }
-    for names in (["w7"], None):
+    for damaged_too in (["w7"], None):
         with pytest.raises(CheckpointError, match=f"{damaged.name} is corrupted"):
-            load_arrays(info.path, names)
+            load_arrays(info.path, damaged_too)
     with pytest.raises(CheckpointError, match="has no tensor 'v'"):
         load_arrays(info.path, ["v"])
 
