@@ -56,7 +56,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
+"""Of what is written. Format 2 had a header pickled by PyTorch, and no ``world``; it is read."""
+PICKLED_FORMAT = 2
 _CHUNK_BYTES = 4 << 20
 # A temporary or an unfinished checkpoint of a writer that cannot be asked (another host) is given
 # this long; a write that takes longer fails, and says so, when its temporary has gone.
@@ -67,7 +69,7 @@ _DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 _NUMBERS = (
     *("step", "epoch", "examples", "generation", "index", "count", "rank"),
-    *("header", "begin", "end", "total", "bytes"),
+    *("header", "begin", "end", "total", "bytes", "world"),
 )
 
 OnSkip = Callable[[Path, str], None]
@@ -83,8 +85,8 @@ class ShardInfo:
     """One rank's share of a checkpoint.
 
     What all ranks hold alike is one stream of bytes, tensor after tensor; a shard has the part
-    from ``begin`` to ``end`` of it. Before that, shard 0 has ``header`` bytes with the structure
-    of the state and what only rank 0 writes.
+    from ``begin`` to ``end`` of it. Before that, shard 0 has ``header`` bytes: the description of
+    the checkpoint (:mod:`hvd_elastic.checkpoint.header`), and what only rank 0 writes.
 
     Attributes:
         path: the file.
@@ -92,15 +94,15 @@ class ShardInfo:
         generation: number of the generation that wrote it.
         life: drawn by each leader; tells the generations of a resumed run from the earlier ones.
         index, count: which shard of how many.
-        host, rank: who wrote it.
+        host, rank, world: who wrote it, and how many ranks there were; 0: not known.
         layout: digest of the names, shapes and types of the stream's tensors.
         header: bytes before the part of the stream.
         begin, end, total: its part of the stream and the length of the whole [bytes].
-        tensors: (name, begin, end) of what is in it: bytes of the tensor.
         bytes, sha256: of the file.
         created: when it was written [Unix seconds].
         seconds: how long writing took; 0 for one that was found.
         run: id of the run that wrote it; empty: there was none, or it was not noted yet then.
+        format: :data:`FORMAT`, or an earlier one that can be read.
     """
 
     path: Path
@@ -118,12 +120,13 @@ class ShardInfo:
     begin: int
     end: int
     total: int
-    tensors: tuple[tuple[str, int, int], ...]
     bytes: int = 0
     sha256: str = ""
     created: float = 0.0
     seconds: float = 0.0
     run: str = ""
+    world: int = 0
+    format: int = FORMAT
 
     @property
     def file(self) -> str:
@@ -138,9 +141,8 @@ class ShardInfo:
     def manifest(self) -> dict[str, Any]:
         """Plain data, for manifests and messages."""
         fields = asdict(self)
-        del fields["path"], fields["seconds"]
-        tensors = [list(part) for part in self.tensors]
-        return {"format": FORMAT, "file": self.file, **fields, "tensors": tensors}
+        del fields["path"], fields["seconds"], fields["format"]
+        return {"format": self.format, "file": self.file, **fields}
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,11 @@ class CheckpointInfo:
     def run(self) -> str:
         """Id of the run that wrote it; empty where that is not known."""
         return self.shards[0].run
+
+    @property
+    def format(self) -> int:
+        """How its shards are to be read."""
+        return self.shards[0].format
 
     @property
     def step(self) -> int:
@@ -191,12 +198,13 @@ class CheckpointInfo:
         """What the manifest holds."""
         first = self.shards[0]
         return {
-            "format": FORMAT,
+            "format": self.format,
             "run": first.run,
             "step": first.step,
             "epoch": first.epoch,
             "examples": first.examples,
             "generation": first.generation,
+            "world": first.world,
             "bytes": self.bytes,
             "created": max(shard.created for shard in self.shards),
             "shards": [shard.manifest() for shard in self.shards],
@@ -355,7 +363,7 @@ def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
     """Why these shards, by index, are not one whole checkpoint; None if they are."""
     if not shards:
         return "it has no shards"
-    count, total = shards[0].count, shards[0].total
+    count, total, form = shards[0].count, shards[0].total, shards[0].format
     missing = sorted({*range(count)} - {shard.index for shard in shards})
     if missing:
         return f"shard {missing[0]} of {count} is missing"
@@ -363,7 +371,8 @@ def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
         return "its shards are not in order"
     at = 0
     for shard in shards:
-        if shard.key != shards[0].key or (shard.count, shard.total) != (count, total):
+        whole = shard.count, shard.total, shard.format
+        if shard.key != shards[0].key or whole != (count, total, form):
             return f"shard {shard.index} belongs to another checkpoint"
         if shard.begin != at or shard.end < at:
             return f"shard {shard.index} begins at byte {shard.begin} instead of {at}"
@@ -729,9 +738,9 @@ def parse_shard(described: Any, folder: Path) -> ShardInfo:
         ValueError: it makes no sense; names the field.
     """
     _check_format(described)
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, Any] = {"format": described["format"]}
     for name in _NUMBERS:
-        value = described.get(name)
+        value = described.get(name, 0 if name == "world" else None)  # format 2 has none
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} is {value!r}, it must be a whole number >= 0")
         numbers[name] = value
@@ -742,13 +751,10 @@ def parse_shard(described: Any, folder: Path) -> ShardInfo:
             raise ValueError(f"{name} is {texts[name]!r}, it must be a text")
     if not re.fullmatch(r"[0-9a-f]{64}", texts["sha256"]):
         raise ValueError(f"sha256 is {texts['sha256']!r}, it must be 64 hexadecimal digits")
-    created, tensors = described.get("created"), described.get("tensors")
+    created = described.get("created")
     if not isinstance(created, (int, float)) or isinstance(created, bool):
         raise ValueError(f"created is {created!r}, it must be Unix seconds")
-    if not isinstance(tensors, list) or not all(_is_part(part) for part in tensors):
-        raise ValueError("tensors must be a list of [name, first byte, byte after the last]")
-    parts = tuple((part[0], part[1], part[2]) for part in tensors)
-    shard = ShardInfo(folder, tensors=parts, created=float(created), **numbers, **texts)
+    shard = ShardInfo(folder, created=float(created), **numbers, **texts)
     if described.get("file") != shard.file:
         raise ValueError(f"file is {described.get('file')!r}, it must be {shard.file!r}")
     if shard.header + shard.end - shard.begin != shard.bytes:
@@ -759,15 +765,11 @@ def parse_shard(described: Any, folder: Path) -> ShardInfo:
 def _check_format(described: Any) -> None:
     if not isinstance(described, Mapping):
         raise ValueError(f"it holds {type(described).__name__} instead of an object")
-    if described.get("format") != FORMAT:
+    if described.get("format") not in (PICKLED_FORMAT, FORMAT):
         raise ValueError(
-            f"format is {described.get('format')!r}, this version reads {FORMAT}; resume with the "
-            "version that wrote it"
+            f"format is {described.get('format')!r}, this version reads {PICKLED_FORMAT} and "
+            f"{FORMAT}; resume with the version that wrote it"
         )
-
-
-def _is_part(part: Any) -> bool:
-    return isinstance(part, list) and [type(item) for item in part] == [str, int, int]
 
 
 def _wrong_size(shard: ShardInfo) -> str | None:

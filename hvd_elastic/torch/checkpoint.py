@@ -1,428 +1,175 @@
-"""Training state to and from checkpoint shards, while training goes on.
+"""The state of a PyTorch training to and from checkpoints.
 
-What a checkpoint is as files stands in :mod:`hvd_elastic.checkpoint.files`; here PyTorch puts a
-nest of plain data and tensors into one. What all ranks hold alike (parameters, optimizer state) is
-one stream of bytes, of which every rank writes its part; everything else is in the header of
-shard 0, as rank 0 has it.
-
-Training waits for no disk and hardly for the copy. Parameters and optimizer state change in
-``optimizer.step()`` alone, so they are copied by a thread beside the next forward and backward
-pass, and only that step waits, for what is not copied by then. The copy goes into a buffer that is
-kept: memory that is written to for the first time costs many times the copy.
-
-Files are read with ``weights_only=True``, so that a file from somewhere else cannot run code, and
-:func:`take_stock` refuses in time what could not be read back so.
+How checkpoints are divided, written and read is :mod:`hvd_elastic.checkpoint`'s; here tensors are
+found in a nest of plain data, copied, and put back. Nothing that is read from a file can run code:
+what only PyTorch can represent is read with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import io
-import json
-import logging
-import os
 import pickle
-import socket
-import threading
-import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvd_elastic.checkpoint.files import HashingWriter, ShardInfo, parse_manifest, write_shard
-from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
-from hvd_elastic.torch.progress import Progress
+from hvd_elastic.checkpoint.header import (
+    OPAQUE,
+    RESERVED,
+    TensorInfo,
+    decode_values,
+    encode_values,
+)
+from hvd_elastic.checkpoint.reader import CheckpointReader, open_checkpoint
+from hvd_elastic.checkpoint.stream import Content
+from hvd_elastic.errors import CheckpointError
 
-__all__ = [
-    "SHARD_BYTES",
-    "Content",
-    "ShardWriter",
-    "byte_range",
-    "load_checkpoint",
-    "new_shard",
-    "shard_count",
-    "shard_index",
-    "take_stock",
-]
-
-log = logging.getLogger(__name__)
-
-SHARD_BYTES = 16 << 20
-"""No shard of several is smaller: a copy of so much takes some milliseconds, and files, fetches
-and renames would cost more than they save."""
+__all__ = ["TorchContent", "load_checkpoint"]
 
 _PLACE = "__hvd_elastic_tensor__"
-_ALIGNMENT = 64
-_READ_BYTES = 4 << 20
-
-
-def shard_count(total: int, size: int) -> int:
-    """How many of ``size`` ranks write a shard of a stream of ``total`` bytes.
-
-    >>> [shard_count(total << 20, 4) for total in (0, 31, 32, 1000)]
-    [1, 1, 2, 4]
-    """
-    return max(1, min(size, total // SHARD_BYTES))
-
-
-def shard_index(rank: int, size: int, count: int) -> int | None:
-    """Which shard a rank writes; None for none. They are spread over the ranks, so over hosts.
-
-    >>> [shard_index(rank, 4, 2) for rank in range(4)]
-    [0, None, 1, None]
-    """
-    index = -(-rank * count // size)
-    return index if index < count and index * size // count == rank else None
-
-
-def byte_range(index: int, count: int, total: int) -> tuple[int, int]:
-    """First byte of a shard's part of the stream, and the one after its last.
-
-    >>> [byte_range(index, 3, 1000) for index in range(3)]
-    [(0, 320), (320, 640), (640, 1000)]
-    """
-
-    def cut(number: int) -> int:
-        at = total * number // count
-        return total if number == count else at // _ALIGNMENT * _ALIGNMENT
-
-    return cut(index), cut(index + 1)
+"""In format 2, the only key of a dict that stands for a tensor of the stream."""
 
 
 # -- what there is to write
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-)
 
+class TorchContent(Content):
+    """A nest of dicts, lists, tuples, tensors and plain values at one step.
 
-@dataclass
-class Content:
-    """A state at one step: the shared stream as live tensors, and everything else as a copy.
-
-    Attributes:
-        rest: the nest, with a place holder for each tensor of the stream; own tensors as copies.
-        names, tensors: of the stream, in its order.
-        total: length of the stream [bytes].
-    """
-
-    rest: Any = None
-    names: list[str] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    total: int = 0
-
-    @property
-    def layout(self) -> str:
-        """Digest of what the stream is made of; ranks with the same can write one checkpoint."""
-        return hashlib.sha256(json.dumps(self._described()).encode()).hexdigest()[:16]
-
-    def _described(self) -> list[tuple[str, list[int], str]]:
-        return [
-            (name, list(tensor.shape), str(tensor.dtype))
-            for name, tensor in zip(self.names, self.tensors, strict=True)
-        ]
-
-    def parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(number of a tensor, first byte, byte after the last) of what is in a range."""
-        at = 0
-        for number, tensor in enumerate(self.tensors):
-            size = tensor.numel() * tensor.element_size()
-            first, last = max(begin - at, 0), min(end - at, size)
-            if first < last:
-                yield number, first, last
-            at += size
-
-    def header(self, progress: Progress) -> bytes:
-        """The beginning of shard 0: everything but the stream, and how to cut the stream."""
-        stream = [(list(tensor.shape), tensor.dtype) for tensor in self.tensors]
-        buffer = io.BytesIO()
-        torch.save({"rest": self.rest, "stream": stream, "progress": progress.as_state()}, buffer)
-        return buffer.getvalue()
-
-
-def take_stock(nested: Any, shared: set[int], *, copy_own: bool = True) -> Content:
-    """Sort a nest of dicts, lists, tuples, tensors and plain values into a :class:`Content`.
-
-    Tensors that are one and the same in ``nested`` (tied weights) are taken once. NumPy scalars
-    become Python's, subclasses of dict and tuple (but ``OrderedDict`` and ``Counter``) become
-    plain, since a file could not be read with them.
+    Tensors that are one and the same in ``nested`` (tied weights) are taken once.
 
     Args:
         nested: the state.
         shared: ``data_ptr()`` of the tensors that every rank holds alike.
         copy_own: copy the others, on this rank, which writes them.
 
+    Attributes:
+        tensors: the live tensors of the stream, in its order.
+
     Raises:
         ScriptError: a value cannot be put into a checkpoint; names where it is, and its type.
     """
-    stock = _Stock(shared, copy_own)
-    stock.content.rest = stock.sort(nested, ())
-    return stock.content
 
+    frontend = "torch"
 
-class _Stock:
-    def __init__(self, shared: set[int], copy_own: bool) -> None:
-        self.content = Content()
+    def __init__(self, nested: Any, shared: set[int], *, copy_own: bool = True) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
         self._shared = shared
         self._copy_own = copy_own
-        self._seen: dict[Any, Any] = {}
+        self._own: list[torch.Tensor] = []
+        self._opaque: list[Any] = []
+        self._known: dict[Any, str] = {}
+        self._taken = set(RESERVED)
+        self.values = encode_values(nested, self._encode_leaf)
+        self.pinned = any(tensor.is_cuda for tensor in self.tensors)
 
-    def sort(self, value: Any, path: tuple[Any, ...]) -> Any:
+    def _encode_leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._tensor(value.detach(), path)
-        if type(value) in _PLAIN:
-            return bytearray(value) if isinstance(value, bytearray) else value
-        if isinstance(value, dict):
-            items = (
-                (self._key(key, path), self.sort(item, (*path, key))) for key, item in value.items()
-            )
-            if isinstance(value, OrderedDict):
-                ordered = OrderedDict(items)
-                # Modules keep the versions of their state there; load_state_dict looks at it.
-                if hasattr(value, "_metadata"):
-                    metadata = self.sort(value._metadata, (*path, "_metadata"))
-                    ordered._metadata = metadata  # type: ignore[attr-defined]
-                return ordered
-            return Counter(dict(items)) if isinstance(value, Counter) else dict(items)
-        if isinstance(value, (list, tuple, set)):
-            parts = [self.sort(item, (*path, number)) for number, item in enumerate(value)]
-            if isinstance(value, list):
-                return parts
-            return tuple(parts) if isinstance(value, tuple) else set(parts)
-        if isinstance(value, np.generic) and type(value.item()) in _PLAIN:
-            return value.item()
-        raise ScriptError(
-            f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__} and "
-            "cannot be put into a checkpoint; use numbers, strings, tensors (torch.from_numpy), or "
-            "lists, tuples, sets and dicts of them"
-        )
+            tensor = value.detach()
+            if tensor.layout is torch.strided and not tensor.is_quantized:
+                return {"$tensor": self._add_tensor(tensor, path)}
+            value = tensor.to("cpu", copy=True)
+        elif not isinstance(value, (torch.Size, torch.dtype, torch.device)):
+            return NotImplemented
+        self._opaque.append(value)
+        return {"$opaque": len(self._opaque) - 1}
 
-    def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
+    def _add_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+        address = tensor.data_ptr()
+        place = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
+        if address and place in self._known:
+            return self._known[place]
+        name = self._name(path)
+        info = TensorInfo(name, _dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
+        if address in self._shared and address:
+            self.stream.append(info)
+            self.tensors.append(tensor)
+        else:
+            self.own.append(info)
+            if self._copy_own:
+                self._own.append(tensor.to("cpu", copy=True))
+        self._known[place] = name
+        return name
+
+    def _name(self, path: tuple[Any, ...]) -> str:
+        """Return the keys from the second on, joined; the first is the kind of value."""
+        name = base = ".".join(map(str, path[1:]))
+        number = 1
+        while name in self._taken:
+            number += 1
+            name = f"{base}~{number}"
+        self._taken.add(name)
+        return name
+
+    def own_data(self) -> Iterator[Any]:
+        """As of the base class."""
+        return (_bytes_of(tensor.resolve_conj().resolve_neg()).numpy() for tensor in self._own)
+
+    def encode_opaque(self) -> bytes:
+        """Return the values that only PyTorch can represent; nothing for none."""
+        if not self._opaque:
+            return b""
+        buffer = io.BytesIO()
+        torch.save(self._opaque, buffer)
+        return buffer.getvalue()
+
+    def make_buffer(self, size: int) -> np.ndarray[Any, Any]:
+        """As of the base class; in memory that a GPU copies into directly, where there is one."""
+        if not self.pinned:
+            return super().make_buffer(size)
         try:
-            return self.sort(key, ())
-        except ScriptError as error:
-            raise ScriptError(f"in a key of {_where(path)}: {error}") from error
+            # The system gives memory when it is first written to.
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).zero_().numpy()
+        except RuntimeError as error:
+            raise MemoryError(str(error).partition("\n")[0]) from error
 
-    def _tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> Any:
-        if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.data_ptr():
-            return tensor.to("cpu", copy=True)
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if place not in self._seen:
-            if tensor.data_ptr() in self._shared:
-                self._seen[place] = {_PLACE: len(self.content.tensors)}
-                self.content.names.append(".".join(str(key) for key in path[1:]))
-                self.content.tensors.append(tensor)
-                self.content.total += tensor.numel() * tensor.element_size()
-            else:
-                self._seen[place] = tensor.to("cpu", copy=True) if self._copy_own else None
-        return self._seen[place]
-
-
-def _where(path: tuple[Any, ...]) -> str:
-    return "".join(f"[{key!r}]" for key in path) or "the value"
-
-
-# -- writing
-
-
-@dataclass
-class _Job:
-    """One shard on its way."""
-
-    content: Content
-    progress: Progress
-    shard: ShardInfo
-    buffer: torch.Tensor
-    copied: threading.Event = field(default_factory=threading.Event)
-    blocked_s: float = 0.0
-
-
-class ShardWriter:
-    """Copies and writes the shards of one rank, one at a time, in a thread of its own.
-
-    Args:
-        folder: where to.
-        finish: makes a written shard findable, in that thread.
-        on_done: told of each shard that is finished, and for how long training stood still for
-            it [s], in that thread.
-        on_error: told why one was not written, in that thread.
-    """
-
-    def __init__(
-        self,
-        folder: Path | str,
-        *,
-        finish: Callable[[ShardInfo], object],
-        on_done: Callable[[ShardInfo, float], None],
-        on_error: Callable[[HvdElasticError], None],
-    ) -> None:
-        self._folder = Path(folder)
-        self._finish = finish
-        self._on_done = on_done
-        self._on_error = on_error
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._thread: threading.Thread | None = None
-        self._job: _Job | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a shard is being written, or room for one being made."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def prepare(self, size: int, *, pinned: bool = False) -> None:
-        """Make room for a shard of ``size`` bytes, beside training; see :attr:`busy`."""
-        if not self.busy and not self._fits(size, pinned):
-
-            def make_room() -> None:
-                try:
-                    self._buffer = _room(size, pinned)
-                except RuntimeError as error:  # PyTorch's word for no memory
-                    self._on_error(_no_room(size, error))
-
-            self._start(make_room)
-
-    def begin(
-        self,
-        content: Content,
-        progress: Progress,
-        shard: ShardInfo,
-        lasting: set[int],
-        began: float,
-    ) -> None:
-        """Write the shard with this state; returns before it is copied.
-
-        Args:
-            content: the state now.
-            progress: where it stands.
-            shard: which part of it.
-            lasting: ``data_ptr()`` of tensors that do not change before :meth:`settle`; all
-                others are copied before this returns.
-            began: since when training stands still for this [s, monotonic].
-        """
-        self.flush()
-        size = shard.end - shard.begin
-        pinned = any(tensor.is_cuda for tensor in content.tensors)
-        if not self._fits(size, pinned):
-            try:
-                self._buffer = _room(size, pinned)
-            except RuntimeError as error:
-                self._on_error(_no_room(size, error))
-                return
-        job = self._job = _Job(content, replace(progress), shard, self._buffer[:size])
+    def begin_copy(
+        self, begin: int, end: int, target: np.ndarray[Any, Any], lasting: set[int]
+    ) -> Callable[[], str | None]:
+        """As of the base class; ``lasting`` has ``data_ptr()``."""
+        memory = torch.from_numpy(target)
         later: list[_Piece] = []
         at = 0
-        for number, first, last in content.parts(shard.begin, shard.end):
-            piece = _Piece(content, number, first, last, job.buffer[at : at + last - first])
+        for number, first, last in self.parts(begin, end):
+            tensor, name = self.tensors[number], self.stream[number].name
+            piece = _Piece(name, tensor, first, last, memory[at : at + last - first])
             at += last - first
             # What has to be put in order first is copied by that, so better now than later.
-            if content.tensors[number].data_ptr() in lasting and piece.in_order:
+            if tensor.data_ptr() in lasting and tensor.is_contiguous():
                 later.append(piece)
             else:
                 piece.copy()
         streams = _streams({piece.source.device for piece in later if piece.source.is_cuda})
-        self._start(lambda: self._work(job, later, streams))
-        job.blocked_s = time.monotonic() - began
 
-    def settle(self) -> None:
-        """Wait until what is being written is copied: from now on everything may change."""
-        job = self._job
-        if job is not None and not job.copied.is_set():
-            began = time.monotonic()
-            job.copied.wait()
-            job.blocked_s += time.monotonic() - began
+        def copy_rest() -> str | None:
+            for piece in later:
+                if piece.source.is_cuda:
+                    with torch.cuda.stream(streams[piece.source.device]):
+                        piece.copy(non_blocking=True)
+                else:
+                    piece.copy()
+            for stream in streams.values():
+                stream.synchronize()
+            return next((piece.name for piece in later if piece.changed), None)
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being written; False after ``timeout_s``."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return not self.busy
-
-    def _fits(self, size: int, pinned: bool) -> bool:
-        return self._buffer.numel() >= size and self._buffer.is_pinned() == pinned
-
-    def _start(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=work, name="hvd_elastic checkpoint", daemon=True)
-        self._thread.start()
-
-    def _work(self, job: _Job, later: list[_Piece], streams: dict[torch.device, Any]) -> None:
-        shard = job.shard
-        try:
-            try:
-                for piece in later:
-                    if piece.source.is_cuda:
-                        with torch.cuda.stream(streams[piece.source.device]):
-                            piece.copy(non_blocking=True)
-                    else:
-                        piece.copy()
-                for stream in streams.values():
-                    stream.synchronize()
-                changed = next((piece.name for piece in later if piece.changed), None)
-            finally:
-                job.copied.set()
-            if changed is not None:
-                raise CheckpointError(
-                    f"the checkpoint of step {shard.step} was not written: {changed} was changed "
-                    "between two steps, while it was copied. Change parameters in or after "
-                    "optimizer.step(), not before it"
-                )
-            header = job.content.header(job.progress) if shard.index == 0 else b""
-            shard = replace(shard, header=len(header))
-
-            def write(file: HashingWriter) -> None:
-                file.write(header)
-                file.write(job.buffer.numpy())
-
-            written = write_shard(self._folder, shard, write)
-            self._finish(written)
-        except HvdElasticError as error:
-            self._tell(self._on_error, error)
-        except Exception as error:  # training goes on without this checkpoint
-            log.debug("writing a checkpoint failed", exc_info=True)
-            wrapped = CheckpointError(
-                f"the checkpoint of step {shard.step} was not written to {self._folder}: "
-                f"{type(error).__name__}: {error}"
-            )
-            self._tell(self._on_error, wrapped)
-        else:
-            self._tell(self._on_done, written, job.blocked_s)
-        finally:
-            self._job = None
-
-    @staticmethod
-    def _tell(callback: Callable[..., None], *result: Any) -> None:
-        try:
-            callback(*result)
-        except Exception:
-            log.exception("the callback for a checkpoint failed")
+        return copy_rest
 
 
 class _Piece:
     """Some bytes of one tensor, and where they go."""
 
     def __init__(
-        self, content: Content, number: int, first: int, last: int, target: torch.Tensor
+        self, name: str, tensor: torch.Tensor, first: int, last: int, target: torch.Tensor
     ) -> None:
-        self.name = content.names[number]
-        self._tensor = content.tensors[number]
-        self._version = self._tensor._version
-        self.in_order = self._tensor.is_contiguous()
-        self.source = self._tensor.reshape(-1).view(torch.uint8)[first:last]
+        self.name = name
+        self._tensor = tensor
+        self._version = tensor._version
+        self.source = _bytes_of(tensor)[first:last]
         self._target = target
 
     def copy(self, *, non_blocking: bool = False) -> None:
@@ -433,17 +180,8 @@ class _Piece:
         return self._tensor._version != self._version
 
 
-def _room(size: int, pinned: bool) -> torch.Tensor:
-    room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    return room.zero_()  # the system gives memory when it is first written to
-
-
-def _no_room(size: int, error: RuntimeError) -> CheckpointError:
-    said = str(error).partition("\n")[0]
-    return CheckpointError(
-        f"no checkpoint was written: there is no memory for a copy of {size} bytes ({said}). "
-        "More ranks, or hosts with more memory, make it smaller"
-    )
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _streams(devices: set[torch.device]) -> dict[torch.device, Any]:
@@ -455,44 +193,11 @@ def _streams(devices: set[torch.device]) -> dict[torch.device, Any]:
     return streams
 
 
-def new_shard(
-    content: Content, progress: Progress, rank: int, size: int, generation: int = 0, life: str = ""
-) -> ShardInfo | None:
-    """What this rank has to write of ``content``; None for nothing."""
-    count = shard_count(content.total, size)
-    index = shard_index(rank, size, count)
-    if index is None:
-        return None
-    begin, end = byte_range(index, count, content.total)
-    return ShardInfo(
-        path=Path(),
-        step=progress.step,
-        epoch=progress.epoch,
-        examples=progress.examples,
-        generation=generation,
-        life=life,
-        index=index,
-        count=count,
-        host=os.environ.get("HVD_ELASTIC_HOST") or socket.gethostname(),
-        rank=rank,
-        layout=content.layout,
-        header=0,
-        begin=begin,
-        end=end,
-        total=content.total,
-        tensors=tuple(
-            (content.names[number], first, last)
-            for number, first, last in content.parts(begin, end)
-        ),
-        run=os.environ.get("HVD_ELASTIC_RUN_ID", ""),
-    )
-
-
 # -- reading
 
 
 def load_checkpoint(path: Path | str) -> dict[str, Any]:
-    """What a checkpoint holds, with all tensors on the CPU, however many ranks wrote it.
+    """Return what a checkpoint holds, all tensors on the CPU, however many ranks wrote it.
 
     Args:
         path: its manifest; the shards lie beside it.
@@ -501,90 +206,61 @@ def load_checkpoint(path: Path | str) -> dict[str, Any]:
         ``objects`` (name → ``state_dict``), ``plain`` (name → value) and ``progress``.
 
     Raises:
-        CheckpointError: there is no such file, or it is not what this program wrote there.
+        CheckpointError: there is no such file, it is not what this program wrote there, or another
+            framework's.
     """
-    path = Path(path)
+    with open_checkpoint(path) as reader:
+        if reader.is_pickled:
+            return _load_pickled(reader)
+        header = reader.read_header()
+        if header.frontend != "torch":
+            raise CheckpointError(
+                f"checkpoint {path} was written by hvd_elastic.{header.frontend} and holds values "
+                "that PyTorch cannot take. Resume with the script that wrote it"
+            )
+        tensors: dict[str, torch.Tensor] = {}
+        opaque = bytearray()
+
+        def place(info: TensorInfo) -> Any:
+            if info.name == OPAQUE:
+                opaque.extend(bytes(info.bytes))
+                return opaque
+            tensors[info.name] = torch.empty(info.shape, dtype=_dtype(info.dtype))
+            return _bytes_of(tensors[info.name]).numpy()
+
+        reader.read_tensors(header, place)
+        found = decode_values(header.values, tensors, _unpickle(opaque) if opaque else ())
+        return {**found, "progress": header.progress}
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this version of PyTorch has no type {name!r}")
+    return dtype
+
+
+def _unpickle(data: bytes | bytearray) -> Any:
     try:
-        info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), path.parent)
-        with contextlib.closing(_Reader(info.shards)) as reader:
-            return _read_state(reader, info.shards[0].header)
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as why:
-        said = str(why).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"checkpoint {path} cannot be loaded, it is damaged or not one of ours: {said}; use an "
-            "older checkpoint of the same folder"
-        ) from why
-    except OSError as error:
-        named = error.filename or path
-        raise CheckpointError(
-            f"checkpoint {path} cannot be read: {named}: {error.strerror or error}"
-        ) from error
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(str(error)) from error
 
 
-def _read_state(reader: _Reader, header: int) -> dict[str, Any]:
-    found = torch.load(io.BytesIO(reader.take(header)), map_location="cpu", weights_only=True)
+def _load_pickled(reader: CheckpointReader) -> dict[str, Any]:
+    """Return what a checkpoint of format 2 holds."""
+    found = _unpickle(reader.take(reader.shards[0].header))
     tensors = []
     for shape, dtype in found["stream"]:
-        tensor = torch.empty(shape, dtype=dtype)
-        reader.fill(tensor.reshape(-1).view(torch.uint8))
-        tensors.append(tensor)
+        tensors.append(torch.empty(shape, dtype=dtype))
+        reader.fill(_bytes_of(tensors[-1]).numpy())
     reader.end()
     return {**_fill(found["rest"], tensors), "progress": found["progress"]}
-
-
-class _Reader:
-    """The bytes of all shards one after the other, each verified when it has been read."""
-
-    def __init__(self, shards: tuple[ShardInfo, ...]) -> None:
-        self._shards = iter(shards)
-        self._file: Any = None
-        self._left = 0
-        self._next()
-
-    def take(self, size: int) -> bytes:
-        data = bytearray(size)
-        self._read(memoryview(data))
-        return bytes(data)
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        self._read(tensor.numpy().data)
-
-    def end(self) -> None:
-        while self._file is not None:
-            self._check()
-            self._next()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _read(self, view: memoryview) -> None:
-        while len(view):
-            while not self._left:
-                self._check()
-                self._next()
-                if self._file is None:
-                    raise EOFError("its shards are shorter than what is in them")
-            size = self._file.readinto(view[: min(len(view), self._left, _READ_BYTES)])
-            if not size:
-                raise EOFError(f"{self._shard.path.name} is truncated")
-            self._hash.update(view[:size])
-            self._left -= size
-            view = view[size:]
-
-    def _next(self) -> None:
-        self.close()
-        shard = next(self._shards, None)
-        self._file = None
-        if shard is not None:
-            self._shard = shard
-            self._file = shard.path.open("rb", buffering=0)
-            self._left = shard.bytes
-            self._hash = hashlib.sha256()
-
-    def _check(self) -> None:
-        if self._left or self._hash.hexdigest() != self._shard.sha256:
-            raise ValueError(f"{self._shard.path.name} is corrupted: its SHA-256 is another")
 
 
 def _fill(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -19,8 +19,9 @@ from hvd_elastic.checkpoint.files import (
     describe_shard,
     find_shards,
 )
+from hvd_elastic.checkpoint.stream import Content, new_shard
+from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import HvdElasticError
-from hvd_elastic.torch.checkpoint import Content, ShardWriter, new_shard
 from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
@@ -124,16 +125,23 @@ class Checkpointing:
             if rank:
                 return content, None
             size = 1
-        generation, life = context.generation, context.life
-        return content, new_shard(content, context.progress, rank, size, generation, life)
+        shard = new_shard(
+            content,
+            context.progress,
+            rank,
+            size,
+            context.generation,
+            context.life,
+            world=context.engine.size,
+        )
+        return content, shard
 
     def _make_room(self) -> None:
         self._room_agreed = True
         if self._writer is not None and self._context.state is not None:
             content, shard = self._share()
             if shard is not None:
-                pinned = any(tensor.is_cuda for tensor in content.tensors)
-                self._writer.prepare(shard.end - shard.begin, pinned=pinned)
+                self._writer.prepare(content, shard.end - shard.begin)
 
     def broken(self) -> None:
         """The ranks go on without a common step: what was asked for in it is still wanted."""

@@ -17,7 +17,7 @@ import torch
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import context
-from hvd_elastic.torch.checkpoint import Content, take_stock
+from hvd_elastic.torch.checkpoint import TorchContent
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.progress import Progress
 from hvd_elastic.torch.rollback import Snapshot
@@ -175,14 +175,14 @@ class State:
         self._take(taken, f"rank {root_rank}")
         return theirs
 
-    def content(self, *, copy_own: bool = True) -> Content:
+    def content(self, *, copy_own: bool = True) -> TorchContent:
         """Everything as it is now, for a checkpoint; rank 0 copies what ranks may differ in."""
         objects = {name: item.state_dict() for name, item in self._objects.items()}
         shared = self.lasting()
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
         values = {"objects": objects, "plain": self._plain}
-        return take_stock(values, shared, copy_own=copy_own)
+        return TorchContent(values, shared, copy_own=copy_own)
 
     def lasting(self) -> set[int]:
         """``data_ptr()`` of what changes in the step of an optimizer, and at no other time.

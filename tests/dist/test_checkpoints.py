@@ -15,7 +15,7 @@ import pytest
 
 from hvd_elastic.checkpoint.files import find_checkpoints, find_shards, newest_valid
 from tests.dist.conftest import StartJob
-from tests.dist.running import PROBE, RunningJob, Stage
+from tests.dist.running import PROBE, ROOT, RunningJob, Stage
 from tests.small_disk import mounted
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -25,20 +25,20 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 # of one worker.
 SHARDED = f"""
 import os, pathlib, runpy, sys, time
-import hvd_elastic.torch.checkpoint as checkpoint
+from hvd_elastic.checkpoint import stream, writer
 
 folder, host = pathlib.Path(sys.argv[1]), os.environ["HVD_ELASTIC_HOST"]
 slot = os.environ["HVD_ELASTIC_LOCAL_RANK"]
 
-def gated(*arguments, write=checkpoint.write_shard):
+def gated(*arguments, write=writer.write_shard):
     for place in (host, f"{{host}}.{{slot}}"):
         while (folder / f"gate-write-{{place}}").exists():
             (folder / f"at-write-{{place}}").touch()
             time.sleep(0.02)
     return write(*arguments)
 
-checkpoint.write_shard = gated
-checkpoint.SHARD_BYTES = 64
+writer.write_shard = gated
+stream.SHARD_BYTES = 64
 sys.argv[0] = {str(PROBE)!r}
 runpy.run_path({str(PROBE)!r}, run_name="__main__")
 """
@@ -264,3 +264,27 @@ def test_a_checkpoint_of_another_model_ends_the_run_and_loses_nothing(
     assert "Traceback" not in said
     assert sorted(path.name for path in folder_of(job).iterdir()) == held
     job.check_nothing_left()
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_release(
+    stage: Stage, start_job: StartJob
+) -> None:
+    """Of format 2, written by two ranks; what is written next is of the present format."""
+    a, *_ = stage.hosts
+    job = start_job({a: 1})
+    job.wait_event("checkpoint", 0)
+    job.command("stop", job.run_id)
+    assert job.wait() == 130
+    for path in folder_of(job).glob("step-*"):
+        path.unlink()
+    for path in (ROOT / "tests" / "fixtures" / "checkpoint-format-2").iterdir():
+        data = path.read_bytes()
+        if path.suffix == ".json":
+            data = data.replace(json.loads(data)["run"].encode(), job.run_id.encode())
+        (folder_of(job) / path.name).write_bytes(data)
+    since = job.mark()
+    job.resume()
+    assert job.wait_event("restored", since)["step"] == 68
+    taken = job.wait_event("checkpoint", since)
+    assert json.loads(Path(taken["path"]).read_text())["format"] == 3
+    job.finish_without_audit()

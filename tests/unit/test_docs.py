@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,3 +224,40 @@ def test_eight_changed_lines_are_enough(tmp_path: Path) -> None:
 def test_nothing_names_a_place_of_one_machine(page: Path) -> None:
     for unwanted in ("/root/", "/home/", "/var/tmp/"):
         assert unwanted not in read(page)
+
+
+def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from hvd_elastic.checkpoint.files import ShardInfo, complete_checkpoint
+    from hvd_elastic.checkpoint.stream import new_shard
+    from hvd_elastic.checkpoint.writer import ShardWriter
+    from hvd_elastic.torch.checkpoint import TorchContent
+    from hvd_elastic.torch.progress import Progress
+
+    state = {
+        "objects": {"model": torch.nn.Linear(3, 2).state_dict()},
+        "plain": {"bits": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)},
+    }
+    content = TorchContent(state, set())
+    shard = new_shard(content, Progress(step=7), 0, 1)
+    assert shard is not None
+    done: list[ShardInfo] = []
+    writer = ShardWriter(
+        tmp_path,
+        finish=lambda _: None,
+        on_done=lambda written, _: done.append(written),
+        on_error=lambda error: pytest.fail(str(error)),
+    )
+    writer.begin(content, Progress(step=7), shard, set(), 0.0)
+    assert writer.flush(30)
+    manifest = complete_checkpoint(tmp_path, done, 1).path
+    text = read(ROOT / "docs" / "run-folder.md")
+    (example,) = [f["body"] for f in _FENCE.finditer(text) if f["language"] == "python"]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    progress, arrays = names["read_checkpoint"](manifest)
+    assert progress["step"] == 7
+    weight = state["objects"]["model"]["weight"]
+    assert np.array_equal(arrays["model.weight"], weight.numpy())
+    bits = arrays["bits"]
+    assert (bits.astype("uint32") << 16).view("float32").tolist() == [1.5, -2.0]

@@ -58,7 +58,6 @@ def shard_of(step: int, index: int, count: int, data: bytes, **other: Any) -> Sh
         begin=index * len(data),
         end=(index + 1) * len(data),
         total=count * len(data),
-        tensors=(("model.weight", index * len(data), (index + 1) * len(data)),),
         **fields,
     )
 
@@ -112,7 +111,6 @@ def test_what_was_written_is_found_and_valid(folder: Path) -> None:
         ("node0", 0, 7, 7),
         ("node1", 7, 14, 7),
     ]
-    assert manifest["shards"][1]["tensors"] == [["model.weight", 7, 14]]
 
 
 def test_newest_means_greatest_step_and_only_keep_remain(folder: Path) -> None:
@@ -139,7 +137,7 @@ def test_a_truncated_shard_is_skipped_with_the_reason(folder: Path) -> None:
 
 
 @given(place=st.integers(0, 999), bit=st.integers(0, 7), shard=st.integers(0, 1))
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 def test_any_flipped_bit_is_noticed(
     tmp_path_factory: pytest.TempPathFactory, place: int, bit: int, shard: int
 ) -> None:
@@ -191,7 +189,7 @@ def test_a_manifest_with_a_shard_missing_is_no_checkpoint(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"format": 1}, "format is 1, this version reads 2"),
+        ({"format": 1}, "format is 1, this version reads 2 and 3"),
         ({"step": "7"}, "step is '7', it must be a whole number"),
         ({"step": 8}, "file is "),
         ({"bytes": -1}, "bytes is -1"),
@@ -201,7 +199,7 @@ def test_a_manifest_with_a_shard_missing_is_no_checkpoint(folder: Path) -> None:
         ({"file": "../../etc/passwd"}, r"file is '../../etc/passwd', it must be 'step-0000000000"),
         ({"created": None}, "created is None"),
         ({"host": 3}, "host is 3, it must be a text"),
-        ({"tensors": [["w", 0]]}, "tensors must be a list of"),
+        ({"world": "2"}, "world is '2', it must be a whole number"),
         ({"generation": 2}, "shard 1 belongs to another checkpoint"),
         ({"index": 0}, "shard 1 of 2 is missing"),
     ],
@@ -372,7 +370,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from hvd_elastic.checkpoint import files as checkpoints
-from tests.unit.checkpoint import test_files as test_checkpoints
+from tests.unit.checkpoint import test_files
 
 folder, moment = sys.argv[1:]
 
@@ -393,7 +391,7 @@ def write(file):
         stop_here()
     file.write(b"x" * 500_000)
 
-shard = test_checkpoints.shard_of(2, 0, 1, b"x" * 1_000_000)
+shard = test_files.shard_of(2, 0, 1, b"x" * 1_000_000)
 written = checkpoints.write_shard(folder, shard, write)
 checkpoints.complete_checkpoint(folder, [written], keep=3)
 """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import context
@@ -49,7 +50,7 @@ def test_sums_are_part_of_the_state(ctx: Context, state_first: bool) -> None:
     state = state or hvd.State(seen=1)
     totals.add(hits=5)
     totals.synchronize()
-    content = state.content().rest
+    content = decode_values(state.content().values, {}, ())
     totals.clear()
     state.load({**content, "progress": ctx.progress.as_dict()}, "there")
     assert totals["hits"] == 5.0

@@ -220,7 +220,7 @@ def test_a_step_that_was_called_off_is_done_again(alone: Context) -> None:
 def test_newcomers_and_checkpoints_have_its_scale(alone: Context) -> None:
     scaler = hvd.GradScaler(init_scale=32.0)
     state = hvd.State()
-    values = state.content().rest["objects"]["_grad_scaler"]
+    values = state.content().values["objects"]["_grad_scaler"]
     assert values["scale"] == 32.0
     other = hvd.GradScaler()
     other.load_state_dict(values)

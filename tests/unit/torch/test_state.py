@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from hvd_elastic.checkpoint.files import ShardInfo, complete_checkpoint
+from hvd_elastic.checkpoint.stream import new_shard
+from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import context
-from hvd_elastic.torch.checkpoint import ShardWriter, load_checkpoint, new_shard
+from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.progress import Progress
 from hvd_elastic.torch.state import State, dump_plain, load_plain

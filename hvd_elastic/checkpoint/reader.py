@@ -1,0 +1,208 @@
+"""Reads checkpoints: their header, and their tensors as NumPy arrays or into a framework's memory.
+
+All that is read is data: JSON and bytes. Each shard that is read is compared with its SHA-256.
+
+>>> load_arrays("nowhere/step-000000000100.json")
+Traceback (most recent call last):
+    ...
+hvd_elastic.errors.CheckpointError: checkpoint nowhere/step-000000000100.json cannot be read: ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_elastic.checkpoint.files import PICKLED_FORMAT, ShardInfo, parse_manifest
+from hvd_elastic.checkpoint.header import LENGTH_BYTES, OPAQUE, Header, TensorInfo
+from hvd_elastic.errors import CheckpointError
+
+__all__ = ["CheckpointReader", "load_arrays", "open_checkpoint", "read_header"]
+
+_READ_BYTES = 4 << 20
+
+
+def read_header(path: Path | str) -> Header:
+    """Return what a checkpoint says of itself and of its tensors; their data is not read.
+
+    Args:
+        path: its manifest; the shards lie beside it.
+
+    Raises:
+        CheckpointError: there is no such file, it is damaged, or PyTorch alone can read it.
+    """
+    with open_checkpoint(path) as reader:
+        return reader.read_header()
+
+
+def load_arrays(
+    path: Path | str, names: Collection[str] | None = None
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return tensors of a checkpoint by name, without the framework that wrote it.
+
+    A type that NumPy lacks comes as the unsigned integers of its bits: ``bfloat16`` as ``uint16``.
+
+    Args:
+        path: the manifest; the shards lie beside it.
+        names: which tensors; None for all. Shards that have none of them are not read.
+
+    Raises:
+        CheckpointError: as :func:`read_header`; or a name is not in it.
+    """
+    arrays = {}
+    with open_checkpoint(path) as reader:
+        header = reader.read_header()
+        there = [tensor.name for tensor in header.tensors if tensor.name != OPAQUE]
+        wanted = set(there if names is None else names)
+        missing = wanted - set(there)
+        if missing:
+            raise CheckpointError(f"checkpoint {path} has no tensor {min(missing)!r}")
+
+        def place(tensor: TensorInfo) -> np.ndarray[Any, Any] | None:
+            if tensor.name not in wanted:
+                return None
+            arrays[tensor.name] = np.empty(tensor.shape, tensor.array_dtype)
+            return arrays[tensor.name].reshape(-1).view(np.uint8)
+
+        reader.read_tensors(header, place)
+    return arrays
+
+
+@contextlib.contextmanager
+def open_checkpoint(path: Path | str) -> Iterator[CheckpointReader]:
+    """Read a checkpoint; what is wrong with its content becomes a :class:`CheckpointError`."""
+    path = Path(path)
+    try:
+        info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), path.parent)
+        with contextlib.closing(CheckpointReader(info.shards)) as reader:
+            yield reader
+    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as why:
+        said = str(why).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"checkpoint {path} cannot be loaded, it is damaged or not one of ours: {said}; use an "
+            "older checkpoint of the same folder"
+        ) from why
+    except OSError as error:
+        named = error.filename or path
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read: {named}: {error.strerror or error}"
+        ) from error
+
+
+class CheckpointReader:
+    """The bytes of all shards one after the other, each verified when it has been read."""
+
+    def __init__(self, shards: tuple[ShardInfo, ...]) -> None:
+        self.shards = shards
+        self._following = iter(shards)
+        self._shard = shards[0]
+        self._file: Any = None
+        self._left = 0
+        self._next()
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether the header is a pickle of PyTorch's, of ``shards[0].header`` bytes."""
+        return self.shards[0].format == PICKLED_FORMAT
+
+    def read_header(self) -> Header:
+        """Return the header, with which the first shard begins."""
+        if self.is_pickled:
+            raise CheckpointError(
+                f"{self._shard.path} is of format {PICKLED_FORMAT}, which PyTorch alone can read: "
+                "use hvd_elastic.torch.checkpoint.load_checkpoint, or resume the run, whose next "
+                "checkpoint can be read without it"
+            )
+        size = int.from_bytes(self.take(LENGTH_BYTES), "little")
+        here = self._shard.header - LENGTH_BYTES
+        if size > here:
+            raise ValueError(f"its header of {size} bytes does not end in {here}")
+        data_bytes = sum(shard.bytes for shard in self.shards) - LENGTH_BYTES - size
+        return Header.decode(self.take(size), data_bytes)
+
+    def read_tensors(self, header: Header, place: Callable[[TensorInfo], Any]) -> None:
+        """Read all data that follows the header.
+
+        Args:
+            header: it.
+            place: gives the bytes to fill with a tensor's data, None to leave it out.
+        """
+        unwanted = 0
+        for tensor in header.tensors:
+            target = place(tensor)
+            if target is None:
+                unwanted += tensor.bytes
+            else:
+                self.skip(unwanted)
+                self.fill(target)
+                unwanted = 0
+        self.skip(unwanted)
+        self.end()
+
+    def take(self, size: int) -> bytes:
+        """Return the next bytes."""
+        data = bytearray(size)
+        self.fill(data)
+        return bytes(data)
+
+    def fill(self, target: Any) -> None:
+        """Read the next bytes into a buffer."""
+        view = memoryview(target)
+        while view:
+            self._open_next()
+            size = self._file.readinto(view[: min(len(view), self._left, _READ_BYTES)])
+            if not size:
+                raise EOFError(f"{self._shard.path.name} is truncated")
+            self._hash.update(view[:size])
+            self._left -= size
+            view = view[size:]
+
+    def skip(self, size: int) -> None:
+        """Pass over the next bytes; a shard of which none is wanted is not read."""
+        while size:
+            self._open_next()
+            if self._left == self._shard.bytes <= size:
+                size -= self._left
+                self._next()
+            else:
+                some = min(size, self._left, _READ_BYTES)
+                self.take(some)
+                size -= some
+
+    def end(self) -> None:
+        """Verify what was read last; nothing may follow."""
+        while self._file is not None:
+            self._check()
+            self._next()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open_next(self) -> None:
+        while not self._left:
+            self._check()
+            self._next()
+            if self._file is None:
+                raise EOFError("its shards are shorter than what is in them")
+
+    def _next(self) -> None:
+        self.close()
+        shard = next(self._following, None)
+        self._file = None
+        if shard is not None:
+            self._shard = shard
+            self._file = shard.path.open("rb", buffering=0)
+            self._left = shard.bytes
+            self._hash = hashlib.sha256()
+
+    def _check(self) -> None:
+        if self._left or self._hash.hexdigest() != self._shard.sha256:
+            raise ValueError(f"{self._shard.path.name} is corrupted: its SHA-256 is another")

@@ -1,0 +1,182 @@
+"""Writes one rank's shards beside training.
+
+Training waits for no disk and hardly for the copy. What does not change before the next
+``optimizer.step()`` is copied by a thread during the next forward and backward pass, and only that
+step waits for what is not copied by then. The copy goes into a buffer that is kept: the first write
+to fresh memory takes many times longer than the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_elastic.checkpoint.files import HashingWriter, ShardInfo, write_shard
+from hvd_elastic.checkpoint.stream import Content, Position
+from hvd_elastic.errors import CheckpointError, HvdElasticError
+
+__all__ = ["ShardWriter"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    """A shard that is being copied and written."""
+
+    content: Content
+    progress: dict[str, int]
+    shard: ShardInfo
+    buffer: np.ndarray[Any, Any]
+    copied: threading.Event = field(default_factory=threading.Event)
+    blocked_s: float = 0.0
+
+
+class ShardWriter:
+    """Copies and writes the shards of one rank, one at a time, in a thread of its own.
+
+    Args:
+        folder: where to.
+        finish: makes a written shard findable, in that thread.
+        on_done: told of each shard that is finished, and how long training waited for it [s], in
+            that thread.
+        on_error: told why one was not written, in that thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        finish: Callable[[ShardInfo], object],
+        on_done: Callable[[ShardInfo, float], None],
+        on_error: Callable[[HvdElasticError], None],
+    ) -> None:
+        self._folder = Path(folder)
+        self._finish = finish
+        self._on_done = on_done
+        self._on_error = on_error
+        self._buffer: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+        self._pinned = False
+        self._thread: threading.Thread | None = None
+        self._job: _Job | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a shard is being written, or memory for one is being made."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def prepare(self, content: Content, size: int) -> None:
+        """Make memory for ``size`` bytes of ``content``, beside training; see :attr:`busy`."""
+        if not self.busy and not self._fits(content, size):
+            self._start(lambda: self._make_buffer(content, size))
+
+    def begin(
+        self,
+        content: Content,
+        progress: Position,
+        shard: ShardInfo,
+        lasting: set[int],
+        began: float,
+    ) -> None:
+        """Write the shard with this state; returns before it is copied.
+
+        Args:
+            content: the state now.
+            progress: where it stands.
+            shard: which part of it.
+            lasting: tensors that do not change before :meth:`settle`; all others are copied
+                before this returns.
+            began: since when training waits for this [s, monotonic].
+        """
+        self.flush()
+        size = shard.end - shard.begin
+        if not self._fits(content, size) and not self._make_buffer(content, size):
+            return
+        job = self._job = _Job(content, progress.as_state(), shard, self._buffer[:size])
+        copy_rest = content.begin_copy(shard.begin, shard.end, job.buffer, lasting)
+        self._start(lambda: self._work(job, copy_rest))
+        job.blocked_s = time.monotonic() - began
+
+    def settle(self) -> None:
+        """Wait until what is being written is copied: from now on everything may change."""
+        job = self._job
+        if job is not None and not job.copied.is_set():
+            began = time.monotonic()
+            job.copied.wait()
+            job.blocked_s += time.monotonic() - began
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is being written; False after ``timeout_s``."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return not self.busy
+
+    def _fits(self, content: Content, size: int) -> bool:
+        return self._buffer.size >= size and self._pinned == content.pinned
+
+    def _make_buffer(self, content: Content, size: int) -> bool:
+        try:
+            self._buffer, self._pinned = content.make_buffer(size), content.pinned
+        except MemoryError as error:
+            self._on_error(
+                CheckpointError(
+                    f"no checkpoint was written: there is no memory for a copy of {size} bytes "
+                    f"({error}). More ranks, or hosts with more memory, make it smaller"
+                )
+            )
+            return False
+        return True
+
+    def _start(self, work: Callable[[], object]) -> None:
+        self._thread = threading.Thread(target=work, name="hvd_elastic checkpoint", daemon=True)
+        self._thread.start()
+
+    def _work(self, job: _Job, copy_rest: Callable[[], str | None]) -> None:
+        shard = job.shard
+        try:
+            try:
+                changed = copy_rest()
+            finally:
+                job.copied.set()
+            if changed is not None:
+                raise CheckpointError(
+                    f"the checkpoint of step {shard.step} was not written: {changed} was changed "
+                    "between two steps, while it was copied. Change parameters in or after "
+                    "optimizer.step(), not before it"
+                )
+            head = job.content.head(job.progress, shard.world) if shard.index == 0 else []
+            shard = replace(shard, header=sum(memoryview(piece).nbytes for piece in head))
+
+            def write(file: HashingWriter) -> None:
+                for piece in (*head, job.buffer):
+                    file.write(piece)
+
+            written = write_shard(self._folder, shard, write)
+            self._finish(written)
+        except HvdElasticError as error:
+            self._tell(self._on_error, error)
+        except Exception as error:  # training goes on without this checkpoint
+            log.debug("writing a checkpoint failed", exc_info=True)
+            wrapped = CheckpointError(
+                f"the checkpoint of step {shard.step} was not written to {self._folder}: "
+                f"{type(error).__name__}: {error}"
+            )
+            self._tell(self._on_error, wrapped)
+        else:
+            self._tell(self._on_done, written, job.blocked_s)
+        finally:
+            self._job = None
+
+    @staticmethod
+    def _tell(callback: Callable[..., None], *result: Any) -> None:
+        try:
+            callback(*result)
+        except Exception:
+            log.exception("the callback for a checkpoint failed")
