@@ -357,7 +357,7 @@ def test_script_that_expects_torchrun_is_told_what_to_use(
     script = write_script(home, text)
     with Job(*ONE_PROCESS, "--", sys.executable, script, home=home) as job:
         assert job.wait() == 1
-    assert f"in worker localhost:0: {script}, {words}" in job.text
+    assert f"in worker localhost:0:\n{script}, {words}" in job.text
     assert "hvd.DistributedOptimizer(optimizer, model)" in job.text
     assert "Traceback" not in job.text
     (failed,) = job.events("script_failed")
