@@ -316,7 +316,9 @@ def test_a_gpu_of_its_own_is_wanted_where_nccl_is(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_framework_without_horovod_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(ScriptError, match=r"Horovod cannot be used with .*make horovod"):
+    with pytest.raises(
+        ScriptError, match=r"Horovod cannot be used with .*hvd-elastic build-horovod"
+    ):
         load_horovod("no_such_framework")
 
 

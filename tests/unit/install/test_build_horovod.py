@@ -477,5 +477,5 @@ def test_the_name_is_printed_for_scripts(capsys):
 
 
 def test_the_required_torch_is_that_of_the_extra():
-    setup = Path(__file__).resolve().parents[3] / "setup.py"
-    assert f'"torch": ["{horovod_wheel.TORCH_REQUIREMENT}"]' in setup.read_text(encoding="utf-8")
+    settings = Path(__file__).resolve().parents[3] / "pyproject.toml"
+    assert f'torch = ["{horovod_wheel.TORCH_REQUIREMENT}"]' in settings.read_text(encoding="utf-8")
