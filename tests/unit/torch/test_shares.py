@@ -29,12 +29,14 @@ BATCH = 40
 
 
 class OneOf(LocalCommunicator):
-    """One rank of several; the parts of the others in an average are zero."""
+    """One rank of several; the parts of the others in an average of gradients are zero."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+        if name == "hvd_elastic.change":  # all say the same
+            return tensor
         return tensor.div_(self.size)
 
     def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -151,7 +151,7 @@ def test_a_crash_is_told_with_its_stack_and_as_the_reason_of_the_rescale() -> No
     narrator = Narrator()
     worker = {"host": "n", "local_rank": 1}
     crashed = {"kind": "worker_crashed", "cause": "was killed by signal 11", "traceback": "stack"}
-    left = {"kind": "worker_left", "cause": "worker n:1 was killed by signal 11"}
+    left = {"kind": "worker_left", "how": "died", "cause": "worker n:1 was killed by signal 11"}
     events = [{**crashed, **worker}, {**left, **worker}]
     assert [line.text for event in events for line in narrator.tell(event)] == [
         "worker n:1 was killed by signal 11:\nstack"
