@@ -1,4 +1,4 @@
-"""Small words that every package needs to speak to the user: counted things, names in a row."""
+"""Formats counts and names for messages to the user."""
 
 from __future__ import annotations
 

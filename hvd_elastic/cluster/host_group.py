@@ -161,6 +161,10 @@ class HostGroup(fabric.Group):
         """The hosts, in the order of the hostfile."""
         return [member.at for member in self]
 
+    @property
+    def _members(self) -> dict[str, HostConnection]:
+        return {member.at.name: member for member in self}
+
     def run(
         self,
         command: str,
@@ -209,7 +213,7 @@ class HostGroup(fabric.Group):
 
         def convert(member: HostConnection, found: HostResult[CommandResult]) -> object:
             if found.value is None:
-                return found.exception or SshError(found.error)
+                return _error(found)
             result = Result(
                 connection=member,
                 command=command,
@@ -268,7 +272,7 @@ class HostGroup(fabric.Group):
 
             def convert(member: HostConnection, found: HostResult[Copied]) -> object:
                 if not found.ok:
-                    return _value_or_error(found)
+                    return _error(found)
                 return TransferResult(str(path), local, remote, remote, member)
 
             return self._gather(results, convert)
@@ -286,7 +290,7 @@ class HostGroup(fabric.Group):
         Raises:
             GroupException: a host failed.
         """
-        members = {member.at.name: member for member in self}
+        members = self._members
 
         def fetch(host: Host, stopper: Stopper) -> TransferResult:
             member = members[host.name]
@@ -296,14 +300,14 @@ class HostGroup(fabric.Group):
             return member.get(remote, local=local)
 
         results = fan_out(self.hosts, fetch, self.fanout, self.timeout_s)
-        return self._gather(results, lambda _, found: _value_or_error(found))
+        return self._gather(results, lambda _, found: found.value if found.ok else _error(found))
 
     def _gather(
         self,
         results: Iterable[HostResult[Any]],
         convert: Callable[[HostConnection, HostResult[Any]], object],
     ) -> GroupResult:
-        members = {member.at.name: member for member in self}
+        members = self._members
         gathered = GroupResult()
         for found in results:
             member = members[found.host.name]
@@ -313,8 +317,8 @@ class HostGroup(fabric.Group):
         return gathered
 
 
-def _value_or_error(found: HostResult[Any]) -> object:
-    return found.value if found.ok else found.exception or SshError(found.error)
+def _error(found: HostResult[Any]) -> BaseException:
+    return found.exception or SshError(found.error)
 
 
 def _print_lines(host: Host, stream: str, text: str, *, hidden: tuple[str, ...]) -> None:

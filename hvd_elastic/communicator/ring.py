@@ -25,6 +25,7 @@ from hvd_elastic.communicator.interface import (
 )
 from hvd_elastic.communicator.sockets import RingSockets
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import count
 
 __all__ = ["HorovodCommunicator", "load_horovod"]
 
@@ -94,9 +95,8 @@ class HorovodCommunicator:
         """See :class:`Communicator`: NCCL refuses two ranks of a machine on one GPU."""
         if local_rank < devices or "NCCL_HOSTID" in os.environ or not self._horovod.nccl_built():
             return
-        gpus = "GPU" if devices == 1 else "GPUs"
         raise ScriptError(
-            f"slot {local_rank} has no GPU of its own: the host has {devices} {gpus} that "
+            f"slot {local_rank} has no GPU of its own: the host has {count(devices, 'GPU')} that "
             f"{self._collectives.framework} can use, and NCCL does not let two ranks share one. "
             f"Write slots={devices} in the hostfile, or look at CUDA_VISIBLE_DEVICES (empty: train "
             "on the CPUs). To share a GPU all the same, for a trial, give each worker a "

@@ -86,14 +86,9 @@ def test_relative_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}"
 
 
-def current(page: Path) -> str:
-    """The text of a page, without the changelog's lists of what was removed."""
-    return re.sub(r"^### Removed\n.*?(?=^##|\Z)", "", read(page), flags=re.MULTILINE | re.DOTALL)
-
-
 @pages
 def test_commands_and_options_exist(page: Path) -> None:
-    for line in command_lines(current(page)):
+    for line in command_lines(read(page)):
         name, words = split_command(line)
         if name in GROUPS:
             assert all(word in ("--help", "-h", "--version", "…") for word in words), line
@@ -123,7 +118,7 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         # horovodrun
         *("--host-discovery-script", "--network-interfaces"),
     }
-    for code in _CODE.findall(_FENCE.sub("", current(page))):
+    for code in _CODE.findall(_FENCE.sub("", read(page))):
         word = code.split(" ")[0].partition("=")[0]
         if word.startswith("--") and word != "--":
             assert word in known | other_programs, f"{page.name}: `{code}`"
