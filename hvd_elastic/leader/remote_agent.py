@@ -12,13 +12,13 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hvd_elastic import __version__
+from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.errors import HostKeyError, HostUnknownError, HvdElasticError, SshError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import Connection, SshOptions, connect
@@ -26,7 +26,7 @@ from hvd_elastic.hosts.transfer import receive_file, send_file
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
-__all__ = ["AgentConnection", "AgentDown"]
+__all__ = ["AgentConnection", "FromAgent", "Post"]
 
 _DISCARD_TIMEOUT_S = 10.0
 
@@ -34,42 +34,36 @@ _CHUNK_BYTES = 1 << 16
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 
 
-@dataclass(frozen=True)
-class AgentDown:
-    """An agent could not be started, or is gone; fields as in AgentFailed of control.events."""
-
-    cause: str
-    brief: str
-    fatal: bool
-    unknown: bool
-
-
-Post = Callable[[str, "msg.AgentToLeader | AgentDown"], None]
+FromAgent = msg.AgentToLeader | AgentFailed
+Post = Callable[["AgentConnection", FromAgent], None]
 
 
 class AgentConnection:
     """One try at having an agent on one host.
 
-    What is posted, always with the host's name first: every message of the agent, its hello only
-    if it fits; and :class:`AgentDown` once, when it could not be started or is gone. An agent that
-    sends what is none of its messages counts as gone.
+    Every message of the agent is posted, its hello only if it fits; and ``AgentFailed`` once, when
+    the agent could not be started or is gone. An agent that sends what is none of its messages
+    counts as gone.
 
     Args:
         host: where.
         options: how to get there.
         python: interpreter on that host.
         hello: the first message, with what the agent needs to know of the run.
-        post: takes ``(host name, message)``; called from other threads.
+        post: takes this connection and what its agent said; called from other threads.
     """
 
     def __init__(
         self, host: Host, options: SshOptions, python: str, hello: msg.LeaderHello, post: Post
     ) -> None:
         self.host = host
-        self.last_heard = time.monotonic()
+        self.started_at = time.monotonic()
+        self.last_heard = self.started_at
         """Silence is counted from then; it does not count where this process stood still."""
         self.last_read = self.last_heard
         """When anything of it was last read."""
+        self.taken_over = False
+        """The agent follows another leader, and this connection ends."""
         self.info: msg.AgentHello | None = None
         """What it said of its host; None before that."""
         self.acted_upon = 0
@@ -170,7 +164,7 @@ class AgentConnection:
         finally:
             self._close()
             self._gone.set()
-            self._post(self.host.name, AgentDown(cause, brief, fatal, unknown))
+            self._post(self, AgentFailed(self.host.name, cause, fatal, unknown, brief))
 
     def _start(self) -> None:
         self._connection = connect(self.host, self._options)
@@ -209,7 +203,7 @@ class AgentConnection:
                     if unfit:
                         raise _UnfitHostError(unfit)
                     self.info = message
-                self._post(self.host.name, message)
+                self._post(self, message)
                 if isinstance(message, msg.Refused):
                     by = message.led.led_by
                     raise _LedHostError(f"host {self.host.name} is led by another leader, {by}")

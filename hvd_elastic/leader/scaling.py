@@ -68,15 +68,9 @@ class Scaler:
         """An event of the run."""
         self._controller.note(kind, fields, now)
 
-    def look(
-        self,
-        machine: RunMachine,
-        hosts: Iterable[Host],
-        members: Sequence[Member],
-        now: float,
-    ) -> TargetChanged | None:
-        """Decide if it is time; what to tell the machine, if anything."""
-        controller = self._controller
+    def look(self, machine: RunMachine, hosts: Iterable[Host], now: float) -> TargetChanged | None:
+        """Decide if it is time; return what to tell the machine, if anything."""
+        controller, members = self._controller, machine.members
         controller.hosts_are(_offers(machine, hosts, self._pinned), now)
         if not self._looked:
             self._looked = True

@@ -1,55 +1,65 @@
-"""What the agents of a run still hold when another leader comes, put together to one picture.
+"""Puts together what the agents of a run still hold when another leader comes.
 
-Also when it is the same leader that comes again, after its own machine was cut off.
+Also when the same leader comes again, after its own machine was cut off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
+from hvd_elastic.checkpoint.lease import Claim
 from hvd_elastic.control import events as ev
+from hvd_elastic.errors import CheckpointError
+from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
+from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.wire.messages import HeldRun
 
-__all__ = ["Adoption"]
+__all__ = ["Takeover"]
 
 _RETRY_S = 1.0
 
 
-class Adoption:
+class Takeover:
     """Waits for the hosts of a run, and knows what they held.
 
     Args:
-        awaited: hosts of the last generation, as far as it is known.
-        asked: every host whose agent was asked for, those included.
+        hosts: of the hostfile.
+        past: the run under its earlier leaders.
+        np: size that the user asks for now.
         deadline: when to go on without those that have not answered [s, monotonic].
         patient: a host that cannot be reached is tried again until then.
+
+    Attributes:
+        asked: every host whose agent is asked for: those of the last generation, and of the
+            hostfile. Those that the hostfile does not name any more hold workers that have to go.
+        postponed: what agents said that can only be understood afterwards.
+        claim_open: it is not known yet whether another leader has claimed the run.
+        claimed_by: another leader, of which more is known when the hosts have been asked.
+        unwritable: why checkpoints cannot be written; None: they can.
     """
 
     def __init__(
         self,
-        awaited: Iterable[str],
-        asked: Iterable[str],
+        hosts: Sequence[str],
+        past: RunSummary,
+        np: int | None,
         deadline: float,
         *,
         patient: bool = False,
+        claim_open: bool = False,
+        unwritable: CheckpointError | None = None,
     ) -> None:
         self.deadline = deadline
         self.patient = patient
-        self.postponed: list[tuple[Any, str, Any]] = []
-        """What agents said that can only be understood afterwards."""
-        self.requested_np: int | None = None
-        """The size that was asked for while the run went on."""
-        self.slots: tuple[tuple[str, int], ...] = ()
-        """Those that were asked for with it, (host, index)."""
-        self.draining: tuple[str, ...] = ()
-        """Hosts that were drained and not given back."""
-        self.gave_notice: frozenset[str] = frozenset()
-        """Those of them that said they would be taken away; nobody asked for it."""
-        self.claim_open = False
-        """It is not known yet whether another leader has claimed the run."""
-        self._awaited, self._asked = frozenset(awaited), tuple(asked)
-        self._open = {*self._awaited, *self._asked}
+        self.claim_open = claim_open
+        self.claimed_by: Claim | None = None
+        self.unwritable = unwritable
+        self.postponed: list[tuple[AgentConnection, FromAgent]] = []
+        self._awaited = past.generation_hosts or list(hosts)
+        self.asked = list(dict.fromkeys([*self._awaited, *hosts]))
+        self._past = past
+        self._same_np = past.np == np
+        self._open = set(self.asked)
         self._ready: list[str] = []
         self._held: dict[str, HeldRun] = {}
         self._retry_at: dict[str, float] = {}
@@ -81,12 +91,12 @@ class Adoption:
 
     @property
     def complete(self) -> bool:
-        """Whether every host has answered, or all of the last generation have the run's workers.
+        """Return whether all hosts have answered, or all of the last generation have its workers.
 
         In the second case nobody else leads the run. Otherwise any host may still know who does.
         """
         asked_all = not self._open and not self.claim_open
-        return asked_all or self._awaited <= self._held.keys()
+        return asked_all or self._held.keys() >= set(self._awaited)
 
     @property
     def workers(self) -> dict[str, tuple[str, int]]:
@@ -97,22 +107,26 @@ class Adoption:
     def came_back(self) -> tuple[str, ...]:
         """Drained hosts that gave notice and hold nothing of the run: they have been away since."""
         return tuple(
-            host for host in self.draining if host in self.gave_notice and host not in self._held
+            host
+            for host, found in self._past.draining.items()
+            if not found.asked and host not in self._held
         )
 
     def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunAdopted:
-        """The whole picture; ``hosts``: the hostfile as it is now."""
+        """Return the whole picture; ``hosts``: the hostfile as it is now."""
         none = HeldRun(generation=0, members=(), workers=())
         newest = max(self._held.values(), key=lambda held: held.generation, default=none)
+        past = self._past
         return ev.RunAdopted(
             hosts=hosts,
             agents=tuple(self._ready),
-            awaited=tuple(host for host in self._asked if host not in self._ready),
+            awaited=tuple(host for host in self.asked if host not in self._ready),
             generation=newest.generation,
             members=newest.members,
-            requested_np=self.requested_np,
-            slots=self.slots,
-            draining=tuple(host for host in self.draining if host not in self.came_back),
+            # Otherwise the user has asked for another size just now.
+            requested_np=past.scaled_to if self._same_np else None,
+            slots=tuple(past.scaled_slots) if self._same_np else (),
+            draining=tuple(host for host in past.draining if host not in self.came_back),
             workers=tuple(self._found()),
         )
 

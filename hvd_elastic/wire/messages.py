@@ -137,6 +137,10 @@ class WorkerReport(_FromWorker):
         fields: dict[str, Any] = msgspec.structs.asdict(self)
         return fields
 
+    def as_event(self) -> tuple[str, dict[str, Any]]:
+        """Return the kind of its event and the fields."""
+        return str(self.__struct_config__.tag), self.event_fields()
+
 
 class Ready(WorkerReport, tag="ready"):
     """A standby is warm."""

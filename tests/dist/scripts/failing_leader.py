@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.leader.leader import Leader
+from hvd_elastic.leader.hostfile_watch import HostfileWatch
 
-_look = Leader._look_at_hostfile
+_changed = HostfileWatch.changed
 
 
-def _look_and_fail(leader: Leader) -> None:
-    _look(leader)
+def _look_and_fail(watch: HostfileWatch) -> bool:
     if Path("FAIL").exists():
         raise ZeroDivisionError("a defect")
+    return _changed(watch)
 
 
-Leader._look_at_hostfile = _look_and_fail  # type: ignore[method-assign, assignment]
+HostfileWatch.changed = _look_and_fail  # type: ignore[method-assign]
 main()

@@ -12,10 +12,12 @@ import pytest
 from hvd_elastic.checkpoint.lease import Claim
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import FoundWorker
-from hvd_elastic.leader.leader import _ADOPTION_S, Leader
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.leader.leader import _TAKEOVER_S, Leader
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.takeover import Adoption
+from hvd_elastic.leader.takeover import Takeover
 from hvd_elastic.records.run_folder import COMMAND_TIMEOUT_S, RunFolder
+from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.wire import messages as msg
 
 HELD = msg.HeldRun(generation=1, members=(), workers=())
@@ -29,10 +31,16 @@ def leader_since(since: float, leader: str = "another", heard_s: float = 0.5) ->
 class AgentHeard:
     """A connection to an agent, of which something was read last then."""
 
+    name: str = ""
     last_read: float = 0.0
     last_heard: float = 0.0
     up: bool = False
+    taken_over: bool = False
     acted_upon: int = 0
+
+    @property
+    def host(self) -> Host:
+        return Host(self.name, slots=1)
 
     def send(self, message: msg.LeaderToAgent) -> None:
         """Nobody is there."""
@@ -50,14 +58,14 @@ def met(
     """How a leader that began to lead at 100 ends, if it does."""
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    leader._led_since = 100.0
+    leader._fence.identity.led_since = 100.0
     if not began:
-        leader._adoption = Adoption(["n1", "n2"], ["n1", "n2"], deadline=0.0)
-    agent: Any = AgentHeard()
-    first: Any = AgentHeard(up=leads)
-    leader._agents |= {"n1": first, "n2": agent}
-    by = leader._id if by == "own" else by
-    leader._heard(agent, "n2", msg.Refused(leader_since(since, by, heard_s)))
+        leader._takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=0.0)
+    agent: Any = AgentHeard("n2")
+    first: Any = AgentHeard("n1", up=leads)
+    leader._agents.by_host |= {"n1": first, "n2": agent}
+    by = leader._fence.identity.leader if by == "own" else by
+    leader._heard(agent, msg.Refused(leader_since(since, by, heard_s)))
     return leader._finish
 
 
@@ -105,14 +113,14 @@ def test_a_leader_ends_when_its_last_host_has_been_taken_over(
     """Whether or not the end of the first one's connection was read by then."""
     run = RunFolder.create("met", root=tmp_path)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    first: Any = AgentHeard(up=True)
-    last: Any = AgentHeard(up=True)
-    leader._agents |= {"n1": first, "n2": last}
+    first: Any = AgentHeard("n1", up=True)
+    last: Any = AgentHeard("n2", up=True)
+    leader._agents.by_host |= {"n1": first, "n2": last}
     message = msg.TakenOver(leader_since(50.0, heard_s=0.0))
-    leader._heard(first, "n1", message)
+    leader._heard(first, message)
     assert leader._finish is None, "another host still follows it"
     first.up = not closed
-    leader._heard(last, "n2", message)
+    leader._heard(last, message)
     assert leader._finish is not None
     assert leader._finish.status == "failed"
     assert "run met was taken over by process 7 on alpha (since " in leader._finish.message
@@ -137,23 +145,23 @@ def claimed(
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
     keeper: Any = Keeper(100.0)
-    leader._claim = keeper
-    agent: Any = AgentHeard(heard)
-    leader._agents["n1"] = agent
-    adoption = Adoption(["n1", "n2"], ["n1", "n2"], deadline=math.inf)
-    adoption.claim_open = True
+    leader._fence._claim = keeper
+    agent: Any = AgentHeard("n1", heard)
+    leader._agents.by_host["n1"] = agent
+    takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=math.inf)
+    takeover.claim_open = True
     if trains and not adopts:
-        leader._workers["n1:0.1"] = ("n1", 0)
+        leader._workers.places["n1:0.1"] = ("n1", 0)
     if adopts:
-        leader._adoption = adoption
+        leader._takeover = takeover
     leader._on_claim(Claim("met", "another", "process 7 on alpha", since, "", 7), 5.0)
     if adopts:
         assert leader._finish is None, "whom the hosts follow is asked first"
-        adoption.answered(
+        takeover.answered(
             "n1", msg.HeldRun(1, (), (FoundWorker("n1:0.1", "n1", 0),)) if trains else None
         )
-        adoption.failed("n2")
-        leader._adopt_when_complete()
+        takeover.failed("n2")
+        leader._take_over_when_complete()
     return leader._finish, keeper.insisted
 
 
@@ -186,23 +194,25 @@ def test_of_two_that_train_apart_the_later_one_ends(tmp_path: Path) -> None:
 
 
 def test_nothing_begins_before_every_host_was_asked_who_leads() -> None:
-    adoption = Adoption(["n1"], ["n1", "n2"], deadline=0.0)
-    adoption.answered("n1", None)
-    assert not adoption.complete, "n2 may be led by another"
-    adoption.answered("n2", None)
-    assert adoption.complete
-    adoption.claim_open = True
-    assert not adoption.complete, "another may have claimed the run"
+    takeover = Takeover(["n1", "n2"], RunSummary(generation_hosts=["n1"]), None, deadline=0.0)
+    takeover.answered("n1", None)
+    assert not takeover.complete, "n2 may be led by another"
+    takeover.answered("n2", None)
+    assert takeover.complete
+    takeover.claim_open = True
+    assert not takeover.complete, "another may have claimed the run"
 
 
 def test_where_the_last_generation_lives_nobody_else_leads() -> None:
-    adoption = Adoption(["n1", "n2"], ["n1", "n2", "n3"], deadline=0.0)
-    adoption.claim_open = True
+    takeover = Takeover(
+        ["n1", "n2", "n3"], RunSummary(generation_hosts=["n1", "n2"]), None, deadline=0.0
+    )
+    takeover.claim_open = True
     for host in ("n1", "n2"):
-        assert not adoption.complete
-        adoption.answered(host, HELD)
-    assert adoption.complete, "n3 is not waited for"
-    assert adoption.event(()).awaited == ("n3",)
+        assert not takeover.complete
+        takeover.answered(host, HELD)
+    assert takeover.complete, "n3 is not waited for"
+    assert takeover.event(()).awaited == ("n3",)
 
 
 def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_path: Path) -> None:
@@ -210,14 +220,14 @@ def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_p
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
     silent: Any = AgentHeard(last_heard=98.0, up=True)
     heard: Any = AgentHeard(last_heard=129.9, up=True)  # read while the leader was woken
-    leader._agents |= {"n1": silent, "n2": heard}
-    leader._looked_at = 100.0
+    leader._agents.by_host |= {"n1": silent, "n2": heard}
+    leader._agents._looked_at = 100.0
     leader._look_for_silence(130.0)
     assert (silent.last_heard, heard.last_heard) == (128.0, 130.0)
 
 
 def test_who_asks_a_leader_that_looks_for_live_processes_waits_as_long_as_it_does() -> None:
-    assert COMMAND_TIMEOUT_S > _ADOPTION_S + 2
+    assert COMMAND_TIMEOUT_S > _TAKEOVER_S + 2
 
 
 @pytest.mark.parametrize("has_led", [False, True])
@@ -225,11 +235,11 @@ def test_only_one_that_never_led_counts_as_never_there(tmp_path: Path, has_led: 
     """One that was cut off has a run folder with all that it did."""
     run = RunFolder.create("met", root=tmp_path)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    leader._has_led = has_led
-    leader._adoption = Adoption(["n1"], ["n1"], deadline=0.0)
-    agent: Any = AgentHeard()
-    leader._agents["n1"] = agent
-    leader._heard(agent, "n1", msg.Refused(leader_since(50.0)))
+    leader._fence.has_led = has_led
+    leader._takeover = Takeover(["n1"], RunSummary(), None, deadline=0.0)
+    agent: Any = AgentHeard("n1")
+    leader._agents.by_host["n1"] = agent
+    leader._heard(agent, msg.Refused(leader_since(50.0)))
     assert leader._finish is not None
     assert ("has started nothing" in leader._finish.message) is not has_led
     assert leader.gave_way is not has_led

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.leader import remote_agent
 from hvd_elastic.leader.leader import Leader
-from hvd_elastic.leader.remote_agent import AgentConnection, AgentDown
+from hvd_elastic.leader.remote_agent import AgentConnection
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.wire import messages as msg
@@ -55,10 +56,10 @@ def heard(monkeypatch: pytest.MonkeyPatch, output: bytes, stderr: bytes = b"") -
     posted: queue.Queue[Any] = queue.Queue()
     AgentConnection(
         *(Host("b", slots=1), SshOptions(), "python3", leader_hello()),
-        lambda host, message: posted.put(message),
+        lambda _, message: posted.put(message),
     )
     found = [posted.get(timeout=60)]
-    while not isinstance(found[-1], AgentDown):
+    while not isinstance(found[-1], AgentFailed):
         found.append(posted.get(timeout=60))
     return found
 
@@ -133,18 +134,21 @@ def test_a_run_loses_the_host_of_such_an_agent_and_goes_on(
     leader = Leader(RunSpec(("true",), "/", slots=1), folder, {}, shown.append, lambda *_: None)
 
     class Up:
-        up, acted_upon, info = True, 0, agent_hello()
+        host, up, acted_upon, info = Host("localhost", slots=1), True, 0, agent_hello()
+        started_at = 0.0
 
         def send(self, _: msg.LeaderToAgent) -> None: ...
 
     agent: Any = Up()
+    by_host = leader._agents.by_host
     monkeypatch.setattr(
-        leader, "_start_agent", lambda name, take_over: leader._agents.update({name: agent})
+        leader._agents, "start", lambda name, *_, **__: by_host.update({name: agent})
     )
-    leader._tell(leader._hosts_changed(leader._read_hostfile()))
-    leader._heard(agent, "localhost", agent_hello())
+    leader._hostfile.read()
+    leader._hosts_changed()
+    leader._heard(agent, agent_hello())
     cause = "host localhost: its agent sent a message with ev 'steal'"
-    leader._heard(agent, "localhost", AgentDown(cause, "", fatal=False, unknown=False))
+    leader._heard(agent, AgentFailed("localhost", cause))
     (lost,) = [event for event in shown if event["kind"] == "host_lost"]
     assert lost["cause"] == cause
     assert leader._finish is None

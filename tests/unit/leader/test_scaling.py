@@ -23,6 +23,7 @@ class Trains:
     """A machine whose slots take for ever to start."""
 
     phase, generation, draining = Phase.RUNNING, 1, frozenset[str]()
+    members: tuple[Member, ...] = (Member("w1", "a", 0, 0, 0, 1, 0, 1),)
 
     def agent_states(self) -> dict[str, Any]:
         return {}
@@ -32,15 +33,16 @@ def test_a_missed_prediction_is_told_once() -> None:
     told: list[tuple[str, Mapping[str, Any]]] = []
     spec = RunSpec(("true",), "/", policy="goodput")
     scaler = Scaler(spec, lambda kind, fields: told.append((kind, fields)), 0.0)
-    members = [Member("w1", "a", 0, 0, 0, 1, 0, 1)]
     machine = Trains()
     step = 0
     for second in range(120):
-        step += 2 // len(members)  # two ranks take twice as long as one, not half
-        fields = {"step": step, "examples": 64 * step, "size": len(members)}
+        step += 2 // len(machine.members)  # two ranks take twice as long as one, not half
+        fields = {"step": step, "examples": 64 * step, "size": len(machine.members)}
         scaler.note("metrics", fields, float(second))
-        if scaler.look(cast(RunMachine, machine), HOSTS, members, float(second)) and second < 30:
-            members = [Member(f"w{n}", host.name, 0, n, 0, 1, n, 2) for n, host in enumerate(HOSTS)]
+        if scaler.look(cast(RunMachine, machine), HOSTS, float(second)) and second < 30:
+            machine.members = tuple(
+                Member(f"w{n}", host.name, 0, n, 0, 1, n, 2) for n, host in enumerate(HOSTS)
+            )
             machine.generation = 2
     missed = [fields for kind, fields in told if kind == "prediction_missed"]
     assert len(missed) == 1
@@ -53,14 +55,13 @@ def test_a_change_is_told_once_while_its_slots_start() -> None:
     scaler = Scaler(
         RunSpec(("true",), "/", policy="goodput"), lambda _, fields: told.append(fields), 0.0
     )
-    members = [Member("w1", "a", 0, 0, 0, 1, 0, 1)]
     machine = cast(RunMachine, Trains())
     asked = before = 0
     for second in range(90):
         step = 10 * second
         told_by_rank_0 = {"step": step, "examples": 64 * step, "size": 1, "global_batch_size": 64}
         scaler.note("metrics", told_by_rank_0, float(second))
-        change = scaler.look(machine, HOSTS, members, float(second))
+        change = scaler.look(machine, HOSTS, float(second))
         if change is not None:
             assert (change.np, change.slots) == (2, (("a", 0), ("b", 0)))
             asked += 1
@@ -103,7 +104,7 @@ class Follows:
     def decide(self, decision: Decision) -> list[Command]:
         """What is asked of hosts and workers after the policy has decided this."""
         self.decision, self.now = decision, self.now + 60
-        change = self.scaler.look(self.machine, HOSTS, self.machine.members, self.now)
+        change = self.scaler.look(self.machine, HOSTS, self.now)
         return [] if change is None else self.tell(change)
 
     def grow(self) -> None:

@@ -8,21 +8,23 @@ from pathlib import Path
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.takeover import Adoption
+from hvd_elastic.leader.takeover import Takeover
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import Draining, RunSummary
 from hvd_elastic.wire.messages import HeldRun
 
 HELD = HeldRun(generation=1, members=(), workers=())
 
 
 def test_who_gave_notice_and_holds_nothing_has_been_away_and_is_back() -> None:
-    adoption = Adoption(["a", "b", "c"], ["a", "b", "c"], deadline=0.0)
-    adoption.draining, adoption.gave_notice = ("a", "b", "c"), frozenset({"a", "b"})
-    adoption.answered("a", HELD)  # it still has workers, and goes soon
-    adoption.answered("b", None)
-    adoption.answered("c", None)
-    assert adoption.came_back == ("b",)
-    event = adoption.event(tuple(HostSlots(host, 1) for host in "abc"))
+    asked, notice = Draining(0.0, "", None, asked=True), Draining(0.0, "", None, asked=False)
+    past = RunSummary(draining={"a": notice, "b": notice, "c": asked})
+    takeover = Takeover(["a", "b", "c"], past, None, deadline=0.0)
+    takeover.answered("a", HELD)  # it still has workers, and goes soon
+    takeover.answered("b", None)
+    takeover.answered("c", None)
+    assert takeover.came_back == ("b",)
+    event = takeover.event(tuple(HostSlots(host, 1) for host in "abc"))
     assert event.draining == ("a", "c"), "c was drained by the user, who has not given it back"
 
 
@@ -37,12 +39,12 @@ def test_a_stop_is_heard_while_the_hosts_are_asked_and_all_else_waits(tmp_path: 
         lambda *_: None,
         resumed=True,
     )
-    adoption = leader._adoption = Adoption(["a"], ["a"], deadline=math.inf)
+    takeover = leader._takeover = Takeover(["a"], RunSummary(), None, deadline=math.inf)
     folder.send_request("scale", {"np": 2})
     folder.send_request("stop")
     leader._next_tick = 0.0
     leader._tick()
     assert shown == ["stop_requested", "command_done"]
     assert leader._finish is None, "workers that are found write a checkpoint first"
-    assert adoption.deadline < math.inf
+    assert takeover.deadline < math.inf
     assert [request.op for request in folder.take_requests()] == ["scale"]

@@ -1,18 +1,16 @@
-"""What a leader does about a hostfile that cannot be looked at; nothing is started."""
+"""A hostfile that cannot be looked at or used, and the order of its hosts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hvd_elastic.leader import leader as leader_module
-from hvd_elastic.leader.leader import Leader
+from hvd_elastic.leader import hostfile_watch
+from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.run_folder import RunFolder
 
 
 def become_a_pipe(hostfile: Path) -> None:
@@ -33,22 +31,17 @@ def lose_its_folder(hostfile: Path) -> None:
 def test_the_hosts_stay_and_it_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], told: str
 ) -> None:
-    monkeypatch.setattr(leader_module, "_HOSTFILE_GONE_S", 0.0)
+    monkeypatch.setattr(hostfile_watch, "_REPLACED_WITHIN_S", 0.0)
     hostfile = tmp_path / "folder" / "hosts"
     hostfile.parent.mkdir()
     hostfile.write_text("a\nb\n")
-    shown: list[Mapping[str, Any]] = []
-    folder = RunFolder.create("r1", root=tmp_path)
-    spec = RunSpec(("true",), "/", hostfile=str(hostfile))
-    leader = Leader(spec, folder, {}, shown.append, lambda *_: None)
-    leader._read_hostfile()
+    warned: list[str] = []
+    watch = HostfileWatch(RunSpec(("true",), "/", hostfile=str(hostfile)), warned.append)
+    watch.read()
     change(hostfile)
-    for _ in range(3):
-        leader._look_at_hostfile()
-    assert [event["message"] for event in shown if event["kind"] == "warning"] == [
-        f"the hostfile {hostfile} {told}, the hosts stay; put it back to change them"
-    ]
-    assert list(leader._hosts) == ["a", "b"]
+    assert not any(watch.changed() for _ in range(3))
+    assert warned == [f"the hostfile {hostfile} {told}, the hosts stay; put it back to change them"]
+    assert list(watch.hosts) == ["a", "b"]
 
 
 def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
@@ -56,20 +49,17 @@ def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
 ) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a price=1\n")
-    shown: list[Mapping[str, Any]] = []
-    folder = RunFolder.create("r1", root=tmp_path)
+    told: list[str] = []
     spec = RunSpec(
         ("true",), "/", hostfile=str(hostfile), policy="goodput", objective="cost", budget=4.0
     )
-    leader = Leader(spec, folder, {}, shown.append, lambda *_: None)
-    leader._read_hostfile()
+    watch = HostfileWatch(spec, told.append)
+    watch.read()
     hostfile.write_text("a price=1\nbig slots=8\n")
-    for _ in range(2):
-        leader._look_at_hostfile()
-    told = [event["message"] for event in shown if event["kind"] == "warning"]
+    assert not any(watch.changed() for _ in range(2))
     assert len(told) == 1
     assert f"the hosts stay: {hostfile} has no price= for host big; add it" in told[0]
-    assert list(leader._hosts) == ["a"]
+    assert list(watch.hosts) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -81,12 +71,12 @@ def test_where_the_policy_minds_the_cost_the_cheapest_hosts_come_first(
     """Before a step was timed nothing else keeps to the budget."""
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2 price=9\nb price=2\nc slots=4 price=3\nd price=2\n")
-    folder = RunFolder.create("r1", root=tmp_path)
     spec = RunSpec(
         ("true",), "/", hostfile=str(hostfile), policy="goodput", objective="cost", budget=20.0,
         np=np, pin_hosts=pinned,
     )  # fmt: skip
-    leader = Leader(spec, folder, {}, lambda _: None, lambda *_: None)
-    found = [host.name for host in leader._read_hostfile()]
+    watch = HostfileWatch(spec, lambda _: None)
+    watch.read()
+    found = list(watch.hosts)
     assert found[: len(first)] == first
     assert sorted(found) == ["a", "b", "c", "d"]

@@ -1,0 +1,139 @@
+"""Starts and ends the agents of a run's hosts, and watches for their silence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.ssh import SshOptions, is_local, own_address_towards
+from hvd_elastic.leader.remote_agent import AgentConnection, Post
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.wire import messages as msg
+
+__all__ = ["Agents"]
+
+_GRACE_S = 3.0
+_END_S = _GRACE_S + 9
+LOOK_S = 0.25
+"""How often it is looked whether an agent is silent."""
+
+
+class Agents:
+    """The connections to the agents of a run.
+
+    Args:
+        spec: of the run.
+        environment: variables for the workers, which reach them through the agents' stdin.
+        post: takes a connection and what its agent said; called from other threads.
+
+    Attributes:
+        by_host: connections, of agents that are being started too.
+    """
+
+    def __init__(self, spec: RunSpec, environment: Mapping[str, str], post: Post) -> None:
+        self.by_host: dict[str, AgentConnection] = {}
+        self._spec = spec
+        self._environment = dict(environment)
+        self._post = post
+        config = spec.ssh_config
+        self._options = SshOptions(config_path=None if config is None else Path(config))
+        self._ending: list[AgentConnection] = []
+        self._looked_at = time.monotonic()
+        self._next_beat = 0.0
+
+    @property
+    def up(self) -> list[AgentConnection]:
+        """Return those that have said hello."""
+        return [agent for agent in self.by_host.values() if agent.up]
+
+    def start(
+        self, name: str, hosts: Mapping[str, Host], led: msg.LeaderIdentity, *, take_over: bool
+    ) -> None:
+        """Start an agent.
+
+        Args:
+            name: its host, which the hostfile may not have any more.
+            hosts: of the hostfile.
+            led: who leads the run.
+            take_over: workers of an earlier leader are taken over, not ended.
+        """
+        host, spec = hosts.get(name) or Host(name, slots=1), self._spec
+        hello = msg.LeaderHello(
+            run_id=led.run_id,
+            host=name,
+            leader=led.leader,
+            led_by=led.led_by,
+            led_since=led.led_since,
+            take_over=take_over,
+            failure_timeout_s=spec.failure_timeout_s,
+            leader_grace_s=spec.leader_grace_s,
+            env=self._environment,
+            cwd=spec.cwd,
+            command=spec.command,
+            run={**spec.as_dict(), "run_id": led.run_id},
+            interface=spec.interface,
+            local_address=self._own_address(host, hosts.values()),
+            heartbeat_s=spec.heartbeat_s,
+            preemption_command=spec.preemption_command,
+            options=msg.WorkerOptions(spec.heartbeat_s, spec.audit, spec.checkpoint_every_s),
+        )
+        self.by_host[name] = AgentConnection(host, self._options, spec.python, hello, self._post)
+
+    def _own_address(self, host: Host, others: Iterable[Host]) -> str:
+        """Return the address by which others reach ``host``, when it is this machine."""
+        if is_local(host, self._options):
+            for other in others:
+                if not is_local(other, self._options):
+                    return own_address_towards(other, self._options)
+        return "127.0.0.1"
+
+    def send(self, host: str, message: msg.LeaderToAgent) -> None:
+        """Send a message, if there is an agent."""
+        if host in self.by_host:
+            self.by_host[host].send(message)
+
+    def beat(self, now: float, recorded_step: int | None) -> None:
+        """Tell all agents that their leader lives, when that is due."""
+        if now >= self._next_beat:
+            self._next_beat = now + self._spec.heartbeat_s
+            for agent in self.by_host.values():
+                agent.beat(recorded_step)
+
+    def silence(self, now: float) -> dict[str, float] | None:
+        """Return for how long nothing was heard of each host [s]; None if that cannot be known.
+
+        It cannot if this process was stopped since the last call: then nobody was silent.
+        """
+        gap_s, self._looked_at = now - self._looked_at, now
+        if gap_s > LOOK_S + self._spec.heartbeat_s:
+            for agent in self.by_host.values():
+                agent.last_heard = min(agent.last_heard + gap_s, now)
+            return None
+        return {name: now - agent.last_heard for name, agent in self.by_host.items() if agent.up}
+
+    def stop(self, host: str) -> None:
+        """Have an agent end its workers and itself."""
+        agent = self.by_host.pop(host)
+        agent.shutdown(_GRACE_S)
+        self._ending.append(agent)
+
+    def drop(self) -> None:
+        """Cut all connections: the hosts go on without this leader."""
+        for agent in [*self.by_host.values(), *self._ending]:
+            agent.drop()
+        self.by_host.clear()
+
+    def end(self) -> list[str]:
+        """Have all agents end with their workers; return the hosts that did not answer."""
+        agents = [*self.by_host.values(), *self._ending]
+        for agent in agents:
+            agent.shutdown(_GRACE_S)
+        deadline = time.monotonic() + _END_S
+        silent = []
+        for agent in agents:
+            if not agent.wait_gone(max(0.0, deadline - time.monotonic())):
+                silent.append(agent.host.name)
+                agent.drop()
+        return silent

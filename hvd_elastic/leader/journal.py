@@ -1,0 +1,79 @@
+"""Records what happens in a run in its folder, and shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvd_elastic.records.json_lines import EventLog, RecordNotWrittenError
+from hvd_elastic.records.run_folder import RunFolder
+
+__all__ = ["Journal", "Show", "ShowOutput"]
+
+Show = Callable[[Mapping[str, Any]], None]
+ShowOutput = Callable[[str, int, str], None]
+
+
+class Journal:
+    """Writes the events of a run, the examples that it read, and the output of rank 0.
+
+    Args:
+        folder: of the run.
+        show: called with every event.
+        show_output: called with (host, local rank, line) for what rank 0 prints.
+        audit: record which examples were read.
+
+    Attributes:
+        listeners: called with every event.
+        recorded_step: up to this step it is on record what was read; None: nothing is.
+    """
+
+    def __init__(
+        self, folder: RunFolder, show: Show, show_output: ShowOutput, *, audit: bool
+    ) -> None:
+        self._events = EventLog(folder.events)
+        self._audit = EventLog(folder.audit) if audit else None
+        self._output = EventLog(folder.output)
+        self._show = show
+        self._show_output = show_output
+        self.listeners = [show]
+        self.recorded_step: int | None = None
+
+    def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Record an event; one that the disk does not take is shown all the same."""
+        try:
+            record = self._events.append(kind, fields)
+        except RecordNotWrittenError as error:
+            self._show({"t": time.time(), "kind": "warning", "message": str(error)})
+            record = error.record
+        for listen in self.listeners:
+            listen(record)
+
+    def warn(self, message: str) -> None:
+        """Record a warning."""
+        self.emit("warning", {"message": message})
+
+    def read(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Record what was read, or that a checkpoint was, if the run is audited."""
+        if self._audit is None:
+            return
+        try:
+            self._audit.append(kind, fields)
+        except RecordNotWrittenError as error:
+            self.warn(str(error))
+        else:
+            self.recorded_step = fields.get("step", self.recorded_step)
+
+    def output(self, host: str, local_rank: int, line: str) -> None:
+        """Show and record a line that rank 0 printed."""
+        self._show_output(host, local_rank, line)
+        with contextlib.suppress(RecordNotWrittenError):  # the event log says so
+            self._output.append("output", {"host": host, "local_rank": local_rank, "line": line})
+
+    def close(self) -> None:
+        """Close the files."""
+        for log in (self._events, self._audit, self._output):
+            if log is not None:
+                log.close()

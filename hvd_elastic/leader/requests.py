@@ -1,0 +1,117 @@
+"""Answers what the user asks of a run with scale, policy and drain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hvd_elastic.control import events as ev
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.leader.spec import RunSpec
+
+if TYPE_CHECKING:
+    from hvd_elastic.leader.scaling import Scaler
+
+__all__ = ["Answer", "drain", "host_draining", "scale", "steer_policy"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the user is told, and what the machine is.
+
+    Attributes:
+        message: for the user.
+        event: for the machine; None: nothing changes for it.
+        ok: whether it is done as asked.
+    """
+
+    message: str
+    event: ev.TargetChanged | ev.HostDraining | ev.HostReturned | None = None
+    ok: bool = True
+
+
+def scale(
+    wanted: Any,
+    spec: RunSpec,
+    run_id: str,
+    hosts: Iterable[Host],
+    draining: Collection[str],
+    scaler: Scaler | None,
+) -> Answer:
+    """Set the number of processes; None gives the choice back to options or policy."""
+    if wanted is None and scaler is not None:
+        return steer_policy("resume", scaler)
+    if wanted is None:
+        message = "the number of processes follows the options of the run again"
+        return Answer(message, ev.TargetChanged(None))
+    if not isinstance(wanted, int) or wanted < 1:
+        message = f"cannot scale to {wanted!r} processes: give a whole number of 1 or more"
+        return Answer(message, ok=False)
+    slots = sum(host.slots for host in hosts if host.name not in draining)
+    limit = min(slots, spec.max_np or slots)
+    if not spec.min_np <= wanted <= limit:
+        message = (
+            f"cannot scale to {count(wanted, 'process')}: this run takes "
+            f"{spec.min_np} to {limit} (--min-np, --max-np and the slots of the hostfile"
+            f"{' that are not drained' if draining else ''})"
+        )
+        return Answer(message, ok=False)
+    until = ""
+    if scaler is not None:
+        scaler.pause(f"{count(wanted, 'process')} wanted by hvd-elastic scale")
+        until = f"; the policy is paused until: hvd-elastic scale {run_id} auto"
+    return Answer(f"{count(wanted, 'process')} wanted{until}", ev.TargetChanged(wanted))
+
+
+def steer_policy(do: Any, scaler: Scaler | None) -> Answer:
+    """Pause or resume the policy."""
+    if scaler is None:
+        message = "this run has no policy to steer: it was started with --policy fixed"
+        return Answer(message, ok=False)
+    if do == "pause":
+        scaler.pause("asked to by hvd-elastic policy")
+        return Answer("the number of processes stays as it is")
+    if do == "resume":
+        scaler.resume("the policy may decide again", time.monotonic())
+        return Answer("the policy decides the number of processes again")
+    return Answer(f"a policy can be told to pause or resume, not to {do!r}", ok=False)
+
+
+def drain(
+    fields: Mapping[str, Any], hosts: Collection[str], draining: Collection[str], reserve_s: float
+) -> Answer:
+    """Leave a host, or use it again.
+
+    Args:
+        fields: of the request.
+        hosts: of the hostfile.
+        draining: those that are drained.
+        reserve_s: of the time that a host has left, for the last checkpoint and for leaving [s].
+    """
+    host, leave_in_s = str(fields.get("host")), fields.get("leave_in_s")
+    if host not in hosts:
+        message = f"the hostfile has no host {host!r}; it has {', '.join(hosts)}"
+        return Answer(message, ok=False)
+    if fields.get("undo"):
+        if host not in draining:
+            return Answer(f"host {host} is not drained", ok=False)
+        return Answer(f"host {host} may be used again", ev.HostReturned(host))
+    is_number = isinstance(leave_in_s, (int, float)) and not isinstance(leave_in_s, bool)
+    if leave_in_s is not None and not (is_number and leave_in_s >= 0):
+        message = f"a host can leave in 0 seconds or more, not in {leave_in_s!r}"
+        return Answer(message, ok=False)
+    return Answer(
+        f"the run leaves host {host}, and does not use it until it is given back",
+        host_draining(host, "asked to by hvd-elastic drain", leave_in_s, reserve_s, asked=True),
+    )
+
+
+def host_draining(
+    host: str, cause: str, leave_in_s: float | None, reserve_s: float, *, asked: bool = False
+) -> ev.HostDraining:
+    """Return the event for a host that is to be left; see :func:`drain`."""
+    train_for_s = None if leave_in_s is None else max(0.0, leave_in_s - reserve_s)
+    return ev.HostDraining(host, cause, train_for_s, leave_in_s, asked)
