@@ -1,0 +1,405 @@
+"""The options of ``hvd-elastic run``, their checks, and the :class:`RunSpec` that they make."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.scaling_options import ScalingOptions
+from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
+from hvd_elastic.formatting import count
+
+if TYPE_CHECKING:
+    from hvd_elastic.hosts.hostfile import Host
+    from hvd_elastic.leader.spec import RunSpec
+
+__all__ = ["RunOptions", "check_sizes", "check_slots", "check_ssh_config"]
+__all__ += ["check_tensorboard_option", "raise_together", "ssh_config_for"]
+
+_POLICIES = ("fixed", "goodput")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What was given on the command line; fields are named as those of :class:`RunSpec`."""
+
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="the training command, after --", metavar="-- COMMAND [ARG]..."),
+    ] = None
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="hosts and slots; without it this machine alone"),
+    ] = None
+    np: Annotated[
+        int | None,
+        whole_number_option("--np", "-n", help="wanted number of processes (default: all slots)"),
+    ] = None
+    min_np: Annotated[
+        int, whole_number_option("--min-np", help="fewest processes to train with")
+    ] = 1
+    max_np: Annotated[
+        int | None, whole_number_option("--max-np", help="most processes (default: all slots)")
+    ] = None
+    run_id: Annotated[str | None, typer.Option(help="name of the run (default: date and time)")] = (
+        None
+    )
+    policy: Annotated[
+        str, typer.Option(help="who decides the number of processes: fixed (you) or goodput")
+    ] = "fixed"
+    objective: Annotated[
+        str | None,
+        typer.Option(help="of --policy goodput: goodput, efficiency or cost (default: goodput)"),
+    ] = None
+    min_speedup_per_slot: Annotated[
+        float | None,
+        number_option(
+            "--min-speedup-per-slot",
+            above=True,
+            help="of --objective efficiency: least speedup divided by slots (default: 0.5)",
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="of --objective cost: most that the hosts in use may cost, such as 40/h",
+            metavar="PRICE/h",
+        ),
+    ] = None
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="of --objective cost: reach --target-examples within, such as 6h or 90m",
+            metavar="TIME",
+        ),
+    ] = None
+    target_examples: Annotated[
+        float | None,
+        number_option(
+            "--target-examples",
+            above=True,
+            help="of --deadline: useful examples to be reached, such as 5e7",
+        ),
+    ] = None
+    pin_hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="hosts, as in gpu[01-02], that are used before all others and kept by the policy",
+            metavar="LIST",
+        ),
+    ] = None
+    resume: Annotated[
+        str | None,
+        typer.Option(help="lead a run on: its live processes, or else its newest checkpoint"),
+    ] = None
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="run in the background; see attach and logs")
+    ] = False
+    checkpoint_every_s: Annotated[
+        float, number_option("--checkpoint-every", help="seconds between checkpoints, 0 for none")
+    ] = 30.0
+    keep_checkpoints: Annotated[
+        int, whole_number_option("--keep-checkpoints", help="how many checkpoints to keep")
+    ] = 3
+    checkpoint_folder: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoint-dir",
+            help="folder or URL (s3://…) for checkpoints (default: in the run folder)",
+            metavar="DIR|URL",
+        ),
+    ] = None
+    checkpoint_copies: Annotated[
+        int,
+        whole_number_option(
+            "--checkpoint-copies", least=0, help="copies of each checkpoint shard on other hosts"
+        ),
+    ] = 0
+    python: Annotated[
+        str | None, typer.Option(help="Python on every host (default: this one's path)")
+    ] = None
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            "-F",
+            envvar="HVD_ELASTIC_SSH_CONFIG",
+            help="ssh configuration (default: ~/.ssh/config)",
+        ),
+    ] = None
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            "--network-interface", help="interface of the ring (default: the one ssh came in by)"
+        ),
+    ] = None
+    failure_timeout_s: Annotated[
+        float,
+        number_option(
+            "--failure-timeout",
+            above=True,
+            help="seconds of silence after which a host or worker counts as lost",
+        ),
+    ] = 5.0
+    spares: Annotated[
+        int,
+        whole_number_option(
+            "--spares", least=0, help="warm standbys that take a lost process's place at once"
+        ),
+    ] = 0
+    leader_grace_s: Annotated[
+        float,
+        number_option(
+            "--leader-grace", help="seconds the hosts train on without a leader, for --resume"
+        ),
+    ] = 60.0
+    preemption_command: Annotated[
+        str | None,
+        typer.Option(
+            help="run on every host every 5 s; exit status 0 says that the host will be taken away",
+            metavar="COMMAND",
+        ),
+    ] = None
+    audit: Annotated[
+        bool, typer.Option("--audit", help="record which examples were really read")
+    ] = False
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="write the metrics for TensorBoard as well")
+    ] = False
+    mpi: Annotated[bool, typer.Option("--mpi", help="a static job through Open MPI's mpirun")] = (
+        False
+    )
+    json_output: Annotated[
+        bool, typer.Option("--json", help="print every event as a JSON line")
+    ] = False
+
+    @property
+    def scaling(self) -> ScalingOptions:
+        """Return those that concern the policy."""
+        return ScalingOptions(*(getattr(self, field.name) for field in fields(ScalingOptions)))
+
+    def check(self) -> None:
+        """Refuse what cannot work before any host is touched.
+
+        Raises:
+            SeveralErrors: names all mistakes at once.
+        """
+        raise_together(
+            lambda: check_slots(self.hostfile, self.np, self.min_np, self.spares),
+            self._check_pinned,
+            lambda: check_sizes(self.np, self.min_np, self.max_np, mpi=self.mpi),
+            self._check_mpi,
+            self._check_preemption_command,
+            self._check_policy,
+            self._check_scaling,
+            self._check_patience,
+            lambda: check_ssh_config(self.ssh_config),
+            lambda: check_tensorboard_option(self.tensorboard, mpi=self.mpi),
+            self._check_command,
+        )
+
+    def spec(self) -> RunSpec:
+        """Return the run that is asked for."""
+        from hvd_elastic.checkpoint.url import is_url
+        from hvd_elastic.leader.spec import RunSpec
+
+        names = [field.name for field in fields(RunSpec)]
+        asked: dict[str, Any] = {name: getattr(self, name, None) for name in names}
+        place = self.checkpoint_folder
+        asked |= {
+            "command": tuple(self.command or ()),
+            "cwd": str(Path.cwd()),
+            "hostfile": None if self.hostfile is None else str(self.hostfile.absolute()),
+            "slots": (self.np or self.max_np or 1) + self.spares,
+            "python": self.python or sys.executable,
+            "ssh_config": ssh_config_for(self.hostfile, self.ssh_config),
+            "pin_hosts": tuple(host.name for host in self._pinned()),
+            **self.scaling.fields(),
+        }
+        if place is not None and not is_url(place):
+            asked["checkpoint_folder"] = str(Path(place).absolute())
+        return RunSpec(**asked)
+
+    def _pinned(self) -> list[Host]:
+        from hvd_elastic.hosts.hostfile import expand_hosts, parse_hostfile
+
+        if self.pin_hosts is None:
+            return []
+        if self.hostfile is None:
+            raise UsageError("--pin-hosts names hosts of a hostfile; give one with --hostfile")
+        hosts = parse_hostfile(self.hostfile)
+        found: dict[str, Host] = {}
+        try:
+            wanted = expand_hosts(self.pin_hosts)
+        except HostfileError as error:
+            raise UsageError(f"--pin-hosts: {error}") from error
+        for name in wanted:
+            host = hosts.get(name)
+            if host is None:
+                raise UsageError(
+                    f"--pin-hosts: host '{name}' is not in {self.hostfile}; it has "
+                    f"{', '.join(hosts.names[:8])}{', …' if len(hosts) > 8 else ''}"
+                )
+            found[host.name] = host
+        return list(found.values())
+
+    def _check_pinned(self) -> None:
+        slots = sum(host.slots for host in self._pinned())
+        for flag, limit in (("--np", self.np), ("--max-np", self.max_np)):
+            if limit is not None and limit < slots:
+                raise UsageError(
+                    f"{flag} {limit} is below the {count(slots, 'slot')} of the hosts that "
+                    f"--pin-hosts {self.pin_hosts} keeps as a whole. Raise it to {slots}, or "
+                    "pin fewer hosts."
+                )
+
+    def _check_scaling(self) -> None:
+        try:
+            pinned = self._pinned()
+        except HvdElasticError:
+            pinned = []  # what is wrong with them is said already
+        self.scaling.check(self.hostfile, self.mpi, min_np=self.min_np, pinned=pinned, np=self.np)
+
+    def _check_mpi(self) -> None:
+        for flag, value in (
+            ("--pin-hosts", self.pin_hosts),
+            ("--preemption-command", self.preemption_command),
+        ):
+            if self.mpi and value is not None:
+                raise UsageError(f"a job under --mpi keeps its hosts to the end: leave {flag} out")
+
+    def _check_preemption_command(self) -> None:
+        if self.preemption_command is not None and not self.preemption_command.strip():
+            raise UsageError(
+                "--preemption-command is empty, and what does nothing says with its exit status 0 "
+                "that the host goes: give a command, or leave it out"
+            )
+
+    def _check_policy(self) -> None:
+        if self.policy not in _POLICIES:
+            raise UsageError(
+                f"--policy {self.policy!r} is not known; valid: {', '.join(_POLICIES)}"
+            )
+
+    def _check_patience(self) -> None:
+        from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S
+
+        least = 2 * SHORTEST_HEARTBEAT_S
+        if self.failure_timeout_s < least:
+            raise UsageError(
+                f"--failure-timeout {self.failure_timeout_s:g} is below two heartbeats, which come "
+                f"every {SHORTEST_HEARTBEAT_S:g} s at the most often. Give at least {least:g}; "
+                "a few seconds forgive a busy network."
+            )
+
+    def _check_command(self) -> None:
+        command = self.command
+        if not command:
+            raise UsageError(
+                "no training command. Give it after --, for example: hvd-elastic run -- "
+                "python train.py"
+            )
+        if shutil.which(command[0]) is None:
+            raise UsageError(
+                f"the command {command[0]!r} is not on PATH. Give the training command after --, "
+                "for example: hvd-elastic run -- python train.py"
+            )
+        for argument in command[1:]:
+            if not argument.startswith("-"):
+                # Only a script that an interpreter is given first is surely meant as a file.
+                is_script = "python" in Path(command[0]).name and argument.endswith(".py")
+                if is_script and not Path(argument).is_file():
+                    raise UsageError(
+                        f"the training script {argument} does not exist in {Path.cwd()}"
+                    )
+                return
+
+
+def raise_together(*checks: Callable[[], None]) -> None:
+    """Make all checks, and name all mistakes at once."""
+    found: list[HvdElasticError] = []
+    for check in checks:
+        try:
+            check()
+        except HvdElasticError as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise SeveralErrors(found)
+
+
+def check_slots(hostfile: Path | None, np: int | None, min_np: int, spares: int) -> None:
+    """Refuse sizes that the hostfile has no slots for."""
+    from hvd_elastic.hosts.hostfile import parse_hostfile
+
+    if hostfile is None:
+        return
+    slots = parse_hostfile(hostfile).slots
+    wanted = max(min_np, np or 0)
+    if wanted <= slots < wanted + spares:
+        raise UsageError(
+            f"--spares {spares} beside {count(wanted, 'process')} needs "
+            f"{count(wanted + spares, 'slot')}, and {hostfile} has {slots}. Lower one of them, or "
+            "add hosts or slots to the hostfile."
+        )
+    if wanted > slots:
+        flag = "--np" if np == wanted else "--min-np"
+        raise UsageError(
+            f"{flag} {wanted} is above the {count(slots, 'slot')} of {hostfile}. Lower it, "
+            "or add hosts or slots to the hostfile."
+        )
+
+
+def check_sizes(np: int | None, min_np: int, max_np: int | None, *, mpi: bool) -> None:
+    """Refuse sizes that contradict each other."""
+    if mpi and (min_np != 1 or max_np is not None):
+        raise UsageError(
+            "a job under --mpi has a fixed size: leave --min-np and --max-np out, give --np"
+        )
+    for wider, narrower, names in (
+        (max_np, min_np, "--min-np {1} is above --max-np {0}"),
+        (np, min_np, "--min-np {1} is above --np {0}"),
+        (max_np, np, "--np {1} is above --max-np {0}"),
+    ):
+        if wider is not None and narrower is not None and narrower > wider:
+            raise UsageError(names.format(wider, narrower))
+
+
+def check_tensorboard_option(wanted: bool, *, mpi: bool) -> None:
+    """Refuse ``--tensorboard`` where nobody could write for it."""
+    from hvd_elastic.records.tensorboard import check_tensorboard
+
+    if not wanted:
+        return
+    if mpi:
+        raise UsageError(
+            "a job under --mpi has no leader to write for TensorBoard: leave --tensorboard out and "
+            "set HVD_ELASTIC_RUN_FOLDER and HVD_ELASTIC_TENSORBOARD=1, for rank 0 to do it"
+        )
+    check_tensorboard("--tensorboard")
+
+
+def check_ssh_config(ssh_config: Path | None) -> None:
+    """Refuse an ssh configuration that is not there."""
+    if ssh_config is not None and not ssh_config.expanduser().is_file():
+        raise UsageError(
+            f"--ssh-config {ssh_config}: no such file; name an ssh configuration, or leave it out "
+            "to use ~/.ssh/config"
+        )
+
+
+def ssh_config_for(hostfile: Path | None, ssh_config: Path | None) -> str | None:
+    """Return the one that is named, else that of a virtual cluster, else None: the user's."""
+    from hvd_elastic.hosts.ssh_config import config_beside
+
+    if ssh_config is None and hostfile is not None:
+        ssh_config = config_beside(hostfile)
+    return None if ssh_config is None else str(ssh_config.absolute())
