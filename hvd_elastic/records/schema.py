@@ -7,12 +7,13 @@ every event of every run that they make with :func:`check_event`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Union
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from hvd_elastic.control.endings import Departure
+from hvd_elastic.wire import messages as msg
 
 __all__ = ["Event", "check_event", "event_schema"]
 
@@ -145,14 +146,6 @@ class RescaleStarted(_Event, tag="rescale_started"):
     reason: str
 
 
-class RescaleFinished(_Event, tag="rescale_finished"):
-    """The first step of a generation is done."""
-
-    generation: int
-    size: int
-    pause_s: float | None
-
-
 class Metrics(_Event, tag="metrics"):
     """Progress and speed; what the script reports is added under its own names."""
 
@@ -171,27 +164,6 @@ class Metrics(_Event, tag="metrics"):
     rank_s: list[float | None] | UnsetType = UNSET
     passes: int | UnsetType = UNSET
     shares: list[int] | UnsetType = UNSET
-
-
-class BatchPlan(_Event, tag="batch_plan"):
-    """The batch at the start, and each change of it."""
-
-    step: int
-    global_batch_size: int
-    atomic_batch_size: int
-    accumulation_steps: int
-    lr_scale: float | None
-    limits: dict[str, int | None]
-    reason: str
-
-
-class Shares(_Event, tag="shares"):
-    """Examples of a full step by rank; empty: equal ones."""
-
-    step: int
-    global_batch_size: int
-    shares: list[int]
-    reason: str
 
 
 class Decision(_Event, tag="decision"):
@@ -287,41 +259,55 @@ class RunFinished(_Event, tag="run_finished"):
     led_elsewhere: bool
 
 
-Event = (
-    RunStarted
-    | TakenOver
-    | LeaderCutOff
-    | HostsChanged
-    | AgentStarted
-    | HostLost
-    | HostDraining
-    | HostDrained
-    | HostReturned
-    | Waiting
-    | WorkerStandby
-    | WorkerJoined
-    | WorkerLeft
-    | RescaleStarted
-    | RescaleFinished
-    | Metrics
-    | BatchPlan
-    | Shares
-    | Decision
-    | PredictionMissed
-    | Checkpoint
-    | Restored
-    | ScriptFailed
-    | WorkerCrashed
-    | StopRequested
-    | CommandDone
-    | LogNote
-    | Warned
-    | RunFinished
+def _reported(message: type[msg.WorkerReport]) -> type[msgspec.Struct]:
+    """Return the type of an event that is a worker's message, with the same fields."""
+    return msgspec.defstruct(
+        message.__name__,
+        [(field.name, field.type) for field in msgspec.structs.fields(message)],
+        bases=(_Event,),
+        namespace={"__doc__": message.__doc__},
+        tag=message.__struct_config__.tag,
+        kw_only=True,
+    )
+
+
+_ALL = (
+    RunStarted,
+    TakenOver,
+    LeaderCutOff,
+    HostsChanged,
+    AgentStarted,
+    HostLost,
+    HostDraining,
+    HostDrained,
+    HostReturned,
+    Waiting,
+    WorkerStandby,
+    WorkerJoined,
+    WorkerLeft,
+    RescaleStarted,
+    _reported(msg.RescaleFinished),
+    Metrics,
+    _reported(msg.BatchPlan),
+    _reported(msg.Shares),
+    Decision,
+    PredictionMissed,
+    Checkpoint,
+    Restored,
+    ScriptFailed,
+    WorkerCrashed,
+    StopRequested,
+    CommandDone,
+    LogNote,
+    Warned,
+    RunFinished,
 )
+Event: Any = Union[_ALL]  # noqa: UP007  (made from a tuple)
+"""Any event."""
 
 _OPEN_KINDS = {"metrics", "command_done"}
 """Kinds that also hold what a script reports, and what a request asked for."""
-_TYPES = {each.__struct_config__.tag: each for each in get_args(Event)}
+_TYPES = {each.__struct_config__.tag: each for each in _ALL}
 
 
 def check_event(record: Mapping[str, Any]) -> None:

@@ -202,7 +202,7 @@ class Metrics(WorkerReport, tag="metrics"):
 
 
 class BatchPlan(WorkerReport, tag="batch_plan"):
-    """The batch at the start, or a change of it."""
+    """The batch at the start, and each change of it."""
 
     step: int
     global_batch_size: int
@@ -223,7 +223,7 @@ class Shares(WorkerReport, tag="shares"):
 
 
 class RescaleFinished(WorkerReport, tag="rescale_finished"):
-    """The root has made the first step of a generation."""
+    """The first step of a generation is done."""
 
     generation: int
     size: int
