@@ -1,10 +1,13 @@
-"""Formats counts and names for messages to the user."""
+"""Formats numbers, times and names for messages to the user."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["count", "hosts_named", "plural", "worker_name"]
+__all__ = ["bytes_words", "count", "duration_words", "hosts_named", "number_words", "plural"]
+__all__ += ["worker_name"]
 
 _NAMED_AT_MOST = 4
 
@@ -51,3 +54,51 @@ def worker_name(host: object, slot: object) -> str:
     'node2:0'
     """
     return f"{host}:{slot}"
+
+
+def number_words(value: Any) -> str:
+    """Return a number to three significant digits.
+
+    >>> [number_words(v) for v in (0.12345, 3, 812.44, 1234567, 0.00001234, None, 0.9722)]
+    ['0.123', '3', '812', '1,234,567', '1.23e-05', 'nan', '0.972']
+    """
+    if value is None:
+        return "nan"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) or (value == value and abs(value) >= 1000):
+        return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3g}"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.3g}"
+
+
+def duration_words(seconds: float | None) -> str:
+    """Return a length of time.
+
+    >>> [duration_words(s) for s in (0.123, 7.5, 75, 3725, 200000, None)]
+    ['0.12 s', '7.5 s', '1 m 15 s', '1 h 02 m', '2 d 07 h', '–']
+    """
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def bytes_words(count: float) -> str:
+    """Return a number of bytes in its largest unit.
+
+    >>> [bytes_words(n) for n in (12, 4096, 3_200_000, 7_000_000_000)]
+    ['12 B', '4.1 kB', '3.2 MB', '7.0 GB']
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

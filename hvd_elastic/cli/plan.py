@@ -14,7 +14,7 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
 from hvd_elastic.errors import HostfileError, RunError, UsageError
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, number_words
 
 if TYPE_CHECKING:
     from hvd_elastic.policy.evidence import Evidence
@@ -160,7 +160,6 @@ def _todo(folder: RunFolder, evidence: Evidence) -> float | None:
 
 
 def _notes(evidence: Evidence, found: Sequence[Forecast], todo: float | None) -> list[str]:
-    from hvd_elastic.records.wording import number_words
 
     worlds = sorted(evidence.timings.worlds)
     timed = ", ".join(f"{count(s, 'slot')} on {count(h, 'host')}" for h, s in worlds[:6])

@@ -17,7 +17,7 @@ import typer
 
 from hvd_elastic.cli.numbers import parse_duration, parse_whole_number, whole_number_option
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, worker_name
+from hvd_elastic.formatting import count, duration_words, number_words, worker_name
 
 if TYPE_CHECKING:
     from hvd_elastic.records.audit import AuditResult
@@ -461,7 +461,7 @@ def _state(status: str, *, alive: bool, waiting: bool = False, until: float | No
 def _status_rows(
     folder: RunFolder, summary: RunSummary, state: str, until: float | None
 ) -> list[tuple[str, str]]:
-    from hvd_elastic.records.wording import duration_words, number_words, progress_words
+    from hvd_elastic.records.wording import progress_words
 
     words = {
         "leaderless": (
@@ -518,7 +518,7 @@ def _status_rows(
 
 def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
     """What the run came to, in the words of its end."""
-    from hvd_elastic.records.wording import duration_words, number_words, outcome_words
+    from hvd_elastic.records.wording import outcome_words
 
     state = _state(summary.status, alive=alive, waiting=bool(summary.waiting))
     outcome = outcome_words(state, summary.steps, summary.examples, summary.message)
@@ -535,8 +535,6 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
 
 def _time_left_words(summary: RunSummary, found: Draining) -> str:
     """That a host is still being left, and until when it can be."""
-    from hvd_elastic.records.wording import duration_words
-
     if found.leave_in_s is None or summary.started is None:
         return "being left"
     left_s = summary.started + found.at_s + found.leave_in_s - time.time()
@@ -544,7 +542,6 @@ def _time_left_words(summary: RunSummary, found: Draining) -> str:
 
 
 def _batch_words(summary: RunSummary) -> str:
-    from hvd_elastic.records.wording import number_words
 
     plan = summary.batch_plan
     text = f"{number_words(plan.get('global_batch_size'))} examples"
@@ -559,7 +556,6 @@ def _batch_words(summary: RunSummary) -> str:
 
 
 def _rescale_words(summary: RunSummary) -> str:
-    from hvd_elastic.records.wording import duration_words
 
     pause_s = summary.longest_pause_s
     longest = f", longest pause {duration_words(pause_s)}" if pause_s is not None else ""

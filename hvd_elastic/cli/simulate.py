@@ -13,6 +13,7 @@ import typer
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.scaling_options import ScalingOptions
 from hvd_elastic.errors import UsageError
+from hvd_elastic.formatting import duration_words, number_words
 
 __all__ = ["simulate"]
 
@@ -99,7 +100,6 @@ def simulate(
 
 
 def _show(summary: dict[str, Any]) -> None:
-    from hvd_elastic.records.wording import duration_words, number_words
 
     for decision in summary["decisions"]:
         at = duration_words(decision["at_s"])

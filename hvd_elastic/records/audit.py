@@ -1,4 +1,4 @@
-"""Whether every example was used exactly once in each epoch, from what the workers really read.
+"""Checks that every example was used exactly once in each epoch, from what workers really read.
 
 A step can be in ``audit.jsonl`` more than once, for good reasons:
 
@@ -15,7 +15,7 @@ What is left is the sequence of steps that made the final parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.formatting import count
@@ -149,11 +149,8 @@ class AuditResult:
                 return f"cannot be proved: {steps} left no record, so examples look unused"
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             return f"NOT exactly once: {problems[0]}{more}"
-        examples, epochs, last = (
-            count(self.examples, "example"),
-            self.complete_epochs,
-            self.epochs[-1],
-        )
+        examples, epochs = count(self.examples, "example"), self.complete_epochs
+        last = self.epochs[-1]
         unfinished = f"epoch {last.epoch} open" if last.open else f"ended in epoch {last.epoch}"
         if not epochs:
             return f"{unfinished} with {last.used} of {examples} used, none twice"
@@ -166,11 +163,86 @@ class AuditResult:
 
 @dataclass(frozen=True)
 class _Step:
-    life: int  # how many times training went back to a checkpoint before it
-    generation: int
+    """One step as a worker reported it.
+
+    Attributes:
+        turn: orders reports of a step: how many times training went back to a checkpoint before it,
+            and its generation. The newest counts.
+        epoch, indices, padding: what was read.
+    """
+
+    turn: tuple[int, int]
     epoch: int
     indices: NDArray[int64]
     padding: int
+
+
+class _Steps:
+    """Collects the steps that made the final parameters.
+
+    Attributes:
+        examples, epochs, dropped: size of the data set, epochs that are wanted, and examples that
+            ``drop_last`` leaves out of each.
+        by_number: the newest report of each step.
+        conflicts: steps that workers of one generation report differently.
+        voided, repeated: how many were undone by going back to a checkpoint, and done again.
+    """
+
+    def __init__(self) -> None:
+        self.examples = self.epochs = self.dropped = 0
+        self.by_number: dict[int, _Step] = {}
+        self.conflicts: set[int] = set()
+        self.voided = self.repeated = 0
+        self._times_restored = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the next record."""
+        match record.get("kind"):
+            case "dataset":
+                self.examples = int(record["n"])
+                self.epochs = int(record.get("epochs") or 0)
+                self.dropped = int(record.get("dropped") or 0)
+            case "restored":
+                self._times_restored += 1
+                later = [number for number in self.by_number if number > int(record["step"])]
+                self.voided += len(later)
+                self._drop(later)
+            case "used":
+                self._add_used(record)
+
+    def _add_used(self, record: Mapping[str, Any]) -> None:
+        import numpy as np
+
+        number = int(record["step"])
+        new = _Step(
+            (self._times_restored, int(record.get("generation") or 0)),
+            int(record["epoch"]),
+            np.asarray(record["indices"], dtype=np.int64).reshape(-1),
+            len(record.get("padding") or ()),
+        )
+        old = self.by_number.get(number)
+        if old is None or old.turn < new.turn:
+            self.by_number[number] = new
+            self.repeated += old is not None
+            self.conflicts.discard(number)
+        elif old.turn == new.turn:
+            if old.epoch != new.epoch or not np.array_equal(old.indices, new.indices):
+                self.conflicts.add(number)
+
+    def drop_undone(self) -> None:
+        """Drop what an older generation did beyond the point where a newer one took over."""
+        undone, newest = [], (0, 0)
+        for number, step in sorted(self.by_number.items()):
+            if step.turn < newest:
+                undone.append(number)
+            newest = max(newest, step.turn)
+        self.repeated += len(undone)
+        self._drop(undone)
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            del self.by_number[number]
+            self.conflicts.discard(number)
 
 
 def check_audit(
@@ -202,105 +274,65 @@ def check_audit(
     >>> check_audit(records, finished=True).sentence()
     'each of 4 examples used exactly once in its one epoch'
     """
-    import numpy as np
-
-    examples = wanted_epochs = dropped = life = voided = repeated = 0
-    steps: dict[int, _Step] = {}
-    conflicts: set[int] = set()
+    steps = _Steps()
     for record in records:
-        kind = record.get("kind")
-        if kind == "dataset":
-            examples = int(record["n"])
-            wanted_epochs = int(record.get("epochs") or 0)
-            dropped = int(record.get("dropped") or 0)
-        elif kind == "restored":
-            life += 1
-            later = [step for step in steps if step > int(record["step"])]
-            voided += len(later)
-            for step in later:
-                del steps[step]
-            conflicts.difference_update(later)
-        elif kind == "used":
-            number = int(record["step"])
-            new = _Step(
-                life,
-                int(record.get("generation") or 0),
-                int(record["epoch"]),
-                np.asarray(record["indices"], dtype=np.int64).reshape(-1),
-                len(record.get("padding") or ()),
-            )
-            old = steps.get(number)
-            if old is None or (old.life, old.generation) < (new.life, new.generation):
-                steps[number] = new
-                repeated += old is not None
-                conflicts.discard(number)
-            elif (old.life, old.generation) == (new.life, new.generation) and not (
-                old.epoch == new.epoch and np.array_equal(old.indices, new.indices)
-            ):
-                conflicts.add(number)
-
-    counted, undone = _drop_undone(steps)
-    conflicts.difference_update(undone)
+        steps.add(record)
+    steps.drop_undone()
+    counted = steps.by_number
     by_epoch: dict[int, list[_Step]] = {}
     for _, kept in sorted(counted.items()):
         by_epoch.setdefault(kept.epoch, []).append(kept)
     if finished:
-        for epoch in range(wanted_epochs if ended_in is None else min(wanted_epochs, ended_in)):
+        for epoch in range(steps.epochs if ended_in is None else min(steps.epochs, ended_in)):
             by_epoch.setdefault(epoch, [])
     newest = max(by_epoch, default=0)
-    uses_in_all = sum(len(step.indices) for step in counted.values())
+    # Of the examples that the run consumed these are in no record.
+    unrecorded = max(0, examples_made - sum(len(step.indices) for step in counted.values()))
     audits = []
     for epoch, members in sorted(by_epoch.items()):
-        empty = np.empty(0, dtype=np.int64)
-        indices = np.concatenate([step.indices for step in members] or [empty])
-        inside = indices[(indices >= 0) & (indices < examples)]
-        used, uses = np.unique(inside, return_counts=True)
-        # Among so many first ones are enough that are missing; the data set may be huge.
-        first = np.arange(min(examples, len(used) + SHOWN))
-        missing = examples - len(used)
-        duplicated = used[uses > 1]
-        short = epoch == newest and missing > dropped
-        ended = short and finished and epoch == ended_in
-        to_come = max(0, examples - len(indices) - max(0, examples_made - uses_in_all))
-        audits.append(
-            EpochAudit(
-                epoch=epoch,
-                steps=len(members),
-                used=len(used),
-                missing=missing,
-                duplicated=len(duplicated),
-                foreign=len(indices) - len(inside),
-                padding=sum(step.padding for step in members),
-                open=short and not finished,
-                missing_indices=tuple(np.setdiff1d(first, used)[:SHOWN].tolist()),
-                duplicated_indices=tuple(duplicated[:SHOWN].tolist()),
-                allowed_missing=to_come if ended else dropped,
-                ended=ended,
-            )
-        )
+        audit = _audit_epoch(epoch, members, steps.examples, steps.dropped)
+        if epoch == newest and audit.missing > steps.dropped:
+            if not finished:
+                audit = replace(audit, open=True)
+            elif epoch == ended_in:
+                read = sum(len(step.indices) for step in members)
+                to_come = max(0, steps.examples - read - unrecorded)
+                audit = replace(audit, ended=True, allowed_missing=to_come)
+        audits.append(audit)
     return AuditResult(
-        examples=examples,
+        examples=steps.examples,
         epochs=tuple(audits),
         steps=len(counted),
-        repeated_steps=repeated + len(undone),
-        voided_steps=voided,
-        conflicts=tuple(sorted(conflicts)),
+        repeated_steps=steps.repeated,
+        voided_steps=steps.voided,
+        conflicts=tuple(sorted(steps.conflicts)),
         unrecorded_steps=max(steps_made, max(counted, default=0)) - len(counted),
     )
 
 
-def _drop_undone(steps: Mapping[int, _Step]) -> tuple[dict[int, _Step], set[int]]:
-    """Steps that an older generation did beyond the point where a newer one took over are void."""
-    counted: dict[int, _Step] = {}
-    undone: set[int] = set()
-    newest = (0, 0)
-    for number, step in sorted(steps.items()):
-        if (step.life, step.generation) < newest:
-            undone.add(number)
-        else:
-            newest = (step.life, step.generation)
-            counted[number] = step
-    return counted, undone
+def _audit_epoch(epoch: int, steps: list[_Step], examples: int, dropped: int) -> EpochAudit:
+    """Count how the steps of one epoch used the examples."""
+    import numpy as np
+
+    indices = np.concatenate([np.empty(0, dtype=np.int64), *(step.indices for step in steps)])
+    inside = indices[(indices >= 0) & (indices < examples)]
+    used, uses = np.unique(inside, return_counts=True)
+    # Among so many first ones are enough that are missing; the data set may be huge.
+    first = np.arange(min(examples, len(used) + SHOWN))
+    duplicated = used[uses > 1]
+    return EpochAudit(
+        epoch=epoch,
+        steps=len(steps),
+        used=len(used),
+        missing=examples - len(used),
+        duplicated=len(duplicated),
+        foreign=len(indices) - len(inside),
+        padding=sum(step.padding for step in steps),
+        open=False,
+        missing_indices=tuple(np.setdiff1d(first, used)[:SHOWN].tolist()),
+        duplicated_indices=tuple(duplicated[:SHOWN].tolist()),
+        allowed_missing=dropped,
+    )
 
 
 def _named(count: int, what: str, indices: tuple[int, ...]) -> str:

@@ -1,22 +1,18 @@
-"""Events in words: one line for what is worth a line, and numbers as people read them."""
+"""Tells events in words: one line for each that is worth one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hvd_elastic.control.endings import Departure
-from hvd_elastic.formatting import count, plural, worker_name
+from hvd_elastic.formatting import count, duration_words, number_words, plural, worker_name
 
 __all__ = [
     "Line",
     "Narrator",
     "batch_words",
-    "bytes_words",
-    "duration_words",
-    "number_words",
     "outcome_words",
     "progress_words",
     "resume_words",
@@ -24,6 +20,17 @@ __all__ = [
 ]
 
 _SHARES_TOLD = 8
+_LINES = {
+    "host_lost": ("host {host} lost: {cause}", "bad"),
+    "host_drained": ("host {host} is drained: nothing of this run is left on it", "note"),
+    "host_returned": ("host {host} is given back and may be used again", "good"),
+    "prediction_missed": ("prediction missed: {reason}", "note"),
+    "decision": ("decision: {action}: {reason}", "note"),
+    "stop_requested": ("stopping: {reason}", "note"),
+    "warning": ("warning: {message}", "bad"),
+}
+"""Text and tone of the events whose fields are told as they are."""
+
 _DEPARTURES = {departure.value: departure for departure in Departure}
 
 
@@ -54,39 +61,48 @@ class Narrator:
         self._error = ""
 
     def tell(self, event: Mapping[str, Any]) -> list[Line]:
-        """The lines for this event; mostly none or one."""
-        kind = event.get("kind")
-        if kind == "rescale_started":
-            # Its first step may be reported only after the next rescale has begun.
-            self._reasons[int(event.get("generation") or 0)] = _rescale_words(event)
-            return []
-        if kind == "rescale_finished":
-            return self._rescale_finished(event)
-        if kind == "run_finished":
-            way_on = resume_words(event)
-            more = [Line(way_on, "note")] if way_on else []
-            unfinished = self._unfinished()
-            if event.get("status") == "failed" and not event.get("steps"):
-                unfinished = []  # training never began, and why says more
-            message = str(event.get("message") or "")
-            if self._error and message.endswith(f": {self._error}"):  # told in full before
-                event = {**event, "message": message.removesuffix(f": {self._error}")}
-            return [*unfinished, _run_finished(event), *more]
-        if kind == "batch_plan":
-            text = batch_words(event, self._batch)
-            self._batch = event
-            return [Line(text, "change")] if text else []
-        if kind == "script_failed":
-            self._error = str(event.get("traceback") or "").rstrip().rsplit("\n", 1)[-1]
-        elif kind == "worker_crashed":
-            worker = worker_name(event.get("host"), event.get("local_rank"))
-            self._crash = f"worker {worker} {event.get('cause')}"
-        elif kind == "worker_left" and self._crash and event.get("cause") == self._crash:
-            self._crash = ""
-            return []  # told with its stack
-        line = _tell(str(kind), event)
-        before = self._unfinished() if kind in ("run_started", "waiting") else []
+        """Return the lines for this event; mostly none or one."""
+        kind = str(event.get("kind"))
+        before: list[Line] = []
+        match kind:
+            case "rescale_started":
+                # Its first step may be reported only after the next rescale has begun.
+                self._reasons[int(event.get("generation") or 0)] = _rescale_words(event)
+                return []
+            case "rescale_finished":
+                return self._rescale_finished(event)
+            case "run_finished":
+                return self._run_finished(event)
+            case "batch_plan":
+                text = batch_words(event, self._batch)
+                self._batch = event
+                return [Line(text, "change")] if text else []
+            case "script_failed":
+                self._error = str(event.get("traceback") or "").rstrip().rsplit("\n", 1)[-1]
+            case "worker_crashed":
+                worker = worker_name(event.get("host"), event.get("local_rank"))
+                self._crash = f"worker {worker} {event.get('cause')}"
+            case "worker_left":
+                if self._crash and event.get("cause") == self._crash:
+                    self._crash = ""
+                    return []  # told with its stack
+            case "run_started" | "waiting":
+                before = self._unfinished()
+        line = _tell(kind, event)
         return before if line is None else [*before, line]
+
+    def _run_finished(self, event: Mapping[str, Any]) -> list[Line]:
+        status = str(event.get("status") or "finished")
+        unfinished = self._unfinished()
+        if status == "failed" and not event.get("steps"):
+            unfinished = []  # training never began, and why says more
+        message = str(event.get("message") or "")
+        if self._error:
+            message = message.removesuffix(f": {self._error}")  # told in full before
+        words = outcome_words(status, event.get("steps"), event.get("examples"), message)
+        ended = Line(f"run {words}", {"succeeded": "good", "failed": "bad"}.get(status, "note"))
+        way_on = resume_words(event)
+        return [*unfinished, ended, *([Line(way_on, "note")] if way_on else [])]
 
     def _unfinished(self) -> list[Line]:
         lines = [Line(f"{text} (not finished)", "change") for text in self._reasons.values()]
@@ -105,69 +121,66 @@ class Narrator:
         return [*lines, Line(f"{reason} (pause {duration_words(float(pause_s))})", "change")]
 
 
+class _Fields(dict[str, Any]):
+    """The fields of an event; one that it lacks is None."""
+
+    def __missing__(self, _: str) -> None:
+        return None
+
+
 def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
+    if kind in _LINES:
+        text, tone = _LINES[kind]
+        return Line(text.format_map(_Fields(event)), tone)
     get = event.get
-    host = get("host")
-    worker = worker_name(host, get("local_rank"))
-    if kind == "run_started":
-        hosts = get("hosts") or []
-        slots = sum(int(entry[1]) for entry in hosts)
-        return Line(
-            f"run {get('run_id')}: {count(len(hosts), 'host')}, {count(slots, 'slot')}", "plain"
-        )
-    if kind == "taken_over":
-        size = count(get("size"), "process")
-        return Line(f"took over the run: {size} went on training without a leader", "good")
-    if kind == "leader_cut_off":
-        grace = duration_words(float(get("grace_s") or 0))
-        return Line(
-            f"no host was heard of for {duration_words(float(get('silent_s') or 0))}: this machine "
-            f"is cut off, or all of them are gone. Training goes on without a leader for {grace}; "
-            "trying to reach them",
-            "bad",
-        )
-    if kind == "host_lost":
-        return Line(f"host {host} lost: {get('cause')}", "bad")
-    if kind == "host_draining":
-        left = get("leave_in_s")
-        when = "" if left is None else f", it has {duration_words(float(left))}"
-        return Line(f"host {host} is being drained ({get('cause')}){when}", "change")
-    if kind == "host_drained":
-        return Line(f"host {host} is drained: nothing of this run is left on it", "note")
-    if kind == "host_returned":
-        return Line(f"host {host} is given back and may be used again", "good")
-    if kind == "worker_left":
-        return _worker_left(worker, event)
-    if kind == "waiting":
-        return Line(str(get("reason") or "waiting for hosts"), "note")
-    if kind == "hosts_changed":
-        hosts = " ".join(f"{name}:{slots}" for name, slots in get("hosts") or []) or "none"
-        return Line(f"hosts are now: {hosts}", "note")
-    if kind == "restored":
-        return Line(f"went back to step {get('step')}, from {get('path') or 'the start'}", "note")
-    if kind == "shares":
-        return Line(shares_words(event), "change")
-    if kind == "prediction_missed":
-        return Line(f"prediction missed: {get('reason')}", "note")
-    if kind == "decision":
-        return Line(f"decision: {get('action')}: {get('reason')}", "note")
-    if kind == "stop_requested":
-        return Line(f"stopping: {get('reason')}", "note")
-    if kind == "command_done":
-        if get("ok", True):
+    worker = worker_name(get("host"), get("local_rank"))
+    match kind:
+        case "run_started":
+            hosts = get("hosts") or []
+            slots = sum(int(entry[1]) for entry in hosts)
+            return Line(f"run {get('run_id')}: {count(len(hosts), 'host')}, {count(slots, 'slot')}")
+        case "taken_over":
+            size = count(get("size"), "process")
+            return Line(f"took over the run: {size} went on training without a leader", "good")
+        case "leader_cut_off":
+            return Line(_cut_off_words(event), "bad")
+        case "host_draining":
+            left = get("leave_in_s")
+            when = "" if left is None else f", it has {duration_words(float(left))}"
+            text = f"host {get('host')} is being drained ({get('cause')}){when}"
+            return Line(text, "change")
+        case "worker_left":
+            return _worker_left(worker, event)
+        case "waiting":
+            return Line(str(get("reason") or "waiting for hosts"), "note")
+        case "hosts_changed":
+            named = " ".join(f"{name}:{slots}" for name, slots in get("hosts") or []) or "none"
+            return Line(f"hosts are now: {named}", "note")
+        case "restored":
+            path = get("path") or "the start"
+            return Line(f"went back to step {get('step')}, from {path}", "note")
+        case "shares":
+            return Line(shares_words(event), "change")
+        case "command_done":
+            if not get("ok", True):
+                return Line(f"could not do as asked: {get('message')}", "bad")
             return Line(f"done as asked: {get('message')}", "note") if get("message") else None
-        return Line(f"could not do as asked: {get('message')}", "bad")
-    if kind == "warning":
-        return Line(f"warning: {get('message')}", "bad")
-    if kind == "log_note":
-        return Line(str(get("message") or get("text") or ""), "note")
-    if kind == "script_failed":
-        trace = str(get("traceback") or "").rstrip()
-        return Line(f"the script failed in worker {worker}:\n{trace}", "bad")
-    if kind == "worker_crashed":
-        trace = str(get("traceback") or "").rstrip()
-        return Line(f"worker {worker} {get('cause')}:\n{trace}", "bad")
+        case "log_note":
+            return Line(str(get("message") or get("text") or ""), "note")
+        case "script_failed" | "worker_crashed":
+            what = "the script failed in worker " + worker
+            if kind == "worker_crashed":
+                what = f"worker {worker} {get('cause')}"
+            return Line(f"{what}:\n{str(get('traceback') or '').rstrip()}", "bad")
     return None
+
+
+def _cut_off_words(event: Mapping[str, Any]) -> str:
+    silent, grace = (duration_words(float(event.get(k) or 0)) for k in ("silent_s", "grace_s"))
+    return (
+        f"no host was heard of for {silent}: this machine is cut off, or all of them are gone. "
+        f"Training goes on without a leader for {grace}; trying to reach them"
+    )
 
 
 def _worker_left(worker: str, event: Mapping[str, Any]) -> Line | None:
@@ -187,14 +200,6 @@ def _worker_left(worker: str, event: Mapping[str, Any]) -> Line | None:
 
 def _rescale_words(event: Mapping[str, Any]) -> str:
     return str(event.get("reason") or f"{event.get('from_size')} → {event.get('to_size')} slots")
-
-
-def _run_finished(event: Mapping[str, Any]) -> Line:
-    status = str(event.get("status") or "finished")
-    tone = {"succeeded": "good", "failed": "bad"}.get(status, "note")
-    message = str(event.get("message") or "")
-    words = outcome_words(status, event.get("steps"), event.get("examples"), message)
-    return Line(f"run {words}", tone)
 
 
 def resume_words(event: Mapping[str, Any]) -> str:
@@ -268,23 +273,6 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     return " · ".join(parts)
 
 
-def number_words(value: Any) -> str:
-    """A number with three digits that mean something.
-
-    >>> [number_words(v) for v in (0.12345, 3, 812.44, 1234567, 0.00001234, None, 0.9722)]
-    ['0.123', '3', '812', '1,234,567', '1.23e-05', 'nan', '0.972']
-    """
-    if value is None:
-        return "nan"
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) or (value == value and abs(value) >= 1000):
-        return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.3g}"
-    if not math.isfinite(value):
-        return str(value)
-    return f"{value:.3g}"
-
-
 def shares_words(event: Mapping[str, Any]) -> str:
     """How a batch is shared out among the ranks, and why; the first of many.
 
@@ -331,34 +319,3 @@ def batch_words(plan: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     if plan.get("lr_scale") is not None:
         text += f", learning rate x {number_words(plan['lr_scale'])}"
     return f"{text}: {plan.get('reason')}"
-
-
-def duration_words(seconds: float | None) -> str:
-    """A length of time.
-
-    >>> [duration_words(s) for s in (0.123, 7.5, 75, 3725, 200000, None)]
-    ['0.12 s', '7.5 s', '1 m 15 s', '1 h 02 m', '2 d 07 h', '–']
-    """
-    if seconds is None:
-        return "–"
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
-
-
-def bytes_words(count: float) -> str:
-    """A number of bytes.
-
-    >>> [bytes_words(n) for n in (12, 4096, 3_200_000, 7_000_000_000)]
-    ['12 B', '4.1 kB', '3.2 MB', '7.0 GB']
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

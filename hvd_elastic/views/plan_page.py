@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, duration_words, number_words
 from hvd_elastic.policy.forecast import Forecast
-from hvd_elastic.records.wording import duration_words, number_words
 from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table
 
 __all__ = ["plan_cells", "render_plan"]

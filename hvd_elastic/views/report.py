@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import worker_name
+from hvd_elastic.formatting import bytes_words, duration_words, number_words, worker_name
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import iter_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary, summarize
-from hvd_elastic.records.wording import bytes_words, duration_words, number_words
 from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hvd_elastic.records.wording import Line, Narrator, duration_words, progress_words
+from hvd_elastic.formatting import duration_words
+from hvd_elastic.records.wording import Line, Narrator, progress_words
 
 if TYPE_CHECKING:
     from rich.console import Console
