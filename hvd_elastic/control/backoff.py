@@ -1,4 +1,4 @@
-"""What generations that broke though nobody died teach: slow down, and in the end give up."""
+"""Slows down, and in the end gives up, when generations break though nobody died."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from hvd_elastic.control.fleet import backoff
 
-__all__ = ["Lessons"]
+__all__ = ["FailureBackoff"]
 
 
-class Lessons:
+class FailureBackoff:
     """Counts failures in a row that nobody's death explains.
 
     Args:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hvd_elastic.control.commands import Leave, StartAgent, StartWorker, StopAgent
 from hvd_elastic.control.events import AgentFailed, AgentLost, FoundWorker
+from hvd_elastic.control.limits import MachineConfig
 from hvd_elastic.control.membership import Seat, SlotId
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.formatting import hosts_named, plural, worker_name
@@ -139,17 +140,9 @@ def backoff(delays: Sequence[float], tries: int) -> float:
 class Fleet:
     """All agents and workers of a run."""
 
-    def __init__(
-        self,
-        out: Outbox,
-        agent_retry_s: Sequence[float],
-        restart_backoff_s: Sequence[float],
-        max_worker_failures: int,
-    ) -> None:
+    def __init__(self, out: Outbox, config: MachineConfig) -> None:
         self._out = out
-        self._agent_retry_s = agent_retry_s
-        self._restart_backoff_s = restart_backoff_s
-        self._max_worker_failures = max_worker_failures
+        self._config = config
         self.agents: dict[str, Agent] = {}
         self.slots: dict[SlotId, Slot] = {}
         self.workers: dict[str, Worker] = {}
@@ -208,7 +201,7 @@ class Fleet:
     def _what_next(self, agent: Agent) -> str:
         if agent.fatal:
             return "not tried again before the hostfile is saved"
-        return f"trying again in {backoff(self._agent_retry_s, agent.failures):g} s"
+        return f"trying again in {backoff(self._config.agent_retry_s, agent.failures):g} s"
 
     def nobody_is_known(self, hosts: Collection[str], tries: int) -> bool:
         """Whether none of the hosts' names can be looked up, however often it was tried."""
@@ -302,7 +295,7 @@ class Fleet:
         agent = self._agent(host)
         agent.state = AgentState.FAILED
         agent.failures += 1
-        agent.retry_at = now + backoff(self._agent_retry_s, agent.failures)
+        agent.retry_at = now + backoff(self._config.agent_retry_s, agent.failures)
         agent.fatal = agent.unknown = False
         agent.cause, agent.brief = cause, brief
         return agent
@@ -337,10 +330,10 @@ class Fleet:
         if worker.joined_at is not None and now - worker.joined_at >= STABLE_S:
             slot.deaths = 0
         slot.deaths += 1
-        slot.retry_at = now + backoff(self._restart_backoff_s, slot.deaths)
+        slot.retry_at = now + backoff(self._config.restart_backoff_s, slot.deaths)
         if worker.joined_at is None:
             slot.failures += 1
-            if slot.failures >= self._max_worker_failures:
+            if slot.failures >= self._config.max_worker_failures:
                 self.give_up(worker.slot, f"{slot.failures} workers in a row failed ({blame})")
 
     def give_up(self, slot: SlotId, cause: str) -> None:

@@ -22,9 +22,10 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.backoff import Lessons
+from hvd_elastic.control.backoff import FailureBackoff
 from hvd_elastic.control.commands import (
     Abort,
     Announce,
@@ -39,22 +40,16 @@ from hvd_elastic.control.endings import Departure, Endings, how_it_ended
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker, backoff
 from hvd_elastic.control.limits import MachineConfig
-from hvd_elastic.control.membership import (
-    SlotId,
-    assign_ranks,
-    choose_slots,
-    describe_change,
-    list_slots,
-    target_size,
-)
+from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
 from hvd_elastic.control.outbox import Outbox
+from hvd_elastic.control.plan import Plan
+from hvd_elastic.control.waiting import WaitingReport
 from hvd_elastic.formatting import count, hosts_named, plural, worker_name
 
 __all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
 
 _LAST_HOPE = 5  # times the patience, with members that alone hold the state
 _START_SPREAD = 0.15  # by so much longer than the first may others take that start with it
-_NOT_ASKED_FOR = 3  # above every cost of a slot
 _MAX_PASSES = 100  # far above what is ever needed: a pass that asks for nothing is the last
 
 
@@ -70,6 +65,27 @@ class Phase(enum.Enum):
 _TOGETHER = (Phase.FORMING, Phase.RUNNING)
 
 
+@dataclass
+class Generation:
+    """The last generation that was announced.
+
+    Attributes:
+        number, members, root: as announced; 0 before the first.
+        formed: all members have joined it.
+        broken: why it ended; empty: it was held on purpose, or goes on.
+        member_lost: a member died, which explains why it broke.
+        losses: what became of members that were lost, by slot.
+    """
+
+    number: int = 0
+    members: tuple[Member, ...] = ()
+    root: str | None = None
+    formed: bool = False
+    broken: str = ""
+    member_lost: bool = False
+    losses: dict[SlotId, str] = field(default_factory=dict)
+
+
 class RunMachine:
     """What one run does next.
 
@@ -81,34 +97,16 @@ class RunMachine:
     def __init__(self, config: MachineConfig, has_checkpoint: bool = False) -> None:
         self._config = config
         self._out = Outbox()
-        self._fleet = Fleet(
-            self._out,
-            config.agent_retry_s,
-            config.restart_backoff_s,
-            config.max_worker_failures,
-        )
-        # plan
-        self._hosts: tuple[HostSlots, ...] = ()
-        self._requested_np: int | None = None
-        self._preferred: frozenset[SlotId] = frozenset()
-        self._desired: list[SlotId] = []
-        self._spare: list[SlotId] = []
-        self._draining: dict[str, float | None] = {}  # host → until when its workers may train
-        self._empty: set[str] = set()  # of those, the ones that hold no worker any more
+        self._fleet = Fleet(self._out, config)
+        self._plan = Plan(config, self._fleet)
         # requested
-        self._generation = 0
-        self._members: tuple[Member, ...] = ()
-        self._root: str | None = None
+        self._current = Generation()
         self._aborted = 0
         # observed
         self._phase = Phase.ASSEMBLING
         self._formed: tuple[Member, ...] = ()  # members of the last generation that ran
         self._may_have_progress = has_checkpoint
-        self._broken = ""  # why the generation ended; empty: it was held on purpose
-        self._was_formed = False
-        self._member_lost = False
-        self._losses: dict[SlotId, str] = {}
-        self._lessons = Lessons(config.restart_backoff_s, config.max_stuck_generations)
+        self._backoff = FailureBackoff(config.restart_backoff_s, config.max_stuck_generations)
         # training is over for at least one worker: nobody joins any more
         self._finishing_since: float | None = None
         self._endings = Endings()
@@ -116,8 +114,7 @@ class RunMachine:
         self._enough_since: float | None = None
         self._short_since: float | None = None
         self._last_word_at = 0.0
-        self._starting_since: float | None = None
-        self._last_waiting = ""
+        self._waiting = WaitingReport(self._out, config, self._plan, self._fleet)
 
     # -- the interface ---------------------------------------------------------------------
 
@@ -139,12 +136,12 @@ class RunMachine:
     @property
     def generation(self) -> int:
         """The last announced generation; 0 before the first."""
-        return self._generation
+        return self._current.number
 
     @property
     def members(self) -> tuple[Member, ...]:
         """Members of the last announced generation, by rank, the dead included."""
-        return self._members
+        return self._current.members
 
     @property
     def phase(self) -> Phase:
@@ -154,7 +151,7 @@ class RunMachine:
     @property
     def draining(self) -> frozenset[str]:
         """Hosts of the hostfile that are not used until they are given back."""
-        return frozenset(self._draining)
+        return frozenset(self._plan.draining)
 
     @property
     def state_holders(self) -> list[Worker]:
@@ -169,42 +166,20 @@ class RunMachine:
         """By host; hosts that nothing was asked of are left out."""
         return {name: agent.state for name, agent in self._fleet.agents.items()}
 
-    def snapshot(self) -> dict[str, object]:
-        """Plain data for status and policy; changes nothing."""
-        return {
-            "phase": "finished" if self._out.closed else self._phase.value,
-            "generation": self._generation,
-            "size": len(self._members),
-            "target": self._target(self._offered()),
-            "hosts": [[host.name, host.slots] for host in self._hosts],
-            "draining": sorted(self._draining),
-            "agents": {name: agent.state.value for name, agent in self._fleet.agents.items()},
-            "workers": [
-                {
-                    "worker": worker.name,
-                    "host": worker.host,
-                    "slot": worker.slot[1],
-                    "stage": "leaving" if worker.leaving else worker.stage.value,
-                    "holds_state": worker.holds_state,
-                }
-                for worker in self._fleet.workers.values()
-            ],
-        }
-
     # -- observed: one event ---------------------------------------------------------------
 
     def _take(self, event: ev.Event, now: float) -> None:
         match event:
             case ev.HostsChanged():
-                self._hosts = event.hosts
+                self._plan.hosts = event.hosts
                 self._fleet.forgive({host.name for host in event.hosts})
                 # A host that was taken out and is put in again is given back by that.
-                self._drain_only({host.name for host in event.hosts})
+                self._plan.drain_only({host.name for host in event.hosts})
             case ev.HostDraining():
                 self._drain(event, now)
             case ev.HostReturned():
-                if event.host in self._draining:
-                    self._drain_only(set(self._draining) - {event.host})
+                if event.host in self._plan.draining:
+                    self._plan.drain_only(set(self._plan.draining) - {event.host})
                     self._out.emit("host_returned", host=event.host)
             case ev.StateSaved():
                 for waiting in self._fleet.present(Stage.WAITING):
@@ -213,14 +188,14 @@ class RunMachine:
             case ev.RunAdopted():
                 self._adopt(event, now)
             case ev.TargetChanged():
-                self._requested_np = event.np
-                self._preferred = frozenset(event.slots)
+                self._plan.requested_np = event.np
+                self._plan.preferred = frozenset(event.slots)
             case ev.AgentReady():
                 self._fleet.agent_ready(event.host)
             case ev.AgentFailed() | ev.AgentLost():
                 self._on_agent_gone(event, now)
             case ev.GenerationStuck():
-                if event.generation == self._generation and self._phase in _TOGETHER:
+                if event.generation == self._current.number and self._phase in _TOGETHER:
                     if event.by_script:
                         self._out.send(Finish("failed", event.cause))
                     else:
@@ -238,8 +213,7 @@ class RunMachine:
     def _drain(self, event: ev.HostDraining, now: float) -> None:
         """Begin to leave a host, or be told again and maybe another time."""
         until = None if event.train_for_s is None else now + event.train_for_s
-        self._draining[event.host] = until
-        self._empty.discard(event.host)
+        self._plan.drain(event.host, until)
         self._out.emit(
             "host_draining",
             host=event.host,
@@ -252,22 +226,19 @@ class RunMachine:
             until is not None
             and self._phase is Phase.RUNNING
             and members
-            and all(member.host in self._draining for member in members)
+            and all(member.host in self._plan.draining for member in members)
         ):
             self._out.send(SaveState(members[0].name))  # the notice may be shorter than it says
 
-    def _drain_only(self, hosts: set[str]) -> None:
-        self._draining = {host: at for host, at in self._draining.items() if host in hosts}
-        self._empty &= hosts
-
     def _adopt(self, event: ev.RunAdopted, now: float) -> None:
         """Go on with a run whose leader was lost, from what that leader knew."""
-        self._hosts, self._requested_np = event.hosts, event.requested_np
-        self._preferred = frozenset(event.slots)
-        self._draining = dict.fromkeys(event.draining)
-        self._drain_only({host.name for host in event.hosts})
+        plan = self._plan
+        plan.hosts, plan.requested_np = event.hosts, event.requested_np
+        plan.preferred = frozenset(event.slots)
+        plan.draining = dict.fromkeys(event.draining)
+        plan.drain_only({host.name for host in event.hosts})
         self._fleet.adopt(event.agents, event.awaited, event.workers, now)
-        self._generation, self._members = event.generation, event.members
+        self._current = Generation(event.generation, event.members)
         workers = self._fleet.workers
         if workers:
             live = [member for member in event.members if member.worker in workers]
@@ -289,12 +260,14 @@ class RunMachine:
         self._formed = event.members if joined else ()
         if missing or any(w.stage is Stage.WAITING and not w.finished for w in members):
             self._break("the leader was lost while the world changed", now)
-        self._losses = {
+        self._current.losses = {
             slot: f"worker {worker_name(*slot)} was lost with the leader"
             for slot in ((member.host, member.slot) for member in missing)
         }
-        self._was_formed = joined
-        self._member_lost = bool(missing) or not joined  # whatever breaks now has its reason
+        self._current.formed = joined
+        self._current.member_lost = (
+            bool(missing) or not joined
+        )  # whatever breaks now has its reason
 
     def _take_from_worker(self, event: ev.WorkerEvent, worker: Worker, now: float) -> None:
         match event:
@@ -330,21 +303,21 @@ class RunMachine:
     def _on_joined(self, worker: Worker, generation: int, now: float) -> None:
         first = worker.joined_at is None
         self._fleet.worker_joined(worker, generation, now)
-        place = next((m for m in self._members if m.worker == worker.name), None)
+        place = next((m for m in self._current.members if m.worker == worker.name), None)
         if first and place is not None:
             self._emit_worker("worker_joined", worker, rank=place.rank)
         if self._phase is Phase.FORMING and all(
-            member.joined == self._generation or member.finished for member in self._live()
+            member.joined == self._current.number or member.finished for member in self._live()
         ):
             self._phase = Phase.RUNNING
-            self._was_formed = True
+            self._current.formed = True
             self._may_have_progress = True
-            self._formed = self._members
+            self._formed = self._current.members
 
     def _on_waiting(
         self, worker: Worker, event: ev.WorkerBroken | ev.WorkerHeld, now: float
     ) -> None:
-        if worker.finished or event.generation > self._generation:
+        if worker.finished or event.generation > self._current.number:
             return
         if isinstance(event, ev.WorkerBroken):
             cause = f"worker {worker.place} broke off: {event.cause or 'a collective failed'}"
@@ -365,10 +338,10 @@ class RunMachine:
             self._last_word_at = now  # where one comes from a long step, others may follow
             if isinstance(event, ev.WorkerBroken):
                 self._break(cause, now)  # where it was only to be held
-        elif event.generation == self._generation:
+        elif event.generation == self._current.number:
             worker.stage = Stage.WAITING
             self._break(cause, now)
-        elif worker.name == self._root and not worker.holds_state:
+        elif worker.name == self._current.root and not worker.holds_state:
             self._break(f"the state of worker {worker.place} is not whole", now)
         else:
             # It goes on to the generation announced since.
@@ -381,13 +354,17 @@ class RunMachine:
         self._finishing_since = now
         # A worker finishes after a barrier of its generation: who is in it has joined, even if that
         # was not told yet. Nobody will meet other newcomers, and standbys are not needed any more.
-        together = worker.joined == self._generation
+        together = worker.joined == self._current.number
         self._fleet.dismiss_if(
             lambda w: not (w.holds_state or w.finished or (together and w.stage is Stage.MEMBER)),
             *Stage,
         )
         for newcomer in self._fleet.workers.values():
-            if newcomer.leaving and newcomer.member_of == self._generation and not newcomer.joined:
+            if (
+                newcomer.leaving
+                and newcomer.member_of == self._current.number
+                and not newcomer.joined
+            ):
                 self._kill(newcomer, f"worker {newcomer.place} came when training was over")
 
     def _on_silent(self, worker: Worker, cause: str, now: float) -> None:
@@ -398,10 +375,10 @@ class RunMachine:
         if worker.finished:
             cause += " after its training function had returned"
             self._endings.badly(worker.name, cause)
-        in_the_way = worker.member_of == self._generation > 0 and not worker.finished
+        in_the_way = worker.member_of == self._current.number > 0 and not worker.finished
         if not in_the_way or worker.leaving:
             self._kill(worker, cause)
-            if in_the_way and worker.joined == self._generation:
+            if in_the_way and worker.joined == self._current.number:
                 self._break(cause, now)
             return
         was_member = worker.stage is Stage.MEMBER
@@ -481,9 +458,9 @@ class RunMachine:
         if worker.leaving:
             if not how.in_order:
                 self._fell_out(worker, worker.member_of, cause, now)
-        elif worker.member_of == self._generation > 0:
-            self._losses[worker.slot] = cause
-            self._member_lost = True
+        elif worker.member_of == self._current.number > 0:
+            self._current.losses[worker.slot] = cause
+            self._current.member_lost = True
             if worker.stage is Stage.MEMBER:
                 self._break(cause, now)
 
@@ -491,11 +468,11 @@ class RunMachine:
         """Others may still be in ``generation``, blocked in a collective with ``worker``."""
         if not worker.joined:
             return
-        if generation == self._generation:
+        if generation == self._current.number:
             self._break(cause, now)
         elif (
             self._phase is Phase.FORMING
-            and generation == self._generation - 1
+            and generation == self._current.number - 1
             and self._aborted < generation
         ):
             self._abort(generation, cause)
@@ -504,11 +481,13 @@ class RunMachine:
 
     def _break(self, cause: str, now: float) -> None:
         """The generation cannot go on: call it off, once, and wait for its members."""
-        if self._phase is Phase.ASSEMBLING or (self._phase is Phase.REGROUPING and self._broken):
+        if self._phase is Phase.ASSEMBLING or (
+            self._phase is Phase.REGROUPING and self._current.broken
+        ):
             return
-        self._abort(self._generation, cause)
+        self._abort(self._current.number, cause)
         self._phase = Phase.REGROUPING
-        self._broken = cause
+        self._current.broken = cause
         self._last_word_at = now
 
     def _abort(self, generation: int, cause: str) -> None:
@@ -525,12 +504,12 @@ class RunMachine:
             if worker not in keepers:
                 self._fleet.dismiss(worker)
         self._phase = Phase.REGROUPING
-        self._broken = ""
-        self._emit_waiting(len(staying), now)
+        self._current.broken = ""
+        self._waiting.emit(len(staying), now)
 
     def _regroup(self, now: float) -> None:
         missing = [w for w in self._live() if w.stage is Stage.MEMBER and not w.finished]
-        if missing and self._broken:
+        if missing and self._current.broken:
             end = self._last_word_at + self._patience_with(missing)
             if now < end:
                 self._out.wake(end)
@@ -541,7 +520,7 @@ class RunMachine:
         elif missing:
             return  # to be held at a step boundary: a step may take any time
         self._phase = Phase.ASSEMBLING
-        if self._broken:
+        if self._current.broken:
             self._learn(now)
 
     def _patience_with(self, missing: Sequence[Worker]) -> float:
@@ -557,13 +536,13 @@ class RunMachine:
         waiting = self._fleet.present(Stage.WAITING)
         newest = max((w.step for w in waiting if w.holds_state), default=-1)
         delays = self._config.restart_backoff_s
-        if self._member_lost:
-            self._lessons.explained()
-        elif self._was_formed:
-            times = self._lessons.broke_while_running(newest, now)
+        if self._current.member_lost:
+            self._backoff.explained()
+        elif self._current.formed:
+            times = self._backoff.broke_while_running(newest, now)
             if times:
                 text = f"training broke {times} times at step {newest} though no worker died"
-                self._out.send(Finish("failed", f"{text}: {self._broken}"))
+                self._out.send(Finish("failed", f"{text}: {self._current.broken}"))
         elif newcomers := [w for w in waiting if not w.holds_state]:
             # Those that were together before can probably reach each other.
             for worker in newcomers:
@@ -571,9 +550,9 @@ class RunMachine:
                 worker.eligible_at = now + backoff(delays, worker.vain_tries)
                 if worker.vain_tries >= self._config.max_worker_failures:
                     cause = f"it could not join the others {worker.vain_tries} times in a row"
-                    self._fleet.give_up(worker.slot, f"{cause} ({self._broken})")
+                    self._fleet.give_up(worker.slot, f"{cause} ({self._current.broken})")
         else:
-            self._lessons.did_not_form(now)
+            self._backoff.did_not_form(now)
 
     # -- plan against requested and observed -----------------------------------------------
 
@@ -590,7 +569,7 @@ class RunMachine:
         if self._phase is Phase.REGROUPING:
             self._regroup(now)
         if self._finishing_since is None:
-            self._plan(now)
+            self._plan.update(now)
             self._fleet.dismiss_if(self._is_superfluous, Stage.STARTING, Stage.READY, Stage.WAITING)
             if self._phase is Phase.ASSEMBLING:
                 self._assemble(now)
@@ -600,54 +579,21 @@ class RunMachine:
         else:
             self._wind_up(now)
         self._hasten_leavers(now)
-        self._say_who_is_empty()
-
-    def _plan(self, now: float) -> None:
-        slots = self._offered()
-        fleet, target = self._fleet, self._target(slots)
-        self._desired = choose_slots(slots, target, fleet.usable, self._cost)
-        rest = [slot for slot in slots if slot not in self._desired]
-        self._spare = choose_slots(rest, self._config.spares, fleet.usable, self._cost)
-        filled = [*self._desired, *self._spare]
-        wanted = target + self._config.spares
-        hoped_for = choose_slots(slots, wanted, fleet.conceivable, self._cost)
-        fleet.start(filled, hoped_for, now)
-        fleet.stop_idle_agents(filled)
-
-    def _offered(self) -> list[SlotId]:
-        """Slots of the hostfile, without those of hosts that are drained."""
-        return list_slots(host for host in self._hosts if host.name not in self._draining)
-
-    def _cost(self, slot: SlotId) -> int:
-        """As the fleet's, but slots that were asked for come before all others."""
-        pinned = self._config.pinned
-        asked = slot in self._preferred or slot[0] in pinned
-        asked = asked or not (self._preferred or pinned)
-        return self._fleet.cost(slot) + (0 if asked else _NOT_ASKED_FOR)
-
-    def _target(self, slots: Sequence[SlotId]) -> int:
-        config = self._config
-        return target_size(
-            len(slots),
-            config.min_np,
-            config.max_np,
-            config.np,
-            self._requested_np,
-            config.spares,
-        )
+        for host in self._plan.emptied():
+            self._out.emit("host_drained", host=host)
 
     def _is_superfluous(self, worker: Worker) -> bool:
         """Neither wanted in a slot, nor a spare, nor the keeper of the newest state."""
-        if worker.slot in self._spare and not worker.holds_state:
+        if worker.slot in self._plan.spare and not worker.holds_state:
             return False
-        return worker.slot not in self._desired and worker is not self._keeper()
+        return worker.slot not in self._plan.desired and worker is not self._keeper()
 
     def _keeper(self) -> Worker | None:
         """The worker outside the desired slots whose state is newer than any inside."""
         holders = [w for w in self._fleet.present(Stage.WAITING) if w.holds_state]
         newest = max((worker.progress for worker in holders), default=None)
         best = [worker for worker in holders if worker.progress == newest]
-        if not best or any(worker.slot in self._desired or worker.saved for worker in best):
+        if not best or any(worker.slot in self._plan.desired or worker.saved for worker in best):
             return None
         return best[0]
 
@@ -655,7 +601,7 @@ class RunMachine:
         """Workers in desired slots that could be announced now, members of a running one apart."""
         found = []
         for worker in self._fleet.present(Stage.READY, Stage.WAITING):
-            if worker.slot not in self._desired:
+            if worker.slot not in self._plan.desired:
                 continue
             if now < worker.eligible_at:
                 self._out.wake(worker.eligible_at)
@@ -668,24 +614,24 @@ class RunMachine:
         available, keeper = self._available(now), self._keeper()
         if len(available) < self._config.min_np:
             self._enough_since = None
-            self._emit_waiting(len(available), now)
+            self._waiting.emit(len(available), now)
             self._give_up_if_hopeless()
             return
         if self._enough_since is None:
             self._enough_since = now
         patience = self._patience(available, keeper)
-        start_at = max(self._enough_since + patience, self._lessons.pause_until)
+        start_at = max(self._enough_since + patience, self._backoff.pause_until)
         if now < start_at:
             self._out.wake(start_at)
-            if self._starting_since is not None:
-                self._emit_waiting(len(available), now)
+            if self._waiting.for_start:
+                self._waiting.emit(len(available), now)
             return
         self._announce([*available, *([keeper] if keeper else [])])
 
     def _patience(self, available: Sequence[Worker], keeper: Worker | None) -> float:
         """How long those that are available wait for the rest [s]."""
         survivors = [worker for worker in available if worker.holds_state]
-        if len(survivors) >= self._config.min_np or len(available) >= len(self._desired):
+        if len(survivors) >= self._config.min_np or len(available) >= len(self._plan.desired):
             return 0.0
         if survivors or keeper:
             return self._config.join_window_s
@@ -694,8 +640,8 @@ class RunMachine:
     def _adjust(self, now: float) -> None:
         """A generation runs: take in newcomers, let go whom the plan has no place for."""
         members = self._live()
-        staying = [worker for worker in members if worker.slot in self._desired]
-        going = [worker for worker in members if worker.slot not in self._desired]
+        staying = [worker for worker in members if worker.slot in self._plan.desired]
+        going = [worker for worker in members if worker.slot not in self._plan.desired]
         newcomers = self._available(now)
         if going and self._may_train_on(going, len(staying) + len(newcomers), now):
             return
@@ -712,45 +658,33 @@ class RunMachine:
                 # Nobody who stays holds the state: newcomers take it from those that go, who
                 # are let go once this generation runs.
                 self._announce([*going, *newcomers])
-        elif self._end_of(going) is not None or not self._awaits_replacements(now):
+        elif self._plan.end_of(going) is not None or not self._awaits_replacements(now):
             self._hold(staying, going, now)
 
     def _may_train_on(self, going: Sequence[Worker], ready: int, now: float) -> bool:
         """Members on hosts that will go serve until others are warm, or for as long as they can."""
-        end = self._end_of(going)
-        if end is None or now >= end or ready >= max(len(self._desired), self._config.min_np):
+        end = self._plan.end_of(going)
+        if end is None or now >= end or ready >= max(len(self._plan.desired), self._config.min_np):
             return False
         self._out.wake(end)
         return True
 
-    def _end_of(self, going: Sequence[Worker]) -> float | None:
-        """When the first of the hosts of these members is near its end; None: nobody said."""
-        ends = (self._draining.get(worker.host) for worker in going)
-        return min((end for end in ends if end is not None), default=None)
-
     def _save_what_would_go(self) -> None:
         """The only state is held on a host that is drained: write it down, then let it go."""
         keeper = self._keeper()
-        if keeper is not None and keeper.host in self._draining and keeper.saved is None:
+        if keeper is not None and keeper.host in self._plan.draining and keeper.saved is None:
             keeper.saved = False
             self._out.send(SaveState(keeper.name))
 
-    def _say_who_is_empty(self) -> None:
-        held = {worker.host for worker in self._fleet.workers.values()}
-        for host in self._draining:
-            if host not in held and host not in self._empty:
-                self._empty.add(host)
-                self._out.emit("host_drained", host=host)
-
     def _window_is_over(self, newcomers: Sequence[Worker], staying: int, now: float) -> bool:
-        if staying + len(newcomers) >= len(self._desired):
+        if staying + len(newcomers) >= len(self._plan.desired):
             return True
         first = min(newcomers, key=lambda worker: worker.ready_at)
         took_s = first.ready_at - first.started_at
         end = first.ready_at + self._config.join_window_s
         limit = first.ready_at + self._config.longest_join_window_s
         for worker in self._fleet.present(Stage.STARTING):
-            if worker.slot in self._desired and worker.started_at + took_s <= limit:
+            if worker.slot in self._plan.desired and worker.started_at + took_s <= limit:
                 due = worker.started_at + (1 + _START_SPREAD) * took_s
                 end = max(end, min(due, limit))
         if now < end:
@@ -759,7 +693,7 @@ class RunMachine:
 
     def _awaits_replacements(self, now: float) -> bool:
         """Members that have to go train on until enough others are ready, but not for ever."""
-        if len(self._desired) < self._config.min_np:
+        if len(self._plan.desired) < self._config.min_np:
             return False
         if self._short_since is None:
             self._short_since = now
@@ -769,32 +703,28 @@ class RunMachine:
         return now < end
 
     def _announce(self, workers: Sequence[Worker]) -> None:
-        members = assign_ranks((worker.seat for worker in workers), self._hosts)
+        members = assign_ranks((worker.seat for worker in workers), self._plan.hosts)
         rank = {member.worker: member.rank for member in members}
         holders = [worker for worker in workers if worker.holds_state]
         root = max(holders, key=lambda w: (w.progress, -rank[w.name]), default=None)
         reason = describe_change(
             [(m.host, m.slot) for m in self._formed],
             [(m.host, m.slot) for m in members],
-            self._losses,
-            "" if self._losses else self._broken,
+            self._current.losses,
+            "" if self._current.losses else self._current.broken,
         )
-        self._generation += 1
-        self._members = members
-        self._root = root.name if root else None
+        number = self._current.number + 1
+        self._current = Generation(number, members, root.name if root else None)
         for worker in workers:
             worker.stage = Stage.MEMBER
-            worker.member_of = self._generation
+            worker.member_of = number
         self._phase = Phase.FORMING
-        self._broken = ""
-        self._was_formed = self._member_lost = False
-        self._losses = {}
-        self._enough_since = self._short_since = self._starting_since = None
-        self._last_waiting = ""
+        self._enough_since = self._short_since = None
+        self._waiting.is_over()
         slots = Counter(member.host for member in members)
         self._out.emit(
             "rescale_started",
-            generation=self._generation,
+            generation=number,
             from_size=len(self._formed),
             to_size=len(members),
             hosts=list(slots),
@@ -802,7 +732,7 @@ class RunMachine:
             reason=reason,
         )
         restore = root is None and self._may_have_progress
-        self._out.send(Announce(self._generation, members, self._root, restore, reason))
+        self._out.send(Announce(number, members, self._current.root, restore, reason))
 
     # -- the end of the run ----------------------------------------------------------------
 
@@ -819,10 +749,10 @@ class RunMachine:
             self._out.send(self._endings.verdict(chief))
         elif self._phase is Phase.ASSEMBLING and unfinished:
             holders = [worker for worker in unfinished if worker.holds_state]
-            if holders and now >= self._lessons.pause_until:
+            if holders and now >= self._backoff.pause_until:
                 self._announce(holders)
             elif holders:
-                self._out.wake(self._lessons.pause_until)
+                self._out.wake(self._backoff.pause_until)
             self._fleet.dismiss_if(lambda worker: worker not in holders, Stage.WAITING)
         elif self._phase is Phase.FORMING and self._finishing_since is not None:
             # Members that took the announcement wait for some that finished instead of joining.
@@ -836,7 +766,7 @@ class RunMachine:
 
     def _give_up_if_hopeless(self) -> None:
         self._give_up_if_nobody_is_known()
-        slots = self._offered()
+        slots = self._plan.offered()
         conceivable = [slot for slot in slots if self._fleet.conceivable(slot)]
         if len(conceivable) >= self._config.min_np or len(slots) < self._config.min_np:
             return  # with too short a hostfile the run waits for a longer one
@@ -850,7 +780,7 @@ class RunMachine:
 
     def _give_up_if_nobody_is_known(self) -> None:
         """A hostfile full of names that mean nothing is a mistake, unless it trained before."""
-        names = [host.name for host in self._hosts]
+        names = [host.name for host in self._plan.hosts]
         tries = self._config.max_unknown_tries
         if self._formed or not self._fleet.nobody_is_known(names, tries):
             return
@@ -865,13 +795,13 @@ class RunMachine:
 
     def _live(self) -> list[Worker]:
         """Live members of the last announced generation, by rank, without those told to leave."""
-        workers = (self._fleet.workers.get(member.worker) for member in self._members)
+        workers = (self._fleet.workers.get(member.worker) for member in self._current.members)
         return [worker for worker in workers if worker is not None and not worker.leaving]
 
     def _lose(self, worker: Worker, cause: str) -> None:
         """Go on without a member whose end was not seen."""
-        self._member_lost = True
-        self._losses[worker.slot] = cause
+        self._current.member_lost = True
+        self._current.losses[worker.slot] = cause
         self._endings.badly(worker.name, cause)
         self._kill(worker, cause)
 
@@ -894,51 +824,6 @@ class RunMachine:
                 self._kill(worker, f"worker {worker.place} was told to leave and did not")
             else:
                 self._out.wake(worker.leave_by)
-
-    def _emit_waiting(self, have: int, now: float) -> None:
-        """Say what the run waits for, when that is something new."""
-        reason = self._what_is_missing(have, now)
-        if reason != self._last_waiting:
-            self._last_waiting = reason
-            self._out.emit("waiting", reason=reason, have=have, need=self._config.min_np)
-
-    def _what_is_missing(self, have: int, now: float) -> str:
-        need, slots = self._config.min_np, self._offered()
-        if len(self._desired) >= need:
-            return self._who_is_starting(now)
-        self._starting_since = None
-        if len(slots) < need:
-            what = f"the hostfile has {count(len(slots), 'slot')}, at least {need} are needed"
-            if self._draining:
-                what += f" ({hosts_named(sorted(self._draining))} drained and not counted)"
-        else:
-            what = "; ".join(self._fleet.troubles_in_brief(slots))
-        more = f"{need - have} more of " if have else ""
-        return f"waiting for {more}{count(need, 'process')}: {what}"
-
-    def _who_is_starting(self, now: float) -> str:
-        """Who is started, at first; when that takes long, how many are warm and who is not."""
-        empty = [slot for slot in self._desired if not self._is_ready(slot)]
-        if not empty:
-            return "workers are trying to meet"
-        hosts = [host for host, _ in empty]
-        if self._starting_since is None:
-            self._starting_since = now
-            return f"starting workers on {', '.join(dict.fromkeys(hosts))}"
-        slow_at = self._starting_since + self._config.slow_start_s
-        if now < slow_at:
-            self._out.wake(slow_at)
-            return self._last_waiting
-        warm = len(self._desired) - len(empty)
-        verb = "is" if 1 in (warm, len(self._desired)) else "are"
-        return (
-            f"{warm} of {count(len(self._desired), 'process')} {verb} warm, "
-            f"waiting for {hosts_named(hosts)}"
-        )
-
-    def _is_ready(self, slot: SlotId) -> bool:
-        worker = self._fleet.worker_at(slot)
-        return worker is not None and worker.stage is not Stage.STARTING and not worker.leaving
 
     def _emit_worker(self, kind: str, worker: Worker, **fields: object) -> None:
         # Logs are named by slot, so that is what readers of the events need as local rank.

@@ -659,4 +659,4 @@ class SimulatedCluster:
             if due is None and number > _SILENT_ROUNDS:
                 return
             self.pass_time(1.0 if due is None else max(0.0, due - self.now))
-        raise AssertionError(f"the run does not come to rest: {self.machine.snapshot()}")
+        raise AssertionError(f"the run does not come to rest: {self.machine.phase}")

@@ -1112,7 +1112,6 @@ def test_stop_at_any_moment(moment):
     assert play.tell(ev.StopRequested("Ctrl-C")) == [Finish("stopped", "Ctrl-C")]
     assert play.tell(ev.WorkerExited("a:0.1", 1, None), ev.AgentReady("c"), ev.Tick()) == []
     assert play.machine.deadline() is None
-    assert play.machine.snapshot()["phase"] == "finished"
 
 
 # -- the rest ------------------------------------------------------------------------------
@@ -1124,16 +1123,6 @@ def test_nonsense_from_strangers_is_ignored():
     assert play.tell(ev.AgentLost("z", "gone"), ev.WorkerJoined("z:0.1", 1)) == []
     assert play.broken("a:0.1", 3, generation=9) == []
     assert play.machine.phase is Phase.RUNNING
-
-
-def test_snapshot_is_plain_data():
-    play = start("a", "b")
-    play.hosts("a", "b", "c*2")
-    snapshot = play.machine.snapshot()
-    assert snapshot["phase"] == "running"
-    assert (snapshot["generation"], snapshot["size"], snapshot["target"]) == (1, 2, 4)
-    assert snapshot["agents"] == {"a": "ready", "b": "ready", "c": "starting"}
-    assert play.machine.members[0].worker == "a:0.1"
 
 
 @pytest.mark.parametrize(

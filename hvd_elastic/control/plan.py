@@ -1,0 +1,89 @@
+"""Decides which slots should hold a worker, from hostfile, limits and what users ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hvd_elastic.control.events import HostSlots
+from hvd_elastic.control.fleet import Fleet, Worker
+from hvd_elastic.control.limits import MachineConfig
+from hvd_elastic.control.membership import SlotId, choose_slots, list_slots, target_size
+
+__all__ = ["Plan"]
+
+_NOT_ASKED_FOR = 3  # above every cost of a slot
+
+
+class Plan:
+    """The slots that should hold a worker.
+
+    Args:
+        config: limits of the run.
+        fleet: says which slots can be used, and is asked for the workers that are missing.
+
+    Attributes:
+        hosts: of the hostfile.
+        requested_np, preferred: size and slots that were asked for while the run goes on.
+        desired: slots that should hold a member.
+        spare: slots for warm standbys beyond that.
+        draining: host → until when its workers may train; None: nobody said.
+    """
+
+    def __init__(self, config: MachineConfig, fleet: Fleet) -> None:
+        self._config = config
+        self._fleet = fleet
+        self.hosts: tuple[HostSlots, ...] = ()
+        self.requested_np: int | None = None
+        self.preferred: frozenset[SlotId] = frozenset()
+        self.desired: list[SlotId] = []
+        self.spare: list[SlotId] = []
+        self.draining: dict[str, float | None] = {}
+        self._empty: set[str] = set()
+
+    def drain(self, host: str, until: float | None) -> None:
+        """Use a host no more."""
+        self.draining[host] = until
+        self._empty.discard(host)
+
+    def drain_only(self, hosts: Iterable[str]) -> None:
+        """Give all drained hosts back but these."""
+        self.draining = {host: self.draining[host] for host in self.draining if host in hosts}
+        self._empty &= self.draining.keys()
+
+    def emptied(self) -> list[str]:
+        """Return the drained hosts that hold no worker any more, each once."""
+        held = {worker.host for worker in self._fleet.workers.values()}
+        found = [host for host in self.draining if host not in held | self._empty]
+        self._empty.update(found)
+        return found
+
+    def end_of(self, workers: Iterable[Worker]) -> float | None:
+        """Return when the first of their hosts has to be left; None: nobody said."""
+        ends = (self.draining.get(worker.host) for worker in workers)
+        return min((end for end in ends if end is not None), default=None)
+
+    def offered(self) -> list[SlotId]:
+        """Return the slots of the hostfile, without those of hosts that are drained."""
+        return list_slots(host for host in self.hosts if host.name not in self.draining)
+
+    def update(self, now: float) -> None:
+        """Choose the slots, start the workers that are missing, and stop idle agents."""
+        slots, fleet, spares = self.offered(), self._fleet, self._config.spares
+        config = self._config
+        target = target_size(
+            len(slots), config.min_np, config.max_np, config.np, self.requested_np, spares
+        )
+        self.desired = choose_slots(slots, target, fleet.usable, self._cost)
+        rest = [slot for slot in slots if slot not in self.desired]
+        self.spare = choose_slots(rest, spares, fleet.usable, self._cost)
+        filled = [*self.desired, *self.spare]
+        hoped_for = choose_slots(slots, target + spares, fleet.conceivable, self._cost)
+        fleet.start(filled, hoped_for, now)
+        fleet.stop_idle_agents(filled)
+
+    def _cost(self, slot: SlotId) -> int:
+        """Return the fleet's cost of a slot; those that were asked for come before all others."""
+        asked = slot in self.preferred or slot[0] in self._config.pinned
+        if not asked and (self.preferred or self._config.pinned):
+            return self._fleet.cost(slot) + _NOT_ASKED_FOR
+        return self._fleet.cost(slot)

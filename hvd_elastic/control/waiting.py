@@ -1,0 +1,86 @@
+"""Says what a run waits for, once until it is something else."""
+
+from __future__ import annotations
+
+from hvd_elastic.control.fleet import Fleet, Stage
+from hvd_elastic.control.limits import MachineConfig
+from hvd_elastic.control.membership import SlotId
+from hvd_elastic.control.outbox import Outbox
+from hvd_elastic.control.plan import Plan
+from hvd_elastic.formatting import count, hosts_named
+
+__all__ = ["WaitingReport"]
+
+
+class WaitingReport:
+    """Emits ``waiting`` events.
+
+    Args:
+        out: takes them.
+        config: limits and patience.
+        plan: the slots that are wanted.
+        fleet: what is there.
+    """
+
+    def __init__(self, out: Outbox, config: MachineConfig, plan: Plan, fleet: Fleet) -> None:
+        self._out = out
+        self._config = config
+        self._plan = plan
+        self._fleet = fleet
+        self._starting_since: float | None = None
+        self._last = ""
+
+    @property
+    def for_start(self) -> bool:
+        """Return whether workers were said to be starting."""
+        return self._starting_since is not None
+
+    def is_over(self) -> None:
+        """Forget what was said."""
+        self._starting_since, self._last = None, ""
+
+    def emit(self, have: int, now: float) -> None:
+        """Say what is missing beside ``have`` workers, when that is something new."""
+        reason = self._what_is_missing(have, now)
+        if reason != self._last:
+            self._last = reason
+            self._out.emit("waiting", reason=reason, have=have, need=self._config.min_np)
+
+    def _what_is_missing(self, have: int, now: float) -> str:
+        need, slots = self._config.min_np, self._plan.offered()
+        if len(self._plan.desired) >= need:
+            return self._who_is_starting(now)
+        self._starting_since = None
+        if len(slots) < need:
+            what = f"the hostfile has {count(len(slots), 'slot')}, at least {need} are needed"
+            if self._plan.draining:
+                what += f" ({hosts_named(sorted(self._plan.draining))} drained and not counted)"
+        else:
+            what = "; ".join(self._fleet.troubles_in_brief(slots))
+        more = f"{need - have} more of " if have else ""
+        return f"waiting for {more}{count(need, 'process')}: {what}"
+
+    def _who_is_starting(self, now: float) -> str:
+        """Who is started, at first; when that takes long, how many are warm and who is not."""
+        desired = self._plan.desired
+        empty = [slot for slot in desired if not self._is_ready(slot)]
+        if not empty:
+            return "workers are trying to meet"
+        hosts = [host for host, _ in empty]
+        if self._starting_since is None:
+            self._starting_since = now
+            return f"starting workers on {', '.join(dict.fromkeys(hosts))}"
+        slow_at = self._starting_since + self._config.slow_start_s
+        if now < slow_at:
+            self._out.wake(slow_at)
+            return self._last
+        warm = len(desired) - len(empty)
+        verb = "is" if 1 in (warm, len(desired)) else "are"
+        return (
+            f"{warm} of {count(len(desired), 'process')} {verb} warm, "
+            f"waiting for {hosts_named(hosts)}"
+        )
+
+    def _is_ready(self, slot: SlotId) -> bool:
+        worker = self._fleet.worker_at(slot)
+        return worker is not None and worker.stage is not Stage.STARTING and not worker.leaving
