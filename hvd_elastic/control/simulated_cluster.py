@@ -12,12 +12,15 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 
 __all__ = ["Referee", "SimulatedCluster"]
+
+T = TypeVar("T")
 
 _SILENT_ROUNDS = 40
 """Rounds without progress after which agents notice frozen workers by their heartbeats."""
@@ -58,6 +61,10 @@ class SimulatedWorker:
     aborted: int = 0
     alive: bool = True
     frozen: bool = False
+
+    def freeze(self) -> None:
+        """Stop without ending."""
+        self.frozen = True
 
 
 @dataclass
@@ -164,71 +171,73 @@ class Referee:
             match command:
                 case cmd.Finish():
                     self.over = command
-                case cmd.StartAgent(host):
-                    assert host not in self.agents, f"the agent of {host} is started twice"
-                    self.agents.add(host)
-                case cmd.StopAgent(host):
-                    assert host in self.agents
-                    assert host not in self.live.values(), f"{host} still has workers"
-                    self.agents.remove(host)
+                case cmd.StartAgent() | cmd.StopAgent():
+                    self._check_agent(command)
                 case cmd.StartWorker(worker, host, slot):
                     assert worker not in self.slots, f"the name {worker} is used twice"
                     busy = {self.slots[other] for other in self.live}
                     assert (host, slot) not in busy, f"{host}:{slot} has a worker already"
                     self.live[worker] = host
                     self.slots[worker] = (host, slot)
-                case cmd.Leave(worker):
-                    assert worker not in self.told_to_leave
-                    assert worker in self.live
-                    assert worker not in self.finished
-                    self.told_to_leave.add(worker)
-                case cmd.Hold(worker):
-                    assert worker in {member.worker for member in self.members}
-                    self.whole = False
-                case cmd.SaveState(worker):
-                    assert worker in self.holders
-                case cmd.KillWorker(worker):
-                    assert worker in self.live
-                    self.told_to_leave.add(worker)
+                case cmd.Leave() | cmd.Hold() | cmd.SaveState() | cmd.KillWorker():
+                    self._check_worker(command)
                 case cmd.Abort(generation):
                     assert generation <= self.generation
                     self.whole = self.whole and generation != self.generation
                 case cmd.Announce():
-                    self._check_generation(command)
-                case _:
-                    pass
+                    self._check_members(command)
+                    self._check_root(command)
+                    self.members, self.generation = command.members, command.generation
+                    self.joined, self.accounted, self.whole = set(), set(), True
 
-    def _check_generation(self, new: cmd.Announce) -> None:
+    def _check_agent(self, command: cmd.StartAgent | cmd.StopAgent) -> None:
+        if isinstance(command, cmd.StartAgent):
+            assert command.host not in self.agents, f"the agent of {command.host} is started twice"
+            self.agents.add(command.host)
+        else:
+            assert command.host in self.agents
+            assert command.host not in self.live.values(), f"{command.host} still has workers"
+            self.agents.remove(command.host)
+
+    def _check_worker(self, command: cmd.Leave | cmd.Hold | cmd.SaveState | cmd.KillWorker) -> None:
+        worker = command.worker
+        match command:
+            case cmd.Leave():
+                assert worker in self.live.keys() - self.told_to_leave - self.finished
+                self.told_to_leave.add(worker)
+            case cmd.Hold():
+                assert worker in {member.worker for member in self.members}
+                self.whole = False
+            case cmd.SaveState():
+                assert worker in self.holders
+            case cmd.KillWorker():
+                assert worker in self.live
+                self.told_to_leave.add(worker)
+
+    def _check_members(self, new: cmd.Announce) -> None:
         assert new.generation == self.generation + 1
+        assert ":" in new.reason
+        gone = self.told_to_leave | self.finished
         names = [member.worker for member in new.members]
-        for name in names:
-            assert name in self.ready, f"{name} is not live and ready"
-            assert name not in self.told_to_leave
-            assert name not in self.finished
-        for member in self.members:
-            known = member.worker
-            if known not in self.live or known in self.told_to_leave or known in self.finished:
-                continue
+        assert self.ready - gone >= set(names), f"{names} are not all live and ready"
+        for known in {member.worker for member in self.members} & self.live.keys() - gone:
             if self.whole:
                 assert known in self.joined, f"{new.generation} while {known} is still joining"
             else:
                 assert known in self.accounted, f"{new.generation} without word from {known}"
-        if not self.finished:
-            assert len(names) >= self.min_np
-        _check_ranks(new.members, {name: self.slots[name] for name in names})
-        holders = {w: s for w, s in self.holders.items() if w not in self.told_to_leave}
-        holders = {w: s for w, s in holders.items() if w not in self.finished}
-        if holders:
-            assert new.root in holders, f"root {new.root} of holders {holders}"
-            if not self.whole:
-                assert holders[new.root] == max(holders.values())
-            assert new.root in names
-        else:
+        assert self.finished or len(names) >= self.min_np
+        _check_ranks(new.members, self.slots)
+
+    def _check_root(self, new: cmd.Announce) -> None:
+        gone = self.told_to_leave | self.finished
+        holders = {worker: step for worker, step in self.holders.items() if worker not in gone}
+        if not holders:
             assert new.root is None
             assert new.restore or not self.formed_once
-        assert ":" in new.reason
-        self.members, self.generation = new.members, new.generation
-        self.joined, self.accounted, self.whole = set(), set(), True
+            return
+        assert new.root in holders, f"root {new.root} of holders {holders}"
+        assert new.root in {member.worker for member in new.members}
+        assert self.whole or holders[new.root] == max(holders.values())
 
 
 def _check_ranks(members: tuple[cmd.Member, ...], slots: dict[str, tuple[str, int]]) -> None:
@@ -544,72 +553,78 @@ class SimulatedCluster:
             pick: chooses among the possible ones.
             extra: details, by kind.
         """
+        name = list(self.hosts)[pick % len(self.hosts)]
+        host = self.hosts[name]
+        alive = [worker for worker in self.workers.values() if worker.alive]
+
+        def one(candidates: list[T], action: Callable[[T], object]) -> None:
+            if candidates:
+                action(candidates[pick % len(candidates)])
+
         match kind:
             case "deliver":
-                if names := [n for n, h in self.hosts.items() if h.to_leader]:
-                    self.deliver_event(names[pick % len(names)])
+                one([n for n, h in self.hosts.items() if h.to_leader], self.deliver_event)
             case "command":
-                if names := [n for n, h in self.hosts.items() if h.to_host and h.agent]:
-                    self.deliver_command(names[pick % len(names)])
+                waiting = [n for n, h in self.hosts.items() if h.to_host and h.agent]
+                one(waiting, self.deliver_command)
             case "agent":
-                if names := [n for n, h in self.hosts.items() if h.starting]:
-                    self.agent_answers(names[pick % len(names)])
+                one([n for n, h in self.hosts.items() if h.starting], self.agent_answers)
             case "move":
-                if moves := [m for w in self.workers.values() if (m := self.moves(w))]:
-                    moves[pick % len(moves)]()
+                one([move for w in alive if (move := self.moves(w))], lambda move: move())
             case "round":
                 self.round()
             case "time":
                 self.pass_time((0.1, 0.6, 6.0, 61.0)[extra % 4])
             case "crash":
-                if alive := [w for w in self.workers.values() if w.alive]:
-                    self.crash_worker(alive[pick % len(alive)], extra)
+                one(alive, lambda worker: self.crash_worker(worker, extra))
             case "freeze":
-                if alive := [w for w in self.workers.values() if w.alive]:
-                    alive[pick % len(alive)].frozen = True
+                one(alive, SimulatedWorker.freeze)
             case "break":
-                busy = [w for w in self.workers.values() if w.alive and not w.frozen]
-                busy = [w for w in busy if w.state in (WorkerState.MEETING, WorkerState.TRAINING)]
-                if busy:
-                    self._break_off(busy[pick % len(busy)])
+                busy = (WorkerState.MEETING, WorkerState.TRAINING)
+                one([w for w in alive if not w.frozen and w.state in busy], self._break_off)
             case "crash_host":
-                self.crash_host(list(self.hosts)[pick % len(self.hosts)])
+                self.crash_host(name)
             case "boot":
-                host = self.hosts[list(self.hosts)[pick % len(self.hosts)]]
                 host.up, host.fatal = True, False
             case "spoil":
-                self.hosts[list(self.hosts)[pick % len(self.hosts)]].fatal = True
+                host.fatal = True
             case "hosts":
-                # Each bit of extra lists a host; pick reverses their order or halves slots.
-                names = list(self.all_slots)
-                if pick % 2:
-                    names.reverse()
-                slots = {n: self.all_slots[n] for i, n in enumerate(names) if extra >> i & 1}
-                if pick % 3 == 0:
-                    slots = {n: max(1, number // 2) for n, number in slots.items()}
-                self.set_hosts(slots)
+                self.set_hosts(self._some_slots(pick, extra))
             case "drain":
-                name = list(self.hosts)[pick % len(self.hosts)]
                 train_for_s = (None, 0.0, 5.0, 100.0)[extra % 4]
                 self.tell(ev.HostDraining(name, "a test", train_for_s))
             case "return":
-                self.tell(ev.HostReturned(list(self.hosts)[pick % len(self.hosts)]))
+                self.tell(ev.HostReturned(name))
             case "save":
-                if self.to_save:
-                    worker = self.workers[self.to_save.pop(0)]
-                    if worker.alive and worker.step is not None:
-                        self.saved_step = worker.step
-                        self.tell(ev.StateSaved(worker.step))
+                self._save_one()
             case "target":
                 self.tell(ev.TargetChanged(None if extra % 3 == 0 else 1 + pick % 6))
             case "finish":
-                if training := [w for w in self.workers.values() if self._trains(w)]:
-                    self.final_step = max(w.step for w in training if w.step is not None)
+                steps = [worker.step or 0 for worker in alive if self._trains(worker)]
+                self.final_step = max(steps, default=self.final_step)
             case _:
                 raise AssertionError(kind)
 
+    def _some_slots(self, pick: int, extra: int) -> dict[str, int]:
+        """Each bit of ``extra`` lists a host; ``pick`` reverses their order or halves slots."""
+        names = list(self.all_slots)
+        if pick % 2:
+            names.reverse()
+        slots = {n: self.all_slots[n] for i, n in enumerate(names) if extra >> i & 1}
+        if pick % 3 == 0:
+            slots = {n: max(1, number // 2) for n, number in slots.items()}
+        return slots
+
+    def _save_one(self) -> None:
+        """Finish the checkpoint that was asked for first."""
+        if self.to_save:
+            worker = self.workers[self.to_save.pop(0)]
+            if worker.alive and worker.step is not None:
+                self.saved_step = worker.step
+                self.tell(ev.StateSaved(worker.step))
+
     def _trains(self, worker: SimulatedWorker) -> bool:
-        return worker.alive and worker.state is WorkerState.TRAINING and self._together(worker)
+        return worker.state is WorkerState.TRAINING and self._together(worker)
 
     def round(self) -> bool:
         """Make everything happen once that can without a fault; return whether anything did."""
