@@ -1,4 +1,4 @@
-"""Checkpoints as files: written whole or not at all, found, verified, pruned. No torch.
+"""Writes, finds, verifies and prunes checkpoints as files; each is whole or not there.
 
 A checkpoint of N shards is N + 1 files in one folder. Each shard,
 ``step-000000000100-0-of-2-0123456789ab.shard``, holds the share of the state that one rank wrote;
@@ -32,6 +32,8 @@ from typing import Any, BinaryIO
 from hvd_elastic.errors import CheckpointError
 
 __all__ = [
+    "MANIFEST",
+    "SHARD",
     "CheckpointInfo",
     "DamagedShardError",
     "HashingWriter",
@@ -50,6 +52,7 @@ __all__ = [
     "parse_shard",
     "prune",
     "receive_shard",
+    "temporary_in",
     "why_invalid",
     "write_shard",
 ]
@@ -63,14 +66,23 @@ _CHUNK_BYTES = 4 << 20
 # A temporary or an unfinished checkpoint of a writer that cannot be asked (another host) is given
 # this long; a write that takes longer fails, and says so, when its temporary has gone.
 _ABANDONED_S = 3600.0
-_MANIFEST = re.compile(r"step-(\d{12,})\.json")
-_SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
+MANIFEST = re.compile(r"step-(\d{12,})\.json")
+SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
 _DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
-_NUMBERS = (
-    *("step", "epoch", "examples", "generation", "index", "count", "rank"),
-    *("header", "begin", "end", "total", "bytes", "world"),
+_FIELDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (
+        (
+            *("step", "epoch", "examples", "generation", "index", "count", "rank"),
+            *("header", "begin", "end", "total", "bytes", "world"),
+        ),
+        int,
+        "a whole number >= 0",
+    ),
+    (("life", "host", "layout", "sha256", "run"), str, "a text"),
+    (("created",), (int, float), "Unix seconds"),
 )
+"""Fields of a shard's description, their type, and the type in words."""
 
 OnSkip = Callable[[Path, str], None]
 Key = tuple[int, int, str, str]
@@ -258,7 +270,7 @@ def write_shard(
     started = time.monotonic()
     with _explained(folder, f"the checkpoint of step {shard.step}"):
         folder.mkdir(parents=True, exist_ok=True)
-        with _temporary(folder) as temporary:
+        with temporary_in(folder) as temporary:
             with temporary.open("xb") as raw:
                 writer = HashingWriter(raw)
                 write(writer)
@@ -334,7 +346,7 @@ def drop_shards(folder: Path | str, up_to_step: int | None) -> None:
     folder = Path(folder)
     with _logged(folder):
         for path in list(folder.iterdir()) if folder.is_dir() else []:
-            match = _DESCRIPTION.fullmatch(path.name) or _SHARD.fullmatch(path.name)
+            match = _DESCRIPTION.fullmatch(path.name) or SHARD.fullmatch(path.name)
             if match and (up_to_step is None or int(match[1]) <= up_to_step):
                 with _logged(path):
                     path.unlink(missing_ok=True)
@@ -539,14 +551,14 @@ def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
             shard.path.name for info in present if info.step >= oldest for shard in info.shards
         }
         for path in list(folder.iterdir()):
-            found = _MANIFEST.fullmatch(path.name)
+            found = MANIFEST.fullmatch(path.name)
             # The manifest goes first: data without one is rubbish, one without data a puzzle.
             if found and int(found[1]) < oldest:
                 with _logged(path):
                     path.unlink(missing_ok=True)
         for path in list(folder.iterdir()):
             with _logged(path):
-                found = _SHARD.fullmatch(path.name)
+                found = SHARD.fullmatch(path.name)
                 if found and path.name not in named and not path.is_dir():
                     if int(found[1]) < oldest or _is_replaced(path, kept) or _is_abandoned(path):
                         path.unlink(missing_ok=True)
@@ -562,7 +574,7 @@ def check_folder(folder: Path | str) -> None:
     folder = Path(folder)
     with _explained(folder, "checkpoints"):
         folder.mkdir(parents=True, exist_ok=True)
-        with _temporary(folder) as probe:
+        with temporary_in(folder) as probe:
             probe.write_bytes(b"hvd_elastic")
 
 
@@ -570,7 +582,7 @@ def check_folder(folder: Path | str) -> None:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with _temporary(path.parent) as temporary:
+    with temporary_in(path.parent) as temporary:
         with temporary.open("x", encoding="utf-8") as text:
             json.dump(value, text)
             text.write("\n")
@@ -581,8 +593,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    """A name in ``folder`` that says who writes it; whatever is still there afterwards goes."""
+def temporary_in(folder: Path) -> Iterator[Path]:
+    """Yield a name in ``folder`` that says who writes it; remove what is still there afterwards."""
     path = folder / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         yield path
@@ -686,7 +698,7 @@ def _candidates(folder: Path) -> list[tuple[Path, CheckpointInfo | None, str]]:
         ) from error
     found: list[tuple[int, Path, CheckpointInfo | None, str]] = []
     for name in names:
-        if match := _MANIFEST.fullmatch(name):
+        if match := MANIFEST.fullmatch(name):
             path, step = folder / name, int(match[1])
             try:
                 info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), folder)
@@ -703,7 +715,7 @@ def _candidates(folder: Path) -> list[tuple[Path, CheckpointInfo | None, str]]:
                 found.append((step, path, info, ""))
     said = {step for step, *_ in found}
     for name in sorted(names):
-        match = _SHARD.fullmatch(name)
+        match = SHARD.fullmatch(name)
         if match and int(match[1]) not in said:
             said.add(int(match[1]))
             why = "it has no manifest, so its checkpoint was not completed"
@@ -738,23 +750,17 @@ def parse_shard(described: Any, folder: Path) -> ShardInfo:
         ValueError: it makes no sense; names the field.
     """
     _check_format(described)
-    numbers: dict[str, Any] = {"format": described["format"]}
-    for name in _NUMBERS:
-        value = described.get(name, 0 if name == "world" else None)  # format 2 has none
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name} is {value!r}, it must be a whole number >= 0")
-        numbers[name] = value
-    texts: dict[str, Any] = {}
-    for name in ("life", "host", "layout", "sha256", "run"):
-        texts[name] = described.get(name, "" if name == "run" else None)  # it came later
-        if not isinstance(texts[name], str):
-            raise ValueError(f"{name} is {texts[name]!r}, it must be a text")
-    if not re.fullmatch(r"[0-9a-f]{64}", texts["sha256"]):
-        raise ValueError(f"sha256 is {texts['sha256']!r}, it must be 64 hexadecimal digits")
-    created = described.get("created")
-    if not isinstance(created, (int, float)) or isinstance(created, bool):
-        raise ValueError(f"created is {created!r}, it must be Unix seconds")
-    shard = ShardInfo(folder, created=float(created), **numbers, **texts)
+    fields: dict[str, Any] = {"world": 0, "run": "", **described}  # format 2 has neither
+    for names, kind, what in _FIELDS:
+        for name in names:
+            value: Any = fields.get(name)
+            fits = isinstance(value, kind) and not isinstance(value, bool)
+            if not fits or (kind is int and value < 0):
+                raise ValueError(f"{name} is {value!r}, it must be {what}")
+    if not re.fullmatch(r"[0-9a-f]{64}", fields["sha256"]):
+        raise ValueError(f"sha256 is {fields['sha256']!r}, it must be 64 hexadecimal digits")
+    known = ("format", *(name for names, *_ in _FIELDS for name in names))
+    shard = ShardInfo(folder, **{name: fields[name] for name in known})
     if described.get("file") != shard.file:
         raise ValueError(f"file is {described.get('file')!r}, it must be {shard.file!r}")
     if shard.header + shard.end - shard.begin != shard.bytes:

@@ -204,7 +204,7 @@ def encode_values(value: Any, leaf: Leaf, path: Path = ()) -> Any:
         return _encode_plain(value.item())
     raise ScriptError(
         f"{describe_place(path)} is a {type(value).__module__}.{type(value).__qualname__} and "
-        "cannot be put into a checkpoint; use numbers, strings, tensors (torch.from_numpy), or "
+        "cannot be put into a checkpoint; use numbers, strings, tensors of the framework, or "
         "lists, tuples, sets and dicts of them"
     )
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hvd_elastic.checkpoint.files import temporary_in
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import HvdElasticError
 
@@ -201,14 +202,9 @@ class _Folder:
             return b""
 
     def write_file(self, name: str, data: bytes) -> None:
-        # Named as what checkpoints are written to first, so that who prunes them finds it.
-        names = socket.gethostname(), os.getpid(), secrets.token_hex(4)
-        temporary = self._path / ".tmp-{}-{}-{}".format(*names)
-        try:
+        with temporary_in(self._path) as temporary:
             temporary.write_bytes(data)
             temporary.replace(self._path / name)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def remove_file(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)

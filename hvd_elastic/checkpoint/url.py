@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.files import (
+    MANIFEST,
+    SHARD,
     CheckpointInfo,
     DamagedShardError,
     HashingWriter,
@@ -29,8 +30,6 @@ from hvd_elastic.errors import CheckpointError
 __all__ = ["CheckpointUrl", "is_url"]
 
 _CHUNK_BYTES = 4 << 20
-_MANIFEST = re.compile(r"step-(\d{12,})\.json")
-_SHARD = re.compile(r"step-(\d{12,})-\d+-of-\d+-[0-9a-f]{12}\.shard")
 
 
 def is_url(place: str) -> bool:
@@ -118,9 +117,9 @@ class CheckpointUrl:
                 self._files.put_file(str(path), f"{self._root}/{path.name}")
         with self._explained("tidied up"):
             names = self._names()
-            steps = sorted({int(m[1]) for n in names if (m := _MANIFEST.fullmatch(n))})
+            steps = sorted({int(m[1]) for n in names if (m := MANIFEST.fullmatch(n))})
             kept = [step for step in steps if step <= info.step][-keep:]
-            for pattern in (_MANIFEST, _SHARD):  # without a manifest, shards are rubbish
+            for pattern in (MANIFEST, SHARD):  # without a manifest, shards are rubbish
                 for name in names:
                     match = pattern.fullmatch(name)
                     if match and int(match[1]) < kept[0]:
@@ -178,9 +177,7 @@ class CheckpointUrl:
         """(step, name) of each, newest first."""
         with self._explained("read"):
             names = self._names()
-        return sorted(
-            ((int(m[1]), n) for n in names if (m := _MANIFEST.fullmatch(n))), reverse=True
-        )
+        return sorted(((int(m[1]), n) for n in names if (m := MANIFEST.fullmatch(n))), reverse=True)
 
     def _read_manifest(self, name: str, folder: Path) -> CheckpointInfo:
         with self._explained("read"):
