@@ -22,15 +22,11 @@ from hvd_elastic.checkpoint.files import (
     HashingWriter,
     Key,
     ShardInfo,
-    complete_checkpoint,
     complete_sets,
-    find_checkpoints,
-    newest_valid,
     parse_shard,
     receive_shard,
 )
-from hvd_elastic.checkpoint.place import check_place
-from hvd_elastic.checkpoint.url import CheckpointUrl, is_url
+from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.errors import CheckpointError, HvdElasticError
 from hvd_elastic.wire.framing import encode
 from hvd_elastic.wire.messages import AgentHello, CheckpointWritten, Collected, LeaderToAgent
@@ -96,14 +92,20 @@ class _Source:
         return f"{self.agent.info.spool}/{self.shard.file}"
 
 
+@dataclass(frozen=True)
+class _Missed:
+    """The newest checkpoint that could not be collected; the hosts still have it."""
+
+    key: Key
+    sources: list[_Source]
+    why: str
+
+
 class CheckpointCollector:
     """The checkpoints of one run; its methods are called from the leader's loop.
 
     Args:
-        run_id: the run's; checkpoints of others are never taken.
-        folder: where checkpoints are put together and kept.
-        place: ``--checkpoint-dir``; a URL is uploaded to, a folder is used instead of ``folder``.
-        keep: checkpoints to keep.
+        store: where they are kept.
         copies: other hosts that keep a copy of each shard.
         resumed: checkpoints that an earlier leader did not collect are wanted.
         agents: host → connection, of the hosts that are up now.
@@ -114,11 +116,8 @@ class CheckpointCollector:
 
     def __init__(
         self,
-        run_id: str,
-        folder: Path,
-        place: str | None,
+        store: CheckpointStore,
         *,
-        keep: int,
         copies: int,
         resumed: bool,
         agents: Callable[[], Mapping[str, HostFiles]],
@@ -127,12 +126,9 @@ class CheckpointCollector:
         warn: Callable[[str], None],
         on_idle: Callable[[], None],
     ) -> None:
-        self._url = CheckpointUrl(place) if place is not None and is_url(place) else None
-        self.folder = folder if place is None or self._url is not None else Path(place)
-        self._run_id = run_id
-        self._keep = keep
+        self._store = store
         self._copies = copies
-        self._resumed = self._accepting = resumed
+        self._accepting = resumed
         self._agents = agents
         self._post = post
         self._emit = emit
@@ -143,9 +139,7 @@ class CheckpointCollector:
         self._idle = threading.Event()
         self._idle.set()
         self._complaints: set[str] = set()
-        self._missed: dict[Key, list[_Source]] = {}
-        """The newest that could not be collected; the hosts still have it."""
-        self._why_missed = ""
+        self._missed: _Missed | None = None
         self._writable = True
         self._expected = ""
         self._searched_in_vain = False
@@ -155,11 +149,6 @@ class CheckpointCollector:
         """How long that one took to be written and brought here [s]."""
         self.restored_from = ""
         """Manifest of the checkpoint that was last brought to the workers."""
-
-    @property
-    def place(self) -> Path | CheckpointUrl:
-        """Where checkpoints are kept."""
-        return self._url or self.folder
 
     @property
     def busy(self) -> bool:
@@ -172,17 +161,11 @@ class CheckpointCollector:
         Raises:
             CheckpointError: they cannot, or there are those of another run.
         """
-        owner = self._run_id if self._resumed else None
         self._writable = False
         try:
-            found = check_place(self.folder, owner)
-            if self._url is not None:
-                check_place(self._url, owner)
-        except CheckpointError:
-            with contextlib.suppress(CheckpointError):
-                self.newest_step = _newest_step(find_checkpoints(self.folder))
-            raise
-        self.newest_step = _newest_step(found)
+            self._store.check()
+        finally:
+            self.newest_step = self._store.newest_step()
         self._writable = True
 
     def expect(self, why: str) -> None:
@@ -194,7 +177,7 @@ class CheckpointCollector:
     def written(self, host: str, agent: HostFiles, said: CheckpointWritten) -> None:
         """A worker has written its shard into the spool of its host."""
         try:
-            shard = parse_shard(said.shard, self.folder)
+            shard = parse_shard(said.shard, self._store.folder)
         except ValueError as error:
             self._complain(f"host {host}: a checkpoint was not kept: {error}")
             return
@@ -213,7 +196,7 @@ class CheckpointCollector:
             return
         for described in spooled:
             with contextlib.suppress(ValueError):
-                shard = parse_shard(described, self.folder)
+                shard = parse_shard(described, self._store.folder)
                 self._known.setdefault(shard.key, []).append(_Source(host, agent, shard))
         self._begin()
 
@@ -252,15 +235,13 @@ class CheckpointCollector:
         try:
             received = self._receive_all(shards, sources)
             seconds = time.monotonic() - began + written_s
-            info = complete_checkpoint(self.folder, received, self._keep, seconds)
+            info = self._store.add(received, seconds)
             problems += self._copy(info)
             place = str(info.path)
-            if self._url is not None:
-                try:
-                    self._url.upload(info, self._keep)
-                    place = f"{self._url.url}/{info.path.name}"
-                except CheckpointError as error:
-                    problems.append(f"a checkpoint is in the run folder alone: {error}")
+            try:
+                place = self._store.upload(info)
+            except CheckpointError as error:
+                problems.append(f"a checkpoint is in the run folder alone: {error}")
             self._tell(info, place, sources)
         except (HvdElasticError, OSError) as error:
             problems.append(f"the checkpoint of step {shards[0].step} was not kept: {error}")
@@ -270,14 +251,15 @@ class CheckpointCollector:
     def _receive_all(
         self, shards: Sequence[ShardInfo], sources: Sequence[_Source]
     ) -> list[ShardInfo]:
-        there = {path.name for path in self.folder.iterdir()} if self.folder.is_dir() else set()
+        folder = self._store.folder
+        there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
         def receive(shard: ShardInfo) -> ShardInfo:
             error: HvdElasticError | None = None
             for source in sources:
                 if source.shard.file == shard.file:
                     try:
-                        return receive_shard(self.folder, shard, _reading(source))
+                        return receive_shard(folder, shard, _reading(source))
                     except HvdElasticError as failure:
                         error = failure
             raise error or CheckpointError(f"no host has shard {shard.index}")
@@ -289,7 +271,7 @@ class CheckpointCollector:
         except BaseException:
             for shard in shards:
                 if shard.file not in there:
-                    (self.folder / shard.file).unlink(missing_ok=True)
+                    (folder / shard.file).unlink(missing_ok=True)
             raise
 
     def _tell(self, info: CheckpointInfo, place: str, sources: Sequence[_Source]) -> None:
@@ -317,7 +299,7 @@ class CheckpointCollector:
                 )
             for host in others:
                 spool = spools[host]
-                described = self.folder / f".tmp-description-{shard.sha256[:12]}"
+                described = self._store.folder / f".tmp-description-{shard.sha256[:12]}"
                 try:
                     agents[host].put(shard.path, f"{spool}/{shard.file}")
                     described.write_bytes(encode(shard.manifest()))
@@ -332,17 +314,15 @@ class CheckpointCollector:
         self._working = False
         sources = self._known.pop(key, [])
         if info is not None:
-            self._missed, self._writable = {}, True
+            self._missed, self._writable = None, True
             self.newest_step, self.newest_s = info.step, info.seconds
             self.expect(f"that of step {info.step} was written")
             # What is older and still not complete will never be, or is of no interest.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
             self._release(info.step - 1 if self._copies else info.step)
         else:
-            self._missed = {key: sources}
-            self._why_missed = (
-                "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
-            )
+            why = "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
+            self._missed = _Missed(key, sources, why)
             self._release(key[0] - 1)  # the newest stays where it is
             if key[0] <= self.newest_step:
                 problems = ()  # the leader before had fetched it, and the hosts told of it again
@@ -426,7 +406,7 @@ class CheckpointCollector:
     def _goes_on_from(self, newest: CheckpointInfo | None) -> None:
         self._accepting = False
         self._known.clear()
-        self._missed = {}
+        self._missed = None
         self.restored_from = "" if newest is None else str(newest.path)
         self.newest_step = -1 if newest is None else newest.step
         # A history that is not gone on with must not be taken up later.
@@ -439,7 +419,7 @@ class CheckpointCollector:
             return Brought(error=f"no checkpoint can be looked for: {error}")
         self._searched_in_vain = newest is None and bool(self._expected)
         if newest is None:
-            return Brought(error=self._why_missed if self._missed else self._why_none())
+            return Brought(error=self._missed.why if self._missed else self._why_none())
         failed: dict[str, str] = {}
         for host in hosts:
             agent = self._agents().get(host)
@@ -465,64 +445,31 @@ class CheckpointCollector:
         """What is wrong with having no checkpoint; empty where none was ever written."""
         if not self._expected:
             return ""
-        place = str(self.folder)
-        if self._url is not None:
-            place = f"{self._url} and in {place}"
         return (
-            f"no whole checkpoint of run {self._run_id} is found in {place}, though "
+            f"no whole checkpoint of run {self._store.run_id} is found in {self._store}, though "
             f"{self._expected}: that place is not mounted, or its files are gone or damaged"
         )
 
     def _newest(self, say: Callable[[str], None]) -> CheckpointInfo | None:
-        """The newest valid one, here or at the URL, brought here.
-
-        Raises:
-            CheckpointError: it cannot be known that there is none.
-        """
+        """See :meth:`CheckpointStore.newest`; what is not collected yet comes first."""
         self._idle.wait()  # what earlier leaders left is being collected
         if self._missed:
             self._idle.clear()
             self._post(self._collect_missed)
             self._idle.wait()
-
-        def skip(path: Path, why: str) -> None:
-            say(f"checkpoint {path} was skipped: {why}")
-
-        newest, trouble = None, None
-        try:
-            newest = newest_valid(self.folder, skip, self._run_id)
-        except CheckpointError as error:
-            trouble = error
-        if self._url is not None:
-            newer_than = -1 if newest is None else newest.step
-            try:
-                found = self._url.download_newest(
-                    self.folder, self._keep, newer_than, skip, self._run_id
-                )
-                newest = found or newest
-            except CheckpointError as error:
-                trouble = error
-        if trouble is not None:
-            if newest is None:
-                raise trouble
-            say(f"{trouble}; the workers take checkpoint {newest.path}")
-        return newest
+        return self._store.newest(say)
 
     def _collect_missed(self) -> None:
         """Try again what the hosts that are still up have."""
-        agents = self._agents()
-        for key, sources in self._missed.items():
-            there = [source for source in sources if agents.get(source.host) is source.agent]
+        agents, missed = self._agents(), self._missed
+        if missed is not None:
+            there = [source for source in missed.sources if agents.get(source.host) is source.agent]
             if complete_sets(source.shard for source in there):
-                self._known[key] = there
-        self._missed = {}
+                self._known[missed.key] = there
+        self._missed = None
         self._begin()
         if not self._working:
             self._idle.set()
-
-
-def _newest_step(found: Sequence[CheckpointInfo]) -> int:
-    return max((info.step for info in found), default=-1)
 
 
 def _reading(source: _Source) -> Callable[[HashingWriter], None]:

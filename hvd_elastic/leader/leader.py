@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_elastic.checkpoint.collector import Brought, CheckpointCollector
 from hvd_elastic.checkpoint.final import LastCheckpoint
 from hvd_elastic.checkpoint.lease import Claim
+from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.endings import StopCause, explain_script_error
@@ -114,11 +115,15 @@ class Leader:
         self._agents = Agents(spec, environment, self._post)
         self._workers = Workers(folder)
         self._watch = ProgressWatch(spec.failure_timeout_s)
-        self._collector = CheckpointCollector(
+        store = CheckpointStore(
             folder.run_id,
             folder.checkpoints,
             spec.checkpoint_folder,
             keep=spec.keep_checkpoints,
+            resumed=resumed,
+        )
+        self._collector = CheckpointCollector(
+            store,
             copies=spec.checkpoint_copies,
             resumed=resumed,
             agents=lambda: self._agents.by_host,
@@ -127,7 +132,7 @@ class Leader:
             warn=self._journal.warn,
             on_idle=self._checkpoints_idle,
         )
-        self._fence = Fence(folder.run_id, self._collector.place, spec.failure_timeout_s)
+        self._fence = Fence(folder.run_id, store.place, spec.failure_timeout_s)
         self._machine = self._new_machine(has_checkpoint=resumed)
         self._scaler: Scaler | None = None
         self._takeover: Takeover | None = None

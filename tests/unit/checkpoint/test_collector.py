@@ -22,6 +22,7 @@ from hvd_elastic.checkpoint.files import (
     find_shards,
     newest_valid,
 )
+from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
 from hvd_elastic.wire import messages as msg
@@ -75,10 +76,9 @@ class Run:
         self.events: list[Mapping[str, Any]] = []
         self.warnings: list[str] = []
         settings = {"keep": 2, "copies": 0, "resumed": False, **options}
+        keep, resumed = settings.pop("keep"), settings["resumed"]
         self.collector = CheckpointCollector(
-            "r1",
-            self.folder,
-            place,
+            CheckpointStore("r1", self.folder, place, keep=keep, resumed=resumed),
             agents=lambda: self.hosts,
             post=self.calls.put,
             emit=lambda _, fields: self.events.append(fields),
@@ -480,7 +480,7 @@ def test_a_url_that_cannot_be_written_keeps_the_checkpoint_here(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("no such key")
 
-    files = run.collector._url._files  # type: ignore[union-attr]
+    files = run.collector._store.url._files  # type: ignore[union-attr]
     monkeypatch.setattr(type(files), "put_file", refuse)
     run.written(10, 0, 1)
     run.settle()
@@ -500,7 +500,7 @@ def test_a_url_that_cannot_be_read_is_not_as_if_it_were_empty(
     with pytest.raises(CheckpointError, match=f"{url} holds a checkpoint of run r1, step-0"):
         Run(tmp_path / "fresh", url)
     elsewhere = Run(tmp_path / "elsewhere", url, resumed=True)
-    files = run.collector._url._files  # type: ignore[union-attr]
+    files = run.collector._store.url._files  # type: ignore[union-attr]
     opened = type(files).open
 
     def refuse(*_: object, **__: object) -> None:

@@ -111,7 +111,10 @@ def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
     past = [{"kind": "checkpoint", "step": step, "path": "/data/c.json"} for step in (90, 120)]
     run.leader._expect_checkpoint(summarize(past))
     brought = collector._try_to_bring(HOSTS, "restore-1", lambda _: None)
-    assert f"is found in {collector.folder}, though that of step 120 was written" in brought.error
+    assert (
+        f"is found in {run.folder.checkpoints}, though that of step 120 was written"
+        in brought.error
+    )
 
 
 def test_of_what_another_machine_led_nobody_here_knows_whether_it_had_one(run: Resumed) -> None:
