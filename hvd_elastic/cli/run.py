@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import shutil
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -24,11 +28,13 @@ from hvd_elastic.cli.run_options import (
     raise_together,
     ssh_config_for,
 )
+from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HvdElasticError, RunError, UsageError
-
-if TYPE_CHECKING:
-    from hvd_elastic.leader.spec import RunSpec
-    from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.hosts.hostfile import parse_hostfile
+from hvd_elastic.leader.spec import RunSpec, forwarded_environment
+from hvd_elastic.records.run_folder import RunFolder, check_run_id
+from hvd_elastic.records.summary import summarize
+from hvd_elastic.records.tensorboard import TensorBoardWriter
 
 __all__ = ["run"]
 
@@ -75,8 +81,6 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
     Exit status: 0 when training finished, 1 when it failed, 2 for wrong usage, 130 when stopped.
     """
-    from hvd_elastic.records.run_folder import RunFolder
-
     resumed = options.resume is not None
     if resumed:
         _check_resume_options(context)
@@ -107,9 +111,6 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
 def _folder_to_resume(options: RunOptions) -> RunFolder:
     """Return the run's folder; where another machine led it, a new one from what its hosts know."""
-    from hvd_elastic.config import runs_folder
-    from hvd_elastic.records.run_folder import RunFolder, check_run_id
-
     run_id, hostfile = options.resume or "", options.hostfile
     if (runs_folder() / check_run_id(run_id)).is_dir():
         return RunFolder.open(run_id)
@@ -121,9 +122,6 @@ def _folder_to_resume(options: RunOptions) -> RunFolder:
                 f"{error}\nIf another machine led it, which is gone, its hosts know it: "
                 f"hvd-elastic run --resume {run_id} --hostfile HOSTFILE"
             ) from error
-    from dataclasses import replace
-
-    from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.hosts.ssh import SshOptions
     from hvd_elastic.leader.recovery import WHAT_IS_TRUSTED, find_run
 
@@ -143,8 +141,6 @@ def _folder_to_resume(options: RunOptions) -> RunFolder:
 
 
 def _check_not_complete(folder: RunFolder) -> None:
-    from hvd_elastic.records.summary import summarize
-
     if summarize(folder.read_events()).status == "succeeded":
         raise RunError(
             f"run {folder.run_id} has finished: there is nothing to resume. Look at it with: "
@@ -166,10 +162,6 @@ def _check_resume_options(context: typer.Context) -> None:
 
 
 def _resumed_spec(folder: RunFolder, options: RunOptions) -> RunSpec:
-    from dataclasses import replace
-
-    from hvd_elastic.leader.spec import RunSpec
-
     if options.command:
         raise UsageError(
             f"--resume {folder.run_id} runs the command it was started with; leave it out"
@@ -223,12 +215,7 @@ def _lead(
     Returns:
         The exit status.
     """
-    import json
-    import time
-
     from hvd_elastic.leader.leader import Leader
-    from hvd_elastic.leader.spec import forwarded_environment
-    from hvd_elastic.records.tensorboard import TensorBoardWriter
     from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
 
     def warn(message: str) -> None:
@@ -339,8 +326,6 @@ def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> N
         else:  # the log may be that of another leader
             tell(f"{status} error: {error}".encode())
     except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
-        import traceback
-
         traceback.print_exc()
         status = 1
     os._exit(status)

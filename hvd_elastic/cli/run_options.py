@@ -7,18 +7,19 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.scaling_options import ScalingOptions
 from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
 from hvd_elastic.formatting import count
-
-if TYPE_CHECKING:
-    from hvd_elastic.hosts.hostfile import Host
-    from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.hosts.hostfile import Host, expand_hosts, parse_hostfile
+from hvd_elastic.hosts.ssh_config import config_beside
+from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
+from hvd_elastic.records.tensorboard import check_tensorboard
 
 __all__ = ["RunOptions", "check_sizes", "check_slots", "check_ssh_config"]
 __all__ += ["check_tensorboard_option", "raise_together", "ssh_config_for"]
@@ -207,9 +208,6 @@ class RunOptions:
 
     def spec(self) -> RunSpec:
         """Return the run that is asked for."""
-        from hvd_elastic.checkpoint.url import is_url
-        from hvd_elastic.leader.spec import RunSpec
-
         names = [field.name for field in fields(RunSpec)]
         asked: dict[str, Any] = {name: getattr(self, name, None) for name in names}
         place = self.checkpoint_folder
@@ -228,8 +226,6 @@ class RunOptions:
         return RunSpec(**asked)
 
     def _pinned(self) -> list[Host]:
-        from hvd_elastic.hosts.hostfile import expand_hosts, parse_hostfile
-
         if self.pin_hosts is None:
             return []
         if self.hostfile is None:
@@ -289,8 +285,6 @@ class RunOptions:
             )
 
     def _check_patience(self) -> None:
-        from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S
-
         least = 2 * SHORTEST_HEARTBEAT_S
         if self.failure_timeout_s < least:
             raise UsageError(
@@ -338,8 +332,6 @@ def raise_together(*checks: Callable[[], None]) -> None:
 
 def check_slots(hostfile: Path | None, np: int | None, min_np: int, spares: int) -> None:
     """Refuse sizes that the hostfile has no slots for."""
-    from hvd_elastic.hosts.hostfile import parse_hostfile
-
     if hostfile is None:
         return
     slots = parse_hostfile(hostfile).slots
@@ -375,8 +367,6 @@ def check_sizes(np: int | None, min_np: int, max_np: int | None, *, mpi: bool) -
 
 def check_tensorboard_option(wanted: bool, *, mpi: bool) -> None:
     """Refuse ``--tensorboard`` where nobody could write for it."""
-    from hvd_elastic.records.tensorboard import check_tensorboard
-
     if not wanted:
         return
     if mpi:
@@ -398,8 +388,6 @@ def check_ssh_config(ssh_config: Path | None) -> None:
 
 def ssh_config_for(hostfile: Path | None, ssh_config: Path | None) -> str | None:
     """Return the one that is named, else that of a virtual cluster, else None: the user's."""
-    from hvd_elastic.hosts.ssh_config import config_beside
-
     if ssh_config is None and hostfile is not None:
         ssh_config = config_beside(hostfile)
     return None if ssh_config is None else str(ssh_config.absolute())

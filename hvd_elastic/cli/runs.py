@@ -10,33 +10,31 @@ from __future__ import annotations
 import json
 import sys
 import time
+import webbrowser
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hvd_elastic.cli.numbers import parse_duration, parse_whole_number, whole_number_option
+from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, duration_words, number_words, worker_name
+from hvd_elastic.records.audit import AuditResult
+from hvd_elastic.records.json_lines import (
+    EventFollower,
+    LineFollower,
+    Record,
+    iter_events,
+    read_last_events,
+)
+from hvd_elastic.records.run_folder import RunFolder, list_runs
+from hvd_elastic.records.summary import Draining, RunSummary, summarize
+from hvd_elastic.records.wording import Narrator, outcome_words, progress_words, resume_words
 
-if TYPE_CHECKING:
-    from hvd_elastic.records.audit import AuditResult
-    from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record
-    from hvd_elastic.records.run_folder import RunFolder
-    from hvd_elastic.records.summary import Draining, RunSummary
-
-__all__ = [
-    "attach",
-    "discover",
-    "drain",
-    "list_",
-    "logs",
-    "policy",
-    "report",
-    "scale",
-    "status",
-    "stop",
-]
+__all__ = ["attach", "discover", "drain", "list_", "logs", "policy", "report", "scale", "status"]
+__all__ += ["stop"]
 
 STOP_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 90.0
@@ -59,9 +57,6 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
       hvd-elastic status
       hvd-elastic status digits-3 --json
     """
-    from hvd_elastic.records.run_folder import RunFolder
-    from hvd_elastic.records.summary import summarize
-
     folder = RunFolder.open(run)
     alive = folder.leader_alive()
     records = folder.read_events()
@@ -81,8 +76,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    for name, value in _status_rows(folder, summary, state, until):
-        print(f"{name:<12} {value}")
+    _print_rows(_status_rows(folder, summary, state, until))
     _print_latest(records)
 
 
@@ -99,9 +93,6 @@ def list_(
       hvd-elastic list
       hvd-elastic list -n 0 --json
     """
-    from hvd_elastic.config import runs_folder
-    from hvd_elastic.records.run_folder import list_runs
-
     runs = list_runs()
     rows = [_list_row(run) for run in (runs[:limit] if limit else runs)]
     if as_json:
@@ -145,9 +136,6 @@ def logs(
       hvd-elastic logs digits-3 -f --host node2
       hvd-elastic logs digits-3 --leader -n 200
     """
-    from hvd_elastic.records.json_lines import LineFollower
-    from hvd_elastic.records.run_folder import RunFolder
-
     folder = RunFolder.open(run)
     followers: dict[Path, LineFollower] = {}
     paths = _log_paths(folder, host, leader)
@@ -180,8 +168,6 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
       hvd-elastic attach digits-3
       hvd-elastic attach digits-3 --json     one event a line
     """
-    from hvd_elastic.records.json_lines import EventFollower
-    from hvd_elastic.records.run_folder import RunFolder
     from hvd_elastic.views.terminal import RunView
 
     folder = RunFolder.open(run)
@@ -232,21 +218,18 @@ def stop(
       hvd-elastic stop digits-3
       hvd-elastic stop digits-3 --no-wait
     """
-    from hvd_elastic.records.run_folder import RunFolder
-    from hvd_elastic.records.wording import resume_words
-
     folder = RunFolder.open(run)
     message = folder.ask_leader("stop", {"reason": "asked to by hvd-elastic stop"})
     ended = _wait_for_end(folder) if wait else None
     result = (ended or {}).get("status", "stopping")
     if as_json:
-        _print_json({"run_id": folder.run_id, "ok": True, "message": message, "status": result})
-    else:
-        steps = f" after {count(ended.get('steps'), 'step')}" if ended else ""
-        print(f"run {folder.run_id}: {result}{steps}")
-        way_on = resume_words(ended or {})
-        if way_on:
-            print(way_on)
+        _answer(as_json, message, run, status=result)
+        return
+    steps = f" after {count(ended.get('steps'), 'step')}" if ended else ""
+    print(f"run {run}: {result}{steps}")
+    way_on = resume_words(ended or {})
+    if way_on:
+        print(way_on)
 
 
 def scale(
@@ -264,15 +247,9 @@ def scale(
       hvd-elastic scale digits-3 4
       hvd-elastic scale digits-3 auto
     """
-    from hvd_elastic.records.run_folder import RunFolder
-
-    wanted = _parse_np(np)
-    folder = RunFolder.open(run)
-    message = folder.ask_leader("scale", {"np": wanted})
-    if as_json:
-        _print_json({"run_id": folder.run_id, "ok": True, "np": wanted, "message": message})
-    else:
-        print(message)
+    wanted = None if np == "auto" else parse_whole_number("N", np, instead=", or 'auto'")
+    message = RunFolder.open(run).ask_leader("scale", {"np": wanted})
+    _answer(as_json, message, run, np=wanted)
 
 
 def policy(
@@ -287,15 +264,10 @@ def policy(
       hvd-elastic policy digits-3 pause
       hvd-elastic policy digits-3 resume
     """
-    from hvd_elastic.records.run_folder import RunFolder
-
     if do not in ("pause", "resume"):
         raise UsageError(f"a policy can be told to pause or resume, not to {do!r}")
     message = RunFolder.open(run).ask_leader("policy", {"do": do})
-    if as_json:
-        _print_json({"run_id": run, "ok": True, "do": do, "message": message})
-    else:
-        print(message)
+    _answer(as_json, message, run, do=do)
 
 
 def drain(
@@ -321,16 +293,12 @@ def drain(
       hvd-elastic drain digits-3 node2 --in 120s --no-wait
       hvd-elastic drain digits-3 node2 --undo
     """
-    from hvd_elastic.records.json_lines import EventFollower
-    from hvd_elastic.records.run_folder import RunFolder
-
     if undo and leave_in is not None:
         raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
     leave_in_s = None if leave_in is None else parse_duration("--in", leave_in)
     folder = RunFolder.open(run)
     follower = EventFollower(folder.events, from_end=True)
-    fields = {"host": host, "leave_in_s": leave_in_s, "undo": undo}
-    message = folder.ask_leader("drain", fields)
+    message = folder.ask_leader("drain", {"host": host, "leave_in_s": leave_in_s, "undo": undo})
     drained = None
     if wait and not undo:
         try:
@@ -343,11 +311,7 @@ def drain(
             )
             raise
         message = f"nothing of run {folder.run_id} is left on host {host}"
-    if as_json:
-        answer = {"run_id": folder.run_id, "ok": True, "host": host, "message": message}
-        _print_json({**answer, "drained": drained, "undone": undo})
-    else:
-        print(message)
+    _answer(as_json, message, run, host=host, drained=drained, undone=undo)
 
 
 def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
@@ -359,9 +323,6 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
       echo 'exec hvd-elastic discover digits-3' > hosts.sh; chmod +x hosts.sh
       horovodrun -np 2 --host-discovery-script ./hosts.sh python train.py
     """
-    from hvd_elastic.records.json_lines import iter_events
-    from hvd_elastic.records.run_folder import RunFolder
-
     folder = RunFolder.open(run)
     hosts = None
     drained: set[str] = set()
@@ -408,7 +369,6 @@ def report(
       hvd-elastic report
       hvd-elastic report digits-3 --out digits.html --open
     """
-    from hvd_elastic.records.run_folder import RunFolder
     from hvd_elastic.views.report import write_report
 
     folder = RunFolder.open(run)
@@ -427,12 +387,9 @@ def report(
             }
         )
     else:
-        for name, value in _report_rows(result.summary, result.audit, folder.leader_alive()):
-            print(f"{name:<12} {value}")
-        print(f"{'report':<12} {result.path}")
+        rows = _report_rows(result.summary, result.audit, folder.leader_alive())
+        _print_rows([*rows, ("report", str(result.path))])
     if open_:
-        import webbrowser
-
         if not webbrowser.open(result.path.resolve().as_uri()):
             print(f"no browser found here; open {result.path} yourself", file=sys.stderr)
 
@@ -461,8 +418,6 @@ def _state(status: str, *, alive: bool, waiting: bool = False, until: float | No
 def _status_rows(
     folder: RunFolder, summary: RunSummary, state: str, until: float | None
 ) -> list[tuple[str, str]]:
-    from hvd_elastic.records.wording import progress_words
-
     words = {
         "leaderless": (
             "the leader is gone, and the hosts train on without one until about "
@@ -475,20 +430,16 @@ def _status_rows(
     }
     rows = [("run", folder.run_id), ("status", words.get(state, state))]
     if summary.started is not None:
-        rows.append(
-            (
-                "started",
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))
-                + f", {duration_words(summary.duration_s)} until its last event",
-            )
-        )
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))
+        took = duration_words(summary.duration_s)
+        rows.append(("started", f"{started}, {took} until its last event"))
     # The last metrics may be of an epoch before the last step's.
     epoch = summary.last.get("epoch") if summary.ended_in is None else summary.ended_in
     progress = progress_words({**summary.last, "step": summary.steps, "epoch": epoch}, summary.size)
     rows.append(("progress", progress))
     own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
     if own:
-        rows.append(("metrics", ", ".join(f"{k} {number_words(v)}" for k, v in own.items())))
+        rows.append(("metrics", _metric_words(own)))
     if summary.batch_plan:
         rows.append(("batch", _batch_words(summary)))
     if summary.hosts:
@@ -518,15 +469,12 @@ def _status_rows(
 
 def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
     """What the run came to, in the words of its end."""
-    from hvd_elastic.records.wording import outcome_words
-
     state = _state(summary.status, alive=alive, waiting=bool(summary.waiting))
     outcome = outcome_words(state, summary.steps, summary.examples, summary.message)
-    rows = [("run", f"{summary.run_id}: {outcome}")]
-    rows.append(("took", duration_words(summary.duration_s)))
+    rows = [("run", f"{summary.run_id}: {outcome}"), ("took", duration_words(summary.duration_s))]
     metrics = summary.final_metrics()
     if metrics:
-        rows.append(("metrics", ", ".join(f"{k} {number_words(v)}" for k, v in metrics.items())))
+        rows.append(("metrics", _metric_words(metrics)))
     rows.append(("rescales", _rescale_words(summary)))
     if audit.recorded:
         rows.append(("examples", audit.sentence()))
@@ -555,6 +503,10 @@ def _batch_words(summary: RunSummary) -> str:
     return text
 
 
+def _metric_words(metrics: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {number_words(value)}" for name, value in metrics.items())
+
+
 def _rescale_words(summary: RunSummary) -> str:
 
     pause_s = summary.longest_pause_s
@@ -563,8 +515,6 @@ def _rescale_words(summary: RunSummary) -> str:
 
 
 def _print_latest(records: list[Record], count: int = 8) -> None:
-    from hvd_elastic.records.wording import Narrator
-
     narrator = Narrator()
     told = [(event, line) for event in records for line in narrator.tell(event)]
     if told:
@@ -576,9 +526,6 @@ def _print_latest(records: list[Record], count: int = 8) -> None:
 
 def _list_row(folder: RunFolder) -> dict[str, Any]:
     """Told from the end of the events alone: a list of many long runs must not take minutes."""
-    from hvd_elastic.records.json_lines import read_last_events
-    from hvd_elastic.records.summary import summarize
-
     summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
     alive = folder.leader_alive()
     until = None if alive else folder.leaderless_until(summary.ended)
@@ -628,8 +575,6 @@ def _last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], Li
 
     With ``whole`` a last line that is not finished is left to the follower.
     """
-    from hvd_elastic.records.json_lines import LineFollower
-
     size = path.stat().st_size
     tail_bytes = _TAIL_BYTES
     while True:
@@ -649,14 +594,9 @@ def _print_log_line(path: Path, line: bytes, as_json: bool) -> None:
     text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
     host, local_rank = _worker_of(path)
     if as_json:
-        entry = {"host": host, "local_rank": local_rank, "line": text}
-        print(json.dumps(entry), flush=True)
+        print(json.dumps({"host": host, "local_rank": local_rank, "line": text}), flush=True)
     else:
         print(f"{worker_name(host, local_rank)} | {text}", flush=True)
-
-
-def _parse_np(text: str) -> int | None:
-    return None if text == "auto" else parse_whole_number("N", text, instead=", or 'auto'")
 
 
 def _wait_until_drained(
@@ -682,8 +622,6 @@ def _wait_until_drained(
 
 
 def _wait_for_end(folder: RunFolder) -> Record | None:
-    from hvd_elastic.records.json_lines import read_last_events
-
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while folder.leader_alive():
         if time.monotonic() > deadline:
@@ -695,6 +633,19 @@ def _wait_for_end(folder: RunFolder) -> Record | None:
         time.sleep(_POLL_S)
     ended = [e for e in read_last_events(folder.events, _TAIL_BYTES) if e["kind"] == "run_finished"]
     return ended[-1] if ended else None
+
+
+def _answer(as_json: bool, message: str, run: str, **more: Any) -> None:
+    """Print what the leader answered to a request."""
+    if as_json:
+        _print_json({"run_id": run, "ok": True, **more, "message": message})
+    else:
+        print(message)
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    for name, value in rows:
+        print(f"{name:<12} {value}")
 
 
 def _print_json(data: Any) -> None:
