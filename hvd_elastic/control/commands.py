@@ -8,22 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = [
-    "Abort",
-    "Announce",
-    "Command",
-    "Emit",
-    "Finish",
-    "Hold",
-    "KillWorker",
-    "Leave",
-    "Member",
-    "SaveState",
-    "StartAgent",
-    "StartWorker",
-    "StopAgent",
-]
-
 
 @dataclass(frozen=True)
 class StartAgent:

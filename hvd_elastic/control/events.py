@@ -11,33 +11,6 @@ from dataclasses import dataclass
 
 from hvd_elastic.control.commands import Member
 
-__all__ = [
-    "AgentFailed",
-    "AgentLost",
-    "AgentReady",
-    "Event",
-    "FoundWorker",
-    "GenerationStuck",
-    "HostDraining",
-    "HostReturned",
-    "HostSlots",
-    "HostsChanged",
-    "RunAdopted",
-    "ScriptFailed",
-    "StateSaved",
-    "StopRequested",
-    "TargetChanged",
-    "Tick",
-    "WorkerBroken",
-    "WorkerEvent",
-    "WorkerExited",
-    "WorkerFinished",
-    "WorkerHeld",
-    "WorkerJoined",
-    "WorkerReady",
-    "WorkerSilent",
-]
-
 
 @dataclass(frozen=True)
 class HostSlots:

@@ -15,28 +15,23 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import RunError
 
-__all__ = [
-    "EventFollower",
-    "EventLog",
-    "LineFollower",
-    "Record",
-    "RecordNotWrittenError",
-    "iter_events",
-    "read_events",
-    "read_last_events",
-]
+__all__ = ["EventFollower", "EventLog", "LineFollower", "Record", "RecordNotWrittenError"]
+__all__ += ["iter_events", "read_events", "read_last_events"]
 
 Record = dict[str, Any]
 
 SYNCED_KINDS = frozenset({"run_started", "checkpoint", "run_finished"})
-"""Kinds that are worth an fsync: a resumed run relies on them even after a power failure."""
+"""Kinds that are synced to the disk: a resumed run relies on them even after a power failure.
+
+All others survive the death of the process, not that of the machine.
+"""
 
 _STAMPS = frozenset({"t", "mono", "kind"})  # the writer's, whatever the fields say
 _READ_BYTES = 1 << 20
@@ -56,28 +51,14 @@ class EventLog(AbstractContextManager["EventLog"]):
     Args:
         path: the file; created with mode 0600 when missing. A torn last line that an earlier
             writer left is closed first, so that it cannot swallow the next record.
-        sync_kinds: kinds after which the file is fsynced. All others rely on the kernel: they
-            survive the death of the process, not that of the machine.
-        wall_clock: seconds since the epoch, for ``t``.
-        monotonic_clock: seconds that never jump, for ``mono``.
 
     Raises:
         RunError: the file cannot be opened; names it and why.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        sync_kinds: Collection[str] = SYNCED_KINDS,
-        wall_clock: Callable[[], float] = time.time,
-        monotonic_clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.lost = 0  # records not written since the last one that was
-        self._sync_kinds = frozenset(sync_kinds)
-        self._wall_clock = wall_clock
-        self._monotonic_clock = monotonic_clock
         self._lock = threading.Lock()
         try:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -98,8 +79,8 @@ class EventLog(AbstractContextManager["EventLog"]):
                 in ``lost``, and a ``warning`` record tells them once writing works again.
         """
         record: Record = {
-            "t": round(self._wall_clock(), 6),
-            "mono": round(self._monotonic_clock(), 6),
+            "t": round(time.time(), 6),
+            "mono": round(time.monotonic(), 6),
             "kind": kind,
             **{key: value for key, value in (fields or {}).items() if key not in _STAMPS},
         }
@@ -112,7 +93,7 @@ class EventLog(AbstractContextManager["EventLog"]):
                 head += _encode(self._loss_warning(record))
             try:
                 self._write(head + line)
-                if kind in self._sync_kinds:
+                if kind in SYNCED_KINDS:
                     os.fsync(self._fd)
             except OSError as error:
                 self.lost += 1
@@ -158,13 +139,10 @@ class EventLog(AbstractContextManager["EventLog"]):
         }
 
 
-def iter_events(
-    path: Path, *, on_skip: Callable[[int, str], None] | None = None
-) -> Iterator[Record]:
+def iter_events(path: Path) -> Iterator[Record]:
     """The records of a file, oldest first; nothing when there is no such file yet.
 
-    A line that is not a JSON object with a ``kind`` (torn by a full disk, or edited) is skipped;
-    ``on_skip`` gets its number and its text.
+    A line that is not a JSON object with a ``kind`` (torn by a full disk, or edited) is skipped.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "events.jsonl"
@@ -178,12 +156,10 @@ def iter_events(
     if not Path(path).exists():
         return
     with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for line in file:
             record = _decode(line)
             if record is not None:
                 yield record
-            elif on_skip is not None and line.strip():
-                on_skip(number, line.decode("utf-8", "replace").rstrip("\n"))
 
 
 def read_events(path: Path) -> list[Record]:

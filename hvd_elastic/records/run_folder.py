@@ -25,7 +25,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +35,8 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
 
-__all__ = [
-    "COMMAND_TIMEOUT_S",
-    "LeaderLock",
-    "Request",
-    "RunFolder",
-    "check_run_id",
-    "list_runs",
-    "new_run_id",
-]
+__all__ = ["COMMAND_TIMEOUT_S", "LeaderLock", "Request", "RunFolder", "check_run_id", "list_runs"]
+__all__ += ["new_run_id"]
 
 COMMAND_TIMEOUT_S = 20.0
 
@@ -98,10 +91,6 @@ class LeaderLock(AbstractContextManager["LeaderLock"]):
             os.close(fd)
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """As :meth:`release`, for a ``with`` statement."""
         self.release()
 
 
@@ -109,8 +98,18 @@ class RunFolder:
     """One run's folder. Make it with :meth:`create`, find it with :meth:`open`."""
 
     def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self.run_id = self.path.name
+        self.path = path
+        self.run_id = path.name
+        self.run_json = path / "run.json"
+        self.events = path / "events.jsonl"
+        self.audit = path / "audit.jsonl"
+        self.output = path / "output.jsonl"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.commands = path / "commands"
+        self.lock = path / "leader.lock"
+        self.leader_log = path / "leader.log"
 
     # -- finding and making ----------------------------------------------------------------
 
@@ -189,53 +188,11 @@ class RunFolder:
             "python train.py   (runs of another HVD_ELASTIC_HOME are not seen)"
         )
 
-    # -- where things lie ------------------------------------------------------------------
-
-    @property
-    def run_json(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def audit(self) -> Path:
-        return self.path / "audit.jsonl"
-
-    @property
-    def output(self) -> Path:
-        return self.path / "output.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def commands(self) -> Path:
-        return self.path / "commands"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "leader.lock"
-
-    @property
-    def leader_log(self) -> Path:
-        return self.path / "leader.log"
+    # -- what it holds -----------------------------------------------------------------------
 
     def log_path(self, host: str, local_rank: int) -> Path:
         """Where the output of a worker goes."""
         return self.logs / f"{host.replace('/', '_')}.{local_rank}.log"
-
-    # -- run.json --------------------------------------------------------------------------
 
     def read_run(self) -> dict[str, Any]:
         """What run.json says; empty when it is missing or unreadable (a run that never began)."""
@@ -389,7 +346,6 @@ class RunFolder:
         fields: Mapping[str, Any] | None = None,
         *,
         timeout_s: float = COMMAND_TIMEOUT_S,
-        on_event: Callable[[Record], None] | None = None,
     ) -> str:
         """Send a request, wait for the answer, and return the leader's message.
 
@@ -397,7 +353,6 @@ class RunFolder:
             op: what to do, ``stop`` or ``scale`` for instance.
             fields: its arguments.
             timeout_s: how long to wait for the answer.
-            on_event: gets every event that comes meanwhile.
 
         Raises:
             RunError: no live leader, no answer in time, or the leader refused.
@@ -409,8 +364,6 @@ class RunFolder:
         while True:
             alive = self.leader_alive()  # asked before reading: its last words must be read
             for record in follower.poll():
-                if on_event is not None:
-                    on_event(record)
                 if record["kind"] == "command_done" and record.get("id") == request_id:
                     if record.get("ok", True):
                         return str(record.get("message") or "")

@@ -1,4 +1,4 @@
-"""A run's events boiled down to what people ask of it. Pure: records in, a dataclass out."""
+"""Summarises a run from its events: records in, a dataclass out."""
 
 from __future__ import annotations
 
@@ -11,17 +11,8 @@ from typing import Any
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.records.wording import batch_words, shares_words
 
-__all__ = [
-    "Arrival",
-    "Checkpoint",
-    "Departure",
-    "Draining",
-    "MetricSeries",
-    "Rescale",
-    "RunSummary",
-    "TimedEvent",
-    "summarize",
-]
+__all__ = ["Arrival", "Checkpoint", "Departure", "Draining", "MetricSeries", "Rescale"]
+__all__ += ["RunSummary", "TimedEvent", "summarize"]
 
 METRIC_FIELDS = frozenset(
     {
@@ -225,11 +216,10 @@ class RunSummary:
         names = [*(["loss"] if "loss" in self.last else []), *self.user_metrics]
         return {name: self.last[name] for name in names}
 
-    def as_json(self, *, with_series: bool = False) -> dict[str, Any]:
-        """Plain data for ``--json``."""
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
         data = asdict(self)
-        if not with_series:
-            del data["series"], data["sizes"]
+        del data["series"], data["sizes"]
         data["duration_s"] = self.duration_s
         data["longest_pause_s"] = self.longest_pause_s
         data["mean_throughput"] = self.mean_throughput
@@ -258,11 +248,77 @@ def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
             if run.started is None:
                 run.started = float(t)
             run.ended = float(t)
-        at_s = run.duration_s
-        handle = _HANDLERS.get(str(record.get("kind")))
-        if handle is not None:
-            handle(run, record, at_s)
+        _take(run, record, run.duration_s)
     return run
+
+
+def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    """Take the next event, which came ``at_s`` seconds after the start."""
+    host = str(record.get("host"))
+    size = _whole(record.get("size")) or 0
+    match record.get("kind"):
+        case "run_started":
+            _run_started(run, record, at_s)
+        case "hosts_changed":
+            _hosts_changed(run, record)
+        case "host_draining":
+            _host_draining(run, record, at_s)
+        case "host_drained":
+            if host in run.draining:
+                run.draining[host] = replace(run.draining[host], empty=True)
+        case "host_returned":
+            run.draining.pop(host, None)
+        case "rescale_started":
+            _rescale_started(run, record, at_s)
+        case "rescale_finished":
+            _rescale_finished(run, record, size)
+            _set_size(run, at_s, size)
+            _first_step(run, at_s)
+        case "taken_over":
+            _set_size(run, at_s, size)
+        case "command_done":
+            if record.get("op") == "scale" and record.get("ok"):
+                run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
+        case "metrics":
+            _metrics(run, record, at_s)
+        case "worker_joined":
+            local_rank = _whole(record.get("local_rank")) or 0
+            run.joined.append(Arrival(at_s, host, local_rank, _whole(record.get("rank"))))
+        case "worker_left" | "host_lost":
+            cause = _text(record, "cause", "no cause given")
+            run.left.append(Departure(at_s, host, _whole(record.get("local_rank")), cause))
+        case "checkpoint":
+            _checkpoint(run, record, at_s)
+        case "restored":
+            run.steps = _whole(record.get("step")) or 0
+            run.examples = _whole(record.get("examples")) or 0
+            run.last.update({"step": run.steps, "examples": run.examples})
+        case "decision":
+            _decision(run, record, at_s)
+        case "shares":
+            text = shares_words(record)
+            run.decisions.append(TimedEvent(at_s, "shares", text))
+            run.shares = text if record.get("shares") else ""
+        case "batch_plan":
+            text = batch_words(record, run.batch_plan)
+            run.batch_plan = dict(record)
+            if text:
+                run.decisions.append(TimedEvent(at_s, "batch_plan", text))
+        case "prediction_missed":
+            run.missed = _text(record, "reason")
+            text = f"prediction missed: {run.missed}"
+            run.decisions.append(TimedEvent(at_s, "prediction_missed", text))
+        case "warning":
+            text = _text(record, "message") or _text(record, "reason")
+            run.warnings.append(TimedEvent(at_s, "warning", text))
+        case "waiting":
+            run.waiting = _text(record, "reason", "waiting for hosts")
+        case "script_failed":
+            if not run.failure:
+                run.failure = _text(record, "traceback")
+                run.failed_worker = worker_name(record.get("host"), record.get("local_rank"))
+        case "run_finished":
+            _run_finished(run, record, at_s)
 
 
 def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
@@ -278,13 +334,13 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     if np != run.np:
         run.np, run.scaled_to, run.scaled_slots = np, None, []
     if "hosts" in record:
-        _hosts_changed(run, record, at_s)
+        _hosts_changed(run, record)
     if run.attempts > 1:
         _set_size(run, at_s, 0)
     run.shares = ""
 
 
-def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
+def _hosts_changed(run: RunSummary, record: Mapping[str, Any]) -> None:
     run.hosts = [
         (str(entry[0]), int(entry[1]))
         for entry in record.get("hosts") or []
@@ -295,22 +351,12 @@ def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> 
 
 
 def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    host, cause = str(record.get("host")), str(record.get("cause") or "")
+    host, cause = str(record.get("host")), _text(record, "cause")
     before = run.draining.get(host)
     # A notice takes nothing back of what was asked for.
     asked = record.get("asked") is not False or (before is not None and before.asked)
     leave_in_s = _number(record.get("leave_in_s"))
     run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
-
-
-def _host_drained(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
-    host = str(record.get("host"))
-    if host in run.draining:
-        run.draining[host] = replace(run.draining[host], empty=True)
-
-
-def _host_returned(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
-    run.draining.pop(str(record.get("host")), None)
 
 
 def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
@@ -323,22 +369,12 @@ def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) ->
             at_s=at_s,
             from_size=_whole(record.get("from_size")) or 0,
             to_size=_whole(record.get("to_size")) or 0,
-            reason=str(record.get("reason") or ""),
+            reason=_text(record, "reason"),
         )
     )
 
 
-def _taken_over(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    _set_size(run, at_s, _whole(record.get("size")) or 0)
-
-
-def _command_done(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
-    if record.get("op") == "scale" and record.get("ok"):
-        run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
-
-
-def _rescale_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    size = _whole(record.get("size")) or 0
+def _rescale_finished(run: RunSummary, record: Mapping[str, Any], size: int) -> None:
     generation = _whole(record.get("generation")) or 0
     pause_s = _number(record.get("pause_s"))
     # From the end: a resumed run may count its generations from 1 again.
@@ -349,8 +385,6 @@ def _rescale_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -
                 generation, begun.at_s, begun.from_size, size, begun.reason, pause_s, True
             )
             break
-    _set_size(run, at_s, size)
-    _first_step(run, at_s)
 
 
 def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
@@ -390,38 +424,17 @@ def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
         run.last[name] = value
 
 
-def _worker_joined(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    host, local_rank = str(record.get("host")), _whole(record.get("local_rank")) or 0
-    run.joined.append(Arrival(at_s, host, local_rank, _whole(record.get("rank"))))
-
-
-def _worker_left(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    host, cause = str(record.get("host")), str(record.get("cause") or "no cause given")
-    run.left.append(Departure(at_s, host, _whole(record.get("local_rank")), cause))
-
-
-def _host_lost(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    cause = str(record.get("cause") or "no cause given")
-    run.left.append(Departure(at_s, str(record.get("host")), None, cause))
-
-
 def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.checkpoints.append(
         Checkpoint(
             at_s=at_s,
             step=_whole(record.get("step")) or 0,
-            path=str(record.get("path") or ""),
+            path=_text(record, "path"),
             size_bytes=_whole(record.get("bytes")) or 0,
             seconds=_number(record.get("seconds")) or 0.0,
             blocked_s=_number(record.get("blocked_s")),
         )
     )
-
-
-def _restored(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
-    run.steps = _whole(record.get("step")) or 0
-    run.examples = _whole(record.get("examples")) or 0
-    run.last.update({"step": run.steps, "examples": run.examples})
 
 
 def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
@@ -437,42 +450,9 @@ def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.decisions.append(TimedEvent(at_s, "decision", text))
 
 
-def _shares(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    text = shares_words(record)
-    run.decisions.append(TimedEvent(at_s, "shares", text))
-    run.shares = text if record.get("shares") else ""
-
-
-def _batch_plan(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    text = batch_words(record, run.batch_plan)
-    run.batch_plan = dict(record)
-    if text:
-        run.decisions.append(TimedEvent(at_s, "batch_plan", text))
-
-
-def _prediction_missed(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.missed = str(record.get("reason") or "")
-    run.decisions.append(TimedEvent(at_s, "prediction_missed", f"prediction missed: {run.missed}"))
-
-
-def _warning(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    text = str(record.get("message") or record.get("reason") or "")
-    run.warnings.append(TimedEvent(at_s, str(record.get("kind")), text))
-
-
-def _waiting(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
-    run.waiting = str(record.get("reason") or "waiting for hosts")
-
-
-def _script_failed(run: RunSummary, record: Mapping[str, Any], _at_s: float) -> None:
-    if not run.failure:
-        run.failure = str(record.get("traceback") or "")
-        run.failed_worker = worker_name(record.get("host"), record.get("local_rank"))
-
-
 def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.status = str(record.get("status") or "finished")
-    run.message = str(record.get("message") or "")
+    run.status = _text(record, "status", "finished")
+    run.message = _text(record, "message")
     run.steps = _whole(record.get("steps")) or run.steps
     run.examples = _whole(record.get("examples")) or run.examples
     run.ended_in = _whole(record.get("epochs"))
@@ -492,6 +472,10 @@ def _set_size(run: RunSummary, at_s: float, size: int) -> None:
     run.sizes.append((at_s, size))
 
 
+def _text(record: Mapping[str, Any], name: str, default: str = "") -> str:
+    return str(record.get(name) or default)
+
+
 def _whole(value: Any) -> int | None:
     number = _number(value)
     return None if number is None else int(number)
@@ -502,30 +486,3 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if abs(value) <= sys.float_info.max else None
-
-
-_HANDLERS = {
-    "run_started": _run_started,
-    "hosts_changed": _hosts_changed,
-    "rescale_started": _rescale_started,
-    "rescale_finished": _rescale_finished,
-    "metrics": _metrics,
-    "worker_joined": _worker_joined,
-    "worker_left": _worker_left,
-    "host_lost": _host_lost,
-    "host_draining": _host_draining,
-    "host_drained": _host_drained,
-    "host_returned": _host_returned,
-    "checkpoint": _checkpoint,
-    "restored": _restored,
-    "decision": _decision,
-    "prediction_missed": _prediction_missed,
-    "batch_plan": _batch_plan,
-    "shares": _shares,
-    "warning": _warning,
-    "waiting": _waiting,
-    "script_failed": _script_failed,
-    "taken_over": _taken_over,
-    "command_done": _command_done,
-    "run_finished": _run_finished,
-}

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.records.audit import check_audit
@@ -193,6 +193,7 @@ def test_examples_that_drop_last_leaves_out() -> None:
     assert not check_audit(lines[:2], finished=True).ok
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_history_of_deaths_and_restores_is_judged_by_what_counts(data: st.DataObject) -> None:
     """Lose steps and go back at random; what is left covers the epochs, and one hole is found."""

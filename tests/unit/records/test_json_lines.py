@@ -18,7 +18,6 @@ from hvd_elastic.records.json_lines import (
     EventLog,
     LineFollower,
     RecordNotWrittenError,
-    iter_events,
     read_events,
     read_last_events,
 )
@@ -32,19 +31,17 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read(path: Path) -> None:
-    with EventLog(path, wall_clock=lambda: 5.0, monotonic_clock=lambda: 2.0) as log:
-        written = log.append("host_lost", {"host": "nöde3", "silent_s": 4.5, "cause": "a\nb"})
-    assert written == {
-        "t": 5.0, "mono": 2.0, "kind": "host_lost", "host": "nöde3", "silent_s": 4.5,
-        "cause": "a\nb",
-    }  # fmt: skip
+    fields = {"host": "nöde3", "silent_s": 4.5, "cause": "a\nb"}
+    with EventLog(path) as log:
+        written = log.append("host_lost", fields)
+    assert written == {"t": written["t"], "mono": written["mono"], "kind": "host_lost", **fields}
     assert read_events(path) == [written]
     assert path.read_bytes().count(b"\n") == 1
 
 
 def test_stamps_are_the_writers(path: Path) -> None:
-    with EventLog(path, wall_clock=lambda: 5.0) as log:
-        assert log.append("warning", {"t": 1.0, "kind": "other", "message": "m"})["t"] == 5.0
+    with EventLog(path) as log:
+        assert log.append("warning", {"t": 1.0, "kind": "other", "message": "m"})["t"] != 1.0
     assert read_events(path)[0]["kind"] == "warning"
 
 
@@ -129,7 +126,7 @@ from hvd_elastic.records.json_lines import EventLog, RecordNotWrittenError
 path = Path(sys.argv[1])
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
-log = EventLog(path, sync_kinds=())
+log = EventLog(path)
 told = 0
 for number in range(10):
     try:
@@ -202,10 +199,7 @@ def test_threads_do_not_mix_their_lines(path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    skipped: list[int] = []
-    records = list(iter_events(path, on_skip=lambda number, _: skipped.append(number)))
-    assert not skipped
-    assert len(records) == 800
+    assert len(read_events(path)) == len(path.read_bytes().splitlines()) == 800
 
 
 def test_a_follower_hands_out_each_record_once_and_waits_for_the_end_of_a_line(path: Path) -> None:

@@ -30,7 +30,7 @@ def test_a_whole_run() -> None:
     assert list(run.final_metrics()) == ["loss", "accuracy"]
     assert len(run.series["loss"].values) == 276
     assert run.mean_throughput is not None
-    json.dumps(run.as_json(with_series=True))
+    json.dumps(run.as_json())
 
 
 def test_a_run_that_goes_on() -> None:
@@ -43,7 +43,7 @@ def test_a_number_that_no_float_can_hold_is_none() -> None:
     run = summarize([*sample_events(status="running"), event])
     assert (run.steps, run.examples) == (276, 5)
     assert math.isnan(run.series["loss"].values[-1])
-    json.dumps(run.as_json(with_series=True))
+    json.dumps(run.as_json())
 
 
 def test_no_events() -> None:
