@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
 
 from hvd_elastic.checkpoint.files import temporary_in
 from hvd_elastic.checkpoint.url import CheckpointUrl
@@ -216,14 +218,9 @@ def _read(place: _Folder | CheckpointUrl) -> Claim | None:
     if not text:
         return None
     try:
-        fields: dict[str, Any] = json.loads(text)
-        claim = Claim(**fields)
-    except (ValueError, TypeError):
+        return msgspec.json.decode(text, type=Claim)
+    except ValueError:
         return _UNREADABLE
-    fit = (
-        isinstance(fields.get(name, 0), type(value)) for name, value in asdict(_UNREADABLE).items()
-    )
-    return claim if all(fit) else _UNREADABLE
 
 
 _UNREADABLE = Claim("", "", "", 0.0, "", 0)

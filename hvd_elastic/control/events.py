@@ -145,7 +145,7 @@ class FoundWorker:
 
 
 @dataclass(frozen=True)
-class RunAdopted:
+class RunTakenOver:
     """A new leader's first event: what is there of the run already.
 
     Args:
@@ -298,7 +298,7 @@ Event = (
     | AgentFailed
     | AgentLost
     | GenerationStuck
-    | RunAdopted
+    | RunTakenOver
     | StopRequested
     | Tick
     | WorkerEvent

@@ -231,7 +231,7 @@ class Fleet:
             if history.given_up:
                 self.slots[slot] = Slot(incarnations=history.incarnations)
 
-    def adopt(
+    def take_over(
         self,
         agents: Iterable[str],
         awaited: Iterable[str],

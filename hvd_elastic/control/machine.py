@@ -185,8 +185,8 @@ class RunMachine:
                 for waiting in self._fleet.present(Stage.WAITING):
                     if waiting.saved is not None:
                         waiting.saved = event.step >= waiting.step
-            case ev.RunAdopted():
-                self._adopt(event, now)
+            case ev.RunTakenOver():
+                self._take_over(event, now)
             case ev.TargetChanged():
                 self._plan.requested_np = event.np
                 self._plan.preferred = frozenset(event.slots)
@@ -230,14 +230,14 @@ class RunMachine:
         ):
             self._out.send(SaveState(members[0].name))  # the notice may be shorter than it says
 
-    def _adopt(self, event: ev.RunAdopted, now: float) -> None:
+    def _take_over(self, event: ev.RunTakenOver, now: float) -> None:
         """Go on with a run whose leader was lost, from what that leader knew."""
         plan = self._plan
         plan.hosts, plan.requested_np = event.hosts, event.requested_np
         plan.preferred = frozenset(event.slots)
         plan.draining = dict.fromkeys(event.draining)
         plan.drain_only({host.name for host in event.hosts})
-        self._fleet.adopt(event.agents, event.awaited, event.workers, now)
+        self._fleet.take_over(event.agents, event.awaited, event.workers, now)
         self._current = Generation(event.generation, event.members)
         workers = self._fleet.workers
         if workers:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
+
+import msgspec
 
 from hvd_elastic.errors import RunError
 
@@ -117,17 +118,15 @@ class RunSpec:
         Raises:
             RunError: the run has no usable specification; names the first field that is not.
         """
-        hints = get_type_hints(cls)
-        known = {name: fields[name] for name in hints if name in fields}
-        lacking = [name for name in ("command", "cwd") if not known.get(name)]
-        wrong = [name for name, value in known.items() if not _fits(value, hints[name])]
-        if lacking or wrong:
-            why = f"no {lacking[0]}" if lacking else f"{wrong[0]} is {known[wrong[0]]!r}"
+        try:
+            for name in ("command", "cwd"):
+                if not fields.get(name):
+                    raise ValueError(f"no {name}")
+            return msgspec.convert(fields, cls)
+        except ValueError as error:
             raise RunError(
-                f"run {run_id} cannot be resumed: its run.json does not say what was run ({why})"
-            )
-        lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
-        return cls(**{**known, **lists})
+                f"run {run_id} cannot be resumed: its run.json does not say what was run ({error})"
+            ) from error
 
     @property
     def heartbeat_s(self) -> float:
@@ -138,14 +137,3 @@ class RunSpec:
     def hostfile_path(self) -> Path | None:
         """The hostfile, made absolute."""
         return None if self.hostfile is None else Path(self.hostfile).absolute()
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value that was read is of the type of its field."""
-    if get_origin(hint) is UnionType:
-        return any(_fits(value, part) for part in get_args(hint))
-    if get_origin(hint) is tuple:
-        return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)

@@ -112,12 +112,12 @@ class Takeover:
             if not found.asked and host not in self._held
         )
 
-    def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunAdopted:
+    def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunTakenOver:
         """Return the whole picture; ``hosts``: the hostfile as it is now."""
         none = HeldRun(generation=0, members=(), workers=())
         newest = max(self._held.values(), key=lambda held: held.generation, default=none)
         past = self._past
-        return ev.RunAdopted(
+        return ev.RunTakenOver(
             hosts=hosts,
             agents=tuple(self._ready),
             awaited=tuple(host for host in self.asked if host not in self._ready),

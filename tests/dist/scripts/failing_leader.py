@@ -16,5 +16,5 @@ def _look_and_fail(watch: HostfileWatch) -> bool:
     return _changed(watch)
 
 
-HostfileWatch.changed = _look_and_fail  # type: ignore[method-assign]
+HostfileWatch.changed = _look_and_fail  # type: ignore[method-assign, assignment]
 main()

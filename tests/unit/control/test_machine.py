@@ -1240,7 +1240,7 @@ def test_spare_of_a_host_that_left_the_hostfile_is_dismissed():
 # -- another leader ------------------------------------------------------------------------
 
 
-def found(play: Play, **changes: ev.FoundWorker) -> ev.RunAdopted:
+def found(play: Play, **changes: ev.FoundWorker) -> ev.RunTakenOver:
     """What another leader finds of the run: all as it was, but for some workers."""
     number = play.machine.generation
     workers = {
@@ -1256,7 +1256,7 @@ def found(play: Play, **changes: ev.FoundWorker) -> ev.RunAdopted:
     for host, worker in changes.items():
         workers[f"{host}:0.1"] = worker
     hosts = tuple(ev.HostSlots(name, 1) for name in ("a", "b", "c"))
-    return ev.RunAdopted(
+    return ev.RunTakenOver(
         hosts,
         agents=("a", "b", "c"),
         generation=number,
@@ -1268,7 +1268,7 @@ def found(play: Play, **changes: ev.FoundWorker) -> ev.RunAdopted:
 LOST = ev.FoundWorker("", "", 0)
 
 
-def successor(event: ev.RunAdopted, **config) -> tuple[Play, list[cmd.Command]]:
+def successor(event: ev.RunTakenOver, **config) -> tuple[Play, list[cmd.Command]]:
     play = Play.__new__(Play)
     play.machine, play.now, play.emitted = RunMachine(MachineConfig(**config), True), 0.0, []
     return play, play.tell(event)
@@ -1337,7 +1337,7 @@ def test_next_leader_hears_late_that_the_first_generation_was_formed():
 
 def test_next_leader_finds_workers_that_never_trained():
     standby = ev.FoundWorker("a:0.1", "a", 0, ready=True)
-    event = ev.RunAdopted((ev.HostSlots("a", 1),), agents=("a",), workers=(standby,))
+    event = ev.RunTakenOver((ev.HostSlots("a", 1),), agents=("a",), workers=(standby,))
     play, answer = successor(event)
     assert announced(answer).restore
     assert play.names == ["a:0.1"]
@@ -1345,14 +1345,14 @@ def test_next_leader_finds_workers_that_never_trained():
 
 def test_next_leader_finds_nothing():
     hosts = (ev.HostSlots("a", 1), ev.HostSlots("b", 1))
-    play, answer = successor(ev.RunAdopted(hosts, agents=("a",), awaited=("b",)))
+    play, answer = successor(ev.RunTakenOver(hosts, agents=("a",), awaited=("b",)))
     assert answer == [StartWorker("a:0.1", "a", 0)]
     assert play.tell(ev.AgentReady("b")) == [StartWorker("b:0.1", "b", 0)]
 
 
 def test_next_leader_has_a_shorter_hostfile():
     event = found(start("a", "b", "c"))
-    shorter = ev.RunAdopted(
+    shorter = ev.RunTakenOver(
         event.hosts[:2],
         agents=event.agents,
         generation=1,
@@ -1365,7 +1365,9 @@ def test_next_leader_has_a_shorter_hostfile():
 
 
 def test_next_leader_keeps_the_size_that_was_asked_for():
-    _play, answer = successor(ev.RunAdopted((ev.HostSlots("a", 4),), agents=("a",), requested_np=2))
+    _play, answer = successor(
+        ev.RunTakenOver((ev.HostSlots("a", 4),), agents=("a",), requested_np=2)
+    )
     assert starts(answer) == ["a:0.1", "a:1.1"]
 
 
@@ -1512,7 +1514,7 @@ def test_too_few_that_stay_hold_the_state_when_the_time_is_over():
 def test_next_leader_knows_what_was_drained():
     play = Play()
     answer = play.tell(
-        ev.RunAdopted(hosts=(HostSlots("a", 1), HostSlots("b", 1)), draining=("b", "gone"))
+        ev.RunTakenOver(hosts=(HostSlots("a", 1), HostSlots("b", 1)), draining=("b", "gone"))
     )
     assert answer == [StartAgent("a")]
     assert play.machine.draining == {"b"}
