@@ -92,7 +92,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
         def begin(host: Host, _: object) -> None:
             connection = connect(host, options)
             try:
-                process = start_program(connection, [f"{PROGRAMS}.probe_network"], python)
+                process = start_program(connection, f"{PROGRAMS}.probe_network", python)
             except BaseException:
                 connection.close()
                 raise

@@ -16,7 +16,6 @@ from hvd_elastic.cluster.copy.node.frames import pack, unpack
 from hvd_elastic.cluster.copy.node.pull_command import placeholders
 from hvd_elastic.cluster.copy.node.tree import ANY, check_inside, decode, is_excluded, shown
 from hvd_elastic.cluster.copy.session import (
-    MODULES,
     NODE,
     SILENCE_S,
     Copied,
@@ -30,7 +29,6 @@ from hvd_elastic.errors import SshError, UsageError
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.remote_python import PROGRAMS
 
 __all__ = ["Pulled", "check_pull", "pull_to_hosts", "read_list"]
 
@@ -154,11 +152,7 @@ class PullSession(CopySession):
         pulled: what is fetched.
     """
 
-    modules = (
-        *MODULES,
-        *(f"{PROGRAMS}.{name}" for name in ("end_processes", "hold_command")),
-        *(f"{NODE}.{name}" for name in ("pull_command", "pull")),
-    )
+    program = f"{NODE}.pull"
 
     def __init__(
         self,

@@ -29,10 +29,9 @@ from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, no_python, start_program
 from hvd_elastic.hosts.ssh import connect, is_local, own_address_towards
 
-__all__ = ["MODULES", "SILENCE_S", "Copied", "CopyProgress", "CopySession", "CopySettings", "Node"]
+__all__ = ["SILENCE_S", "Copied", "CopyProgress", "CopySession", "CopySettings", "Node"]
 
 NODE = "hvd_elastic.cluster.copy.node"
-MODULES = tuple(f"{NODE}.{name}" for name in ("frames", "tree", "names", "store", "feed", "node"))
 SOURCE = "the source"
 TICK_S = 0.1
 PING_S = 5.0
@@ -179,7 +178,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         skipped: of the source, what is neither file nor folder nor link.
     """
 
-    modules: tuple[str, ...] = MODULES
+    program = f"{NODE}.node"
 
     def __init__(
         self,
@@ -320,7 +319,7 @@ class CopySession(AbstractContextManager["CopySession"]):
                 if closed:
                     connection.close()
                     return
-                process = start_program(connection, self.modules, self._settings.python)
+                process = start_program(connection, self.program, self._settings.python)
                 node.process = process
                 process.stdin.write(json.dumps(self._config(node)).encode() + b"\n")
         except (HvdElasticError, OSError) as error:

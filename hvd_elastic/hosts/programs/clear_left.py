@@ -25,6 +25,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hvd_elastic.hosts.programs.processes import all_processes, environment, read
+
 GPU_S = 8.0
 # What an agent of ours listens on, as /proc/net/unix has it (launch/agent.py).
 AGENT = re.compile(r"@hvd_elastic/(?P<run>[^/\s]+)/")
@@ -76,20 +78,16 @@ def is_open(path: Path) -> bool:
 def is_in_use(folder: Path) -> bool:
     """Whether a process of this user has it for its temporary folder, or works or reads in it."""
     name = str(folder)
-    below = f"{name}/"
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
+    for pid in all_processes():
+        if environment(pid).get("TMPDIR") == name:
+            return True
+        links = [Path(f"/proc/{pid}/cwd")]
         with contextlib.suppress(OSError):
-            if f"TMPDIR={name}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                return True
-        links = [process / "cwd"]
-        with contextlib.suppress(OSError):
-            links += (process / "fd").iterdir()
+            links += Path(f"/proc/{pid}/fd").iterdir()
         for link in links:
             with contextlib.suppress(OSError):
                 target = os.readlink(str(link))  # noqa: PTH115  # Path.readlink is of 3.9
-                if target == name or target.startswith(below):
+                if f"{target}/".startswith(f"{name}/"):
                     return True
     return False
 
@@ -206,9 +204,8 @@ def held_gpus() -> list[str]:
 def who(pid: int) -> str:
     """The user and the command of a process that can be seen from here."""
     with contextlib.suppress(OSError):
-        folder = Path("/proc", str(pid))
-        name = (folder / "comm").read_text().strip()
-        return f"({name} of user {folder.stat().st_uid}) "
+        name = read(pid, "comm").decode("utf-8", "replace").strip()
+        return f"({name} of user {Path(f'/proc/{pid}').stat().st_uid}) "
     return "(not seen from here) "
 
 
@@ -222,7 +219,3 @@ def main() -> None:
             entry["problem"] = remove(path)
         removed.append(entry)
     sys.stdout.write(json.dumps({"removed": removed, "gpus": held_gpus()}))
-
-
-if __name__ == "__main__":
-    main()

@@ -234,7 +234,3 @@ def main() -> None:
         "cpus": len(os.sched_getaffinity(0)),
     }
     sys.stdout.write(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()

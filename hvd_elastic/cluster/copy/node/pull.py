@@ -41,8 +41,8 @@ from hvd_elastic.cluster.copy.node.tree import (
     shown,
     walk,
 )
-from hvd_elastic.hosts.programs.end_processes import end_all
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
+from hvd_elastic.hosts.programs.processes import descendants, end_processes
 
 # After so many failures one after the other the command is at fault, and not the file.
 MOST_FAILED = 5
@@ -353,7 +353,7 @@ class PullNode(Destination):
 
     def leave(self) -> None:
         """Ends the commands, and all that they started."""
-        end_all(GRACE_S)
+        end_processes(descendants, GRACE_S)
         super().leave()
         if self._pull is not None:
             target = self._target
