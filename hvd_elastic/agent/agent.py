@@ -59,8 +59,6 @@ from hvd_elastic.hosts.programs.processes import (
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import ProtocolError
 
-__all__ = ["Agent", "interface_of", "main"]
-
 _PROOF_S = 2.0
 """A leader that lives is heard of within this time; its longest interval is a second."""
 

@@ -27,14 +27,6 @@ from hvd_elastic.agent.workers import Worker, Workers
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode, peer_uid
 
-__all__ = [
-    "Caller",
-    "answer_caller",
-    "call_predecessor",
-    "listen_for_successors",
-    "write_last_checkpoint",
-]
-
 _ANSWER_S = 8.0
 _LOOK_S = 0.1
 _WRITE_PATIENCE_S = 300.0

@@ -11,8 +11,6 @@ from typing import IO, Any
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode
 
-__all__ = ["LeaderLink", "read_line"]
-
 
 class LeaderLink:
     """Messages to and from the leader, and for how long nothing was heard of it."""

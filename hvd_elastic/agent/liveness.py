@@ -6,8 +6,6 @@ import time
 
 from hvd_elastic.hosts.programs.processes import read_process
 
-__all__ = ["Liveness"]
-
 _BEAT_DUE_S = 1.5  # a little more than the longest interval
 _LOOK_EVERY_S = 1.0
 # Threads that wait with a time limit wake up all the time: in a deadlock they use up to 0.5 %.

@@ -15,8 +15,6 @@ from hvd_elastic.checkpoint.files import ShardInfo, drop_shards, find_shards
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 
-__all__ = ["SPEC_NAME", "Spool"]
-
 SPEC_NAME = "run.json"
 _UNTOLD = "untold.jsonl"
 

@@ -16,8 +16,6 @@ from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["UnacknowledgedLog"]
-
 _MAX_LOG_BYTES = 32 << 20
 
 

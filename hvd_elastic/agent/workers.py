@@ -24,8 +24,6 @@ from hvd_elastic.hosts.programs.processes import Process, descendants, environme
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode, peer_uid
 
-__all__ = ["Worker", "Workers"]
-
 _STRAY_GRACE_S = 2.0
 _LOG_CHUNK_BYTES = 1 << 16
 _SAME_NOTICE_S = 2.0

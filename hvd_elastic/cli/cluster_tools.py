@@ -43,19 +43,6 @@ if TYPE_CHECKING:
     from hvd_elastic.cluster.copy.copying import Copied
     from hvd_elastic.cluster.kill import Ended
 
-__all__ = [
-    "check",
-    "checkclust_main",
-    "cluster",
-    "copy",
-    "copyclust_main",
-    "kill",
-    "killclust_main",
-    "run",
-    "runclust_main",
-    "trust",
-]
-
 
 class _HostfileFirst(typer.core.TyperCommand):
     """Lets options stand before and after HOSTFILE; after them everything is the user's command."""

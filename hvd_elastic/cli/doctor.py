@@ -33,8 +33,6 @@ from hvd_elastic.install.prerequisites import (
     has_apt,
 )
 
-__all__ = ["Finding", "Health", "diagnose", "doctor"]
-
 _BUILD_WITH = "hvd-elastic build-horovod"
 _LOW_DISK_BYTES = 2_000_000_000
 _HOROVOD_TIMEOUT_S = 120

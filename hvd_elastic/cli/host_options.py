@@ -20,8 +20,6 @@ from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.hosts.ssh_config import config_beside
 
-__all__ = ["Chosen", "over_hosts"]
-
 _HOSTFILE = Annotated[
     Path, typer.Argument(metavar="HOSTFILE", help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'.")
 ]

@@ -23,7 +23,6 @@ from hvd_elastic.formatting import count
 if TYPE_CHECKING:
     from hvd_elastic.virtual import VirtualCluster
 
-__all__ = ["app", "main"]
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")

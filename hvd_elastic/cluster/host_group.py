@@ -42,7 +42,6 @@ from hvd_elastic.hosts.ssh import SshConnection, is_local
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["HostConnection", "HostGroup"]
 
 _OUTPUT_BYTES = 1 << 30
 """Most that is kept of a command's output on each host: as good as all, as Fabric keeps it."""

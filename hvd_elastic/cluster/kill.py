@@ -10,8 +10,6 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect
 
-__all__ = ["Ended", "FoundProcess", "LeftFile", "Target", "kill_run"]
-
 DEFAULT_GRACE_S = 5.0
 SCRIPT_S = 60.0
 

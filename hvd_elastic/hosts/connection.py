@@ -15,8 +15,6 @@ from hvd_elastic.hosts.process import RemoteProcess, Result, collect
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Connection", "ConnectionBase", "SshOptions"]
-
 
 @dataclass(frozen=True)
 class SshOptions:

@@ -22,8 +22,6 @@ from hvd_elastic.errors import HostUnreachableError, HvdElasticError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import CommandTimeoutError
 
-__all__ = ["DEFAULT_FANOUT", "HostResult", "Outcome", "Stopper", "fan_out"]
-
 DEFAULT_FANOUT = 64
 # What a task gets, after its deadline, to stop what it started.
 STOP_S = 8.0

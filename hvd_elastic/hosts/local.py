@@ -18,8 +18,6 @@ from hvd_elastic.hosts.connection import ConnectionBase
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import RemoteProcess, as_command
 
-__all__ = ["LocalConnection"]
-
 
 class LocalConnection(ConnectionBase):
     """This machine, without ssh: commands as sshd would run them."""

@@ -17,16 +17,6 @@ from typing import Protocol
 
 from hvd_elastic.errors import SshError
 
-__all__ = [
-    "ByteStream",
-    "CommandTimeoutError",
-    "ProcessEnds",
-    "RemoteProcess",
-    "Result",
-    "as_command",
-    "collect",
-]
-
 # What a process may have written that nobody has read yet; beyond that it is stopped, as by a pipe.
 BUFFER_BYTES = 64 * 1024 * 1024
 STDERR_TAIL_BYTES = 64 * 1024

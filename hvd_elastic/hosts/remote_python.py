@@ -19,8 +19,6 @@ from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, collect
 
-__all__ = ["PROGRAMS", "no_python", "run_script", "source_of", "start_program"]
-
 PROGRAMS = "hvd_elastic.hosts.programs"
 """The package of programs that stand alone."""
 

@@ -34,7 +34,6 @@ from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownHosts, known_n
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = ["Attempt", "Route", "attempting", "own_known_hosts"]
 
 MAX_JUMPS = 8
 SSH_PORT = 22

@@ -13,8 +13,6 @@ from pathlib import Path
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 
-__all__ = ["receive_file", "send_file"]
-
 _CHUNK_BYTES = 1 << 20
 _SILENCE_S = 60.0
 # Shell start-up files may print before the command runs.

@@ -50,8 +50,6 @@ from hvd_elastic.install.prerequisites import (
 )
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 
-__all__ = ["patch_digest", "provide_horovod"]
-
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 

@@ -20,17 +20,6 @@ from pathlib import Path
 from hvd_elastic.install.cuda import find_nccl_header
 from hvd_elastic.install.prerequisites import find_program
 
-__all__ = [
-    "HOROVOD_VERSION",
-    "INSTALLED_BUILD_FILE",
-    "TORCH_REQUIREMENT",
-    "BuildInputs",
-    "cached_wheel",
-    "detect_inputs",
-    "installed_build",
-    "wheel_cache",
-]
-
 HOROVOD_VERSION = "0.28.1"
 
 TORCH_REQUIREMENT = "torch>=2.2,<2.15"

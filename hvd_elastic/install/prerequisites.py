@@ -15,17 +15,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-__all__ = [
-    "PREREQUISITES",
-    "Prerequisite",
-    "Purpose",
-    "apt_command",
-    "find_cmake",
-    "find_program",
-    "has_apt",
-    "missing",
-]
-
 _SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
 
 

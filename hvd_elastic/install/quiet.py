@@ -19,8 +19,6 @@ from typing import TextIO
 
 from hvd_elastic.errors import BuildError
 
-__all__ = ["Progress", "make_percentage", "run_quietly", "telling_lines"]
-
 _MAKE_PERCENTAGE = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
 _PLAIN_INTERVAL_S = 30.0
 

@@ -32,8 +32,6 @@ from hvd_elastic.virtual.state import (
 )
 from hvd_elastic.virtual.tools import find_tool
 
-__all__ = ["VirtualCluster"]
-
 
 class Backend(Protocol):
     """What hosts are made of: namespaces or loopback addresses."""

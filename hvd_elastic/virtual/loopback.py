@@ -27,8 +27,6 @@ from hvd_elastic.virtual.marks import kill_all, marked_processes, marks, namespa
 from hvd_elastic.virtual.state import ClusterState, HostState
 from hvd_elastic.virtual.tools import find_tool
 
-__all__ = ["Loopback"]
-
 SCRIPT = Path(__file__).with_name("loopback.sh")
 
 # Below the range from which the kernel takes ports for outgoing connections.

@@ -20,17 +20,6 @@ from hvd_elastic.hosts.programs.processes import (
     own_ancestors,
 )
 
-__all__ = [
-    "CLUSTER_MARK",
-    "HOST_MARK",
-    "SWITCH",
-    "kill_all",
-    "marked_clusters",
-    "marked_processes",
-    "marks",
-    "processes_in_namespace",
-]
-
 CLUSTER_MARK = "HVD_ELASTIC_VIRTUAL"
 HOST_MARK = "HVD_ELASTIC_VIRTUAL_HOST"
 

@@ -42,8 +42,6 @@ from hvd_elastic.virtual.marks import (
 from hvd_elastic.virtual.state import ClusterState, HostState
 from hvd_elastic.virtual.tools import find_tool, run_tool
 
-__all__ = ["Namespaces", "why_no_namespaces"]
-
 SEEN_IN_HOST = Path("/run/virtclust")
 """Where a host finds its own folder, wherever that is on the machine."""
 

@@ -19,19 +19,6 @@ from typing import Any, Literal
 from hvd_elastic.config import home
 from hvd_elastic.errors import VirtualClusterError
 
-__all__ = [
-    "ClusterState",
-    "HostState",
-    "HostStatus",
-    "cluster_folder",
-    "cluster_names",
-    "clusters_folder",
-    "load_state",
-    "locked",
-    "save_state",
-    "unwritable",
-]
-
 FORMAT = 1
 HostStatus = Literal["up", "cut", "off"]
 

@@ -17,20 +17,6 @@ from hvd_elastic.formatting import count, hosts_named
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.kill_run import OURS
 
-__all__ = [
-    "Check",
-    "CheckSettings",
-    "HostHealth",
-    "Level",
-    "Reference",
-    "choose_reference",
-    "judge_clock",
-    "judge_host",
-    "judge_names",
-    "judge_network",
-    "judge_strays",
-]
-
 REQUIRED = ("hvd_elastic", "horovod")
 FRAMEWORKS = ("torch", "tensorflow")
 CLOCK_SKEW_S = 1.0

@@ -22,8 +22,6 @@ from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.hosts.remote_python import PROGRAMS, start_program
 from hvd_elastic.hosts.ssh import connect, own_address_towards
 
-__all__ = ["Link", "NetworkProbe", "all_pairs_in_rounds", "slow_links"]
-
 MEASURE_S = 0.2
 ANSWER_S = 15.0
 CLOCK_ASKS = 3

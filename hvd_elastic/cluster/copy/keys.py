@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-__all__ = ["make_certificate"]
-
 
 def make_certificate() -> str:
     """A private key and its own certificate, as PEM text.

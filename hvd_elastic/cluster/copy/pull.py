@@ -30,8 +30,6 @@ from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host
 
-__all__ = ["Pulled", "check_pull", "pull_to_hosts", "read_list"]
-
 log = logging.getLogger(__name__)
 
 

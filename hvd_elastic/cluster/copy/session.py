@@ -29,8 +29,6 @@ from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, no_python, start_program
 from hvd_elastic.hosts.ssh import connect, is_local, own_address_towards
 
-__all__ = ["SILENCE_S", "Copied", "CopyProgress", "CopySession", "CopySettings", "Node"]
-
 NODE = "hvd_elastic.cluster.copy.node"
 SOURCE = "the source"
 TICK_S = 0.1

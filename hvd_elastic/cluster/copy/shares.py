@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Shares"]
-
 # A file that two hosts cannot fetch is missing in the store, or the command is wrong.
 MOST_TRIES = 2
 

@@ -10,8 +10,6 @@ import hashlib
 import threading
 from collections.abc import Callable
 
-__all__ = ["Capture", "LineSplitter"]
-
 LONGEST_LINE_BYTES = 64 * 1024
 
 

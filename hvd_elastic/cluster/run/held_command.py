@@ -22,8 +22,6 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.programs import hold_command
 from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, PROGRAMS, no_python, source_of
 
-__all__ = ["HeldCommand", "HowToRun", "NotHeldError"]
-
 # Reads its program from stdin without reading on: what follows is the command's input. The program
 # is there as code, and packed as text for a Python of another version. One line, since csh takes no
 # other.
