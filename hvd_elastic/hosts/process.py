@@ -26,6 +26,10 @@ CHUNK_BYTES = 64 * 1024
 STRAGGLER_S = 2.0
 TERMINATE_GRACE_S = 2.0
 
+Command = str | Sequence[str]
+Sink = Callable[[bytes], None] | None
+"""What is given each piece of a command's output."""
+
 
 class CommandTimeoutError(SshError):
     """A command did not end in time; ``stdout`` and ``stderr`` hold what it had written."""
@@ -73,15 +77,13 @@ class ProcessEnds(Protocol):
     def close(self) -> None: ...
 
 
-def as_command(argv_or_command: str | Sequence[str]) -> str:
+def as_command(command: Command) -> str:
     """One shell command line; a list is quoted, a string is the caller's own shell text.
 
     >>> as_command(["echo", "a b", "$HOME"])
     "echo 'a b' '$HOME'"
     """
-    if isinstance(argv_or_command, str):
-        return argv_or_command
-    return shlex.join(argv_or_command)
+    return command if isinstance(command, str) else shlex.join(command)
 
 
 class ByteStream:
@@ -195,8 +197,8 @@ class RemoteProcess:
         ends: ProcessEnds,
         command: str,
         host: str,
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
+        on_stderr: Sink = None,
+        on_stdout: Sink = None,
     ) -> None:
         self.command = command
         self.host = host

@@ -39,6 +39,9 @@ MAX_JUMPS = 8
 SSH_PORT = 22
 DEADLINE_SLACK_S = 0.02
 IDLE_WAKE_S = 5.0
+KEEPALIVE_S = 15
+SILENCE_MS = 60_000
+"""Unanswered for so long, a connection counts as lost."""
 
 
 def own_known_hosts() -> Path:
@@ -192,7 +195,6 @@ class Route:
         self.known = KnownHosts.load(
             [
                 own_known_hosts(),
-                *(Path(path).expanduser() for path in options.known_hosts_files),
                 *ssh_config.known_hosts_files(entry),
             ]
         )
@@ -249,7 +251,7 @@ class Route:
         transport = paramiko.Transport(sock, **settings)
         # Keeps gateways from forgetting an idle connection, and gives TCP_USER_TIMEOUT something to
         # wait an answer for: a cut cable shows in a minute, not after a quarter of an hour.
-        transport.set_keepalive(self.options.keepalive_s)
+        transport.set_keepalive(KEEPALIVE_S)
         security = transport.get_security_options()
         wanted = []
         for key_type in self.known.key_types(self.known_name):
@@ -395,8 +397,7 @@ def _open_tcp(name: str, port: int, attempt: Attempt) -> socket.socket:
         if hasattr(socket, "TCP_QUICKACK"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            silence_ms = int(attempt.options.silence_timeout_s * 1000)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
         return sock
     assert last is not None, "a look-up gives at least one address"
     raise last

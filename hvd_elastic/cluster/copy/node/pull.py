@@ -19,16 +19,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from hvd_elastic.cluster.copy.node.comparison import StoreError, check_free
 from hvd_elastic.cluster.copy.node.frames import LinkError, pack, unpack
 from hvd_elastic.cluster.copy.node.node import Destination
 from hvd_elastic.cluster.copy.node.pull_command import fill, placeholders
-from hvd_elastic.cluster.copy.node.store import (
-    SharedError,
-    StoreError,
-    Target,
-    check_free,
-    lock_folder,
-)
+from hvd_elastic.cluster.copy.node.store import SharedError, Target, lock_folder
 from hvd_elastic.cluster.copy.node.tree import (
     FETCHED,
     File,
@@ -113,7 +108,7 @@ class Pull:
         """
         if not os.path.isdir(self.place):
             if os.path.lexists(self.place):
-                raise StoreError(f"{self._shown()} is no folder there")
+                raise StoreError(f"{self._folders.shown()} is no folder there")
         found = []
         wanted = count = 0
         there = os.path.isdir(self.place)
@@ -122,7 +117,7 @@ class Pull:
             status = self._folders.status(file.path) if there else None
             if status is not None and stat.S_ISDIR(status.st_mode):
                 raise StoreError(
-                    f"{self._shown(file.path)} is a folder there and a file in the list"
+                    f"{self._folders.shown(file.path)} is a folder there and a file in the list"
                 )
             if (
                 status is not None
@@ -290,9 +285,6 @@ class Pull:
         ended = f"signal {-status}" if status < 0 else f"exit status {status}"
         raise CommandError(f"{ended}: {told[-1]}" if told else ended)
 
-    def _shown(self, path: str = "") -> str:
-        return shown(os.fsdecode(self.place) + (f"/{path}" if path else ""))
-
 
 class PullNode(Destination):
     """A destination that fetches its share by itself."""
@@ -330,9 +322,10 @@ class PullNode(Destination):
         elif do == "fetch":
             self._orders.put(unpack(message["files"]))
         elif do == "forget":
-            assert self._target is not None, "it has a tree by then"
+            assert self._plan is not None, "it has a tree by then"
+            assert self._target is not None, "it is ready by then"
             listed = message["files"]
-            numbers = self._target.needed if listed is None else map(self._number, listed)
+            numbers = self._plan.needed if listed is None else map(self._number, listed)
             for number in numbers:
                 if self._target.lacks(number):
                     self._target.give_up(number, message["why"])
