@@ -9,8 +9,8 @@ against, so the next environment of the same make has it in seconds.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -31,7 +31,6 @@ from hvd_elastic.install.cuda import (
     find_nccl_library,
     toolkit_packages,
 )
-from hvd_elastic.install.file_lock import file_lock
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
@@ -39,6 +38,7 @@ from hvd_elastic.install.horovod_wheel import (
     BuildInputs,
     cached_wheel,
     installed_build,
+    version_of,
     wheel_cache,
 )
 from hvd_elastic.install.prerequisites import (
@@ -61,6 +61,7 @@ BUILD_REQUIREMENTS = ("setuptools", "wheel")
 BUILD_SPACE_BYTES = 1_500_000_000
 MEMORY_PER_JOB_BYTES = 1_600_000_000
 
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 _XLA_SOURCE = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n'
 _IMPORT_CHECK = (
     "import json, horovod.torch as hvd; print(json.dumps({"
@@ -175,8 +176,8 @@ def provide_toolkit(inputs: BuildInputs, work: Path, log: Path) -> Path | None:
     target = work / "cuda"
     run_quietly(
         [
-            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"),
-            *("--no-deps", "--target", str(target), *toolkit_packages(inputs.cuda)),
+            *(*_PIP, "install", "--no-deps", "--target", str(target)),
+            *toolkit_packages(inputs.cuda),
         ],
         label=f"Downloading the compiler of CUDA {inputs.cuda}",
         log=log,
@@ -252,17 +253,12 @@ def _check_cuda(cuda: str, nccl: str | None) -> None:
         )
 
 
-def _say_waiting() -> None:
-    print("Another build of the same Horovod is running; waiting for its wheel …", flush=True)
-
-
 def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
     """Download, patch and compile in ``work``; returns the wheel there."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     _install_missing(BUILD_REQUIREMENTS, "build requirements", log)
     run_quietly(
         [
-            *pip, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation",
+            *_PIP, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation",
             "--dest", str(work), f"horovod=={inputs.horovod}",
         ],
         label=f"Downloading Horovod {inputs.horovod}",
@@ -277,7 +273,7 @@ def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
     )
     run_quietly(
         [
-            *pip, "wheel", "-v", "--no-deps", "--no-build-isolation",
+            *_PIP, "wheel", "-v", "--no-deps", "--no-build-isolation",
             "--wheel-dir", str(work / "wheel"), str(source),
         ],
         label="Building Horovod",
@@ -326,8 +322,7 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> dict[str, bool
     """
     run_quietly(
         [
-            sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install",
-            "--force-reinstall", "--no-deps", "--no-index", str(wheel),
+            *_PIP, "install", "--force-reinstall", "--no-deps", "--no-index", str(wheel),
         ],
         label="Installing Horovod",
         log=log,
@@ -373,7 +368,15 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
         return
     cache = wheel_cache()
     log = cache / f"{inputs.name}.log"
-    with file_lock(cache / f"{inputs.name}.lock", _say_waiting):
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{inputs.name}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(
+                "Another build of the same Horovod is running; waiting for its wheel …", flush=True
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
         log.unlink(missing_ok=True)
         _install_missing(RUN_REQUIREMENTS, "what Horovod imports", log)
         wheel = None if rebuild else cached_wheel(inputs)
@@ -404,18 +407,9 @@ def _build_and_keep(inputs: BuildInputs, log: Path, jobs: int | None) -> Path:
 
 
 def _install_missing(packages: Sequence[str], what: str, log: Path) -> None:
-    lacking = [name for name in packages if not _installed(name)]
+    lacking = [name for name in packages if version_of(name) is None]
     if lacking:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-        run_quietly([*pip, *lacking], label=f"Installing {what}", log=log)
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        run_quietly([*_PIP, "install", *lacking], label=f"Installing {what}", log=log)
 
 
 def _available_memory() -> int:

@@ -7,45 +7,20 @@ next one, the last one the first (``session``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.cluster.copy.chain import Chain, Verdict, Why
+from hvd_elastic.cluster.copy.job import Copied, CopyJob, Pulled
 from hvd_elastic.cluster.copy.node.frames import pack, unpack
 from hvd_elastic.cluster.copy.node.pull_command import placeholders
 from hvd_elastic.cluster.copy.node.tree import ANY, check_inside, decode, is_excluded, shown
-from hvd_elastic.cluster.copy.session import (
-    NODE,
-    SILENCE_S,
-    Copied,
-    CopyProgress,
-    CopySession,
-    CopySettings,
-    Node,
-)
+from hvd_elastic.cluster.copy.session import NODE, SILENCE_S, CopySession, Node
 from hvd_elastic.cluster.copy.shares import Shares
 from hvd_elastic.errors import SshError, UsageError
-from hvd_elastic.hosts.connection import SshOptions
-from hvd_elastic.hosts.fanout import HostResult
-from hvd_elastic.hosts.hostfile import Host
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """What is fetched, and how.
-
-    Attributes:
-        command: shell text with ``{dst}``, and with ``{path}`` or ``{list}`` where there is a list.
-        files: (path, size in bytes or None) of each; None: the command fetches all there is.
-        jobs: most commands at a time on a host.
-    """
-
-    command: str
-    files: tuple[tuple[str, int | None], ...] | None = None
-    jobs: int = 8
 
 
 def read_list(data: bytes, patterns: Sequence[str] = ()) -> tuple[tuple[str, int | None], ...]:
@@ -111,58 +86,13 @@ def check_pull(command: str, listed: bool) -> None:
         raise UsageError(f"--pull: for {wanted} say which files there are: --list FILE")
 
 
-def pull_to_hosts(
-    hosts: Sequence[Host],
-    pulled: Pulled,
-    destination: str,
-    options: SshOptions,
-    settings: CopySettings | None = None,
-    on_progress: Callable[[CopyProgress], None] | None = None,
-    newcomers: Callable[[], Sequence[Host]] | None = None,
-) -> Iterator[HostResult[Copied]]:
-    """Brings a data set from a shared store to the same folder on every host.
-
-    Args:
-        hosts: where to.
-        pulled: what, and how.
-        destination: a folder, as ``copy.check_destination`` gives it.
-        options: how to connect.
-        settings: how it is made; ``checksum`` and ``shard`` mean nothing here.
-        on_progress: told how far it is, a few times a second.
-        newcomers: asked a few times a second for hosts that shall have it too; not in a dry run.
-
-    Yields:
-        One result a host as it ends. Who stops iterating ends the copy, and the commands, on all
-        hosts; what is complete stays.
-    """
-    settings = settings or CopySettings()
-    with PullSession(
-        hosts, pulled, destination, options, settings, on_progress, newcomers
-    ) as session:
-        yield from session.run()
-
-
 class PullSession(CopySession):
-    """A copy whose source are its hosts.
-
-    Args:
-        hosts, destination, options, settings, on_progress, newcomers: as of :class:`CopySession`.
-        pulled: what is fetched.
-    """
+    """A copy whose source are its hosts."""
 
     program = f"{NODE}.pull"
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        pulled: Pulled,
-        destination: str,
-        options: SshOptions,
-        settings: CopySettings,
-        on_progress: Callable[[CopyProgress], None] | None = None,
-        newcomers: Callable[[], Sequence[Host]] | None = None,
-    ) -> None:
-        super().__init__(hosts, None, "", destination, options, settings, on_progress, newcomers)
+    def __init__(self, job: CopyJob, pulled: Pulled) -> None:
+        super().__init__(job)
         self._source = None
         self._chain = Chain(None)
         self._pulled = pulled
@@ -277,18 +207,18 @@ class PullSession(CopySession):
         states = {name: node.state for name, node in self._nodes.items()}
         comparing = [name for name, state in states.items() if state == "comparing"]
         able = [name for name in comparing if name in self._there]
-        waits = self._now - self._first_listed < self._options.connect_timeout_s
-        waits = waits or self._settings.dry_run  # who is late would never hear of it
+        waits = self._now - self._first_listed < self._job.options.connect_timeout_s
+        waits = waits or self._job.settings.dry_run  # who is late would never hear of it
         if not able or able != comparing or ("connecting" in states.values() and waits):
             return
         self._shared_out = True
         orders = self._shares.begin(able if self._pulled.files is not None else able[:1])
         for name in able:
-            if self._settings.dry_run:
+            if self._job.settings.dry_run:
                 self._end_planned(self._nodes[name], orders.get(name, []))
             else:
                 self._nodes[name].state = "fetching"
-        if not self._settings.dry_run:
+        if not self._job.settings.dry_run:
             self._order(orders)
             self._end_fetching()
 

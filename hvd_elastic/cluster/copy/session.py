@@ -12,16 +12,17 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_elastic.cluster.copy.chain import Chain, Verdict, Why
+from hvd_elastic.cluster.copy.job import Copied, CopyJob, CopyProgress
 from hvd_elastic.cluster.copy.keys import make_certificate
 from hvd_elastic.cluster.copy.node.frames import pack, unpack
 from hvd_elastic.errors import HostUnreachableError, HvdElasticError, SshError, UsageError
-from hvd_elastic.hosts.connection import Connection, SshOptions
+from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.local import LocalConnection
@@ -46,80 +47,6 @@ UNMADE = 3
 END_S = 5.0
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CopySettings:
-    """How a copy is made.
-
-    Attributes:
-        delete: remove at the destination what the source has not.
-        exclude: patterns of what is neither sent nor removed (see ``node.tree.is_excluded``).
-        checksum: compare contents even where size and time agree.
-        plain: no encryption; nodes still prove to one another that they belong to this copy.
-        compress: compress where it pays.
-        bytes_per_s: most that each node sends [bytes/s]; 0 for no limit.
-        shard: each host gets only its part: every n-th file.
-        dry_run: only find out what would be sent.
-        fanout: connections that are made at a time.
-        python: the interpreter on the hosts.
-    """
-
-    delete: bool = False
-    exclude: tuple[str, ...] = ()
-    checksum: bool = False
-    plain: bool = False
-    compress: bool = True
-    bytes_per_s: float = 0.0
-    shard: bool = False
-    dry_run: bool = False
-    fanout: int = 64
-    python: str = "python3"
-
-
-@dataclass(frozen=True)
-class Copied:
-    """What was done on a host, or would be in a dry run.
-
-    Attributes:
-        files, size_bytes: sent to it (in a dry run: to be sent).
-        skipped: files that it had.
-        touched: files of which only time or mode was set.
-        removed: entries that the source has not.
-        resumed_bytes: of ``size_bytes``, what an interrupted copy had left there.
-        problems: what could not be done.
-        fetched, fetched_bytes: fetched by it from a shared store (in a dry run: to be fetched, as
-            far as sizes are known).
-        failure: why a command that fetches failed there, where others did its work.
-        unreached: who should have fed it and could not connect to it.
-    """
-
-    files: int
-    size_bytes: int
-    skipped: int
-    touched: int
-    removed: tuple[str, ...]
-    resumed_bytes: int = 0
-    problems: tuple[str, ...] = ()
-    fetched: int = 0
-    fetched_bytes: int = 0
-    failure: str = ""
-    unreached: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class CopyProgress:
-    """How far a copy is.
-
-    Attributes:
-        done_bytes, total_bytes: of all hosts together.
-        states: of each host: ``connecting``, ``comparing``, ``fetching``, a share such as ``42%``,
-            ``done``, ``shared`` (another host fills the same place), ``silent``, ``failed``.
-    """
-
-    done_bytes: int
-    total_bytes: int
-    states: dict[str, str]
 
 
 @dataclass
@@ -179,50 +106,27 @@ class Node:
 class CopySession(AbstractContextManager["CopySession"]):
     """A copy from its first connection to its last; use it in a ``with`` statement.
 
-    Args:
-        hosts: where to.
-        source_host: where from; None is this machine.
-        source: the folder or file there.
-        destination: the place on every host.
-        options: how to connect.
-        settings: how it is made.
-        on_progress: told how far it is, a few times a second.
-        newcomers: asked a few times a second for further hosts.
-
     Attributes:
         skipped: of the source, what is neither file nor folder nor link.
     """
 
     program = f"{NODE}.node"
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        source_host: Host | None,
-        source: str,
-        destination: str,
-        options: SshOptions,
-        settings: CopySettings,
-        on_progress: Callable[[CopyProgress], None] | None = None,
-        newcomers: Callable[[], Sequence[Host]] | None = None,
-    ) -> None:
+    def __init__(self, job: CopyJob) -> None:
+        options, settings = job.options, job.settings
         self._now = time.monotonic()
-        self._options = options
-        self._settings = settings
-        self._on_progress = on_progress
+        self._job = job
         # Which file is whose is settled with the number of hosts.
-        joins = newcomers is not None and not (settings.shard or settings.dry_run)
-        self._newcomers = newcomers if joins else None
+        self._newcomers = None if settings.shard or settings.dry_run else job.newcomers
         self._events: queue.Queue[tuple[Node, dict[str, Any] | Exception]] = queue.Queue()
         self._results: list[HostResult[Copied]] = []
         self._gate = threading.Semaphore(settings.fanout)
         self._closed = threading.Event()
         # Hosts without ssh first: what feeds them is this machine.
-        ordered = sorted(hosts, key=lambda host: not is_local(host, options))
+        ordered = sorted(job.hosts, key=lambda host: not is_local(host, options))
         self._nodes = {host.name: Node(host, host.name, self._now) for host in ordered}
-        self._source: Node | None = Node(source_host or Host("localhost"), SOURCE, self._now)
-        self._source_is_here = source_host is None
-        if self._source_is_here:
+        self._source: Node | None = Node(job.source_host or Host("localhost"), SOURCE, self._now)
+        if job.source_host is None:
             self._source.connection = LocalConnection(self._source.host)
         listen_here = next(
             (own_address_towards(host, options) for host in ordered if not is_local(host, options)),
@@ -230,7 +134,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         )
         self._common: dict[str, Any] = {
             "role": "destination",
-            "place": destination,
+            "place": job.destination,
             "listen": listen_here,
             "copy": secrets.token_hex(8),
             "certificate": None if settings.plain else make_certificate(),
@@ -242,7 +146,6 @@ class CopySession(AbstractContextManager["CopySession"]):
             "packs": settings.compress,
             "shard": None,
         }
-        self._source_place = source
         self._chain = Chain(SOURCE, spread=settings.shard)
         self._links: dict[str, str] = {}
         self._tree: str | None = None
@@ -333,12 +236,12 @@ class CopySession(AbstractContextManager["CopySession"]):
         """Connects, starts the program, and passes on what it says: the body of a thread."""
         try:
             with self._gate:
-                connection = node.connection or connect(node.host, self._options)
+                connection = node.connection or connect(node.host, self._job.options)
                 node.connection = connection
                 if self._closed.is_set():
                     connection.close()
                     return
-                process = start_program(connection, self.program, self._settings.python)
+                process = start_program(connection, self.program, self._job.settings.python)
                 node.process = process
                 process.stdin.write(json.dumps(self._config(node)).encode() + b"\n")
         except (HvdElasticError, OSError) as error:
@@ -357,8 +260,8 @@ class CopySession(AbstractContextManager["CopySession"]):
         if not isinstance(node.connection, LocalConnection):
             config["listen"] = None  # where ssh comes in
         if node is self._source:
-            config.update(role="source", place=self._source_place)
-        elif self._settings.shard:
+            config.update(role="source", place=self._job.source)
+        elif self._job.settings.shard:
             config["shard"] = [list(self._nodes).index(node.name), len(self._nodes)]
         return config
 
@@ -368,7 +271,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         except TimeoutError:
             status = -1
         if status == COMMAND_NOT_FOUND:
-            return no_python(node.host.name, self._settings.python)
+            return no_python(node.host.name, self._job.settings.python)
         tail = process.stderr_tail.decode("utf-8", errors="replace").strip().splitlines()
         if status > 0 and tail:
             return SshError(f"host {node.host.name}: the copy failed there: {tail[-1]}")
@@ -384,7 +287,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             self._lose(node, event)
         elif event["say"] == "failed":
             source = "source " if node is self._source else ""
-            if source and self._source_is_here:
+            if source and self._job.source_host is None:
                 raise UsageError(f"source {event['why']}")
             self._lose(node, SshError(f"host {node.host.name}: {source}{event['why']}"))
         elif node is self._source:
@@ -407,7 +310,7 @@ class CopySession(AbstractContextManager["CopySession"]):
                 self._ask_source(node, event["files"])
             case "ready":
                 node.ready, node.left, node.state = event, event["left"], "ready"
-                if self._settings.dry_run:
+                if self._job.settings.dry_run:
                     self._end_well(node, self._copied(node))
                     return
                 self._first_ready = self._first_ready or self._now
@@ -640,7 +543,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             )
 
     def _tell_progress(self) -> None:
-        if self._on_progress is None:
+        if self._job.on_progress is None:
             return
         states = {}
         done = total = 0
@@ -652,4 +555,4 @@ class CopySession(AbstractContextManager["CopySession"]):
             if node.state in ("copying", "ready") and node.ready:
                 share = 1 - node.left / node.ready["left"] if node.ready["left"] else 1.0
                 states[node.name] = f"{share:.0%}"
-        self._on_progress(CopyProgress(done, total, states))
+        self._job.on_progress(CopyProgress(done, total, states))

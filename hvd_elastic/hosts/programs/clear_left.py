@@ -20,14 +20,13 @@ import re
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.hosts.programs.processes import all_processes, environment, read
 
-GPU_S = 8.0
 # What an agent of ours listens on, as /proc/net/unix has it (launch/agent.py).
 AGENT = re.compile(r"@hvd_elastic/(?P<run>[^/\s]+)/")
 # launch/scratch.py: 12 digits of the SHA-256 of run and host.
@@ -37,7 +36,7 @@ SHARED_MEMORY = re.compile(r"torch_(?P<pid>\d+)_.+|nccl-.+|vader_segment\..+|sm_
 BUILD_LOCKS = ("torch_extensions/*/*/lock", "torch_extensions/*/lock")
 MANAGER_SOCKET = "torch-shm-dir-*/manager.sock"
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay")
-APPS = ["--query-compute-apps=gpu_bus_id,pid,used_memory", "--format=csv,noheader,nounits"]
+HOLDERS = "--query-compute-apps=gpu_bus_id,pid,used_memory"
 
 
 def live_runs() -> set[str]:
@@ -180,25 +179,15 @@ def remove(path: Path) -> str:
 
 def held_gpus() -> list[str]:
     """A line for each process that holds GPU memory."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    try:
-        done = subprocess.run(
-            [program, *APPS],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=GPU_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"nvidia-smi: {error}"]
-    lines = []
-    for line in done.stdout.decode("utf-8", "replace").splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 3 and words[1].isdigit():
-            lines.append(f"GPU {words[0]}: process {words[1]} {who(int(words[1]))}{words[2]} MB")
-    return lines
+    answer = ask_nvidia_smi(HOLDERS)
+    if answer is None or answer.status is None:
+        return [] if answer is None else [f"nvidia-smi: {answer.error}"]
+    rows = [[word.strip() for word in line.split(",")] for line in answer.lines]
+    return [
+        f"GPU {row[0]}: process {row[1]} {who(int(row[1]))}{row[2]} MB"
+        for row in rows
+        if len(row) == 3 and row[1].isdigit()
+    ]
 
 
 def who(pid: int) -> str:
