@@ -219,6 +219,12 @@ class RemoteProcess:
     def stderr_tail(self) -> bytes:
         return bytes(self._tail)
 
+    @property
+    def last_line(self) -> str:
+        """The last line of stderr, which mostly says why a command failed; "" if there is none."""
+        lines = self._tail.decode("utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
     def wait(self, timeout: float | None = None) -> int:
         """Exit status; 128 + N after signal N on this machine, -1 when the host told none.
 

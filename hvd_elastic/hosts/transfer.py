@@ -54,7 +54,7 @@ def receive_file(
     finally:
         process.close()
     if status != 0:
-        said = _last_line(process.stderr_tail) or "the connection is lost"
+        said = process.last_line or "the connection is lost"
         raise _failed(connection, f"{remote} cannot be fetched: {said}")
 
 
@@ -79,14 +79,9 @@ def send_file(connection: Connection, local: Path, remote: str) -> None:
         finally:
             process.close()
     if status != 0:
-        said = _last_line(process.stderr_tail) or "the connection is lost"
+        said = process.last_line or "the connection is lost"
         raise _failed(connection, f"{remote} cannot be written: {said}")
 
 
 def _failed(connection: Connection, what: str) -> SshError:
     return SshError(f"host {connection.host.name}: {what}")
-
-
-def _last_line(tail: bytes) -> str:
-    lines = tail.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""

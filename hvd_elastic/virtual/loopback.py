@@ -24,7 +24,7 @@ from hvd_elastic.hosts.programs.processes import Process, all_processes, descend
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
 from hvd_elastic.virtual.marks import kill_all, marked_processes, marks, namespace_of
-from hvd_elastic.virtual.state import ClusterState, HostState
+from hvd_elastic.virtual.state import ClusterState, HostState, HostStatus
 from hvd_elastic.virtual.tools import find_tool
 
 SCRIPT = Path(__file__).with_name("loopback.sh")
@@ -104,11 +104,8 @@ class Loopback:
         kill_all(lambda: self._processes_of(host.name), f"host {host.name}")
         reap_started()
 
-    def cut(self, host: HostState) -> None:
-        raise _needs_namespaces("cutting a cable")
-
-    def heal(self, host: HostState) -> None:
-        raise _needs_namespaces("healing a cable")
+    def set_link(self, host: HostState, status: HostStatus) -> None:
+        raise _needs_namespaces("cutting a cable" if status == "cut" else "healing a cable")
 
     def pids(self, host: HostState, system: bool) -> set[int]:
         found = {process.pid for process in self._processes_of(host.name)}

@@ -39,7 +39,7 @@ from hvd_elastic.virtual.marks import (
     namespace_of,
     processes_in_namespace,
 )
-from hvd_elastic.virtual.state import ClusterState, HostState
+from hvd_elastic.virtual.state import ClusterState, HostState, HostStatus
 from hvd_elastic.virtual.tools import find_tool, run_tool
 
 SEEN_IN_HOST = Path("/run/virtclust")
@@ -213,7 +213,7 @@ class Namespaces:
         first = self._first_process(host.name)
         if first is not None:
             if silent:
-                self._set_link(host, "down")
+                self.set_link(host, "cut")
             with contextlib.ExitStack() as stack:
                 # The network must outlive the processes for as long as it says good-bye.
                 network = stack.enter_context(Path(f"/proc/{first.pid}/ns/net").open("rb"))
@@ -225,11 +225,10 @@ class Namespaces:
             self._switch_batch(self._switch(), [f"link delete p{host.index}"])
         reap_started()
 
-    def cut(self, host: HostState) -> None:
-        self._set_link(host, "down")
-
-    def heal(self, host: HostState) -> None:
-        self._set_link(host, "up")
+    def set_link(self, host: HostState, status: HostStatus) -> None:
+        """Pull the host's cable (``cut``) or plug it in (``up``)."""
+        direction = "down" if status == "cut" else "up"
+        self._switch_batch(self._switch(), [f"link set p{host.index} {direction}"])
 
     def pids(self, host: HostState, system: bool) -> set[int]:
         first = self._first_process(host.name)
@@ -308,9 +307,6 @@ class Namespaces:
             ["nsenter", "-t", str(switch), "-n", program, "-batch", "-"],
             text_in="".join(f"{line}\n" for line in lines),
         )
-
-    def _set_link(self, host: HostState, status: str) -> None:
-        self._switch_batch(self._switch(), [f"link set p{host.index} {status}"])
 
     def _first_process(self, host: str) -> Process | None:
         """The process that is PID 1 on the host."""

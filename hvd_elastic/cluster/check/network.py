@@ -229,8 +229,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
             try:
                 answers[name] = _read_answer(process, deadline)
             except TimeoutError:
-                tail = process.stderr_tail.decode("utf-8", "replace").strip().splitlines()
-                self._drop(name, tail[-1] if tail else "no answer")
+                self._drop(name, process.last_line or "no answer")
         return answers
 
     def _drop(self, name: str, why: str) -> None:

@@ -272,9 +272,8 @@ class CopySession(AbstractContextManager["CopySession"]):
             status = -1
         if status == COMMAND_NOT_FOUND:
             return no_python(node.host.name, self._job.settings.python)
-        tail = process.stderr_tail.decode("utf-8", errors="replace").strip().splitlines()
-        if status > 0 and tail:
-            return SshError(f"host {node.host.name}: the copy failed there: {tail[-1]}")
+        if status > 0 and process.last_line:
+            return SshError(f"host {node.host.name}: the copy failed there: {process.last_line}")
         return SshError(
             f"host {node.host.name}: the connection was lost during the copy. Is the host still "
             "up? Call again to repair it"
