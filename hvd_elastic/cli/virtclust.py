@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.main
@@ -19,10 +19,9 @@ from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.numbers import number_option, parse_whole_number
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import count
-
-if TYPE_CHECKING:
-    from hvd_elastic.virtual import VirtualCluster
-
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.virtual.plan import parse_shape
+from hvd_elastic.virtual.tools import find_tool
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")
@@ -133,9 +132,6 @@ def up(
 
     Hosts see this machine's files, except that /data, /tmp and /run are their own.
     """
-    from hvd_elastic.virtual import VirtualCluster
-    from hvd_elastic.virtual.plan import parse_shape
-
     wanted = parse_shape(shape)
     begun = time.monotonic()
     cluster = VirtualCluster.up(
@@ -176,8 +172,6 @@ def down(
     as_json: bool = _JSON,
 ) -> None:
     """End a cluster and leave nothing behind, also after a crash or a killed virtclust."""
-    from hvd_elastic.virtual import VirtualCluster
-
     if every and name is not None:
         raise UsageError("--all and --name exclude each other; leave one out")
     if every:
@@ -200,8 +194,6 @@ def _act(
     done: str,
     as_json: bool,
 ) -> None:
-    from hvd_elastic.virtual import VirtualCluster
-
     cluster, full_name = VirtualCluster.find_host(host, name)
     action(cluster, full_name)
     record = {"host": full_name, "status": cluster.status(full_name)}
@@ -246,8 +238,6 @@ def add(
     as_json: bool = _JSON,
 ) -> None:
     """Make more hosts of the same kind; the hostfile grows by them."""
-    from hvd_elastic.virtual import VirtualCluster
-
     cluster = VirtualCluster.find(name)
     names = cluster.add(hosts)
     _say(as_json, {"name": cluster.name, "added": names}, f"added: {', '.join(names)}")
@@ -260,8 +250,6 @@ def hostfile(
     as_json: bool = _JSON,
 ) -> None:
     """Print a cluster's hostfile."""
-    from hvd_elastic.virtual import VirtualCluster
-
     cluster = VirtualCluster.find(name)
     text = cluster.hostfile.read_text()
     record = {"path": str(cluster.hostfile), "ssh_config": str(cluster.ssh_config), "text": text}
@@ -271,8 +259,6 @@ def hostfile(
 @app.command("list", epilog="Example: virtclust list --json")
 def list_(as_json: bool = _JSON) -> None:
     """List the clusters of this user."""
-    from hvd_elastic.virtual import VirtualCluster
-
     records: list[dict[str, Any]] = []
     lines: list[str] = []
     for cluster in VirtualCluster.every():
@@ -293,8 +279,6 @@ def list_(as_json: bool = _JSON) -> None:
 @app.command(epilog="Example: virtclust status --name vc1")
 def status(name: str | None = _NAME, as_json: bool = _JSON) -> None:
     """Show a cluster's hosts and how they stand: up, cut or off."""
-    from hvd_elastic.virtual import VirtualCluster
-
     record = _describe(VirtualCluster.find(name))
     _say(
         as_json,
@@ -316,9 +300,6 @@ def run(
     name: str | None = _NAME,
 ) -> None:
     """Run a command on a host through ssh; its exit status is the command's."""
-    from hvd_elastic.virtual import VirtualCluster
-    from hvd_elastic.virtual.tools import find_tool
-
     cluster, full_name = VirtualCluster.find_host(host, name)
     words = list(command or [])
     # Kept by the parser, since options after the host are the command's own.

@@ -13,9 +13,9 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.config import home
@@ -75,43 +75,33 @@ class Attempt:
                     sock.close()
 
 
-class attempting:  # noqa: N801  # used as a with statement, like contextlib's own
+@contextlib.contextmanager
+def attempting(host: Host, options: SshOptions) -> Iterator[Attempt]:
     """Bounds a try to connect and gives its failures the project's errors."""
-
-    def __init__(self, host: Host, options: SshOptions) -> None:
-        deadline = time.monotonic() + options.connect_timeout_s
-        self._attempt = Attempt(host, options, deadline)
-        # paramiko has timeouts for each phase, none for all of them: a server that answers one
-        # byte a second would hold the caller for minutes.
-        self._timer = threading.Timer(options.connect_timeout_s, self._attempt.expire)
-        self._timer.daemon = True
-
-    def __enter__(self) -> Attempt:
-        # paramiko logs tracebacks of failures that are reported here in words.
-        logger = logging.getLogger("paramiko")
-        if not logger.handlers:
-            logger.addHandler(logging.NullHandler())
-        self._timer.start()
-        return self._attempt
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        if exc is None and self._attempt.expired:
-            # Logged in at the last moment, and cut off all the same.
-            raise _explain(TimeoutError(), self._attempt)
-        if exc is None or not isinstance(exc, Exception):
-            return
+    # paramiko logs tracebacks of failures that are reported here in words.
+    logger = logging.getLogger("paramiko")
+    if not logger.handlers:
+        logger.addHandler(logging.NullHandler())
+    attempt = Attempt(host, options, time.monotonic() + options.connect_timeout_s)
+    # paramiko has timeouts for each phase, none for all of them: a server that answers one byte a
+    # second would hold the caller for minutes.
+    timer = threading.Timer(options.connect_timeout_s, attempt.expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield attempt
+    except Exception as error:
         # paramiko's own timeouts end with the same deadline, under other names.
-        if time.monotonic() >= self._attempt.deadline - DEADLINE_SLACK_S:
-            self._attempt.expired = True
-        if isinstance(exc, SshError) and not self._attempt.expired:
-            return
-        raise _explain(exc, self._attempt) from exc
+        if time.monotonic() >= attempt.deadline - DEADLINE_SLACK_S:
+            attempt.expired = True
+        if isinstance(error, SshError) and not attempt.expired:
+            raise
+        raise _explain(error, attempt) from error
+    finally:
+        timer.cancel()
+    if attempt.expired:
+        # Logged in at the last moment, and cut off all the same.
+        raise _explain(TimeoutError(), attempt)
 
 
 def _explain(error: Exception, attempt: Attempt) -> SshError:
@@ -138,7 +128,7 @@ def _explain(error: Exception, attempt: Attempt) -> SshError:
             f"{where}: connection refused; no ssh server listens there. Start sshd on it, or "
             f"{port_advice}"
         )
-    if isinstance(error, (ssh_exception.PasswordRequiredException,)):
+    if isinstance(error, ssh_exception.PasswordRequiredException):
         return SshError(
             f"{where}: the private key is locked by a passphrase. Load it with ssh-add and try "
             "again; nobody is asked for passwords here"

@@ -89,7 +89,8 @@ class Pull:
         umask: int,
     ) -> None:
         self.place = os.path.realpath(place)
-        self.files = files
+        self.files = files or []
+        self.has_list = files is not None
         self._command = command
         self._copy = copy
         self._jobs = jobs
@@ -112,7 +113,7 @@ class Pull:
         found = []
         wanted = count = 0
         there = os.path.isdir(self.place)
-        for index, file in enumerate(self.files or []):
+        for index, file in enumerate(self.files):
             check_inside(file.path)
             status = self._folders.status(file.path) if there else None
             if status is not None and stat.S_ISDIR(status.st_mode):
@@ -139,7 +140,7 @@ class Pull:
             StoreError, OSError: the place cannot be used.
         """
         os.makedirs(self.place, 0o755, exist_ok=True)
-        if self.files is None:
+        if not self.has_list:
             try:
                 self._run({"dst": decode(self.place)})
             except CommandError as error:
@@ -156,7 +157,6 @@ class Pull:
         return self._fetch_together(indices)
 
     def _fetch_together(self, indices: list[int]) -> Fetched:
-        assert self.files is not None, "there is a list"
         paths = [encode(self.files[index].path) for index in indices]
         descriptor, name = tempfile.mkstemp(prefix="list-", dir=os.fsdecode(self._work))
         try:
@@ -178,7 +178,6 @@ class Pull:
         return Fetched(came, failed, why)
 
     def _fetch_each(self, indices: list[int]) -> Fetched:
-        assert self.files is not None, "there is a list"
         came: list[int] = []
         failed: list[int] = []
         reasons: list[str] = []
@@ -190,7 +189,6 @@ class Pull:
             problem = "not tried"
             if in_a_row < MOST_FAILED:
                 try:
-                    assert self.files is not None, "there is a list"
                     self._run({"dst": decode(self.fetched), "path": self.files[index].path})
                     problem = self._problem(index)
                 except CommandError as error:
@@ -208,7 +206,6 @@ class Pull:
 
     def path_of(self, index: int) -> bytes:
         """Where a fetched file lies before it has its name."""
-        assert self.files is not None, "there is a list"
         return os.path.join(self.fetched, encode(self.files[index].path))
 
     def name(self, index: int) -> tuple[int, int, int, int]:
@@ -217,7 +214,6 @@ class Pull:
         Raises:
             OSError: that cannot be.
         """
-        assert self.files is not None, "there is a list"
         source, path = self.path_of(index), self.files[index].path
         with self._naming:
             folder = ""
@@ -253,7 +249,6 @@ class Pull:
 
     def _problem(self, index: int) -> str:
         """Why what came is not the listed file; "" if it is."""
-        assert self.files is not None, "there is a list"
         file = self.files[index]
         where = shown(file.path)
         try:
@@ -341,7 +336,6 @@ class PullNode(Destination):
     def _number(self, index: int) -> int:
         """The number in the tree of a listed file."""
         assert self._pull is not None, "it was given the list first"
-        assert self._pull.files is not None, "there is a list"
         return self._numbers[self._pull.files[index].path]
 
     def leave(self) -> None:
@@ -351,8 +345,7 @@ class PullNode(Destination):
         if self._pull is not None:
             target = self._target
             whole = target is not None and target.finished and not target.gone
-            listed = self._pull.files
-            if listed is not None and len(self._numbers) < len(listed):
+            if len(self._numbers) < len(self._pull.files):
                 whole = whole and not self._failed
             self._pull.close(keep=not whole)
 
@@ -379,7 +372,7 @@ class PullNode(Destination):
         if self._ending:
             return
         self._failed = self._failed or bool(done.failed)
-        if pull.files is None:
+        if not pull.has_list:
             tree = walk(pull.place, self.config["patterns"])[0] if done.came else None
             sizes = (
                 [file.size for file in tree.files if pull.is_new(file, begun_ns)] if tree else []
