@@ -358,7 +358,11 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
     def _boot_new(self, before: ClusterState, indices: Iterable[int]) -> list[str]:
         """Make hosts and start them; the state on disk knows them when they answer."""
         backend = self._backend(before)
-        new = backend.place(before, indices)
+        addresses = {index: plan.host_address(before.subnet, index) for index in indices}
+        new = [
+            HostState(f"{before.name}-{index}", index, address, backend.free_port(address))
+            for index, address in addresses.items()
+        ]
         folders = [self.folder / "hosts" / host.name for host in new]
         for folder in folders:
             for name in ("root", "tmp", "data"):

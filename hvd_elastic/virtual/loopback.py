@@ -14,7 +14,7 @@ import re
 import socket
 import stat
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,12 +56,20 @@ class Loopback:
         _provide_sshd_folder(self.folder / "id_ed25519")
         return replace(state, subnet=subnet)
 
-    def place(self, state: ClusterState, indices: Iterable[int]) -> tuple[HostState, ...]:
-        """Names, addresses and ports of hosts."""
-        return tuple(
-            HostState(f"{state.name}-{index}", index, address, _free_port(address))
-            for index in indices
-            for address in [plan.host_address(state.subnet, index)]
+    def free_port(self, address: str) -> int:
+        """A port for a host's sshd."""
+        rng = random.SystemRandom()
+        for _ in range(100):
+            port = rng.choice(PORTS)
+            with socket.socket() as trial:
+                try:
+                    trial.bind((address, port))
+                except OSError:
+                    continue
+                return port
+        raise VirtualClusterError(
+            f"no free port between {PORTS.start} and {PORTS.stop} on {address}; "
+            "is 127.0.0.0/8 on the loopback interface? See 'ip address show lo'"
         )
 
     def publish(self, state: ClusterState) -> None:
@@ -155,22 +163,6 @@ def _needs_namespaces(what: str) -> VirtualClusterError:
 
 def _is_holder(pid: int) -> bool:
     return read(pid, "cmdline").split(b"\0")[1:2] == [os.fsencode(SCRIPT)]
-
-
-def _free_port(address: str) -> int:
-    rng = random.SystemRandom()
-    for _ in range(100):
-        port = rng.choice(PORTS)
-        with socket.socket() as trial:
-            try:
-                trial.bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise VirtualClusterError(
-        f"no free port between {PORTS.start} and {PORTS.stop} on {address}; "
-        "is 127.0.0.0/8 on the loopback interface? See 'ip address show lo'"
-    )
 
 
 def _provide_sshd_folder(some_key: Path) -> None:

@@ -47,6 +47,7 @@ SEEN_IN_HOST = Path("/run/virtclust")
 
 UNSHARE = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL"]
 NSENTER = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+SSH_PORT = 22
 HIDDEN = ("/tmp", "/data", "/run")  # noqa: S108  # names of places, nothing is written there
 
 # States of /proc/net/tcp in which a peer has not been told that the host is gone:
@@ -132,12 +133,9 @@ class Namespaces:
         )
         return replace(state, subnet=subnet)
 
-    def place(self, state: ClusterState, indices: Iterable[int]) -> tuple[HostState, ...]:
-        """Names and addresses of hosts."""
-        return tuple(
-            HostState(f"{state.name}-{index}", index, plan.host_address(state.subnet, index), 22)
-            for index in indices
-        )
+    def free_port(self, address: str) -> int:
+        """A port for a host's sshd; each host has all of its own."""
+        return SSH_PORT
 
     def publish(self, state: ClusterState) -> None:
         """Tell the hosts of one another; the file is mounted in them, so it is never replaced."""
