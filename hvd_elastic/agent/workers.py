@@ -298,9 +298,7 @@ class Workers:
             code = -worker.outlived  # what somebody sent, and not how it was carried out
         self._tell(
             msg.WorkerEnded(
-                worker.name,
-                code=code if code >= 0 else None,
-                signal=-code if code < 0 else None,
+                worker.name, code=code if code >= 0 else None, signal=-code if code < 0 else None
             )
         )
         for stray in _strays_of(worker):

@@ -232,11 +232,7 @@ def boot(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> 
 
 
 @app.command(epilog="Example: virtclust add 2 --name vc1")
-def add(
-    hosts: _HowMany,
-    name: str | None = _NAME,
-    as_json: bool = _JSON,
-) -> None:
+def add(hosts: _HowMany, name: str | None = _NAME, as_json: bool = _JSON) -> None:
     """Make more hosts of the same kind; the hostfile grows by them."""
     cluster = VirtualCluster.find(name)
     names = cluster.add(hosts)
@@ -294,11 +290,7 @@ def status(name: str | None = _NAME, as_json: bool = _JSON) -> None:
     context_settings={**_CONTEXT, "allow_interspersed_args": False},
     epilog="Examples: virtclust run vc1-1 -- df -h /data    virtclust run vc1-1   (a login shell)",
 )
-def run(
-    host: str = _HOST,
-    command: list[str] = _COMMAND,
-    name: str | None = _NAME,
-) -> None:
+def run(host: str = _HOST, command: list[str] = _COMMAND, name: str | None = _NAME) -> None:
     """Run a command on a host through ssh; its exit status is the command's."""
     cluster, full_name = VirtualCluster.find_host(host, name)
     words = list(command or [])

@@ -201,10 +201,7 @@ class HostGroup(fabric.Group):
         """
         limit_s = self.timeout_s if timeout is None else timeout
         settings = CommandSettings(
-            HowToRun(dict(env or {}), cwd, sudo),
-            self.fanout,
-            limit_s,
-            keep_bytes=_OUTPUT_BYTES,
+            HowToRun(dict(env or {}), cwd, sudo), self.fanout, limit_s, keep_bytes=_OUTPUT_BYTES
         )
         hidden = _HIDDEN[hide]
         shown = functools.partial(_print_lines, hidden=hidden)

@@ -153,8 +153,7 @@ def fan_out(
                 if on_wait is not None:
                     now = time.monotonic()
                     on_wait(
-                        {name: now - entry.started for name, entry in running.items()},
-                        len(waiting),
+                        {name: now - entry.started for name, entry in running.items()}, len(waiting)
                     )
             # A result that comes after its host was given up is nobody's any more.
             elif running.pop(result.host.name, None) is not None:

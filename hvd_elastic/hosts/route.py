@@ -182,12 +182,7 @@ class Route:
         self.known_name = known_name(entry.get("hostkeyalias", self.address), self.port)
         if "hostkeyalias" in entry:
             self.known_name = str(entry["hostkeyalias"]).lower()
-        self.known = KnownHosts.load(
-            [
-                own_known_hosts(),
-                *ssh_config.known_hosts_files(entry),
-            ]
-        )
+        self.known = KnownHosts.load([own_known_hosts(), *ssh_config.known_hosts_files(entry)])
         self.jumps = _parse_jumps(host, str(entry.get("proxyjump", "none")))
         self.gateways: list[Route] = []
         self.sock: Any = None

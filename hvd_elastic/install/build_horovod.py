@@ -41,13 +41,7 @@ from hvd_elastic.install.horovod_wheel import (
     version_of,
     wheel_cache,
 )
-from hvd_elastic.install.prerequisites import (
-    PREREQUISITES,
-    Purpose,
-    apt_command,
-    has_apt,
-    missing,
-)
+from hvd_elastic.install.prerequisites import PREREQUISITES, Purpose, apt_command, has_apt, missing
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
@@ -175,10 +169,7 @@ def provide_toolkit(inputs: BuildInputs, work: Path, log: Path) -> Path | None:
         return home
     target = work / "cuda"
     run_quietly(
-        [
-            *(*_PIP, "install", "--no-deps", "--target", str(target)),
-            *toolkit_packages(inputs.cuda),
-        ],
+        [*(*_PIP, "install", "--no-deps", "--target", str(target)), *toolkit_packages(inputs.cuda)],
         label=f"Downloading the compiler of CUDA {inputs.cuda}",
         log=log,
     )

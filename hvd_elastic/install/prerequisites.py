@@ -96,11 +96,7 @@ PREREQUISITES: tuple[Prerequisite, ...] = (
     Prerequisite("ip", lambda: find_program("ip"), ("iproute2",), Purpose.NETWORKS, optional=True),
     Prerequisite("tc", lambda: find_program("tc"), ("iproute2",), Purpose.NETWORKS, optional=True),
     Prerequisite(
-        "Open MPI",
-        _find_openmpi,
-        ("libopenmpi-dev", "openmpi-bin"),
-        Purpose.MPI,
-        optional=True,
+        "Open MPI", _find_openmpi, ("libopenmpi-dev", "openmpi-bin"), Purpose.MPI, optional=True
     ),
 )
 

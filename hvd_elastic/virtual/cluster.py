@@ -32,10 +32,7 @@ from hvd_elastic.virtual.state import (
 )
 from hvd_elastic.virtual.tools import find_tool
 
-_BACKENDS: dict[str, type[Loopback | Namespaces]] = {
-    "loopback": Loopback,
-    "netns": Namespaces,
-}
+_BACKENDS: dict[str, type[Loopback | Namespaces]] = {"loopback": Loopback, "netns": Namespaces}
 """What hosts are made of: addresses of the loopback interface, or namespaces."""
 
 

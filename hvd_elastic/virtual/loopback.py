@@ -91,10 +91,7 @@ class Loopback:
             folder = self.folder / "hosts" / host.name
             (folder / "sshd_config").write_text(
                 sshfiles.sshd_config(
-                    host,
-                    folder=folder,
-                    cluster_folder=self.folder,
-                    use_pam=_is_locked(state.user),
+                    host, folder=folder, cluster_folder=self.folder, use_pam=_is_locked(state.user)
                 )
             )
             holder = Holder(

@@ -50,11 +50,7 @@ def make_keys(paths: Iterable[Path]) -> None:
 
 
 def sshd_config(
-    host: HostState,
-    *,
-    folder: Path,
-    cluster_folder: Path,
-    use_pam: bool = False,
+    host: HostState, *, folder: Path, cluster_folder: Path, use_pam: bool = False
 ) -> str:
     """Configuration of one host's sshd.
 

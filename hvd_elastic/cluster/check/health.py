@@ -129,8 +129,7 @@ def _measure(
         links = [
             *broken,
             *probe.measure(
-                broken,
-                lambda done, total: tell(f"measuring the network, round {done} of {total}"),
+                broken, lambda done, total: tell(f"measuring the network, round {done} of {total}")
             ),
         ]
         for name, found in judge_network(probe.names, links).items():

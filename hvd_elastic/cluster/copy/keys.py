@@ -30,8 +30,6 @@ def make_certificate() -> str:
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return (private + certificate.public_bytes(serialization.Encoding.PEM)).decode("ascii")

@@ -43,12 +43,7 @@ class Shares:
         return self._ask(orders)
 
     def hear(
-        self,
-        host: str,
-        came: Iterable[int],
-        failed: Sequence[int],
-        why: str,
-        hosts: Sequence[str],
+        self, host: str, came: Iterable[int], failed: Sequence[int], why: str, hosts: Sequence[str]
     ) -> dict[str, list[int]]:
         """A host has done some of what it was asked for.
 
