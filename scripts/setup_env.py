@@ -27,9 +27,8 @@ if sys.version_info < OLDEST_PYTHON:
         f"{sys.version_info[0]}.{sys.version_info[1]}; name another one: make PYTHON=python3.11"
     )
 
-from hvd_elastic.install.file_lock import file_lock  # noqa: E402
-
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
+from hvd_elastic.install.file_lock import file_lock  # noqa: E402
 from hvd_elastic.install.prerequisites import (  # noqa: E402
     Prerequisite,
     Purpose,

@@ -9,7 +9,6 @@ against, so the next environment of the same make has it in seconds.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -31,6 +30,7 @@ from hvd_elastic.install.cuda import (
     find_nccl_library,
     toolkit_packages,
 )
+from hvd_elastic.install.file_lock import file_lock
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
@@ -359,15 +359,8 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
         return
     cache = wheel_cache()
     log = cache / f"{inputs.name}.log"
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f"{inputs.name}.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(
-                "Another build of the same Horovod is running; waiting for its wheel …", flush=True
-            )
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    waiting = "Another build of the same Horovod is running; waiting for its wheel …"
+    with file_lock(cache / f"{inputs.name}.lock", lambda: print(waiting, flush=True)):
         log.unlink(missing_ok=True)
         _install_missing(RUN_REQUIREMENTS, "what Horovod imports", log)
         wheel = None if rebuild else cached_wheel(inputs)
