@@ -22,6 +22,5 @@ def limit_link(cluster: VirtualCluster, host: str, bits_per_s: int) -> None:
     if inside.returncode != 0:
         raise RunError(f"the link of {host} cannot be limited: {inside.stderr}")
     index = cluster.state.host(host).index
-    for pid, name in marked_processes(cluster.folder).items():
-        if name == SWITCH:
-            run_tool(["nsenter", "-t", str(pid), "-n", *change, f"p{index}", "root", *words])
+    for process in marked_processes(cluster.folder, SWITCH):
+        run_tool(["nsenter", "-t", str(process.pid), "-n", *change, f"p{index}", "root", *words])

@@ -9,22 +9,28 @@ until the old one ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from hvd_elastic.agent.spool import Spool
+from hvd_elastic.agent.workers import Worker, Workers
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode, peer_uid
 
-__all__ = ["Caller", "answer_caller", "call_predecessor", "listen_for_successors"]
-
 _ANSWER_S = 8.0
+_LOOK_S = 0.1
+_WRITE_PATIENCE_S = 300.0
+"""So long nothing may be seen of a checkpoint on its way: a disk may take it all at the end."""
 _MAX_HELLO_BYTES = 16 << 20
 
 
@@ -184,3 +190,46 @@ def _kill_peer(connection: socket.socket) -> None:
     if uid == os.getuid() and pid > 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+async def write_last_checkpoint(
+    workers: Workers, spool: Spool, timeout_s: float, call_off: Callable[[], None]
+) -> None:
+    """Ask for a checkpoint, and wait for the share of every worker here.
+
+    All ranks of all hosts take it at the same step, whoever asked first, and write on when the
+    others are gone; so it is whole when each host has waited for its own.
+
+    Args:
+        workers: of this host.
+        spool: where they write.
+        timeout_s: a worker that is silent for so long is dead.
+        call_off: breaks off the collectives of the generation.
+    """
+    for worker in workers:
+        if worker.is_member:
+            worker.has_answered = False
+            worker.send(msg.SaveState())
+    seen: list[object] = []
+    since, was_called_off = time.monotonic(), False
+
+    def is_awaited(worker: Worker) -> bool:
+        lives = worker.silent_s(time.monotonic()) <= timeout_s
+        return worker.is_member and not worker.has_answered and lives
+
+    while any(map(is_awaited, workers)):
+        # What changes while steps are finished, or files become longer.
+        said = [(each.name, each.has_answered, each.activity.step) for each in workers]
+        signs = [spool.size_bytes(), *said]
+        if signs != seen:
+            seen, since = signs, time.monotonic()
+        nothing_s = time.monotonic() - since
+        if nothing_s >= _WRITE_PATIENCE_S:
+            return
+        longest_s = max((each.activity.longest_step_s for each in workers), default=0.0)
+        if nothing_s >= max(3 * timeout_s, 2 * longest_s) and not was_called_off:
+            # They wait for another host, which is gone, say: out of its step each of them writes
+            # the whole state.
+            was_called_off = True
+            call_off()
+        await asyncio.sleep(_LOOK_S)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
-import psutil
-
-__all__ = ["Pulse"]
+from hvd_elastic.hosts.programs.processes import read_process
 
 _BEAT_DUE_S = 1.5  # a little more than the longest interval
 _LOOK_EVERY_S = 1.0
 # Threads that wait with a time limit wake up all the time: in a deadlock they use up to 0.5 %.
 _BUSY_SHARE = 0.02
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_STOPPED = ("T", "t")
 
 
-class Pulse:
+class Liveness:
     """The signs of life of one process.
 
     Code that holds Python's lock for long keeps the heart from beating and is busy; a process that
@@ -50,11 +47,9 @@ class Pulse:
         return now - max(self._beat, self._busy)
 
     def _look(self, now: float) -> None:
-        with contextlib.suppress(psutil.Error):
-            seen = psutil.Process(self._pid)
-            with seen.oneshot():
-                used_s, status = sum(seen.cpu_times()[:2]), seen.status()
-            share = (used_s - self._used_s) / (now - self._looked)
-            if share >= _BUSY_SHARE and status not in _STOPPED:
+        process = read_process(self._pid)
+        if process is not None:
+            share = (process.cpu_s - self._used_s) / (now - self._looked)
+            if share >= _BUSY_SHARE and process.state not in _STOPPED:
                 self._busy = now
-            self._used_s, self._looked = used_s, now
+            self._used_s, self._looked = process.cpu_s, now

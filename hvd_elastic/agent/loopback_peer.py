@@ -6,8 +6,6 @@ import socket
 import struct
 from pathlib import Path
 
-__all__ = ["loopback_peer_uid"]
-
 Address = tuple[str, int]
 
 _TIMEOUT_S = 1.0

@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 
-__all__ = ["NOTICE_S", "PreemptionWatch", "seconds_left"]
-
 NOTICE_S = 30.0
 """Time that a host has after a notice that names none [s]: the shortest of the large clouds."""
 

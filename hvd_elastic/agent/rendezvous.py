@@ -19,8 +19,6 @@ from collections.abc import Callable
 
 from hvd_elastic.agent.loopback_peer import loopback_peer_uid
 
-__all__ = ["GenerationStore", "loopback_peer_uid"]
-
 _REQUEST = re.compile(rb"(GET|PUT|DELETE) /([\w.:-]{1,256})/([\w.:-]{1,256}) HTTP/1\.[01]")
 _LENGTH = re.compile(rb"content-length:\s*(\d{1,9})", re.IGNORECASE)
 _MAX_VALUE_BYTES = 1 << 20

@@ -15,8 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["make_scratch", "scratch_variables"]
-
 
 def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path:
     """Make the folder, in the temporary folder that ``environment`` names where that is there.

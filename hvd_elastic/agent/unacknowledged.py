@@ -16,12 +16,10 @@ from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Ledger"]
-
 _MAX_LOG_BYTES = 32 << 20
 
 
-class Ledger:
+class UnacknowledgedLog:
     """What one agent's leader knows and does not know yet."""
 
     def __init__(self) -> None:

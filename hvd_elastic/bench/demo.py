@@ -29,6 +29,7 @@ from hvd_elastic.cluster.copy.copying import copy_to_hosts
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import parse_hostfile
+from hvd_elastic.hosts.programs.processes import environment
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.records.audit import AuditResult
 from hvd_elastic.records.json_lines import EventFollower
@@ -200,12 +201,9 @@ def leader(command: list[str], *, quiet: bool) -> Iterator[subprocess.Popen[byte
 
 def worker_on(cluster: VirtualCluster, host: str) -> int:
     """Process id of the training worker on a host."""
-    mark = f"HVD_ELASTIC_HOST={host}".encode()
     for pid in sorted(cluster.pids(host)):
-        with contextlib.suppress(OSError):
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if mark in environment:
-                return pid
+        if environment(pid).get("HVD_ELASTIC_HOST") == host:
+            return pid
     raise RunError(f"no worker was found on {host}")
 
 

@@ -21,8 +21,6 @@ from hvd_elastic import __version__
 from hvd_elastic.cli.entry import enter, flow_help
 from hvd_elastic.cli.start import end_at_interrupt, raise_at_interrupt
 
-__all__ = ["COMMANDS", "LazyCommand", "app", "main"]
-
 _PASS_ON = {"allow_interspersed_args": False}
 """Everything after the first positional argument belongs to the user's command."""
 

@@ -17,8 +17,6 @@ from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import own_known_hosts
 
-__all__ = ["REFUSED", "accept_host_keys", "bootstrap_hosts"]
-
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 

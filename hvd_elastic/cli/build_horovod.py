@@ -9,8 +9,6 @@ import typer
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.errors import BuildError
 
-__all__ = ["build_horovod"]
-
 
 def build_horovod(
     rebuild: Annotated[

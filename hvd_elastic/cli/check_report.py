@@ -11,8 +11,6 @@ from hvd_elastic.cluster.check.health import HostHealth, Level
 from hvd_elastic.cluster.check.network import Link
 from hvd_elastic.hosts.fanout import HostResult
 
-__all__ = ["describe_health", "show_health", "show_links"]
-
 
 def describe_health(result: HostResult[HostHealth]) -> dict[str, Any]:
     """What the JSON object of a host has besides the outcome."""

@@ -35,26 +35,12 @@ from hvd_elastic.cli.newcomers import Newcomers
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cluster.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, parse_hosts
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.copy.copying import Copied
+    from hvd_elastic.cluster.copy.job import CopySettings, Pulled
     from hvd_elastic.cluster.kill import Ended
-
-__all__ = [
-    "check",
-    "checkclust_main",
-    "cluster",
-    "copy",
-    "copyclust_main",
-    "kill",
-    "killclust_main",
-    "run",
-    "runclust_main",
-    "trust",
-]
 
 
 class _HostfileFirst(typer.core.TyperCommand):
@@ -262,13 +248,8 @@ def copy(
 
       copyclust hosts --pull 'aws s3 cp s3://bucket/set/{path} {dst}/{path}' --list names /data/set
     """
-    from hvd_elastic.cluster.copy.copying import (
-        CopySettings,
-        check_destination,
-        check_source,
-        copy_to_hosts,
-    )
-    from hvd_elastic.cluster.copy.pull import Pulled, check_pull, pull_to_hosts, read_list
+    from hvd_elastic.cli.copy_report import copied_in_words, describe_copied
+    from hvd_elastic.cluster.copy.copying import CopySettings, copy_to_hosts
 
     if not places[0]:
         # Path would make the current folder of it.
@@ -281,24 +262,6 @@ def copy(
                 f"the host out by --exclude-hosts {pattern}, a file of this name by "
                 f"--exclude /{pattern}"
             )
-    source = Path(places[0])
-    pulled = None
-    if pull is not None:
-        _check_pull_options(places, checksum=checksum, shard=shard, source_host=source_host)
-        check_pull(pull, listed is not None)
-        files = None if listed is None else read_list(_read_file(listed), exclude or ())
-        pulled = Pulled(pull, files, jobs)
-        target = check_destination(source, places[0].rstrip("/") or "/")
-    elif listed is not None:
-        raise UsageError("--list says what --pull fetches; give --pull COMMAND")
-    elif len(places) != 2:
-        raise UsageError("give SRC and DST, or --pull COMMAND and DST; see copyclust --help")
-    else:
-        target = check_destination(source, places[1])
-    start = _find_host(chosen.hosts, source_host) if source_host else None
-    if start is None and pulled is None:
-        source = source.expanduser().absolute()
-        check_source(source)
     settings = CopySettings(
         delete=delete,
         exclude=tuple(exclude or ()),
@@ -310,63 +273,20 @@ def copy(
         dry_run=chosen.dry_run,
         fanout=chosen.fanout,
     )
+    start, pulled = None, None
+    if pull is not None:
+        pulled, target = _read_pull(pull, places, listed, jobs, settings, source_host)
+        source: Path | Pulled = pulled
+    else:
+        start = _find_host(chosen.hosts, source_host) if source_host else None
+        source, target = _read_places(places, listed, start)
     printer = Printer(chosen.hosts)
     newcomers = Newcomers(chosen, printer.note)
     chosen = replace(chosen, hosts=newcomers.hosts)
-
-    def describe(result: HostResult[Any]) -> dict[str, Any]:
-        value = result.value
-        return {
-            "destination": target,
-            "files": value.files if value else 0,
-            "bytes": value.size_bytes if value else 0,
-            "resumed_bytes": value.resumed_bytes if value else 0,
-            "skipped": value.skipped if value else 0,
-            "touched": value.touched if value else 0,
-            "removed": list(value.removed) if value else [],
-            "unreached": list(value.unreached) if value else [],
-            **(_describe_fetched(value) if pulled is not None else {}),
-            "problems": list(value.problems) if value else [],
-        }
-
-    def word(result: HostResult[Any]) -> str:
-        value = result.answer
-        if chosen.dry_run and pulled is not None and pulled.files is None:
-            return "would run the command" if value.fetched else "would take it from the others"
-        parts = [f"{count(value.files, 'file')}, {value.size_bytes / 1e6:.1f} MB"]
-        parts[0] += " to copy" if chosen.dry_run else " copied"
-        if not chosen.dry_run:
-            parts[0] += f" ({value.size_bytes / 1e6 / max(result.seconds, 1e-3):.1f} MB/s)"
-        if pulled is not None:
-            size = f", {value.fetched_bytes / 1e6:.1f} MB" if value.fetched_bytes else ""
-            done = "to fetch" if chosen.dry_run else "fetched"
-            parts.insert(0, f"{count(value.fetched, 'file')}{size} {done}")
-            if value.failure:
-                printer.note(
-                    f"host {result.host.name}: the command failed there, others fetched its share: "
-                    f"{value.failure}"
-                )
-        parts.append(f"{value.skipped} there already")
-        if value.touched:
-            parts.append(f"{value.touched} of other time or mode only")
-        if value.unreached:
-            printer.note(
-                f"host {result.host.name}: {', '.join(value.unreached)} could not connect to it, "
-                "so others fed it. Hosts should reach one another: checkclust shows who does not"
-            )
-        if value.removed:
-            parts.append(f"{len(value.removed)} {'to remove' if chosen.dry_run else 'removed'}")
-            for path in value.removed if chosen.dry_run or chosen.verbose else ():
-                printer.lines(result.host, "stdout", f"remove {path}")
-        return ", ".join(parts)
-
     with copy_bar(quiet=chosen.as_json) as show:
-        if pulled is not None:
-            results = pull_to_hosts(
-                chosen.hosts, pulled, target, chosen.ssh, settings, show, newcomers
-            )
-        else:
-            results = copy_to_hosts(
+        finish(
+            chosen,
+            copy_to_hosts(
                 chosen.hosts,
                 source,
                 target,
@@ -376,34 +296,60 @@ def copy(
                 show,
                 lambda path: printer.note(f"{path}: neither file, folder nor link; left out"),
                 newcomers,
-            )
-        finish(chosen, results, printer, describe, word)
+            ),
+            printer,
+            lambda result: describe_copied(result, target, pulled is not None),
+            lambda result: copied_in_words(result, chosen, printer, pulled),
+        )
 
 
-def _check_pull_options(
-    places: Sequence[str], *, checksum: bool, shard: bool, source_host: str | None
-) -> None:
+def _read_places(
+    places: Sequence[str], listed: str | None, source_host: Host | None
+) -> tuple[Path, str]:
+    """The source and the destination."""
+    from hvd_elastic.cluster.copy.copying import check_destination, check_source
+
+    if listed is not None:
+        raise UsageError("--list says what --pull fetches; give --pull COMMAND")
+    if len(places) != 2:
+        raise UsageError("give SRC and DST, or --pull COMMAND and DST; see copyclust --help")
+    source = Path(places[0])
+    target = check_destination(source, places[1])
+    if source_host is None:
+        source = source.expanduser().absolute()
+        check_source(source)
+    return source, target
+
+
+def _read_pull(
+    command: str,
+    places: Sequence[str],
+    listed: str | None,
+    jobs: int,
+    settings: CopySettings,
+    source_host: str | None,
+) -> tuple[Pulled, str]:
+    """What is fetched, and the destination."""
+    from hvd_elastic.cluster.copy.copying import Pulled, check_destination
+    from hvd_elastic.cluster.copy.pull import check_pull, read_list
+
     if len(places) != 1:
         raise UsageError("with --pull give DST alone; the command says where the files come from")
-    given = {"--checksum": checksum, "--shard": shard, "--from": source_host is not None}
-    for name, is_given in given.items():
-        if is_given:
+    given = {"--checksum": settings.checksum, "--shard": settings.shard, "--from": source_host}
+    for name, value in given.items():
+        if value not in (None, False):
             raise UsageError(f"{name} does not go with --pull; leave it out")
-
-
-def _read_file(name: str) -> bytes:
-    try:
-        return sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
-    except OSError as error:
-        raise UsageError(f"--list {name}: {error.strerror}") from error
-
-
-def _describe_fetched(value: Copied | None) -> dict[str, Any]:
-    return {
-        "fetched": value.fetched if value else 0,
-        "fetched_bytes": value.fetched_bytes if value else 0,
-        "fetch_error": value.failure if value else "",
-    }
+    check_pull(command, listed is not None)
+    files = None
+    if listed is not None:
+        try:
+            list_path = Path(listed).expanduser()
+            data = sys.stdin.buffer.read() if listed == "-" else list_path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"--list {listed}: {error.strerror}") from error
+        files = read_list(data, settings.exclude)
+    target = check_destination(Path(places[0]), places[0].rstrip("/") or "/")
+    return Pulled(command, files, jobs), target
 
 
 def _find_host(hosts: Sequence[Host], text: str) -> Host:

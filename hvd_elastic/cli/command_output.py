@@ -13,8 +13,6 @@ from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import is_local
 
-__all__ = ["describe_command", "show_gathered", "show_plan"]
-
 RULE = "-" * 15
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hvd_elastic.cluster.copy.copying import CopyProgress
 
-__all__ = ["copy_bar", "states_in_words"]
 
 MOST_NAMED = 8
 

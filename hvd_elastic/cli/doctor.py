@@ -6,10 +6,10 @@ its own.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import pwd
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +24,13 @@ from hvd_elastic import __version__
 from hvd_elastic.config import home
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
-from hvd_elastic.install.horovod_wheel import TORCH_REQUIREMENT, installed_build, wheel_cache
+from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
+from hvd_elastic.install.horovod_wheel import (
+    TORCH_REQUIREMENT,
+    installed_build,
+    version_of,
+    wheel_cache,
+)
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
     Prerequisite,
@@ -32,8 +38,6 @@ from hvd_elastic.install.prerequisites import (
     apt_command,
     has_apt,
 )
-
-__all__ = ["Finding", "Health", "diagnose", "doctor"]
 
 _BUILD_WITH = "hvd-elastic build-horovod"
 _LOW_DISK_BYTES = 2_000_000_000
@@ -86,7 +90,7 @@ def diagnose() -> list[Finding]:
         ),
         _python(),
         *(_package(name) for name in ("fabric", "paramiko", "numpy", "psutil")),
-        _torch(),
+        _package("torch", TORCH_REQUIREMENT),
         _horovod(),
         _tensorflow(),
         *(_prerequisite(item) for item in PREREQUISITES),
@@ -155,33 +159,16 @@ def _python() -> Finding:
     return Finding("python", Health.GOOD, f"{version} ({sys.executable})")
 
 
-def _version(*names: str) -> str | None:
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _package(name: str) -> Finding:
-    version = _version(name)
+def _package(name: str, requirement: str = "") -> Finding:
+    version = version_of(name)
     if version is None:
-        mend = f"{sys.executable} -m pip install {name}"
+        mend = f"{sys.executable} -m pip install {shlex.quote(requirement or name)}"
         return Finding(name, Health.MISSING, "not installed", mend)
     return Finding(name, Health.GOOD, version)
 
 
-def _torch() -> Finding:
-    version = _version("torch")
-    if version is None:
-        mend = f"{sys.executable} -m pip install '{TORCH_REQUIREMENT}'"
-        return Finding("torch", Health.MISSING, "not installed", mend)
-    return Finding("torch", Health.GOOD, version)
-
-
 def _tensorflow() -> Finding:
-    version = _version("tensorflow", "tensorflow-cpu")
+    version = version_of("tensorflow", "tensorflow-cpu")
     if version is None:
         return Finding("tensorflow", Health.OPTIONAL, "not installed (PyTorch needs none)")
     return Finding("tensorflow", Health.GOOD, version)
@@ -191,7 +178,7 @@ def _horovod() -> Finding:
     build = installed_build()
     if build is None:
         return Finding("horovod", Health.MISSING, "not installed", _BUILD_WITH)
-    version = _version("horovod")
+    version = version_of("horovod")
     built, why = _built_with(sys.executable)
     if built is None:
         return Finding("horovod", Health.MISSING, f"{version} does not import: {why}", _BUILD_WITH)
@@ -242,22 +229,14 @@ def _prerequisite(item: Prerequisite) -> Finding:
 
 
 def _gpu() -> Finding:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    answer = ask_nvidia_smi("--query-gpu=name")
+    if answer is None:
         return Finding("gpu", Health.OPTIONAL, "no nvidia-smi: training runs on the CPU")
-    try:
-        done = subprocess.run(
-            [program, "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    if answer.status is None:
         return Finding("gpu", Health.OPTIONAL, "nvidia-smi does not answer")
-    names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode != 0 or not names:
+    if answer.error or not answer.lines:
         return Finding("gpu", Health.OPTIONAL, "nvidia-smi finds none")
-    return Finding("gpu", Health.GOOD, f"{len(names)} x {names[0]}")
+    return Finding("gpu", Health.GOOD, f"{len(answer.lines)} x {answer.lines[0]}")
 
 
 def _wheels() -> Finding:

@@ -18,8 +18,6 @@ import typer
 from hvd_elastic.cli.start import INTERRUPTED, raise_at_interrupt
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["enter", "flow_help"]
-
 # typer has click inside, or beside it, and gives only this one of its errors a name of its own.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,8 +19,6 @@ from hvd_elastic.hosts.fanout import DEFAULT_FANOUT
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.hosts.ssh_config import config_beside
-
-__all__ = ["Chosen", "over_hosts"]
 
 _HOSTFILE = Annotated[
     Path, typer.Argument(metavar="HOSTFILE", help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'.")
@@ -52,8 +50,7 @@ _IDENTITY = Annotated[
     typer.Option("--identity", "-i", metavar="FILE", help="A private key to try first."),
 ]
 _CONNECT_TIMEOUT = Annotated[
-    float,
-    number_option("--connect-timeout", least=0.1, metavar="SECONDS", help="For each host."),
+    float, number_option("--connect-timeout", least=0.1, metavar="SECONDS", help="For each host.")
 ]
 _VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Say more of what goes on.")]
 
@@ -84,18 +81,15 @@ class Chosen:
 
 
 def over_hosts(
-    *,
-    fanout: int = DEFAULT_FANOUT,
     without: Sequence[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the hostfile and the shared options, read, as its first argument.
 
     Args:
-        fanout: the default of ``--fanout``.
         without: names of shared options that make no sense for this command.
     """
     shared: dict[str, tuple[Any, Any]] = {
-        "fanout": (_FANOUT, fanout),
+        "fanout": (_FANOUT, DEFAULT_FANOUT),
         "hosts": (_HOSTS, None),
         "exclude_hosts": (_EXCLUDE_HOSTS, None),
         "dry_run": (_DRY_RUN, False),
@@ -110,7 +104,7 @@ def over_hosts(
         @functools.wraps(function)
         def command(hostfile: Path, **given: Any) -> None:
             settings = {name: given.pop(name, default) for name, (_, default) in shared.items()}
-            function(_choose(hostfile, **settings), **given)
+            function(_choose(hostfile, settings), **given)
 
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -130,31 +124,21 @@ def over_hosts(
     return decorate
 
 
-def _choose(
-    hostfile: Path,
-    *,
-    fanout: int,
-    hosts: str | None,
-    exclude_hosts: str | None,
-    dry_run: bool,
-    as_json: bool,
-    ssh_config: Path | None,
-    identity: Path | None,
-    connect_timeout: float,
-    verbose: bool,
-) -> Chosen:
-    if verbose:
+def _choose(hostfile: Path, given: Mapping[str, Any]) -> Chosen:
+    """What the shared options, by name, come to."""
+    if given["verbose"]:
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
         # paramiko tells every packet, invoke all settings of each connection.
         for name in ("paramiko", "invoke"):
             logging.getLogger(name).setLevel(logging.INFO)
 
     def choose() -> Sequence[Host]:
-        return select_hosts(parse_hostfile(hostfile), hosts, exclude_hosts)
+        return select_hosts(parse_hostfile(hostfile), given["hosts"], given["exclude_hosts"])
 
-    chosen = choose()
+    hosts, identity = choose(), given["identity"]
     if identity is not None and not identity.expanduser().is_file():
         raise UsageError(f"--identity {identity}: no such file; name a private key")
-    config = ssh_config or config_beside(hostfile)
-    ssh = SshOptions(config, connect_timeout, identity=identity)
-    return Chosen(hostfile, choose, chosen, ssh, fanout, dry_run, as_json, verbose)
+    config = given["ssh_config"] or config_beside(hostfile)
+    ssh = SshOptions(config, given["connect_timeout"], identity=identity)
+    flags = {name: given[name] for name in ("fanout", "dry_run", "as_json", "verbose")}
+    return Chosen(hostfile, choose, hosts, ssh, **flags)

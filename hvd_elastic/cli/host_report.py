@@ -20,8 +20,6 @@ from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 
-__all__ = ["Printer", "conclude", "finish", "print_json", "reasons_in_words", "show_result"]
-
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 # Who is waited for is named when it has taken so long.
 PATIENCE_S = 1.0

@@ -9,8 +9,6 @@ from hvd_elastic.cluster.kill import Ended
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult
 
-__all__ = ["describe_ended", "show_ended"]
-
 
 def describe_ended(result: HostResult[Ended]) -> dict[str, Any]:
     """What the JSON object of a host has besides the outcome."""

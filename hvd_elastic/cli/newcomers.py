@@ -8,8 +8,6 @@ from hvd_elastic.cli.host_options import Chosen
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.hostfile import Host
 
-__all__ = ["Newcomers"]
-
 
 class Newcomers:
     """Gives, when it is called, the hosts that the hostfile has had since the last call.

@@ -13,18 +13,6 @@ import signal
 import sys
 from types import FrameType
 
-__all__ = [
-    "INTERRUPTED",
-    "checkclust",
-    "copyclust",
-    "end_at_interrupt",
-    "hvd_elastic",
-    "killclust",
-    "raise_at_interrupt",
-    "runclust",
-    "virtclust",
-]
-
 INTERRUPTED = 130
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.main
@@ -19,11 +19,9 @@ from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.numbers import number_option, parse_whole_number
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import count
-
-if TYPE_CHECKING:
-    from hvd_elastic.virtual import VirtualCluster
-
-__all__ = ["app", "main"]
+from hvd_elastic.virtual import VirtualCluster
+from hvd_elastic.virtual.plan import parse_shape
+from hvd_elastic.virtual.tools import find_tool
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")
@@ -134,9 +132,6 @@ def up(
 
     Hosts see this machine's files, except that /data, /tmp and /run are their own.
     """
-    from hvd_elastic.virtual import VirtualCluster
-    from hvd_elastic.virtual.plan import parse_shape
-
     wanted = parse_shape(shape)
     begun = time.monotonic()
     cluster = VirtualCluster.up(
@@ -177,8 +172,6 @@ def down(
     as_json: bool = _JSON,
 ) -> None:
     """End a cluster and leave nothing behind, also after a crash or a killed virtclust."""
-    from hvd_elastic.virtual import VirtualCluster
-
     if every and name is not None:
         raise UsageError("--all and --name exclude each other; leave one out")
     if every:
@@ -201,8 +194,6 @@ def _act(
     done: str,
     as_json: bool,
 ) -> None:
-    from hvd_elastic.virtual import VirtualCluster
-
     cluster, full_name = VirtualCluster.find_host(host, name)
     action(cluster, full_name)
     record = {"host": full_name, "status": cluster.status(full_name)}
@@ -241,14 +232,8 @@ def boot(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> 
 
 
 @app.command(epilog="Example: virtclust add 2 --name vc1")
-def add(
-    hosts: _HowMany,
-    name: str | None = _NAME,
-    as_json: bool = _JSON,
-) -> None:
+def add(hosts: _HowMany, name: str | None = _NAME, as_json: bool = _JSON) -> None:
     """Make more hosts of the same kind; the hostfile grows by them."""
-    from hvd_elastic.virtual import VirtualCluster
-
     cluster = VirtualCluster.find(name)
     names = cluster.add(hosts)
     _say(as_json, {"name": cluster.name, "added": names}, f"added: {', '.join(names)}")
@@ -261,8 +246,6 @@ def hostfile(
     as_json: bool = _JSON,
 ) -> None:
     """Print a cluster's hostfile."""
-    from hvd_elastic.virtual import VirtualCluster
-
     cluster = VirtualCluster.find(name)
     text = cluster.hostfile.read_text()
     record = {"path": str(cluster.hostfile), "ssh_config": str(cluster.ssh_config), "text": text}
@@ -272,8 +255,6 @@ def hostfile(
 @app.command("list", epilog="Example: virtclust list --json")
 def list_(as_json: bool = _JSON) -> None:
     """List the clusters of this user."""
-    from hvd_elastic.virtual import VirtualCluster
-
     records: list[dict[str, Any]] = []
     lines: list[str] = []
     for cluster in VirtualCluster.every():
@@ -294,8 +275,6 @@ def list_(as_json: bool = _JSON) -> None:
 @app.command(epilog="Example: virtclust status --name vc1")
 def status(name: str | None = _NAME, as_json: bool = _JSON) -> None:
     """Show a cluster's hosts and how they stand: up, cut or off."""
-    from hvd_elastic.virtual import VirtualCluster
-
     record = _describe(VirtualCluster.find(name))
     _say(
         as_json,
@@ -311,15 +290,8 @@ def status(name: str | None = _NAME, as_json: bool = _JSON) -> None:
     context_settings={**_CONTEXT, "allow_interspersed_args": False},
     epilog="Examples: virtclust run vc1-1 -- df -h /data    virtclust run vc1-1   (a login shell)",
 )
-def run(
-    host: str = _HOST,
-    command: list[str] = _COMMAND,
-    name: str | None = _NAME,
-) -> None:
+def run(host: str = _HOST, command: list[str] = _COMMAND, name: str | None = _NAME) -> None:
     """Run a command on a host through ssh; its exit status is the command's."""
-    from hvd_elastic.virtual import VirtualCluster
-    from hvd_elastic.virtual.tools import find_tool
-
     cluster, full_name = VirtualCluster.find_host(host, name)
     words = list(command or [])
     # Kept by the parser, since options after the host are the command's own.

@@ -16,8 +16,6 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import fingerprint
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local
 
-__all__ = ["LeaderKey", "bring_key", "find_leader_key"]
-
 DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 INSTALL_S = 20.0
 # The key comes on stdin, and is told apart by its middle word: the comment may differ. Hosts may

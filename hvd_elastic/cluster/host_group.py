@@ -42,7 +42,6 @@ from hvd_elastic.hosts.ssh import SshConnection, is_local
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["HostConnection", "HostGroup"]
 
 _OUTPUT_BYTES = 1 << 30
 """Most that is kept of a command's output on each host: as good as all, as Fabric keeps it."""
@@ -202,10 +201,7 @@ class HostGroup(fabric.Group):
         """
         limit_s = self.timeout_s if timeout is None else timeout
         settings = CommandSettings(
-            HowToRun(dict(env or {}), cwd, sudo),
-            self.fanout,
-            limit_s,
-            keep_bytes=_OUTPUT_BYTES,
+            HowToRun(dict(env or {}), cwd, sudo), self.fanout, limit_s, keep_bytes=_OUTPUT_BYTES
         )
         hidden = _HIDDEN[hide]
         shown = functools.partial(_print_lines, hidden=hidden)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect
-
-__all__ = ["Ended", "FoundProcess", "LeftFile", "Target", "kill_run"]
 
 DEFAULT_GRACE_S = 5.0
 SCRIPT_S = 60.0
@@ -112,26 +112,41 @@ def kill_run(
     def kill(host: Host, stopper: Stopper) -> Ended:
         with connect(host, options) as connection:
             stopper.add(connection.close)
-            request = {
-                "run": target.run,
-                "strays": target.strays,
-                "pattern": target.pattern,
-                "ours": False,
-                "grace_s": grace_s,
-                "dry_run": dry_run,
-            }
-            killed = run_script(connection, "kill_run", request, kill_s)
+            processes = find_processes(connection, target, grace_s, kill_s, dry_run)
             # Files know no pattern: those of every dead run are looked for.
             request = {"run": target.run, "host": host.name, "dry_run": dry_run}
             left = run_script(connection, "clear_left", request, SCRIPT_S)
             return Ended(
-                tuple(FoundProcess(**entry) for entry in killed["processes"]),
+                tuple(FoundProcess(**entry) for entry in processes),
                 tuple(LeftFile(**entry) for entry in left["removed"]),
                 tuple(left["gpus"]),
             )
 
     limit_s = options.connect_timeout_s + kill_s + SCRIPT_S + 10.0
     return fan_out(hosts, kill, fanout, limit_s, _judge_left)
+
+
+def find_processes(
+    connection: Connection,
+    target: Target,
+    grace_s: float,
+    limit_s: float,
+    dry_run: bool,
+    ours: bool = False,
+) -> list[dict[str, Any]]:
+    """Finds processes on a host and, but in a dry run, ends them; the fields are FoundProcess's.
+
+    Args:
+        connection: the host.
+        target: which processes.
+        grace_s: seconds between TERM and KILL.
+        limit_s: seconds for all of it.
+        dry_run: only list them.
+        ours: whether what our own agents left counts among the strays.
+    """
+    request = {**vars(target), "ours": ours, "grace_s": grace_s, "dry_run": dry_run}
+    found: list[dict[str, Any]] = run_script(connection, "kill_run", request, limit_s)["processes"]
+    return found
 
 
 def _judge_left(ended: Ended) -> tuple[Outcome, str]:

@@ -13,8 +13,6 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import HostKey, KeyState, remember
 from hvd_elastic.hosts.ssh import SshOptions, is_local, jump_hosts, own_known_hosts, read_host_key
 
-__all__ = ["ShownKey", "TrustState", "trust_hosts"]
-
 
 class TrustState(Enum):
     """How a host stands after the trust step."""

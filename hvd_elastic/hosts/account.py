@@ -6,8 +6,6 @@ import os
 import pwd
 from pathlib import Path
 
-__all__ = ["command_shell", "how_to_mend_shell", "why_no_commands"]
-
 _REFUSING = ("nologin", "false")
 _PLAIN_SHELL = "/bin/sh"
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.process import RemoteProcess, Result, collect
+from hvd_elastic.hosts.process import Command, RemoteProcess, Result, Sink, collect
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["Connection", "ConnectionBase", "SshOptions"]
 
 
 @dataclass(frozen=True)
@@ -26,24 +24,18 @@ class SshOptions:
         config_path: an ssh configuration to use alone, as ``ssh -F``; None: the user's and the
             system's.
         connect_timeout_s: name lookup, TCP, key exchange and authentication together.
-        known_hosts_files: read besides those of the configuration and the project's own.
         identity: a private key file to try first.
-        keepalive_s: seconds between keepalives on an idle connection.
-        silence_timeout_s: unanswered for so long, the connection counts as lost.
         password: tried where no key is taken.
     """
 
     config_path: Path | None = None
     connect_timeout_s: float = 10.0
-    known_hosts_files: tuple[Path, ...] = ()
     identity: Path | None = None
-    keepalive_s: int = 15
-    silence_timeout_s: float = 60.0
     password: str | None = field(default=None, repr=False)
 
 
-class Connection(Protocol):
-    """A host that commands can be sent to.
+class Connection(ABC):
+    """A host that commands can be sent to, over ssh or on this machine.
 
     Attributes:
         host: the host as the hostfile has it.
@@ -51,22 +43,21 @@ class Connection(Protocol):
     """
 
     host: Host
-    peer_address: str | None
+    peer_address: str | None = None
 
     @property
+    @abstractmethod
     def alive(self) -> bool:
         """False once the connection is known to be gone."""
 
+    @abstractmethod
     def start(
-        self,
-        argv_or_command: str | Sequence[str],
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
+        self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
     ) -> RemoteProcess:
         """Starts a command in the user's home folder, in a session of its own.
 
         Args:
-            argv_or_command: a list is quoted for the shell; a string is shell text as it is.
+            command: a list is quoted for the shell; a string is shell text as it is.
             on_stderr: called with each piece of stderr, in a thread of the process.
             on_stdout: likewise; ``stdout`` of the process then holds nothing.
 
@@ -75,10 +66,7 @@ class Connection(Protocol):
         """
 
     def start_python(
-        self,
-        argv: Sequence[str],
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
+        self, argv: Sequence[str], on_stderr: Sink = None, on_stdout: Sink = None
     ) -> RemoteProcess:
         """Starts an interpreter with as few processes as can be.
 
@@ -89,12 +77,10 @@ class Connection(Protocol):
         Raises:
             SshError: as :meth:`start`.
         """
+        return self.start(f"exec {shlex.join(argv)}", on_stderr, on_stdout)
 
     def run(
-        self,
-        argv_or_command: str | Sequence[str],
-        timeout_s: float | None = None,
-        stdin: bytes | None = None,
+        self, command: Command, timeout_s: float | None = None, stdin: bytes | None = None
     ) -> Result:
         """Runs a command to its end; a status other than 0 is no error here.
 
@@ -102,52 +88,11 @@ class Connection(Protocol):
             CommandTimeoutError: it did not end in time; it got TERM, then KILL.
             SshError: as :meth:`start`.
         """
+        return collect(lambda on_stderr: self.start(command, on_stderr), timeout_s, stdin)
 
+    @abstractmethod
     def close(self) -> None:
         """Ends the connection; commands still running read the end of their input."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class ConnectionBase:
-    """What is the same over ssh and on this machine."""
-
-    host: Host
-    peer_address: str | None = None
-
-    def start(
-        self,
-        argv_or_command: str | Sequence[str],
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
-    ) -> RemoteProcess:
-        raise NotImplementedError
-
-    def start_python(
-        self,
-        argv: Sequence[str],
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
-    ) -> RemoteProcess:
-        return self.start(f"exec {shlex.join(argv)}", on_stderr, on_stdout)
-
-    def run(
-        self,
-        argv_or_command: str | Sequence[str],
-        timeout_s: float | None = None,
-        stdin: bytes | None = None,
-    ) -> Result:
-        return collect(lambda on_stderr: self.start(argv_or_command, on_stderr), timeout_s, stdin)
-
-    def close(self) -> None:
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

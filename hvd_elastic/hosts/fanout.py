@@ -22,8 +22,6 @@ from hvd_elastic.errors import HostUnreachableError, HvdElasticError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import CommandTimeoutError
 
-__all__ = ["DEFAULT_FANOUT", "HostResult", "Outcome", "Stopper", "fan_out"]
-
 DEFAULT_FANOUT = 64
 # What a task gets, after its deadline, to stop what it started.
 STOP_S = 8.0
@@ -155,8 +153,7 @@ def fan_out(
                 if on_wait is not None:
                     now = time.monotonic()
                     on_wait(
-                        {name: now - entry.started for name, entry in running.items()},
-                        len(waiting),
+                        {name: now - entry.started for name, entry in running.items()}, len(waiting)
                     )
             # A result that comes after its host was given up is nobody's any more.
             elif running.pop(result.host.name, None) is not None:

@@ -30,17 +30,6 @@ from pathlib import Path
 from hvd_elastic.errors import HostfileError
 from hvd_elastic.formatting import count, hosts_named
 
-__all__ = [
-    "Host",
-    "Hostfile",
-    "expand_hosts",
-    "fold_hosts",
-    "format_hostfile",
-    "parse_hostfile",
-    "parse_hosts",
-    "require_prices",
-]
-
 # A slip such as gpu[1-1000000000] must end in a message, not in a full memory.
 MAX_HOSTS = 65_536
 MAX_SLOTS = 65_536

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-__all__ = ["HostKey", "KeyState", "KnownHosts", "KnownKey", "fingerprint", "known_name", "remember"]
-
 SSH_PORT = 22
 
 

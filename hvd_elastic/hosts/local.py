@@ -8,20 +8,17 @@ import pwd
 import signal as signals
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.account import command_shell
-from hvd_elastic.hosts.connection import ConnectionBase
+from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.process import RemoteProcess, as_command
-
-__all__ = ["LocalConnection"]
+from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command
 
 
-class LocalConnection(ConnectionBase):
+class LocalConnection(Connection):
     """This machine, without ssh: commands as sshd would run them."""
 
     def __init__(self, host: Host) -> None:
@@ -35,14 +32,11 @@ class LocalConnection(ConnectionBase):
         return not self._closed
 
     def start(
-        self,
-        argv_or_command: str | Sequence[str],
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
+        self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
     ) -> RemoteProcess:
         if self._closed:
             raise SshError(f"host {self.host.name}: the connection is closed")
-        command = as_command(argv_or_command)
+        command = as_command(command)
         account = pwd.getpwuid(os.getuid())
         folder = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
         try:

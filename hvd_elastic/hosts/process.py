@@ -17,16 +17,6 @@ from typing import Protocol
 
 from hvd_elastic.errors import SshError
 
-__all__ = [
-    "ByteStream",
-    "CommandTimeoutError",
-    "ProcessEnds",
-    "RemoteProcess",
-    "Result",
-    "as_command",
-    "collect",
-]
-
 # What a process may have written that nobody has read yet; beyond that it is stopped, as by a pipe.
 BUFFER_BYTES = 64 * 1024 * 1024
 STDERR_TAIL_BYTES = 64 * 1024
@@ -35,6 +25,10 @@ CHUNK_BYTES = 64 * 1024
 # after the end still belongs to the result.
 STRAGGLER_S = 2.0
 TERMINATE_GRACE_S = 2.0
+
+Command = str | Sequence[str]
+Sink = Callable[[bytes], None] | None
+"""What is given each piece of a command's output."""
 
 
 class CommandTimeoutError(SshError):
@@ -83,15 +77,13 @@ class ProcessEnds(Protocol):
     def close(self) -> None: ...
 
 
-def as_command(argv_or_command: str | Sequence[str]) -> str:
+def as_command(command: Command) -> str:
     """One shell command line; a list is quoted, a string is the caller's own shell text.
 
     >>> as_command(["echo", "a b", "$HOME"])
     "echo 'a b' '$HOME'"
     """
-    if isinstance(argv_or_command, str):
-        return argv_or_command
-    return shlex.join(argv_or_command)
+    return command if isinstance(command, str) else shlex.join(command)
 
 
 class ByteStream:
@@ -205,8 +197,8 @@ class RemoteProcess:
         ends: ProcessEnds,
         command: str,
         host: str,
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
+        on_stderr: Sink = None,
+        on_stdout: Sink = None,
     ) -> None:
         self.command = command
         self.host = host
@@ -226,6 +218,12 @@ class RemoteProcess:
     @property
     def stderr_tail(self) -> bytes:
         return bytes(self._tail)
+
+    @property
+    def last_line(self) -> str:
+        """The last line of stderr, which mostly says why a command failed; "" if there is none."""
+        lines = self._tail.decode("utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
 
     def wait(self, timeout: float | None = None) -> int:
         """Exit status; 128 + N after signal N on this machine, -1 when the host told none.

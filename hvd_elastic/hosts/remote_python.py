@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import shlex
 import zlib
-from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -19,16 +19,14 @@ from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, collect
 
-__all__ = ["PROGRAMS", "no_python", "run_script", "source_of", "start_program"]
-
 PROGRAMS = "hvd_elastic.hosts.programs"
 """The package of programs that stand alone."""
 
-_LOADER = "import sys; exec(compile(sys.stdin.buffer.read(int(sys.argv[1])), sys.argv[2], 'exec'))"
-_UNPACKER = (
+_LOADER = (
     "import sys, zlib; "
     "exec(compile(zlib.decompress(sys.stdin.buffer.read(int(sys.argv[1]))), sys.argv[2], 'exec'))"
 )
+_OWN_IMPORT = re.compile(r"^from (hvd_elastic\.[\w.]+) import", re.MULTILINE)
 # Modules of this package under their own names, on a host that has the package not.
 _MODULES = """import sys, types
 for name, text in {modules!r}:
@@ -52,7 +50,7 @@ def run_script(
         SshError: there is no such python on the host, or the program failed; shows its last lines.
         CommandTimeoutError: it took too long.
     """
-    source = source_of(f"{PROGRAMS}.{name}").encode()
+    source = _pack_program(f"{PROGRAMS}.{name}")
     command = shlex.join([python, "-c", _LOADER, str(len(source)), f"{name}.py"])
     stdin = source + json.dumps(payload).encode()
     host = connection.host.name
@@ -71,23 +69,20 @@ def run_script(
         raise SshError(f"host {host}: {name} failed: {last}") from None
 
 
-def start_program(
-    connection: Connection, names: Sequence[str], python: str = "python3"
-) -> RemoteProcess:
-    """Starts a program made of several modules of this package.
+def start_program(connection: Connection, name: str, python: str = "python3") -> RemoteProcess:
+    """Starts a program of this package, which reads what the caller writes to its stdin.
 
     Args:
         connection: the host.
-        names: the modules (``hvd_elastic.…``), each after those it imports; ``main`` of the last is
-            called. It reads what the caller writes to the process's stdin.
+        name: a module (``hvd_elastic.…``) whose ``main`` is called. Nothing of this package need be
+            there: the modules that it imports are sent with it.
         python: the interpreter there; it is started without its site-packages.
 
     Raises:
         SshError: no command can be started there.
     """
-    source = _pack_program(tuple(names))
-    size = str(len(source))
-    argv = [python, "-I", "-S", "-c", _UNPACKER, size, names[-1].rpartition(".")[2]]
+    source = _pack_program(name)
+    argv = [python, "-I", "-S", "-c", _LOADER, str(len(source)), name.rpartition(".")[2]]
     process = connection.start_python(argv)
     # Where there is no Python nobody reads it.
     with contextlib.suppress(OSError, EOFError):
@@ -96,10 +91,19 @@ def start_program(
 
 
 @functools.cache
-def _pack_program(names: tuple[str, ...]) -> bytes:
+def _pack_program(name: str) -> bytes:
     """The same for all hosts, and small: it goes to each of them over the leader's own link."""
-    modules = [(name, source_of(name)) for name in names]
-    return zlib.compress(_MODULES.format(modules=modules).encode())
+    modules: dict[str, str] = {}
+
+    def add(module: str) -> None:
+        text = source_of(module)
+        for imported in _OWN_IMPORT.findall(text):
+            if imported not in modules:
+                add(imported)
+        modules[module] = text  # after those that it imports
+
+    add(name)
+    return zlib.compress(_MODULES.format(modules=[*modules.items()]).encode())
 
 
 def source_of(module: str) -> str:

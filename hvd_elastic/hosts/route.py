@@ -13,9 +13,9 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.config import home
@@ -34,12 +34,14 @@ from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownHosts, known_n
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = ["Attempt", "Route", "attempting", "own_known_hosts"]
 
 MAX_JUMPS = 8
 SSH_PORT = 22
 DEADLINE_SLACK_S = 0.02
 IDLE_WAKE_S = 5.0
+KEEPALIVE_S = 15
+SILENCE_MS = 60_000
+"""Unanswered for so long, a connection counts as lost."""
 
 
 def own_known_hosts() -> Path:
@@ -73,43 +75,33 @@ class Attempt:
                     sock.close()
 
 
-class attempting:  # noqa: N801  # used as a with statement, like contextlib's own
+@contextlib.contextmanager
+def attempting(host: Host, options: SshOptions) -> Iterator[Attempt]:
     """Bounds a try to connect and gives its failures the project's errors."""
-
-    def __init__(self, host: Host, options: SshOptions) -> None:
-        deadline = time.monotonic() + options.connect_timeout_s
-        self._attempt = Attempt(host, options, deadline)
-        # paramiko has timeouts for each phase, none for all of them: a server that answers one
-        # byte a second would hold the caller for minutes.
-        self._timer = threading.Timer(options.connect_timeout_s, self._attempt.expire)
-        self._timer.daemon = True
-
-    def __enter__(self) -> Attempt:
-        # paramiko logs tracebacks of failures that are reported here in words.
-        logger = logging.getLogger("paramiko")
-        if not logger.handlers:
-            logger.addHandler(logging.NullHandler())
-        self._timer.start()
-        return self._attempt
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        if exc is None and self._attempt.expired:
-            # Logged in at the last moment, and cut off all the same.
-            raise _explain(TimeoutError(), self._attempt)
-        if exc is None or not isinstance(exc, Exception):
-            return
+    # paramiko logs tracebacks of failures that are reported here in words.
+    logger = logging.getLogger("paramiko")
+    if not logger.handlers:
+        logger.addHandler(logging.NullHandler())
+    attempt = Attempt(host, options, time.monotonic() + options.connect_timeout_s)
+    # paramiko has timeouts for each phase, none for all of them: a server that answers one byte a
+    # second would hold the caller for minutes.
+    timer = threading.Timer(options.connect_timeout_s, attempt.expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield attempt
+    except Exception as error:
         # paramiko's own timeouts end with the same deadline, under other names.
-        if time.monotonic() >= self._attempt.deadline - DEADLINE_SLACK_S:
-            self._attempt.expired = True
-        if isinstance(exc, SshError) and not self._attempt.expired:
-            return
-        raise _explain(exc, self._attempt) from exc
+        if time.monotonic() >= attempt.deadline - DEADLINE_SLACK_S:
+            attempt.expired = True
+        if isinstance(error, SshError) and not attempt.expired:
+            raise
+        raise _explain(error, attempt) from error
+    finally:
+        timer.cancel()
+    if attempt.expired:
+        # Logged in at the last moment, and cut off all the same.
+        raise _explain(TimeoutError(), attempt)
 
 
 def _explain(error: Exception, attempt: Attempt) -> SshError:
@@ -136,7 +128,7 @@ def _explain(error: Exception, attempt: Attempt) -> SshError:
             f"{where}: connection refused; no ssh server listens there. Start sshd on it, or "
             f"{port_advice}"
         )
-    if isinstance(error, (ssh_exception.PasswordRequiredException,)):
+    if isinstance(error, ssh_exception.PasswordRequiredException):
         return SshError(
             f"{where}: the private key is locked by a passphrase. Load it with ssh-add and try "
             "again; nobody is asked for passwords here"
@@ -190,13 +182,7 @@ class Route:
         self.known_name = known_name(entry.get("hostkeyalias", self.address), self.port)
         if "hostkeyalias" in entry:
             self.known_name = str(entry["hostkeyalias"]).lower()
-        self.known = KnownHosts.load(
-            [
-                own_known_hosts(),
-                *(Path(path).expanduser() for path in options.known_hosts_files),
-                *ssh_config.known_hosts_files(entry),
-            ]
-        )
+        self.known = KnownHosts.load([own_known_hosts(), *ssh_config.known_hosts_files(entry)])
         self.jumps = _parse_jumps(host, str(entry.get("proxyjump", "none")))
         self.gateways: list[Route] = []
         self.sock: Any = None
@@ -250,7 +236,7 @@ class Route:
         transport = paramiko.Transport(sock, **settings)
         # Keeps gateways from forgetting an idle connection, and gives TCP_USER_TIMEOUT something to
         # wait an answer for: a cut cable shows in a minute, not after a quarter of an hour.
-        transport.set_keepalive(self.options.keepalive_s)
+        transport.set_keepalive(KEEPALIVE_S)
         security = transport.get_security_options()
         wanted = []
         for key_type in self.known.key_types(self.known_name):
@@ -396,8 +382,7 @@ def _open_tcp(name: str, port: int, attempt: Attempt) -> socket.socket:
         if hasattr(socket, "TCP_QUICKACK"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            silence_ms = int(attempt.options.silence_timeout_s * 1000)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_ms)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
         return sock
     assert last is not None, "a look-up gives at least one address"
     raise last

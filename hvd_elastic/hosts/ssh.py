@@ -10,16 +10,23 @@ import contextlib
 import shlex
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts import ssh_config
-from hvd_elastic.hosts.connection import Connection, ConnectionBase, SshOptions
+from hvd_elastic.hosts.connection import Connection, SshOptions
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import HostKey, KeyState
 from hvd_elastic.hosts.local import LocalConnection
-from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, Result, as_command
+from hvd_elastic.hosts.process import (
+    Command,
+    CommandTimeoutError,
+    RemoteProcess,
+    Result,
+    Sink,
+    as_command,
+)
 from hvd_elastic.hosts.route import Route, attempting, own_known_hosts
 
 if TYPE_CHECKING:
@@ -131,7 +138,7 @@ def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeySta
         return route.known_name, key, route.known.check(route.known_name, key)[0]
 
 
-class SshConnection(ConnectionBase):
+class SshConnection(Connection):
     """A host over ssh."""
 
     def __init__(self, host: Host, options: SshOptions) -> None:
@@ -160,31 +167,19 @@ class SshConnection(ConnectionBase):
         return self._route.client
 
     def start(
-        self,
-        argv_or_command: str | Sequence[str],
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
+        self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
     ) -> RemoteProcess:
-        command = as_command(argv_or_command)
+        command = as_command(command)
         return self._start(f"{TELL_PID}; {command}", command, on_stderr, on_stdout)
 
     def start_python(
-        self,
-        argv: Sequence[str],
-        on_stderr: Callable[[bytes], None] | None = None,
-        on_stdout: Callable[[bytes], None] | None = None,
+        self, argv: Sequence[str], on_stderr: Sink = None, on_stdout: Sink = None
     ) -> RemoteProcess:
         at = argv.index("-c") + 1
         command = shlex.join([*argv[:at], f"{PYTHON_TELLS_PID}; {argv[at]}", *argv[at + 1 :]])
         return self._start(f"exec {command}", shlex.join(argv), on_stderr, on_stdout)
 
-    def _start(
-        self,
-        line: str,
-        command: str,
-        on_stderr: Callable[[bytes], None] | None,
-        on_stdout: Callable[[bytes], None] | None,
-    ) -> RemoteProcess:
+    def _start(self, line: str, command: str, on_stderr: Sink, on_stdout: Sink) -> RemoteProcess:
         from paramiko import SSHException
 
         try:

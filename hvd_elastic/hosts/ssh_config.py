@@ -15,14 +15,6 @@ from hvd_elastic.errors import SshError
 if TYPE_CHECKING:
     from paramiko import SSHConfig
 
-__all__ = [
-    "VIRTCLUST_MARK",
-    "config_beside",
-    "has_entry",
-    "known_hosts_files",
-    "load_ssh_config",
-    "read_config_text",
-]
 
 USER_CONFIG = "~/.ssh/config"
 SYSTEM_CONFIG = "/etc/ssh/ssh_config"

@@ -13,8 +13,6 @@ from pathlib import Path
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 
-__all__ = ["receive_file", "send_file"]
-
 _CHUNK_BYTES = 1 << 20
 _SILENCE_S = 60.0
 # Shell start-up files may print before the command runs.
@@ -56,7 +54,7 @@ def receive_file(
     finally:
         process.close()
     if status != 0:
-        said = _last_line(process.stderr_tail) or "the connection is lost"
+        said = process.last_line or "the connection is lost"
         raise _failed(connection, f"{remote} cannot be fetched: {said}")
 
 
@@ -81,14 +79,9 @@ def send_file(connection: Connection, local: Path, remote: str) -> None:
         finally:
             process.close()
     if status != 0:
-        said = _last_line(process.stderr_tail) or "the connection is lost"
+        said = process.last_line or "the connection is lost"
         raise _failed(connection, f"{remote} cannot be written: {said}")
 
 
 def _failed(connection: Connection, what: str) -> SshError:
     return SshError(f"host {connection.host.name}: {what}")
-
-
-def _last_line(tail: bytes) -> str:
-    lines = tail.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""

@@ -10,7 +10,6 @@ against, so the next environment of the same make has it in seconds.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -39,18 +38,11 @@ from hvd_elastic.install.horovod_wheel import (
     BuildInputs,
     cached_wheel,
     installed_build,
+    version_of,
     wheel_cache,
 )
-from hvd_elastic.install.prerequisites import (
-    PREREQUISITES,
-    Purpose,
-    apt_command,
-    has_apt,
-    missing,
-)
+from hvd_elastic.install.prerequisites import PREREQUISITES, Purpose, apt_command, has_apt, missing
 from hvd_elastic.install.quiet import make_percentage, run_quietly
-
-__all__ = ["patch_digest", "provide_horovod"]
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -63,6 +55,7 @@ BUILD_REQUIREMENTS = ("setuptools", "wheel")
 BUILD_SPACE_BYTES = 1_500_000_000
 MEMORY_PER_JOB_BYTES = 1_600_000_000
 
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 _XLA_SOURCE = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n'
 _IMPORT_CHECK = (
     "import json, horovod.torch as hvd; print(json.dumps({"
@@ -176,10 +169,7 @@ def provide_toolkit(inputs: BuildInputs, work: Path, log: Path) -> Path | None:
         return home
     target = work / "cuda"
     run_quietly(
-        [
-            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"),
-            *("--no-deps", "--target", str(target), *toolkit_packages(inputs.cuda)),
-        ],
+        [*(*_PIP, "install", "--no-deps", "--target", str(target)), *toolkit_packages(inputs.cuda)],
         label=f"Downloading the compiler of CUDA {inputs.cuda}",
         log=log,
     )
@@ -254,17 +244,12 @@ def _check_cuda(cuda: str, nccl: str | None) -> None:
         )
 
 
-def _say_waiting() -> None:
-    print("Another build of the same Horovod is running; waiting for its wheel …", flush=True)
-
-
 def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
     """Download, patch and compile in ``work``; returns the wheel there."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     _install_missing(BUILD_REQUIREMENTS, "build requirements", log)
     run_quietly(
         [
-            *pip, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation",
+            *_PIP, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation",
             "--dest", str(work), f"horovod=={inputs.horovod}",
         ],
         label=f"Downloading Horovod {inputs.horovod}",
@@ -279,7 +264,7 @@ def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
     )
     run_quietly(
         [
-            *pip, "wheel", "-v", "--no-deps", "--no-build-isolation",
+            *_PIP, "wheel", "-v", "--no-deps", "--no-build-isolation",
             "--wheel-dir", str(work / "wheel"), str(source),
         ],
         label="Building Horovod",
@@ -328,8 +313,7 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> dict[str, bool
     """
     run_quietly(
         [
-            sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install",
-            "--force-reinstall", "--no-deps", "--no-index", str(wheel),
+            *_PIP, "install", "--force-reinstall", "--no-deps", "--no-index", str(wheel),
         ],
         label="Installing Horovod",
         log=log,
@@ -375,7 +359,8 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
         return
     cache = wheel_cache()
     log = cache / f"{inputs.name}.log"
-    with file_lock(cache / f"{inputs.name}.lock", _say_waiting):
+    waiting = "Another build of the same Horovod is running; waiting for its wheel …"
+    with file_lock(cache / f"{inputs.name}.lock", lambda: print(waiting, flush=True)):
         log.unlink(missing_ok=True)
         _install_missing(RUN_REQUIREMENTS, "what Horovod imports", log)
         wheel = None if rebuild else cached_wheel(inputs)
@@ -406,18 +391,9 @@ def _build_and_keep(inputs: BuildInputs, log: Path, jobs: int | None) -> Path:
 
 
 def _install_missing(packages: Sequence[str], what: str, log: Path) -> None:
-    lacking = [name for name in packages if not _installed(name)]
+    lacking = [name for name in packages if version_of(name) is None]
     if lacking:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-        run_quietly([*pip, *lacking], label=f"Installing {what}", log=log)
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        run_quietly([*_PIP, "install", *lacking], label=f"Installing {what}", log=log)
 
 
 def _available_memory() -> int:

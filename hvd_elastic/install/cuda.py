@@ -14,14 +14,6 @@ from pathlib import Path
 
 from hvd_elastic.install.prerequisites import find_program
 
-__all__ = [
-    "assemble_toolkit",
-    "find_cuda_home",
-    "find_nccl_header",
-    "find_nccl_library",
-    "toolkit_packages",
-]
-
 _COMPILER_PACKAGES = (
     *("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"),
     *("nvidia-cuda-runtime", "nvidia-cuda-cccl"),

@@ -7,8 +7,6 @@ import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["file_lock"]
-
 
 @contextlib.contextmanager
 def file_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:

@@ -6,6 +6,7 @@ named after everything it was compiled against (:class:`BuildInputs`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -19,17 +20,6 @@ from pathlib import Path
 
 from hvd_elastic.install.cuda import find_nccl_header
 from hvd_elastic.install.prerequisites import find_program
-
-__all__ = [
-    "HOROVOD_VERSION",
-    "INSTALLED_BUILD_FILE",
-    "TORCH_REQUIREMENT",
-    "BuildInputs",
-    "cached_wheel",
-    "detect_inputs",
-    "installed_build",
-    "wheel_cache",
-]
 
 HOROVOD_VERSION = "0.28.1"
 
@@ -109,12 +99,13 @@ def detect_inputs(
     with_nccl: bool = True,
 ) -> BuildInputs:
     """What a build in this environment would depend on; nothing heavy is imported for it."""
-    cuda = _torch_cuda() if with_nccl else None
+    torch = _torch_facts()
+    cuda = torch["cuda"] if with_nccl else None
     return BuildInputs(
         horovod=HOROVOD_VERSION,
         python=f"cp{sys.version_info.major}{sys.version_info.minor}",
         platform=f"{platform.machine()}-{_libc()}",
-        torch=_torch_version(),
+        torch=torch["__version__"],
         tensorflow=_tensorflow_version() if with_tensorflow else None,
         mpi=_openmpi_version() if with_mpi else None,
         cuda=cuda,
@@ -163,33 +154,28 @@ def _package_folder(name: str) -> Path | None:
     return Path(spec.origin).parent
 
 
-def _torch_facts() -> dict[str, object]:
+def _torch_facts() -> dict[str, str | None]:
     """torch/version.py alone: importing torch for its version takes seconds."""
     folder = _package_folder("torch")
-    if folder is None or not (folder / "version.py").is_file():
-        return {}
-    return runpy.run_path(str(folder / "version.py"))
+    found: dict[str, object] = {}
+    if folder is not None and (folder / "version.py").is_file():
+        found = runpy.run_path(str(folder / "version.py"))
+    wanted = {name: found.get(name) for name in ("__version__", "cuda")}
+    return {name: None if value is None else str(value) for name, value in wanted.items()}
 
 
-def _torch_version() -> str | None:
-    version = _torch_facts().get("__version__")
-    return None if version is None else str(version)
-
-
-def _torch_cuda() -> str | None:
-    cuda = _torch_facts().get("cuda")
-    return None if cuda is None else str(cuda)
+def version_of(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 def _tensorflow_version() -> str | None:
     if _package_folder("tensorflow") is None:
         return None
-    for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu", "tf-nightly"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return version_of("tensorflow", "tensorflow-cpu", "tensorflow_cpu", "tf-nightly")
 
 
 def _openmpi_version() -> str | None:

@@ -15,17 +15,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-__all__ = [
-    "PREREQUISITES",
-    "Prerequisite",
-    "Purpose",
-    "apt_command",
-    "find_cmake",
-    "find_program",
-    "has_apt",
-    "missing",
-]
-
 _SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
 
 
@@ -107,11 +96,7 @@ PREREQUISITES: tuple[Prerequisite, ...] = (
     Prerequisite("ip", lambda: find_program("ip"), ("iproute2",), Purpose.NETWORKS, optional=True),
     Prerequisite("tc", lambda: find_program("tc"), ("iproute2",), Purpose.NETWORKS, optional=True),
     Prerequisite(
-        "Open MPI",
-        _find_openmpi,
-        ("libopenmpi-dev", "openmpi-bin"),
-        Purpose.MPI,
-        optional=True,
+        "Open MPI", _find_openmpi, ("libopenmpi-dev", "openmpi-bin"), Purpose.MPI, optional=True
     ),
 )
 

@@ -19,8 +19,6 @@ from typing import TextIO
 
 from hvd_elastic.errors import BuildError
 
-__all__ = ["Progress", "make_percentage", "run_quietly", "telling_lines"]
-
 _MAKE_PERCENTAGE = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
 _PLAIN_INTERVAL_S = 30.0
 
@@ -63,11 +61,6 @@ class Progress:
         self._written_at = self._began - (_PLAIN_INTERVAL_S - 10.0)
         self._percentage: int | None = None
 
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the beginning."""
-        return self._clock() - self._began
-
     def update(self, percentage: int | None = None) -> None:
         """Show the state if it is time to; call as often as you like."""
         if percentage is not None:
@@ -80,12 +73,12 @@ class Progress:
 
     def finish(self, outcome: str) -> None:
         """The last line: what became of it and how long it took."""
-        line = f"{self._label}: {outcome} ({_minutes(self.elapsed_s)})"
+        line = f"{self._label}: {outcome} ({_minutes(self._clock() - self._began)})"
         self._write(f"\r{line}\x1b[K\n" if self._terminal else f"{line}\n")
 
     def _text(self) -> str:
         share = "" if self._percentage is None else f"{self._percentage:3d} %  "
-        return f"{self._label} … {share}{_minutes(self.elapsed_s)}"
+        return f"{self._label} … {share}{_minutes(self._clock() - self._began)}"
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -99,10 +92,9 @@ def run_quietly(
     label: str,
     log: Path,
     environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
     percentage: Callable[[str], int | None] = lambda _: None,
-) -> float:
-    """Run ``command`` with its output appended to ``log``, and return the seconds it took.
+) -> None:
+    """Run ``command`` with its output appended to ``log``.
 
     The program gets its own process group, which is ended with us: an interrupted build leaves no
     compiler behind.
@@ -123,7 +115,6 @@ def run_quietly(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=None if environment is None else dict(environment),
-                cwd=folder,
                 start_new_session=True,
             )
         except OSError as error:
@@ -148,7 +139,6 @@ def run_quietly(
         told = "\n".join(f"  {line}" for line in telling_lines(lines))
         raise BuildError(f"{label} failed with status {status}:\n{told}\nThe whole log: {log}")
     progress.finish("done")
-    return progress.elapsed_s
 
 
 def telling_lines(lines: Sequence[str], limit: int = 20) -> list[str]:

@@ -7,11 +7,11 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_elastic.errors import UsageError, VirtualClusterError
 from hvd_elastic.virtual import plan, sshfiles
@@ -32,23 +32,8 @@ from hvd_elastic.virtual.state import (
 )
 from hvd_elastic.virtual.tools import find_tool
 
-__all__ = ["VirtualCluster"]
-
-
-class Backend(Protocol):
-    """What hosts are made of: namespaces or loopback addresses."""
-
-    def prepare(self, state: ClusterState) -> ClusterState: ...
-    def place(self, state: ClusterState, indices: Iterable[int]) -> tuple[HostState, ...]: ...
-    def publish(self, state: ClusterState) -> None: ...
-    def remove(self, state: ClusterState | None) -> None: ...
-    def boot(self, state: ClusterState, hosts: Sequence[HostState]) -> None: ...
-    def crash(self, state: ClusterState, host: HostState, silent: bool) -> None: ...
-    def cut(self, host: HostState) -> None: ...
-    def heal(self, host: HostState) -> None: ...
-    def pids(self, host: HostState, system: bool) -> set[int]: ...
-    def local_pid(self, host: HostState, pid: int) -> int: ...
-    def inside(self, host: HostState, argv: Sequence[str]) -> list[str]: ...
+_BACKENDS: dict[str, type[Loopback | Namespaces]] = {"loopback": Loopback, "netns": Namespaces}
+"""What hosts are made of: addresses of the loopback interface, or namespaces."""
 
 
 class VirtualCluster(AbstractContextManager["VirtualCluster"]):
@@ -254,11 +239,11 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
     def cut(self, host: str) -> None:
         """Pull the host's cable: packets are lost without a word, in both directions."""
-        self._change(host, "cut", "cut", lambda backend, _, entry: backend.cut(entry))
+        self._set_link(host, "cut")
 
     def heal(self, host: str) -> None:
         """Plug the cable in again."""
-        self._change(host, "up", "healed", lambda backend, _, entry: backend.heal(entry))
+        self._set_link(host, "up")
 
     def crash(self, host: str, *, silent: bool = False) -> None:
         """Kill -9 everything on the host, its sshd included; it stays off until :meth:`boot`.
@@ -364,13 +349,17 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
     # ---- private
 
-    def _backend(self, state: ClusterState) -> Backend:
-        return Loopback(self.folder) if state.backend == "loopback" else Namespaces(self.folder)
+    def _backend(self, state: ClusterState) -> Loopback | Namespaces:
+        return _BACKENDS[state.backend](self.folder)
 
     def _boot_new(self, before: ClusterState, indices: Iterable[int]) -> list[str]:
         """Make hosts and start them; the state on disk knows them when they answer."""
         backend = self._backend(before)
-        new = backend.place(before, indices)
+        addresses = {index: plan.host_address(before.subnet, index) for index in indices}
+        new = [
+            HostState(f"{before.name}-{index}", index, address, backend.free_port(address))
+            for index, address in addresses.items()
+        ]
         folders = [self.folder / "hosts" / host.name for host in new]
         for folder in folders:
             for name in ("root", "tmp", "data"):
@@ -416,22 +405,17 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         environment.update(marks(self.folder, entry.name))
         return self._backend(state).inside(entry, argv), environment
 
-    def _change(
-        self,
-        host: str,
-        status: HostStatus,
-        done: str,
-        change: Callable[[Backend, ClusterState, HostState], None],
-    ) -> None:
+    def _set_link(self, host: str, status: HostStatus) -> None:
         with locked(self.folder.parent):
             state = self.state
             entry = state.host(host)
             if self.status(entry.name) == "off":
+                done = "cut" if status == "cut" else "healed"
                 raise VirtualClusterError(
                     f"host {entry.name} is off, so its cable cannot be {done}; "
                     f"start it with: virtclust boot {entry.name}"
                 )
-            change(self._backend(state), state, entry)
+            self._backend(state).set_link(entry, status)
             save_state(self.folder, state.with_status(entry.name, status))
 
     def _remove(self) -> None:
@@ -440,13 +424,9 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         # Even a state that cannot be read must not keep the cluster alive.
         with contextlib.suppress(VirtualClusterError):
             state = load_state(self.folder)
-        backends: list[Backend] = []
-        if state is None or state.backend == "loopback":
-            backends.append(Loopback(self.folder))
-        if state is None or state.backend == "netns":
-            backends.append(Namespaces(self.folder))
-        for backend in backends:
-            backend.remove(state)
+        for name, backend in _BACKENDS.items():
+            if state is None or state.backend == name:
+                backend(self.folder).remove(state)
         if state:
             _remove_copies(state)
         try:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
 
-__all__ = ["CpuGroups"]
-
 PERIOD_US = 100_000
 
 

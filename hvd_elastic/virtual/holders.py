@@ -14,8 +14,6 @@ from pathlib import Path
 from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.virtual.state import HostState
 
-__all__ = ["Holder", "last_lines", "plain_environment", "reap_started", "wait_until_up"]
-
 POLL_S = 0.01
 
 # Processes that outlive their handle here; Popen would warn of them, and nobody would reap them.

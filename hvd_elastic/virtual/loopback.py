@@ -14,26 +14,18 @@ import re
 import socket
 import stat
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
+from hvd_elastic.hosts.programs.processes import Process, all_processes, descendants, read
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
-from hvd_elastic.virtual.marks import (
-    children_of,
-    end_processes,
-    is_alive,
-    marked_processes,
-    marks,
-    process_ids,
-)
-from hvd_elastic.virtual.state import ClusterState, HostState
+from hvd_elastic.virtual.marks import kill_all, marked_processes, marks, namespace_of
+from hvd_elastic.virtual.state import ClusterState, HostState, HostStatus
 from hvd_elastic.virtual.tools import find_tool
-
-__all__ = ["Loopback"]
 
 SCRIPT = Path(__file__).with_name("loopback.sh")
 
@@ -64,12 +56,20 @@ class Loopback:
         _provide_sshd_folder(self.folder / "id_ed25519")
         return replace(state, subnet=subnet)
 
-    def place(self, state: ClusterState, indices: Iterable[int]) -> tuple[HostState, ...]:
-        """Names, addresses and ports of hosts."""
-        return tuple(
-            HostState(f"{state.name}-{index}", index, address, _free_port(address))
-            for index in indices
-            for address in [plan.host_address(state.subnet, index)]
+    def free_port(self, address: str) -> int:
+        """A port for a host's sshd."""
+        rng = random.SystemRandom()
+        for _ in range(100):
+            port = rng.choice(PORTS)
+            with socket.socket() as trial:
+                try:
+                    trial.bind((address, port))
+                except OSError:
+                    continue
+                return port
+        raise VirtualClusterError(
+            f"no free port between {PORTS.start} and {PORTS.stop} on {address}; "
+            "is 127.0.0.0/8 on the loopback interface? See 'ip address show lo'"
         )
 
     def publish(self, state: ClusterState) -> None:
@@ -77,7 +77,7 @@ class Loopback:
 
     def remove(self, state: ClusterState | None) -> None:  # the processes tell all
         """End and take back everything but the folder; nothing need be there."""
-        end_processes(self._all_processes, what=f"cluster {self.name}")
+        kill_all(self._processes_of, f"cluster {self.name}")
         reap_started()
         _remove_sshd_folder()
 
@@ -91,10 +91,7 @@ class Loopback:
             folder = self.folder / "hosts" / host.name
             (folder / "sshd_config").write_text(
                 sshfiles.sshd_config(
-                    host,
-                    folder=folder,
-                    cluster_folder=self.folder,
-                    use_pam=_is_locked(state.user),
+                    host, folder=folder, cluster_folder=self.folder, use_pam=_is_locked(state.user)
                 )
             )
             holder = Holder(
@@ -109,20 +106,17 @@ class Loopback:
         """End everything that runs on the host; its port refuses connections afterwards."""
         if silent:
             raise _needs_namespaces("a crash that peers do not notice")
-        end_processes(lambda: self._processes_of(host.name), what=f"host {host.name}")
+        kill_all(lambda: self._processes_of(host.name), f"host {host.name}")
         reap_started()
 
-    def cut(self, host: HostState) -> None:
-        raise _needs_namespaces("cutting a cable")
-
-    def heal(self, host: HostState) -> None:
-        raise _needs_namespaces("healing a cable")
+    def set_link(self, host: HostState, status: HostStatus) -> None:
+        raise _needs_namespaces("cutting a cable" if status == "cut" else "healing a cable")
 
     def pids(self, host: HostState, system: bool) -> set[int]:
-        found = {pid for pid in self._processes_of(host.name) if is_alive(pid)}
+        found = {process.pid for process in self._processes_of(host.name)}
         if not system:
             found -= {pid for pid in found if _is_holder(pid)}
-            found -= self._listeners(host.name)
+            found -= {process.pid for process in self._listeners(host.name)}
         return found
 
     def local_pid(self, host: HostState, pid: int) -> int:
@@ -137,28 +131,24 @@ class Loopback:
 
     # ---- private
 
-    def _processes_of(self, host: str) -> set[int]:
+    def _processes_of(self, host: str | None = None) -> set[Process]:
+        """The processes of one host, or of all."""
+        roots = {*marked_processes(self.folder, host), *self._listeners(host)}
         # What a program starts with an empty environment is found below its parents only.
-        return children_of({*marked_processes(self.folder, host), *self._listeners(host)})
+        return roots | {*descendants([process.pid for process in roots])} if roots else set()
 
-    def _all_processes(self) -> set[int]:
-        return children_of({*marked_processes(self.folder), *self._listeners()})
-
-    def _listeners(self, host: str = "") -> set[int]:
+    def _listeners(self, host: str | None) -> list[Process]:
         """The sshd that take connections, of one host or of all.
 
         Their environment is overwritten by their title, which holds their arguments.
         """
         hosts = os.fsencode(self.folder / "hosts") + b"/"
         wanted = hosts + os.fsencode(f"{host}/sshd_config") if host else hosts
-        found = set()
-        for pid in process_ids():
-            with contextlib.suppress(OSError):
-                process = Path(f"/proc/{pid}")
-                if wanted in (process / "cmdline").read_bytes():
-                    if (process / "comm").read_text() == "sshd\n":
-                        found.add(pid)
-        return found
+        return [process for pid, process in _all_sshd().items() if wanted in read(pid, "cmdline")]
+
+
+def _all_sshd() -> dict[int, Process]:
+    return {pid: each for pid, each in all_processes().items() if read(pid, "comm") == b"sshd\n"}
 
 
 def _needs_namespaces(what: str) -> VirtualClusterError:
@@ -169,27 +159,7 @@ def _needs_namespaces(what: str) -> VirtualClusterError:
 
 
 def _is_holder(pid: int) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return len(words) > 1 and words[1] == os.fsencode(SCRIPT)
-
-
-def _free_port(address: str) -> int:
-    rng = random.SystemRandom()
-    for _ in range(100):
-        port = rng.choice(PORTS)
-        with socket.socket() as trial:
-            try:
-                trial.bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise VirtualClusterError(
-        f"no free port between {PORTS.start} and {PORTS.stop} on {address}; "
-        "is 127.0.0.0/8 on the loopback interface? See 'ip address show lo'"
-    )
+    return read(pid, "cmdline").split(b"\0")[1:2] == [os.fsencode(SCRIPT)]
 
 
 def _provide_sshd_folder(some_key: Path) -> None:
@@ -221,13 +191,8 @@ def _remove_sshd_folder() -> None:
 
 def _sshd_is_running() -> bool:
     """Whether an sshd lives that sees this machine's files, and so needs the folder."""
-    own = os.stat("/proc/self/ns/mnt").st_ino  # noqa: PTH116
-    for pid in process_ids():
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text() == "sshd\n" and is_alive(pid):
-                if os.stat(f"/proc/{pid}/ns/mnt").st_ino == own:  # noqa: PTH116
-                    return True
-    return False
+    own = namespace_of(os.getpid(), "mnt")
+    return any(namespace_of(pid, "mnt") == own for pid in _all_sshd())
 
 
 def _is_locked(user: str) -> bool:

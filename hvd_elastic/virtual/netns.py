@@ -27,27 +27,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
+from hvd_elastic.hosts.programs.processes import Process, is_alive, read
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.cpushare import CpuGroups
 from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
 from hvd_elastic.virtual.marks import (
     SWITCH,
-    end_processes,
-    is_alive,
+    kill_all,
     marked_processes,
     marks,
+    namespace_of,
     processes_in_namespace,
 )
-from hvd_elastic.virtual.state import ClusterState, HostState
+from hvd_elastic.virtual.state import ClusterState, HostState, HostStatus
 from hvd_elastic.virtual.tools import find_tool, run_tool
-
-__all__ = ["Namespaces", "why_no_namespaces"]
 
 SEEN_IN_HOST = Path("/run/virtclust")
 """Where a host finds its own folder, wherever that is on the machine."""
 
 UNSHARE = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL"]
 NSENTER = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+SSH_PORT = 22
 HIDDEN = ("/tmp", "/data", "/run")  # noqa: S108  # names of places, nothing is written there
 
 # States of /proc/net/tcp in which a peer has not been told that the host is gone:
@@ -133,12 +133,9 @@ class Namespaces:
         )
         return replace(state, subnet=subnet)
 
-    def place(self, state: ClusterState, indices: Iterable[int]) -> tuple[HostState, ...]:
-        """Names and addresses of hosts."""
-        return tuple(
-            HostState(f"{state.name}-{index}", index, plan.host_address(state.subnet, index), 22)
-            for index in indices
-        )
+    def free_port(self, address: str) -> int:
+        """A port for a host's sshd; each host has all of its own."""
+        return SSH_PORT
 
     def publish(self, state: ClusterState) -> None:
         """Tell the hosts of one another; the file is mounted in them, so it is never replaced."""
@@ -155,7 +152,7 @@ class Namespaces:
             # Deleted from the switch's side, so that another cluster's cannot be meant.
             with contextlib.suppress(VirtualClusterError):
                 run_tool(["nsenter", "-t", str(pid), "-n", "ip", "link", "delete", "uplink"])
-        end_processes(lambda: marked_processes(self.folder), what=f"cluster {self.name}")
+        kill_all(lambda: marked_processes(self.folder), f"cluster {self.name}")
         reap_started()
         if state and state.subnet:
             self._wait_interface_gone(plan.interface_name(state.subnet))
@@ -214,10 +211,10 @@ class Namespaces:
         first = self._first_process(host.name)
         if first is not None:
             if silent:
-                self._set_link(host, "down")
+                self.set_link(host, "cut")
             with contextlib.ExitStack() as stack:
                 # The network must outlive the processes for as long as it says good-bye.
-                network = stack.enter_context(Path(f"/proc/{first}/ns/net").open("rb"))
+                network = stack.enter_context(Path(f"/proc/{first.pid}/ns/net").open("rb"))
                 self._end_host(host.name)
                 if not silent:
                     _let_connections_end(network.fileno())
@@ -226,22 +223,17 @@ class Namespaces:
             self._switch_batch(self._switch(), [f"link delete p{host.index}"])
         reap_started()
 
-    def cut(self, host: HostState) -> None:
-        self._set_link(host, "down")
-
-    def heal(self, host: HostState) -> None:
-        self._set_link(host, "up")
+    def set_link(self, host: HostState, status: HostStatus) -> None:
+        """Pull the host's cable (``cut``) or plug it in (``up``)."""
+        direction = "down" if status == "cut" else "up"
+        self._switch_batch(self._switch(), [f"link set p{host.index} {direction}"])
 
     def pids(self, host: HostState, system: bool) -> set[int]:
         first = self._first_process(host.name)
         if first is None:
             return set()
-        inode = os.stat(f"/proc/{first}/ns/pid").st_ino  # noqa: PTH116
-        found = processes_in_namespace("pid", inode)
-        if not system:
-            found.discard(first)
-            found.discard(self._listener(host, found))
-        return {pid for pid in found if is_alive(pid)}
+        found = {process.pid for process in _processes_beside(first)}
+        return found if system else found - {first.pid, self._listener(host, found)}
 
     def local_pid(self, host: HostState, pid: int) -> int:
         """The machine's id of a process that is ``pid`` on the host."""
@@ -258,7 +250,7 @@ class Namespaces:
             raise VirtualClusterError(
                 f"host {host.name} is off; start it with: virtclust boot {host.name}"
             )
-        return [find_tool("nsenter"), "-t", str(first), *NSENTER, "--", *argv]
+        return [find_tool("nsenter"), "-t", str(first.pid), *NSENTER, "--", *argv]
 
     # ---- private
 
@@ -298,7 +290,7 @@ class Namespaces:
         return "hvd_elastic" + str(self.folder).replace("/", "-")
 
     def _switch_pids(self) -> list[int]:
-        return [pid for pid, host in marked_processes(self.folder).items() if host == SWITCH]
+        return [process.pid for process in marked_processes(self.folder, SWITCH)]
 
     def _switch(self) -> int:
         for pid in self._switch_pids():
@@ -314,15 +306,12 @@ class Namespaces:
             text_in="".join(f"{line}\n" for line in lines),
         )
 
-    def _set_link(self, host: HostState, status: str) -> None:
-        self._switch_batch(self._switch(), [f"link set p{host.index} {status}"])
-
-    def _first_process(self, host: str) -> int | None:
-        """The machine's id of the process that is PID 1 on the host."""
-        for pid, owner in marked_processes(self.folder, host).items():
-            chain = _pid_chain(pid)
-            if owner == host and len(chain) > 1 and chain[-1] == 1:
-                return pid
+    def _first_process(self, host: str) -> Process | None:
+        """The process that is PID 1 on the host."""
+        for process in marked_processes(self.folder, host):
+            chain = _pid_chain(process.pid)
+            if len(chain) > 1 and chain[-1] == 1:
+                return process
         return None
 
     def _listener(self, host: HostState, pids: Iterable[int]) -> int:
@@ -338,12 +327,8 @@ class Namespaces:
         first = self._first_process(host)
         if first is not None:
             # All at the same instant: the kernel ends a process namespace with its first process.
-            inode = os.stat(f"/proc/{first}/ns/pid").st_ino  # noqa: PTH116
-            end_processes(
-                lambda: processes_in_namespace("pid", inode) if is_alive(first) else (),
-                what=f"host {host}",
-            )
-        end_processes(lambda: marked_processes(self.folder, host), what=f"host {host}")
+            kill_all(lambda: _processes_beside(first) if is_alive(first) else (), f"host {host}")
+        kill_all(lambda: marked_processes(self.folder, host), f"host {host}")
 
     def _wait_interface_gone(self, interface: str) -> None:
         # The kernel takes a dead namespace's interfaces away in the background.
@@ -371,14 +356,17 @@ def _try_interface(interface: str, switch: int) -> bool:
     return True
 
 
+def _processes_beside(first: Process) -> list[Process]:
+    """The processes in the process namespace of a host's first process."""
+    inode = namespace_of(first.pid, "pid")
+    return [] if inode is None else processes_in_namespace("pid", inode)
+
+
 def _pid_chain(pid: int) -> list[int]:
     """Ids of a process in each process namespace that it is in, the machine's first."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                return [int(word) for word in line.split()[1:]]
-    except OSError:
-        pass
+    for line in read(pid, "status").splitlines():
+        if line.startswith(b"NSpid:"):
+            return [int(word) for word in line.split()[1:]]
     return []
 
 

@@ -13,22 +13,6 @@ from dataclasses import dataclass
 
 from hvd_elastic.errors import UsageError
 
-__all__ = [
-    "LEADER_INDEX",
-    "MAX_HOSTS",
-    "Rate",
-    "Shape",
-    "check_name",
-    "free_subnets",
-    "hardware_address",
-    "host_address",
-    "interface_name",
-    "leader_address",
-    "loopback_subnets",
-    "parse_rate",
-    "parse_shape",
-]
-
 MAX_HOSTS = 250
 """Hosts have the addresses .1 to .250 of a /24."""
 

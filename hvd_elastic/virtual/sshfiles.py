@@ -13,17 +13,6 @@ from hvd_elastic.virtual.marks import marks
 from hvd_elastic.virtual.state import ClusterState, HostState, unwritable
 from hvd_elastic.virtual.tools import find_tool
 
-__all__ = [
-    "HOST_KEY",
-    "client_config",
-    "etc_hosts",
-    "hostfile_text",
-    "known_hosts",
-    "make_keys",
-    "quoted",
-    "sshd_config",
-]
-
 HOST_KEY = "ssh_host_ed25519_key"
 
 
@@ -61,11 +50,7 @@ def make_keys(paths: Iterable[Path]) -> None:
 
 
 def sshd_config(
-    host: HostState,
-    *,
-    folder: Path,
-    cluster_folder: Path,
-    use_pam: bool = False,
+    host: HostState, *, folder: Path, cluster_folder: Path, use_pam: bool = False
 ) -> str:
     """Configuration of one host's sshd.
 

@@ -14,23 +14,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
 
 from hvd_elastic.config import home
 from hvd_elastic.errors import VirtualClusterError
-
-__all__ = [
-    "ClusterState",
-    "HostState",
-    "HostStatus",
-    "cluster_folder",
-    "cluster_names",
-    "clusters_folder",
-    "load_state",
-    "locked",
-    "save_state",
-    "unwritable",
-]
 
 FORMAT = 1
 HostStatus = Literal["up", "cut", "off"]
@@ -147,16 +136,13 @@ def load_state(folder: Path) -> ClusterState | None:
     """The state, or None where ``up`` was killed before it had written one."""
     path = folder / "state.json"
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
-        if record.pop("format") != FORMAT:
+        record = json.loads(path.read_text())
+        if record["format"] != FORMAT:
             raise VirtualClusterError(
                 f"{path} was written by another version of virtclust; "
                 f"take the cluster down with: virtclust down --name {folder.name}"
             )
-        record["hosts"] = tuple(HostState(**host) for host in record["hosts"])
-        record["shares"] = tuple(record["shares"])
-        record["hostfiles"] = tuple(record["hostfiles"])
-        return ClusterState(**record)
+        return msgspec.convert(record, ClusterState)
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:

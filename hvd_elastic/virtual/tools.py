@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from hvd_elastic.errors import VirtualClusterError
 
-__all__ = ["find_tool", "run_tool"]
-
 # A plain user's PATH often lacks the sbin folders.
 _SEARCH_PATH = os.pathsep.join(
     [os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"]

@@ -170,17 +170,14 @@ def test_an_unknown_key_is_refused_with_its_fingerprint(server: Sshd, tmp_path: 
     assert "hvd-elastic trust" in str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["options", "home"])
-def test_a_key_can_be_known_elsewhere(
-    server: Sshd, tmp_path: Path, own_home: Path, where: str
+def test_a_key_can_be_known_to_the_project_alone(
+    server: Sshd, tmp_path: Path, own_home: Path
 ) -> None:
     config = server.write_config(tmp_path / "config", ["node1"])
     config.write_text(config.read_text().replace(str(server.folder / "known_hosts"), "none"))
-    known = tmp_path / "more" if where == "options" else own_home / "known_hosts"
-    known.parent.mkdir(exist_ok=True)
-    known.write_text(server.known_hosts_line())
-    files = (known,) if where == "options" else ()
-    with connect(Host("node1"), SshOptions(config, known_hosts_files=files)) as connection:
+    own_home.mkdir(exist_ok=True)
+    (own_home / "known_hosts").write_text(server.known_hosts_line())
+    with connect(Host("node1"), SshOptions(config)) as connection:
         assert connection.run("true", 20).ok
 
 

@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from hvd_elastic.errors import UsageError, VirtualClusterError
+from hvd_elastic.hosts.programs.processes import read_process
 from hvd_elastic.virtual import VirtualCluster, netns, tools
 from hvd_elastic.virtual.cpushare import CpuGroups
-from hvd_elastic.virtual.marks import is_alive, marked_processes
+from hvd_elastic.virtual.marks import marked_processes
 from hvd_elastic.virtual.plan import interface_name
 from hvd_elastic.virtual.state import clusters_folder
 from tests.small_disk import mounted
@@ -168,7 +169,7 @@ def test_a_crash_ends_everything_and_a_boot_brings_the_host_back(both: VirtualCl
         assert not closes(other), "only the host that crashed"
     assert session.wait(timeout=10) == 255
     session.stdout.close()
-    assert not any(is_alive(pid) for pid in sleepers)
+    assert not any(map(read_process, sleepers))
     assert both.pids("vc1-2", system=True) == set()
     assert both.status("vc1-2") == "off"
     assert both.status("vc1-1") == "up"
@@ -362,7 +363,8 @@ def test_nothing_of_the_callers_environment_reaches_the_hosts(
     monkeypatch.setenv("CANARY", "tweet-7731")
     with VirtualCluster.up(1, 1) as made:
         assert "tweet-7731" not in answer(made, "vc1-1", "env")
-        for pid in {*made.pids("vc1-1", system=True), *marked_processes(made.folder)}:
+        marked = {process.pid for process in marked_processes(made.folder)}
+        for pid in made.pids("vc1-1", system=True) | marked:
             assert b"tweet-7731" not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
@@ -417,9 +419,8 @@ def test_loopback_says_what_it_cannot_do(home: Path) -> None:
 
 def test_an_sshd_whose_manager_was_killed_is_still_ended(home: Path) -> None:
     with VirtualCluster.up(1, 1, loopback=True) as made:
-        managers = list(marked_processes(made.folder))
-        for pid in managers:
-            os.kill(pid, signal.SIGKILL)
+        for manager in marked_processes(made.folder):
+            os.kill(manager.pid, signal.SIGKILL)
         assert made.pids("vc1-1", system=True)
         made.down()
         assert_nothing_left(made, "", home)
@@ -648,9 +649,8 @@ def test_shares_are_seen_in_a_hosts_own_tmp(home: Path) -> None:
 
 @pytest.mark.root
 def test_everything_that_left_the_switch_behind_is_reported(spaces: VirtualCluster) -> None:
-    for pid, host in marked_processes(spaces.folder).items():
-        if host == "(switch)":
-            os.kill(pid, signal.SIGKILL)
+    for process in marked_processes(spaces.folder, "(switch)"):
+        os.kill(process.pid, signal.SIGKILL)
     until(lambda: "(switch)" not in marked_processes(spaces.folder).values())
     with pytest.raises(VirtualClusterError, match="virtclust down --name vc1"):
         spaces.cut("vc1-1")

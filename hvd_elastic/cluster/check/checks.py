@@ -17,20 +17,6 @@ from hvd_elastic.formatting import count, hosts_named
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.kill_run import OURS
 
-__all__ = [
-    "Check",
-    "CheckSettings",
-    "HostHealth",
-    "Level",
-    "Reference",
-    "choose_reference",
-    "judge_clock",
-    "judge_host",
-    "judge_names",
-    "judge_network",
-    "judge_strays",
-]
-
 REQUIRED = ("hvd_elastic", "horovod")
 FRAMEWORKS = ("torch", "tensorflow")
 CLOCK_SKEW_S = 1.0
@@ -189,8 +175,25 @@ def judge_host(
     elif settings.gpus and reference.gpus:
         text = "none: there is no nvidia-smi, and most hosts have GPUs. Install the driver there"
         checks.append(Check("gpus", Level.FAILED, f"{text}, or leave the host out"))
-    checks.append(_check_code(facts, reference, settings))
-    checks.append(_check_package_code(facts, reference))
+    code = settings.code
+    checks.append(
+        _compare_code(
+            "code",
+            facts["code"],
+            None if code is None else reference.code,
+            f"{code} is not there",
+            f"Copy it: copyclust HOSTFILE {code} {code}",
+        )
+    )
+    checks.append(
+        _compare_code(
+            "hvd_elastic code",
+            facts["package_code"],
+            None if facts["package_code"] is None else reference.package_code,
+            "hvd_elastic is not there",
+            "Install the same everywhere",
+        )
+    )
     checks += [_check_folder(folder, found) for folder, found in facts["folders"].items()]
     checks += [_check_memory(facts["memory"]), _check_files(facts["nofile"])]
     if facts["infiniband"]:
@@ -414,37 +417,15 @@ def _number(text: str) -> float:
         return 0.0
 
 
-def _check_code(facts: Mapping[str, Any], reference: Reference, settings: CheckSettings) -> Check:
-    if settings.code is None or reference.code is None:
-        return Check("code", Level.OK, "not compared")
-    return _compare_code(
-        "code",
-        facts["code"],
-        reference.code,
-        f"{settings.code} is not there",
-        f"Copy it: copyclust HOSTFILE {settings.code} {settings.code}",
-    )
-
-
-def _check_package_code(facts: Mapping[str, Any], reference: Reference) -> Check:
-    if facts["package_code"] is None or reference.package_code is None:
-        return Check("hvd_elastic code", Level.OK, "not compared")
-    return _compare_code(
-        "hvd_elastic code",
-        facts["package_code"],
-        reference.package_code,
-        "hvd_elastic is not there",
-        "Install the same everywhere",
-    )
-
-
 def _compare_code(
     name: str,
     there: Mapping[str, str] | None,
-    here: Mapping[str, str],
+    here: Mapping[str, str] | None,
     missing: str,
     remedy: str,
 ) -> Check:
+    if here is None:
+        return Check(name, Level.OK, "not compared")
     if there is None:
         return Check(name, Level.FAILED, f"{missing}. {remedy}")
     differ = sorted(file for file in {*there, *here} if there.get(file) != here.get(file))

@@ -24,6 +24,7 @@ from hvd_elastic.cluster.check.checks import (
     judge_strays,
 )
 from hvd_elastic.cluster.check.network import Link, NetworkProbe
+from hvd_elastic.cluster.kill import Target, find_processes
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host
@@ -78,20 +79,8 @@ def check_cluster(
         with connect(host, options) as connection:
             stopper.add(connection.close)
             facts = run_script(connection, "look_at_host", request, SCRIPT_S, python)
-            left = run_script(
-                connection,
-                "kill_run",
-                {
-                    "run": None,
-                    "strays": True,
-                    "ours": True,
-                    "pattern": None,
-                    "grace_s": 0,
-                    "dry_run": True,
-                },
-                SCRIPT_S,
-            )
-            return {**facts, "strays": left["processes"]}
+            strays = find_processes(connection, Target(strays=True), 0, SCRIPT_S, True, ours=True)
+            return {**facts, "strays": strays}
 
     tell(f"looking at {len(hosts)} hosts")
     limit_s = options.connect_timeout_s + 2 * SCRIPT_S + 10.0
@@ -140,8 +129,7 @@ def _measure(
         links = [
             *broken,
             *probe.measure(
-                broken,
-                lambda done, total: tell(f"measuring the network, round {done} of {total}"),
+                broken, lambda done, total: tell(f"measuring the network, round {done} of {total}")
             ),
         ]
         for name, found in judge_network(probe.names, links).items():

@@ -22,8 +22,6 @@ from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.hosts.remote_python import PROGRAMS, start_program
 from hvd_elastic.hosts.ssh import connect, own_address_towards
 
-__all__ = ["Link", "NetworkProbe", "all_pairs_in_rounds", "slow_links"]
-
 MEASURE_S = 0.2
 ANSWER_S = 15.0
 CLOCK_ASKS = 3
@@ -92,7 +90,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
         def begin(host: Host, _: object) -> None:
             connection = connect(host, options)
             try:
-                process = start_program(connection, [f"{PROGRAMS}.probe_network"], python)
+                process = start_program(connection, f"{PROGRAMS}.probe_network", python)
             except BaseException:
                 connection.close()
                 raise
@@ -231,8 +229,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
             try:
                 answers[name] = _read_answer(process, deadline)
             except TimeoutError:
-                tail = process.stderr_tail.decode("utf-8", "replace").strip().splitlines()
-                self._drop(name, tail[-1] if tail else "no answer")
+                self._drop(name, process.last_line or "no answer")
         return answers
 
     def _drop(self, name: str, why: str) -> None:

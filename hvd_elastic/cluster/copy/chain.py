@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["Chain", "Verdict", "Why"]
-
 # Nodes tell how far they are four times a second.
 SILENT_S = 2.0
 STALLED_S = 2.5

@@ -10,7 +10,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from hvd_elastic.cluster.copy.session import Copied, CopyProgress, CopySession, CopySettings
+from hvd_elastic.cluster.copy.job import Copied, CopyJob, CopyProgress, CopySettings, Pulled
+from hvd_elastic.cluster.copy.node.tree import decode
+from hvd_elastic.cluster.copy.pull import PullSession
+from hvd_elastic.cluster.copy.session import CopySession
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import HostResult
@@ -20,6 +23,7 @@ __all__ = [
     "Copied",
     "CopyProgress",
     "CopySettings",
+    "Pulled",
     "check_destination",
     "check_source",
     "copy_to_hosts",
@@ -69,7 +73,7 @@ def check_destination(source: Path, destination: str) -> str:
 
 def copy_to_hosts(
     hosts: Sequence[Host],
-    source: str | Path,
+    source: str | Path | Pulled,
     destination: str,
     options: SshOptions,
     settings: CopySettings | None = None,
@@ -82,10 +86,10 @@ def copy_to_hosts(
 
     Args:
         hosts: where to.
-        source: on this machine, or on ``source_host``.
+        source: on this machine, or on ``source_host``; or what is fetched from a shared store.
         destination: as :func:`check_destination` gives it.
         options: how to connect.
-        settings: how it is made.
+        settings: how it is made; ``checksum`` and ``shard`` mean nothing for a shared store.
         source_host: another host that has the data.
         on_progress: told how far it is, a few times a second.
         on_skipped: told, at the end, what is neither file, folder nor link.
@@ -94,23 +98,18 @@ def copy_to_hosts(
 
     Yields:
         One result a host as it ends, newcomers included. A host that failed keeps what is complete
-        there, and a second call goes on from that. Who stops iterating ends the copy on all hosts.
+        there, and a second call goes on from that. Who stops iterating ends the copy, and commands
+        that fetch, on all hosts.
 
     Raises:
         UsageError: the source is not there, or cannot be read.
         SshError: ``source_host`` cannot be used.
     """
-    text = os.fsencode(source).decode("utf-8", "surrogateescape")
-    with CopySession(
-        hosts,
-        source_host,
-        text,
-        destination,
-        options,
-        settings or CopySettings(),
-        on_progress,
-        newcomers,
-    ) as session:
+    place = source if isinstance(source, Pulled) else decode(os.fsencode(source))
+    settings = settings or CopySettings()
+    job = CopyJob(hosts, place, destination, options, settings, source_host, on_progress, newcomers)
+    session = PullSession(job, source) if isinstance(source, Pulled) else CopySession(job)
+    with session:
         yield from session.run()
         for path in session.skipped:
             if on_skipped is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-__all__ = ["make_certificate"]
-
 
 def make_certificate() -> str:
     """A private key and its own certificate, as PEM text.
@@ -32,8 +30,6 @@ def make_certificate() -> str:
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return (private + certificate.public_bytes(serialization.Encoding.PEM)).decode("ascii")

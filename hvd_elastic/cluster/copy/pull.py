@@ -7,49 +7,20 @@ next one, the last one the first (``session``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.cluster.copy.chain import Chain, Verdict, Why
+from hvd_elastic.cluster.copy.job import Copied, CopyJob, Pulled
 from hvd_elastic.cluster.copy.node.frames import pack, unpack
 from hvd_elastic.cluster.copy.node.pull_command import placeholders
 from hvd_elastic.cluster.copy.node.tree import ANY, check_inside, decode, is_excluded, shown
-from hvd_elastic.cluster.copy.session import (
-    MODULES,
-    NODE,
-    SILENCE_S,
-    Copied,
-    CopyProgress,
-    CopySession,
-    CopySettings,
-    Node,
-)
+from hvd_elastic.cluster.copy.session import NODE, SILENCE_S, CopySession, Node
 from hvd_elastic.cluster.copy.shares import Shares
 from hvd_elastic.errors import SshError, UsageError
-from hvd_elastic.hosts.connection import SshOptions
-from hvd_elastic.hosts.fanout import HostResult
-from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.remote_python import PROGRAMS
-
-__all__ = ["Pulled", "check_pull", "pull_to_hosts", "read_list"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """What is fetched, and how.
-
-    Attributes:
-        command: shell text with ``{dst}``, and with ``{path}`` or ``{list}`` where there is a list.
-        files: (path, size in bytes or None) of each; None: the command fetches all there is.
-        jobs: most commands at a time on a host.
-    """
-
-    command: str
-    files: tuple[tuple[str, int | None], ...] | None = None
-    jobs: int = 8
 
 
 def read_list(data: bytes, patterns: Sequence[str] = ()) -> tuple[tuple[str, int | None], ...]:
@@ -115,62 +86,13 @@ def check_pull(command: str, listed: bool) -> None:
         raise UsageError(f"--pull: for {wanted} say which files there are: --list FILE")
 
 
-def pull_to_hosts(
-    hosts: Sequence[Host],
-    pulled: Pulled,
-    destination: str,
-    options: SshOptions,
-    settings: CopySettings | None = None,
-    on_progress: Callable[[CopyProgress], None] | None = None,
-    newcomers: Callable[[], Sequence[Host]] | None = None,
-) -> Iterator[HostResult[Copied]]:
-    """Brings a data set from a shared store to the same folder on every host.
-
-    Args:
-        hosts: where to.
-        pulled: what, and how.
-        destination: a folder, as ``copy.check_destination`` gives it.
-        options: how to connect.
-        settings: how it is made; ``checksum`` and ``shard`` mean nothing here.
-        on_progress: told how far it is, a few times a second.
-        newcomers: asked a few times a second for hosts that shall have it too; not in a dry run.
-
-    Yields:
-        One result a host as it ends. Who stops iterating ends the copy, and the commands, on all
-        hosts; what is complete stays.
-    """
-    settings = settings or CopySettings()
-    with PullSession(
-        hosts, pulled, destination, options, settings, on_progress, newcomers
-    ) as session:
-        yield from session.run()
-
-
 class PullSession(CopySession):
-    """A copy whose source are its hosts.
+    """A copy whose source are its hosts."""
 
-    Args:
-        hosts, destination, options, settings, on_progress, newcomers: as of :class:`CopySession`.
-        pulled: what is fetched.
-    """
+    program = f"{NODE}.pull"
 
-    modules = (
-        *MODULES,
-        *(f"{PROGRAMS}.{name}" for name in ("end_processes", "hold_command")),
-        *(f"{NODE}.{name}" for name in ("pull_command", "pull")),
-    )
-
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        pulled: Pulled,
-        destination: str,
-        options: SshOptions,
-        settings: CopySettings,
-        on_progress: Callable[[CopyProgress], None] | None = None,
-        newcomers: Callable[[], Sequence[Host]] | None = None,
-    ) -> None:
-        super().__init__(hosts, None, "", destination, options, settings, on_progress, newcomers)
+    def __init__(self, job: CopyJob, pulled: Pulled) -> None:
+        super().__init__(job)
         self._source = None
         self._chain = Chain(None)
         self._pulled = pulled
@@ -198,52 +120,47 @@ class PullSession(CopySession):
         elif node.name in self._there:
             super()._send_tree(node)
 
-    def _take(
-        self, node: Node, event: dict[str, Any] | Exception | None, now: float
-    ) -> list[HostResult[Copied]]:
-        node.heard = now
+    def _take(self, node: Node, event: dict[str, Any] | Exception) -> None:
+        node.heard = self._now
         if isinstance(event, dict) and event["say"] == "listed":
-            self._first_listed = self._first_listed or now
+            self._first_listed = self._first_listed or self._now
             self._take_listed(node, unpack(event["have"]))
-            return []
-        if isinstance(event, dict) and event["say"] == "fetched":
-            return self._take_fetched(node, event, now)
-        return super()._take(node, event, now)
+        elif isinstance(event, dict) and event["say"] == "fetched":
+            self._take_fetched(node, event)
+        else:
+            super()._take(node, event)
 
-    def _tick(self, now: float) -> list[HostResult[Copied]]:
+    def _tick(self) -> None:
         if self._tree is not None:
-            return super()._tick(now)
-        results = []
+            super()._tick()
+            return
         for node in self._nodes.values():
-            if node.state == "fetching" and now - node.heard > SILENCE_S:
-                results += self._drop(node, "it fell silent while it fetched its share", now)
-        return results + self._share_out(now)
+            if node.state == "fetching" and self._now - node.heard > SILENCE_S:
+                self._drop(node, "it fell silent while it fetched its share")
+        self._share_out()
 
     def _excuse(self, seconds: float) -> None:
         super()._excuse(seconds)
         for node in self._nodes.values():
             node.heard += seconds
 
-    def _lost(self, node: Node, error: Exception, now: float) -> list[HostResult[Copied]]:
+    def _lose(self, node: Node, error: Exception) -> None:
         others = self._others(node)
-        results = super()._lost(node, error, now)
-        return results + self._replace(node, others, now)
+        super()._lose(node, error)
+        self._replace(node, others)
 
-    def _obey(self, verdict: Verdict, now: float) -> list[HostResult[Copied]]:
+    def _obey(self, verdict: Verdict) -> None:
         node = self._nodes[verdict.name]
         others = self._others(node)
-        results = super()._obey(verdict, now)
+        super()._obey(verdict)
         if verdict.why is Why.SILENT and node.state == "done":
             # It has what it needs; what it was to give to others is lost all the same.
-            results += self._replace(node, others, now)
-        return results
+            self._replace(node, others)
 
-    def _take_complete(
-        self, node: Node, event: dict[str, Any], now: float
-    ) -> list[HostResult[Copied]]:
+    def _take_complete(self, node: Node, event: dict[str, Any]) -> None:
         if node.name not in self._chain:  # it lacks nothing, and others lack what it has
-            self._chain.add(node.name, now)
-        return super()._take_complete(node, event, now)
+            self._chain.add(node.name, self._now)
+        super()._take_complete(node, event)
 
     def _copied(self, node: Node, problems: Sequence[str] = ()) -> Copied:
         fetched = self._fetched.get(node.name, [])
@@ -283,38 +200,35 @@ class PullSession(CopySession):
             found = self._chain.order
         return [name for name in found if name != node.name]
 
-    def _share_out(self, now: float) -> list[HostResult[Copied]]:
+    def _share_out(self) -> None:
         """Once every host has said what it has: who fetches what; a late one is only fed."""
         if self._shared_out:
-            return []
+            return
         states = {name: node.state for name, node in self._nodes.items()}
         comparing = [name for name, state in states.items() if state == "comparing"]
         able = [name for name in comparing if name in self._there]
-        waits = now - self._first_listed < self._options.connect_timeout_s
-        waits = waits or self._settings.dry_run  # who is late would never hear of it
+        waits = self._now - self._first_listed < self._job.options.connect_timeout_s
+        waits = waits or self._job.settings.dry_run  # who is late would never hear of it
         if not able or able != comparing or ("connecting" in states.values() and waits):
-            return []
+            return
         self._shared_out = True
-        if self._pulled.files is None:
-            orders = self._shares.begin(able[:1])
-        else:
-            orders = self._shares.begin(able)
-        if self._settings.dry_run:
-            return [self._planned(self._nodes[name], orders.get(name, []), now) for name in able]
+        orders = self._shares.begin(able if self._pulled.files is not None else able[:1])
         for name in able:
-            self._nodes[name].state = "fetching"
-        self._order(orders)
-        return self._end_fetching(now)
+            if self._job.settings.dry_run:
+                self._end_planned(self._nodes[name], orders.get(name, []))
+            else:
+                self._nodes[name].state = "fetching"
+        if not self._job.settings.dry_run:
+            self._order(orders)
+            self._end_fetching()
 
-    def _planned(self, node: Node, indices: list[int], now: float) -> HostResult[Copied]:
-        node.state = "done"
-        if self._pulled.files is None:
-            return self._result(node, Copied(0, 0, 0, 0, (), fetched=len(indices)), now)
+    def _end_planned(self, node: Node, indices: list[int]) -> None:
+        """Of a dry run: what a host would do."""
         there, there_bytes = self._there[node.name]
-        sizes = [size or 0 for _, size in self._pulled.files]
-        fetched_bytes = sum(sizes[index] for index in indices)
+        sizes = [size or 0 for _, size in self._pulled.files or ()]
+        fetched_bytes = sum(sizes[index] for index in indices) if sizes else 0
         plan = Copied(
-            files=len(sizes) - there - len(indices),
+            files=max(0, len(sizes) - there - len(indices)),
             size_bytes=max(0, sum(sizes) - there_bytes - fetched_bytes),
             skipped=there,
             touched=0,
@@ -322,7 +236,7 @@ class PullSession(CopySession):
             fetched=len(indices),
             fetched_bytes=fetched_bytes,
         )
-        return self._result(node, plan, now)
+        self._end_well(node, plan)
 
     def _order(self, orders: dict[str, list[int]]) -> None:
         for name, indices in orders.items():
@@ -331,11 +245,9 @@ class PullSession(CopySession):
                 self._nodes[name].state = "fetching"
             self._nodes[name].tell("fetch", files=pack(indices))
 
-    def _take_fetched(
-        self, node: Node, event: dict[str, Any], now: float
-    ) -> list[HostResult[Copied]]:
+    def _take_fetched(self, node: Node, event: dict[str, Any]) -> None:
         if node.state == "failed":
-            return []
+            return
         files = unpack(event["files"])
         self._fetched.setdefault(node.name, []).extend(unpack(event["sizes"]))
         self._entries.update({index: entry for index, *entry in files})
@@ -343,27 +255,25 @@ class PullSession(CopySession):
         if failed:
             log.debug("%s could not fetch %d files: %s", node.name, len(failed), event["why"])
         why = f"{event['why']} (on {node.name})"
-        others = self._others(node)
+        able = [node.name, *self._others(node)]
         known = set(self._shares.lost)
-        orders = self._shares.hear(
-            node.name, unpack(event["came"]), failed, why, [node.name, *others]
-        )
+        orders = self._shares.hear(node.name, unpack(event["came"]), failed, why, able)
         self._order(orders)
         if self._tree is not None:
             new = [index for index in self._shares.lost if index not in known]
             if new:
                 node.tell("forget", files=new, why=why)
-            return []
+            return
         if event["tree"] is not None:
             self._tree = event["tree"]
             _, listed, _, _ = unpack(event["tree"])
             self._files = len(listed)
-        return self._end_fetching(now)
+        self._end_fetching()
 
-    def _end_fetching(self, now: float) -> list[HostResult[Copied]]:
+    def _end_fetching(self) -> None:
         """When nothing is being fetched any more: the exchange begins."""
         if not self._shared_out or not self._shares.finished:
-            return []
+            return
         if self._pulled.files is not None:
             self._missing = [
                 f"{shown(self._pulled.files[index][0])} was not fetched: {why}"
@@ -372,19 +282,14 @@ class PullSession(CopySession):
             self._tree = pack(self._make_tree(self._pulled.files))
         if self._tree is None:
             why = f"nothing was fetched: {'; '.join(self._shares.failures.values())}"
-            return [
-                result
-                for node in self._nodes.values()
-                for result in super(PullSession, self)._lost(
-                    node, SshError(f"host {node.host.name}: {why}"), now
-                )
-            ]
+            for node in self._nodes.values():
+                super()._lose(node, SshError(f"host {node.host.name}: {why}"))
+            return
         for node in self._nodes.values():
             if node.state == "fetching":
                 node.state = "comparing"
             if node.name in self._there:
                 self._send_tree(node)
-        return []
 
     def _make_tree(self, files: Sequence[tuple[str, int | None]]) -> list[Any]:
         entries = []
@@ -401,22 +306,21 @@ class PullSession(CopySession):
 
     # ---- hosts that are lost
 
-    def _replace(self, node: Node, others: list[str], now: float) -> list[HostResult[Copied]]:
+    def _replace(self, node: Node, others: list[str]) -> None:
         """Lets others fetch what a host had that is gone."""
         if not self._shared_out:
             self._shares.disown(node.name)
-            return []
+            return
         if self._tree is not None and others:
             well = [name for name in others if name not in self._shares.failures]
             others = (well or others)[:1]
         orders = self._shares.lose(node.name, others)
         if self._tree is None:
             self._order(orders)
-            return self._end_fetching(now)
-        if self._pulled.files is None:
+            self._end_fetching()
+        elif self._pulled.files is not None:
+            self._order(orders)
+        else:
             for name in orders:
                 why = f"{node.name}, which fetched it, was lost; call again"
                 self._nodes[name].tell("forget", files=None, why=why)
-        else:
-            self._order(orders)
-        return []

@@ -12,16 +12,17 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_elastic.cluster.copy.chain import Chain, Verdict, Why
+from hvd_elastic.cluster.copy.job import Copied, CopyJob, CopyProgress
 from hvd_elastic.cluster.copy.keys import make_certificate
 from hvd_elastic.cluster.copy.node.frames import pack, unpack
 from hvd_elastic.errors import HostUnreachableError, HvdElasticError, SshError, UsageError
-from hvd_elastic.hosts.connection import Connection, SshOptions
+from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.local import LocalConnection
@@ -29,10 +30,7 @@ from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, no_python, start_program
 from hvd_elastic.hosts.ssh import connect, is_local, own_address_towards
 
-__all__ = ["MODULES", "SILENCE_S", "Copied", "CopyProgress", "CopySession", "CopySettings", "Node"]
-
 NODE = "hvd_elastic.cluster.copy.node"
-MODULES = tuple(f"{NODE}.{name}" for name in ("frames", "tree", "names", "store", "feed", "node"))
 SOURCE = "the source"
 TICK_S = 0.1
 PING_S = 5.0
@@ -49,80 +47,6 @@ UNMADE = 3
 END_S = 5.0
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CopySettings:
-    """How a copy is made.
-
-    Attributes:
-        delete: remove at the destination what the source has not.
-        exclude: patterns of what is neither sent nor removed (see ``node.tree.is_excluded``).
-        checksum: compare contents even where size and time agree.
-        plain: no encryption; nodes still prove to one another that they belong to this copy.
-        compress: compress where it pays.
-        bytes_per_s: most that each node sends [bytes/s]; 0 for no limit.
-        shard: each host gets only its part: every n-th file.
-        dry_run: only find out what would be sent.
-        fanout: connections that are made at a time.
-        python: the interpreter on the hosts.
-    """
-
-    delete: bool = False
-    exclude: tuple[str, ...] = ()
-    checksum: bool = False
-    plain: bool = False
-    compress: bool = True
-    bytes_per_s: float = 0.0
-    shard: bool = False
-    dry_run: bool = False
-    fanout: int = 64
-    python: str = "python3"
-
-
-@dataclass(frozen=True)
-class Copied:
-    """What was done on a host, or would be in a dry run.
-
-    Attributes:
-        files, size_bytes: sent to it (in a dry run: to be sent).
-        skipped: files that it had.
-        touched: files of which only time or mode was set.
-        removed: entries that the source has not.
-        resumed_bytes: of ``size_bytes``, what an interrupted copy had left there.
-        problems: what could not be done.
-        fetched, fetched_bytes: fetched by it from a shared store (in a dry run: to be fetched, as
-            far as sizes are known).
-        failure: why a command that fetches failed there, where others did its work.
-        unreached: who should have fed it and could not connect to it.
-    """
-
-    files: int
-    size_bytes: int
-    skipped: int
-    touched: int
-    removed: tuple[str, ...]
-    resumed_bytes: int = 0
-    problems: tuple[str, ...] = ()
-    fetched: int = 0
-    fetched_bytes: int = 0
-    failure: str = ""
-    unreached: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class CopyProgress:
-    """How far a copy is.
-
-    Attributes:
-        done_bytes, total_bytes: of all hosts together.
-        states: of each host: ``connecting``, ``comparing``, ``fetching``, a share such as ``42%``,
-            ``done``, ``shared`` (another host fills the same place), ``silent``, ``failed``.
-    """
-
-    done_bytes: int
-    total_bytes: int
-    states: dict[str, str]
 
 
 @dataclass
@@ -150,6 +74,11 @@ class Node:
     asked: bool = False
     """Whether the source was asked for the digests of what came from other hosts' copies."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether its result is known."""
+        return self.state in ("done", "failed")
+
     def tell(self, do: str, **fields: Any) -> None:
         """One line to the node; that it is gone shows elsewhere."""
         if self.process is not None:
@@ -158,64 +87,65 @@ class Node:
             except (OSError, EOFError) as error:
                 log.debug("%s: %s", self.name, error)
 
-
-_Event = tuple[Node, "dict[str, Any] | Exception | None"]
+    def end(self) -> None:
+        """Lets it end by itself, then makes it."""
+        try:
+            # One that does not answer is not asked: its own watch ends it.
+            if self.process is not None and not self.mute:
+                self.process.stdin.close()
+                try:
+                    self.process.wait(2.0)
+                    self.process.close()
+                except TimeoutError:
+                    self.process.stop(1.0)
+        finally:
+            if self.connection is not None:
+                self.connection.close()
 
 
 class CopySession(AbstractContextManager["CopySession"]):
     """A copy from its first connection to its last; use it in a ``with`` statement.
 
-    Args:
-        hosts: where to.
-        source_host: where from; None is this machine.
-        source: the folder or file there.
-        destination: the place on every host.
-        options: how to connect.
-        settings: how it is made.
-        on_progress: told how far it is, a few times a second.
-        newcomers: asked a few times a second for further hosts.
-
     Attributes:
         skipped: of the source, what is neither file nor folder nor link.
     """
 
-    modules: tuple[str, ...] = MODULES
+    program = f"{NODE}.node"
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        source_host: Host | None,
-        source: str,
-        destination: str,
-        options: SshOptions,
-        settings: CopySettings,
-        on_progress: Callable[[CopyProgress], None] | None = None,
-        newcomers: Callable[[], Sequence[Host]] | None = None,
-    ) -> None:
-        now = time.monotonic()
-        self._options = options
-        self._settings = settings
-        self._destination = destination
-        self._source_path = source
-        self._on_progress = on_progress
+    def __init__(self, job: CopyJob) -> None:
+        options, settings = job.options, job.settings
+        self._now = time.monotonic()
+        self._job = job
         # Which file is whose is settled with the number of hosts.
-        joins = newcomers is not None and not (settings.shard or settings.dry_run)
-        self._newcomers = newcomers if joins else None
-        self._events: queue.Queue[_Event] = queue.Queue()
+        self._newcomers = None if settings.shard or settings.dry_run else job.newcomers
+        self._events: queue.Queue[tuple[Node, dict[str, Any] | Exception]] = queue.Queue()
+        self._results: list[HostResult[Copied]] = []
         self._gate = threading.Semaphore(settings.fanout)
-        self._closed = False
-        self._lock = threading.Lock()
+        self._closed = threading.Event()
         # Hosts without ssh first: what feeds them is this machine.
-        ordered = sorted(hosts, key=lambda host: not is_local(host, options))
-        self._nodes = {host.name: Node(host, host.name, now) for host in ordered}
-        self._source: Node | None = Node(source_host or Host("localhost"), SOURCE, now)
-        self._source_is_here = source_host is None
-        self._name = secrets.token_hex(8)
-        self._certificate = None if settings.plain else make_certificate()
-        self._listen_here = next(
+        ordered = sorted(job.hosts, key=lambda host: not is_local(host, options))
+        self._nodes = {host.name: Node(host, host.name, self._now) for host in ordered}
+        self._source: Node | None = Node(job.source_host or Host("localhost"), SOURCE, self._now)
+        if job.source_host is None:
+            self._source.connection = LocalConnection(self._source.host)
+        listen_here = next(
             (own_address_towards(host, options) for host in ordered if not is_local(host, options)),
             "127.0.0.1",
         )
+        self._common: dict[str, Any] = {
+            "role": "destination",
+            "place": job.destination,
+            "listen": listen_here,
+            "copy": secrets.token_hex(8),
+            "certificate": None if settings.plain else make_certificate(),
+            "patterns": list(settings.exclude),
+            "deletes": settings.delete,
+            "checksum": settings.checksum,
+            "dry_run": settings.dry_run,
+            "bytes_per_s": settings.bytes_per_s,
+            "packs": settings.compress,
+            "shard": None,
+        }
         self._chain = Chain(SOURCE, spread=settings.shard)
         self._links: dict[str, str] = {}
         self._tree: str | None = None
@@ -238,19 +168,18 @@ class CopySession(AbstractContextManager["CopySession"]):
         open_nodes = set(self._nodes)
         last_tick = pinged = looked = time.monotonic()
         while open_nodes:
-            results: list[HostResult[Copied]] = []
-            said: _Event | None = None
+            said = None
             with contextlib.suppress(queue.Empty):
                 said = self._events.get(timeout=TICK_S)
-            now = time.monotonic()
+            now = self._now = time.monotonic()
             if now - last_tick > 1.0:
                 self._excuse(now - last_tick)
             if said is not None:
-                results = self._take(*said, now)
-            may_begin = said is not None and not self._begun and self._may_begin(now)
+                self._take(*said)
+            may_begin = said is not None and not self._begun and self._may_begin()
             if may_begin or now - last_tick >= TICK_S:
                 last_tick = now
-                results += self._tick(now)
+                self._tick()
                 self._tell_progress()
                 if now - pinged >= PING_S:
                     pinged = now
@@ -258,7 +187,8 @@ class CopySession(AbstractContextManager["CopySession"]):
                         each.tell("ping")
             if self._newcomers is not None and now - looked >= LOOK_S:
                 looked = now
-                open_nodes.update(self._admit(self._newcomers(), now))
+                open_nodes.update(self._admit(self._newcomers()))
+            results, self._results = self._results, []
             for result in results:
                 if result.host.name in open_nodes:
                     open_nodes.remove(result.host.name)
@@ -270,11 +200,8 @@ class CopySession(AbstractContextManager["CopySession"]):
 
     def close(self) -> None:
         """Ends all nodes; waits for them no longer than a few seconds."""
-        with self._lock:
-            self._closed = True
-        threads = [
-            threading.Thread(target=_end, args=(node,), daemon=True) for node in self._everybody()
-        ]
+        self._closed.set()
+        threads = [threading.Thread(target=node.end, daemon=True) for node in self._everybody()]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + END_S
@@ -286,11 +213,11 @@ class CopySession(AbstractContextManager["CopySession"]):
             target=self._open, args=(node,), name=f"copy to {node.name}", daemon=True
         ).start()
 
-    def _admit(self, hosts: Sequence[Host], now: float) -> list[str]:
+    def _admit(self, hosts: Sequence[Host]) -> list[str]:
         """Takes hosts into the copy that nobody has spoken of before; returns their names."""
         new = [host for host in hosts if host.name not in self._nodes]
         for host in new:
-            node = Node(host, host.name, now)
+            node = Node(host, host.name, self._now)
             # Threads of other nodes may be going through them.
             self._nodes = {**self._nodes, host.name: node}
             self._begin(node)
@@ -309,56 +236,34 @@ class CopySession(AbstractContextManager["CopySession"]):
         """Connects, starts the program, and passes on what it says: the body of a thread."""
         try:
             with self._gate:
-                is_source = node is self._source
-                if is_source and self._source_is_here:
-                    connection: Connection = LocalConnection(node.host)
-                else:
-                    connection = connect(node.host, self._options)
-                with self._lock:
-                    node.connection = connection
-                    closed = self._closed
-                if closed:
+                connection = node.connection or connect(node.host, self._job.options)
+                node.connection = connection
+                if self._closed.is_set():
                     connection.close()
                     return
-                process = start_program(connection, self.modules, self._settings.python)
+                process = start_program(connection, self.program, self._job.settings.python)
                 node.process = process
                 process.stdin.write(json.dumps(self._config(node)).encode() + b"\n")
         except (HvdElasticError, OSError) as error:
             self._events.put((node, error))
             return
         for line in process.stdout:
-            try:
+            # A login script that talks is not the program's voice.
+            with contextlib.suppress(ValueError):
                 message = json.loads(line)
-            except ValueError:
-                # A login script that talks is not the program's voice.
-                continue
-            if isinstance(message, dict):
-                self._events.put((node, message))
+                if isinstance(message, dict):
+                    self._events.put((node, message))
         self._events.put((node, self._why_ended(node, process)))
 
     def _config(self, node: Node) -> dict[str, Any]:
-        settings = self._settings
-        numbers = {name: number for number, name in enumerate(self._nodes)}
-        shard = (
-            [numbers[node.name], len(numbers)] if settings.shard and node.name in numbers else None
-        )
-        is_source = node is self._source
-        return {
-            "role": "source" if is_source else "destination",
-            "place": self._source_path if is_source else self._destination,
-            "listen": self._listen_here if isinstance(node.connection, LocalConnection) else None,
-            "secret": node.secret,
-            "copy": self._name,
-            "name": node.name,
-            "certificate": self._certificate,
-            "patterns": list(settings.exclude),
-            "deletes": settings.delete,
-            "checksum": settings.checksum,
-            "dry_run": settings.dry_run,
-            "bytes_per_s": settings.bytes_per_s,
-            "packs": settings.compress,
-            "shard": shard,
-        }
+        config = {**self._common, "name": node.name, "secret": node.secret}
+        if not isinstance(node.connection, LocalConnection):
+            config["listen"] = None  # where ssh comes in
+        if node is self._source:
+            config.update(role="source", place=self._job.source)
+        elif self._job.settings.shard:
+            config["shard"] = [list(self._nodes).index(node.name), len(self._nodes)]
+        return config
 
     def _why_ended(self, node: Node, process: RemoteProcess) -> SshError:
         try:
@@ -366,10 +271,9 @@ class CopySession(AbstractContextManager["CopySession"]):
         except TimeoutError:
             status = -1
         if status == COMMAND_NOT_FOUND:
-            return no_python(node.host.name, self._settings.python)
-        tail = process.stderr_tail.decode("utf-8", errors="replace").strip().splitlines()
-        if status > 0 and tail:
-            return SshError(f"host {node.host.name}: the copy failed there: {tail[-1]}")
+            return no_python(node.host.name, self._job.settings.python)
+        if status > 0 and process.last_line:
+            return SshError(f"host {node.host.name}: the copy failed there: {process.last_line}")
         return SshError(
             f"host {node.host.name}: the connection was lost during the copy. Is the host still "
             "up? Call again to repair it"
@@ -377,63 +281,65 @@ class CopySession(AbstractContextManager["CopySession"]):
 
     # ---- events
 
-    def _take(
-        self, node: Node, event: dict[str, Any] | Exception | None, now: float
-    ) -> list[HostResult[Copied]]:
+    def _take(self, node: Node, event: dict[str, Any] | Exception) -> None:
         if isinstance(event, Exception):
-            return self._lost(node, event, now)
-        assert event is not None, "a node's thread ends with a reason"
-        say = event["say"]
-        if say == "failed":
-            name = node.host.name
-            if node is self._source and self._source_is_here:
-                return self._lost(node, UsageError(f"source {event['why']}"), now)
-            if node is self._source:
-                return self._lost(node, SshError(f"host {name}: source {event['why']}"), now)
-            return self._lost(node, SshError(f"host {name}: {event['why']}"), now)
-        if node is self._source:
-            return self._take_from_source(event, now)
-        if node.state in ("done", "failed") and say not in ("at", "unlinked", "complete"):
-            return []
-        if say == "hello":
-            own = (event["address"], event["port"])
-            seen = node.connection.peer_address if node.connection else None
-            node.addresses = [own] if seen in (None, own[0]) else [(seen, own[1]), own]
-            node.state = "comparing"
-            self._send_tree(node)
-        elif say == "shared":
-            # Another host fills the same place: looked at again when that one is through.
-            node.state = "shared"
-        elif say == "doubts":
-            self._ask_source(node, event["files"])
-        elif say == "ready":
-            return self._take_ready(node, event, now)
-        elif say == "at":
-            self._take_progress(node, event, now)
-        elif say == "unlinked":
-            self._take_broken(event, now)
-        elif say == "complete":
-            return self._take_complete(node, event, now)
-        return []
+            self._lose(node, event)
+        elif event["say"] == "failed":
+            source = "source " if node is self._source else ""
+            if source and self._job.source_host is None:
+                raise UsageError(f"source {event['why']}")
+            self._lose(node, SshError(f"host {node.host.name}: {source}{event['why']}"))
+        elif node is self._source:
+            self._take_from_source(event)
+        elif not node.is_done or event["say"] in ("at", "unlinked", "complete"):
+            self._take_from_host(node, event)
 
-    def _take_from_source(self, event: dict[str, Any], now: float) -> list[HostResult[Copied]]:
-        say = event["say"]
-        if say == "tree":
-            self._tree = event["tree"]
-            self._files = event["files"]
-            self.skipped = event["skipped"]
-            for node in self._nodes.values():
+    def _take_from_host(self, node: Node, event: dict[str, Any]) -> None:
+        match event["say"]:
+            case "hello":
+                own = (event["address"], event["port"])
+                seen = node.connection.peer_address if node.connection else None
+                node.addresses = [own] if seen in (None, own[0]) else [(seen, own[1]), own]
+                node.state = "comparing"
                 self._send_tree(node)
-        elif say == "at":
-            self._hear_feeds(event, now)
-        elif say == "unlinked":
-            self._take_broken(event, now)
-        elif say == "digests":
-            node = self._nodes[event["name"]]
-            if node.asked:
-                return self._prove(node, dict(unpack(event["digests"])), now)
-            node.tell("digests", digests=event["digests"])
-        return []
+            case "shared":
+                # Another host fills the same place: looked at again when that one is through.
+                node.state = "shared"
+            case "doubts":
+                self._ask_source(node, event["files"])
+            case "ready":
+                node.ready, node.left, node.state = event, event["left"], "ready"
+                if self._job.settings.dry_run:
+                    self._end_well(node, self._copied(node))
+                    return
+                self._first_ready = self._first_ready or self._now
+                if self._begun:
+                    self._join(node)
+            case "at":
+                self._take_progress(node, event)
+            case "unlinked":
+                self._take_broken(event)
+            case "complete":
+                self._take_complete(node, event)
+
+    def _take_from_source(self, event: dict[str, Any]) -> None:
+        match event["say"]:
+            case "tree":
+                self._tree = event["tree"]
+                self._files = event["files"]
+                self.skipped = event["skipped"]
+                for node in self._nodes.values():
+                    self._send_tree(node)
+            case "at":
+                self._hear_feeds(event)
+            case "unlinked":
+                self._take_broken(event)
+            case "digests":
+                node = self._nodes[event["name"]]
+                if node.asked:
+                    self._prove(node, dict(unpack(event["digests"])))
+                else:
+                    node.tell("digests", digests=event["digests"])
 
     def _ask_source(self, node: Node, files: str) -> None:
         assert self._source is not None, "only a copy that has a source is in doubt"
@@ -443,56 +349,40 @@ class CopySession(AbstractContextManager["CopySession"]):
         if self._tree is not None and node.state == "comparing":
             node.tell("tree", tree=self._tree)
 
-    def _take_ready(
-        self, node: Node, event: dict[str, Any], now: float
-    ) -> list[HostResult[Copied]]:
-        node.ready = event
-        node.left = event["left"]
-        node.state = "ready"
-        if self._settings.dry_run:
-            node.state = "done"
-            return [self._result(node, self._copied(node), now)]
-        self._first_ready = self._first_ready or now
-        if self._begun:
-            self._join(node, now)
-        return []
-
-    def _take_progress(self, node: Node, event: dict[str, Any], now: float) -> None:
+    def _take_progress(self, node: Node, event: dict[str, Any]) -> None:
         node.mute = False
         if node.state == "silent":
             # It was not dead after all.
             log.debug("%s is heard again", node.name)
-            self._join(node, now)
+            self._join(node)
         if node.name in self._chain:
-            self._chain.hear(node.name, now, event.get("received"), event.get("left"))
+            self._chain.hear(node.name, self._now, event.get("received"), event.get("left"))
             if event.get("received", 0) > node.received:
                 node.broken = 0
             node.received = event.get("received", node.received)
             node.left = event.get("left", node.left)
-        self._hear_feeds(event, now)
+        self._hear_feeds(event)
 
-    def _hear_feeds(self, event: dict[str, Any], now: float) -> None:
+    def _hear_feeds(self, event: dict[str, Any]) -> None:
         for name, (sent, sending) in event["feeds"].items():
-            self._chain.hear_feeding(name, now, sent, sending)
+            self._chain.hear_feeding(name, self._now, sent, sending)
 
-    def _take_broken(self, event: dict[str, Any], now: float) -> None:
+    def _take_broken(self, event: dict[str, Any]) -> None:
         """A node lost its link: the same again, unless more is known by then."""
         node = self._nodes[event["name"]]
         log.debug("the link to %s broke: %s", node.name, event["why"])
         # Both of its ends tell, and so do those of a link that was given up for another.
         if event["number"] == node.link_number and not node.relink_at:
             node.broken += 1 if event["made"] else UNMADE
-            node.relink_at = now + RELINK_S * node.broken
+            node.relink_at = self._now + RELINK_S * node.broken
             node.ready["why"] = event["why"]
 
-    def _take_complete(
-        self, node: Node, event: dict[str, Any], now: float
-    ) -> list[HostResult[Copied]]:
+    def _take_complete(self, node: Node, event: dict[str, Any]) -> None:
         node.received, node.left = event["received"], 0
         if node.name not in self._chain and node.state != "ready":
-            self._chain.add(node.name, now)
+            self._chain.add(node.name, self._now)
         if node.name in self._chain:
-            self._chain.hear(node.name, now, event["received"], 0)
+            self._chain.hear(node.name, self._now, event["received"], 0)
         problems = [f"{path}: {why}" for path, why in event["gone"]] + event["problems"]
         node.result = self._copied(node, problems)
         unproved = unpack(event["unproved"])
@@ -500,26 +390,20 @@ class CopySession(AbstractContextManager["CopySession"]):
             node.asked = True
             node.ready["unproved"] = unproved
             self._ask_source(node, pack([i for i, _ in unproved]))
-            return []
-        return self._completed(node, now)
+        else:
+            self._end_well(node, node.result)
 
-    def _prove(self, node: Node, digests: dict[int, str], now: float) -> list[HostResult[Copied]]:
+    def _prove(self, node: Node, digests: dict[int, str]) -> None:
         """Holds what came from another host's own copy against the source."""
+        assert node.result is not None, "said to be complete"
         wrong = sum(digests.get(index) != digest for index, digest in node.ready["unproved"])
-        if wrong and node.result is not None:
+        if wrong:
             problem = (
                 f"{wrong} files came from another host's copy that differs from the source; call "
                 "again with --checksum"
             )
             node.result = self._copied(node, [*node.result.problems, problem])
-        return self._completed(node, now)
-
-    def _completed(self, node: Node, now: float) -> list[HostResult[Copied]]:
-        assert node.result is not None, "said to be complete"
-        if node.state == "done":
-            return []
-        node.state = "done"
-        return [self._result(node, node.result, now)]
+        self._end_well(node, node.result)
 
     def _copied(self, node: Node, problems: Sequence[str] = ()) -> Copied:
         ready = node.ready
@@ -534,74 +418,86 @@ class CopySession(AbstractContextManager["CopySession"]):
             unreached=tuple(self._chain.blocked(node.name)),
         )
 
-    def _result(self, node: Node, value: Copied, now: float) -> HostResult[Copied]:
-        seconds = now - node.started
-        if not value.problems:
-            return HostResult(node.host, Outcome.OK, seconds, value)
-        more = f" (and {len(value.problems) - 1} more)" if len(value.problems) > 1 else ""
-        error = f"host {node.host.name}: {value.problems[0]}{more}"
-        return HostResult(node.host, Outcome.FAILED, seconds, value, error)
+    # ---- results
 
-    def _lost(self, node: Node, error: Exception, now: float) -> list[HostResult[Copied]]:
+    def _end_well(self, node: Node, value: Copied) -> None:
+        """A host is through; all is well if there are no problems."""
+        if node.state == "done":
+            return
+        node.state = "done"
+        outcome, error = Outcome.OK, ""
+        if value.problems:
+            more = f" (and {len(value.problems) - 1} more)" if len(value.problems) > 1 else ""
+            outcome = Outcome.FAILED
+            error = f"host {node.host.name}: {value.problems[0]}{more}"
+        seconds = self._now - node.started
+        self._results.append(HostResult(node.host, outcome, seconds, value, error))
+
+    def _lose(self, node: Node, error: Exception) -> None:
+        """A host, or the source, is gone."""
         if node is self._source:
             if isinstance(error, HvdElasticError):
                 raise error
             raise SshError(f"the source: {error}") from error
         self._chain.remove(node.name)
-        if node.state in ("done", "failed"):
-            return []
+        if node.is_done:
+            return
         node.state = "failed"
         lost = isinstance(error, HostUnreachableError)
         outcome = Outcome.UNREACHABLE if lost else Outcome.FAILED
-        return [HostResult(node.host, outcome, now - node.started, error=str(error))]
+        seconds = self._now - node.started
+        self._results.append(HostResult(node.host, outcome, seconds, error=str(error)))
+
+    def _drop(self, node: Node, why: str) -> None:
+        message = f"host {node.host.name}: {why}. When it is well, call again to repair it"
+        threading.Thread(target=node.end, daemon=True).start()
+        self._lose(node, HostUnreachableError(message))
 
     # ---- the chain
 
-    def _tick(self, now: float) -> list[HostResult[Copied]]:
-        results = []
-        if not self._begun and self._may_begin(now):
+    def _tick(self) -> None:
+        if not self._begun and self._may_begin():
             self._begun = True
             for node in self._nodes.values():
                 if node.state == "ready":
-                    self._join(node, now)
-        for verdict in self._chain.judge(now):
-            results += self._obey(verdict, now)
-        results += self._give_up_silent(now)
-        self._look_again(now)
-        return results + self._relink(now)
+                    self._join(node)
+        for verdict in self._chain.judge(self._now):
+            self._obey(verdict)
+        self._give_up_silent()
+        self._look_again()
+        self._relink()
 
-    def _may_begin(self, now: float) -> bool:
+    def _may_begin(self) -> bool:
         """Once every host has said that the copy fits, but for those that are not reached yet."""
         states = {node.state for node in self._nodes.values()}
         if "comparing" in states or not self._first_ready:
             return False
-        return "connecting" not in states or now - self._first_ready > LATE_S
+        return "connecting" not in states or self._now - self._first_ready > LATE_S
 
-    def _join(self, node: Node, now: float) -> None:
+    def _join(self, node: Node) -> None:
         node.state = "copying"
-        self._chain.add(node.name, now)
+        self._chain.add(node.name, self._now)
 
-    def _obey(self, verdict: Verdict, now: float) -> list[HostResult[Copied]]:
+    def _obey(self, verdict: Verdict) -> None:
         node = self._nodes[verdict.name]
         log.debug("%s %s", node.name, verdict.why.value)
         if verdict.why is Why.SILENT:
             self._chain.remove(node.name)
             node.mute = True
             if node.state == "copying":
-                node.state, node.silent_since = "silent", now
-            return []
-        if verdict.why is Why.HOPELESS:
+                node.state, node.silent_since = "silent", self._now
+        elif verdict.why is Why.HOPELESS:
             reason = node.ready.get("why", "nothing arrives")
-            why = (
+            self._drop(
+                node,
                 f"none of three hosts could send to it ({reason}). Hosts must reach one another at "
-                "the addresses by which ssh reaches them"
+                "the addresses by which ssh reaches them",
             )
-            return self._drop(node, why, now)
-        self._chain.move(node.name, verdict.why)
-        node.relink_at = now  # even if the same node feeds it again
-        return []
+        else:
+            self._chain.move(node.name, verdict.why)
+            node.relink_at = self._now  # even if the same node feeds it again
 
-    def _look_again(self, now: float) -> None:
+    def _look_again(self) -> None:
         """Hosts whose place another one fills are asked again, one by one, as the others end."""
         states = [node.state for node in self._nodes.values()]
         if "shared" in states and not set(states) & {"connecting", "comparing", "ready", "copying"}:
@@ -609,21 +505,14 @@ class CopySession(AbstractContextManager["CopySession"]):
             node.state = "comparing"
             self._send_tree(node)
 
-    def _give_up_silent(self, now: float) -> list[HostResult[Copied]]:
-        results = []
+    def _give_up_silent(self) -> None:
         others = {n.state for n in self._nodes.values()} - {"silent", "done", "failed"}
+        limit_s = SILENCE_S if others else LAST_SILENCE_S
         for node in self._nodes.values():
-            limit_s = SILENCE_S if others else LAST_SILENCE_S
-            if node.state == "silent" and now - node.silent_since > limit_s:
-                results += self._drop(node, "it fell silent during the copy", now)
-        return results
+            if node.state == "silent" and self._now - node.silent_since > limit_s:
+                self._drop(node, "it fell silent during the copy")
 
-    def _drop(self, node: Node, why: str, now: float) -> list[HostResult[Copied]]:
-        message = f"host {node.host.name}: {why}. When it is well, call again to repair it"
-        threading.Thread(target=_end, args=(node,), daemon=True).start()
-        return self._lost(node, HostUnreachableError(message), now)
-
-    def _relink(self, now: float) -> list[HostResult[Copied]]:
+    def _relink(self) -> None:
         """Makes the feeders feed as the chain says."""
         wanted = self._chain.links()
         nodes = {node.name: node for node in self._everybody()}
@@ -633,15 +522,16 @@ class CopySession(AbstractContextManager["CopySession"]):
                 del self._links[name]
         for name, feeder in wanted.items():
             node = self._nodes[name]
-            again = 0 < node.relink_at <= now
+            again = 0 < node.relink_at <= self._now
             if self._links.get(name) == feeder and not again:
                 continue
             node.relink_at = 0.0
             if again and node.broken >= MOST_BROKEN:
                 node.broken = 0
-                return self._obey(self._chain.blame(name), now)
+                self._obey(self._chain.blame(name))
+                return
             self._links[name] = feeder
-            self._chain.linked(name, now)
+            self._chain.linked(name, self._now)
             node.link_number += 1
             nodes[feeder].tell(
                 "feed",
@@ -650,10 +540,9 @@ class CopySession(AbstractContextManager["CopySession"]):
                 addresses=node.addresses,
                 secret=node.secret,
             )
-        return []
 
     def _tell_progress(self) -> None:
-        if self._on_progress is None:
+        if self._job.on_progress is None:
             return
         states = {}
         done = total = 0
@@ -665,20 +554,4 @@ class CopySession(AbstractContextManager["CopySession"]):
             if node.state in ("copying", "ready") and node.ready:
                 share = 1 - node.left / node.ready["left"] if node.ready["left"] else 1.0
                 states[node.name] = f"{share:.0%}"
-        self._on_progress(CopyProgress(done, total, states))
-
-
-def _end(node: Node) -> None:
-    """Lets a node end by itself, then makes it."""
-    try:
-        # One that does not answer is not asked: its own watch ends it.
-        if node.process is not None and not node.mute:
-            node.process.stdin.close()
-            try:
-                node.process.wait(2.0)
-                node.process.close()
-            except TimeoutError:
-                node.process.stop(1.0)
-    finally:
-        if node.connection is not None:
-            node.connection.close()
+        self._job.on_progress(CopyProgress(done, total, states))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Shares"]
-
 # A file that two hosts cannot fetch is missing in the store, or the command is wrong.
 MOST_TRIES = 2
 
@@ -45,12 +43,7 @@ class Shares:
         return self._ask(orders)
 
     def hear(
-        self,
-        host: str,
-        came: Iterable[int],
-        failed: Sequence[int],
-        why: str,
-        hosts: Sequence[str],
+        self, host: str, came: Iterable[int], failed: Sequence[int], why: str, hosts: Sequence[str]
     ) -> dict[str, list[int]]:
         """A host has done some of what it was asked for.
 

@@ -10,8 +10,6 @@ import hashlib
 import threading
 from collections.abc import Callable
 
-__all__ = ["Capture", "LineSplitter"]
-
 LONGEST_LINE_BYTES = 64 * 1024
 
 
@@ -20,12 +18,12 @@ class Capture:
 
     Args:
         limit: most bytes to keep.
-        pass_on: is given each piece as well.
+        on_lines: is given lines as they come; see :class:`LineSplitter`.
     """
 
-    def __init__(self, limit: int, pass_on: Callable[[bytes], None] | None = None) -> None:
+    def __init__(self, limit: int, on_lines: Callable[[str], None] | None) -> None:
         self._limit = limit
-        self._pass_on = pass_on
+        self._lines = None if on_lines is None else LineSplitter(on_lines)
         self._kept = bytearray()
         self._hash = hashlib.blake2b(digest_size=16)
         self.size_bytes = 0
@@ -34,8 +32,13 @@ class Capture:
         self.size_bytes += len(data)
         self._kept += data[: max(0, self._limit - len(self._kept))]
         self._hash.update(data)
-        if self._pass_on is not None:
-            self._pass_on(data)
+        if self._lines is not None:
+            self._lines.feed(data)
+
+    def finish(self) -> None:
+        """Gives out what came after the last line end."""
+        if self._lines is not None:
+            self._lines.finish()
 
     @property
     def kept(self) -> bytes:

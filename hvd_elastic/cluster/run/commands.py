@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from hvd_elastic.cluster.run.capture import Capture, LineSplitter
+from hvd_elastic.cluster.run.capture import Capture
 from hvd_elastic.cluster.run.held_command import HeldCommand, HowToRun, NotHeldError
 from hvd_elastic.cluster.run.input_spool import Spool
 from hvd_elastic.errors import HostUnreachableError, HvdElasticError, UsageError
@@ -167,17 +168,6 @@ def run_on_hosts(
         )
 
 
-class _Running(Protocol):
-    """A command on a host, held there or not."""
-
-    def feed(self, data: bytes) -> None: ...
-    def end_input(self) -> None: ...
-    def wait(self, timeout_s: float | None) -> int: ...
-    def wait_drained(self, timeout_s: float | None = None) -> bool: ...
-    def stop(self) -> bool: ...
-    def close(self) -> None: ...
-
-
 class _PlainCommand:
     """For a host without Python: as ``ssh HOST COMMAND``."""
 
@@ -228,9 +218,13 @@ class _Task:
     def run(self, host: Host, stopper: Stopper) -> CommandResult:
         with self._connect(host, stopper) as connection:
             started = time.monotonic()
-            out, err = self._captures(host)
+            emit, keep_bytes = self._on_lines, self._settings.keep_bytes
+            out, err = (
+                Capture(keep_bytes, emit and functools.partial(emit, host, stream))
+                for stream in ("stdout", "stderr")
+            )
             try:
-                running: _Running = HeldCommand(
+                running: HeldCommand | _PlainCommand = HeldCommand(
                     connection,
                     self._command,
                     self._settings.how,
@@ -265,9 +259,9 @@ class _Task:
     def _wait(
         self,
         host: Host,
-        running: _Running,
+        running: HeldCommand | _PlainCommand,
         stopper: Stopper,
-        captures: tuple[_LineCapture, _LineCapture],
+        captures: tuple[Capture, Capture],
     ) -> tuple[int | None, bool]:
         """The exit status (None: its time was over) and whether it has surely ended."""
         stopper.add(running.stop)
@@ -331,28 +325,10 @@ class _Task:
         left_s = max(0.0, self._deadline - time.monotonic())
         return left_s if limit_s is None else min(limit_s, left_s)
 
-    def _captures(self, host: Host) -> tuple[_LineCapture, _LineCapture]:
-        def make(stream: str) -> _LineCapture:
-            emit = self._on_lines
-            lines = None if emit is None else lambda text: emit(host, stream, text)
-            return _LineCapture(self._settings.keep_bytes, lines)
 
-        return make("stdout"), make("stderr")
-
-
-class _LineCapture(Capture):
-    """Keeps the beginning, and gives out lines to whom listens."""
-
-    def __init__(self, limit: int, on_lines: Callable[[str], None] | None) -> None:
-        self._splitter = None if on_lines is None else LineSplitter(on_lines)
-        super().__init__(limit, None if self._splitter is None else self._splitter.feed)
-
-    def finish(self) -> None:
-        if self._splitter is not None:
-            self._splitter.finish()
-
-
-def _feed(running: _Running, spool: Spool, failures: list[HvdElasticError]) -> None:
+def _feed(
+    running: HeldCommand | _PlainCommand, spool: Spool, failures: list[HvdElasticError]
+) -> None:
     # A command may end without reading all its input (head); that is no failure.
     with contextlib.suppress(OSError, EOFError):
         try:

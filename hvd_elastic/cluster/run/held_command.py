@@ -19,10 +19,8 @@ from importlib.util import MAGIC_NUMBER
 from hvd_elastic.cluster.run.input_spool import PIECE_BYTES
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
-from hvd_elastic.hosts.programs.hold_command import MARK
+from hvd_elastic.hosts.programs import hold_command
 from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, PROGRAMS, no_python, source_of
-
-__all__ = ["HeldCommand", "HowToRun", "NotHeldError"]
 
 # Reads its program from stdin without reading on: what follows is the command's input. The program
 # is there as code, and packed as text for a Python of another version. One line, since csh takes no
@@ -73,11 +71,8 @@ class NotHeldError(SshError):
 @functools.cache
 def _read_holder() -> tuple[bytes, bytes]:
     """The holder as code and as packed text, with what it may need."""
-    head, *rest = (
-        source_of(f"{PROGRAMS}.{name}") for name in ("hold_command", "end_processes", "pass_input")
-    )
-    later = dict(zip(("end_processes", "pass_input"), rest, strict=True))
-    text = f"{head}\nLATER = {later!a}"
+    later = {name: source_of(f"{PROGRAMS}.{name}") for name in ("processes", "pass_input")}
+    text = f"{source_of(hold_command.__name__)}\nLATER = {later!a}"
     code = compile(text, "hold_command.py", "exec", dont_inherit=True, optimize=2)
     return marshal.dumps(code), zlib.compress(text.encode())
 
@@ -186,7 +181,7 @@ class HeldCommand:
         """Stderr, without what the holder says before the command's own begins."""
         if self._said is None:
             self._begins += data
-            before, _, after = self._begins.partition(MARK)
+            before, _, after = self._begins.partition(hold_command.MARK)
             word, newline, after = after.partition(b"\n")
             if not newline:
                 self._begins = self._begins[-SPOKEN_BYTES:]

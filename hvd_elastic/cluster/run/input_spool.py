@@ -11,8 +11,6 @@ from typing import Any
 
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["PIECE_BYTES", "Spool"]
-
 PIECE_BYTES = 64 * 1024
 
 

@@ -20,12 +20,13 @@ import re
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-GPU_S = 8.0
+from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
+from hvd_elastic.hosts.programs.processes import all_processes, environment, read
+
 # What an agent of ours listens on, as /proc/net/unix has it (launch/agent.py).
 AGENT = re.compile(r"@hvd_elastic/(?P<run>[^/\s]+)/")
 # launch/scratch.py: 12 digits of the SHA-256 of run and host.
@@ -35,7 +36,7 @@ SHARED_MEMORY = re.compile(r"torch_(?P<pid>\d+)_.+|nccl-.+|vader_segment\..+|sm_
 BUILD_LOCKS = ("torch_extensions/*/*/lock", "torch_extensions/*/lock")
 MANAGER_SOCKET = "torch-shm-dir-*/manager.sock"
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay")
-APPS = ["--query-compute-apps=gpu_bus_id,pid,used_memory", "--format=csv,noheader,nounits"]
+HOLDERS = "--query-compute-apps=gpu_bus_id,pid,used_memory"
 
 
 def live_runs() -> set[str]:
@@ -76,20 +77,16 @@ def is_open(path: Path) -> bool:
 def is_in_use(folder: Path) -> bool:
     """Whether a process of this user has it for its temporary folder, or works or reads in it."""
     name = str(folder)
-    below = f"{name}/"
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
+    for pid in all_processes():
+        if environment(pid).get("TMPDIR") == name:
+            return True
+        links = [Path(f"/proc/{pid}/cwd")]
         with contextlib.suppress(OSError):
-            if f"TMPDIR={name}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                return True
-        links = [process / "cwd"]
-        with contextlib.suppress(OSError):
-            links += (process / "fd").iterdir()
+            links += Path(f"/proc/{pid}/fd").iterdir()
         for link in links:
             with contextlib.suppress(OSError):
                 target = os.readlink(str(link))  # noqa: PTH115  # Path.readlink is of 3.9
-                if target == name or target.startswith(below):
+                if f"{target}/".startswith(f"{name}/"):
                     return True
     return False
 
@@ -182,33 +179,22 @@ def remove(path: Path) -> str:
 
 def held_gpus() -> list[str]:
     """A line for each process that holds GPU memory."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    try:
-        done = subprocess.run(
-            [program, *APPS],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=GPU_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"nvidia-smi: {error}"]
-    lines = []
-    for line in done.stdout.decode("utf-8", "replace").splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 3 and words[1].isdigit():
-            lines.append(f"GPU {words[0]}: process {words[1]} {who(int(words[1]))}{words[2]} MB")
-    return lines
+    answer = ask_nvidia_smi(HOLDERS)
+    if answer is None or answer.status is None:
+        return [] if answer is None else [f"nvidia-smi: {answer.error}"]
+    rows = [[word.strip() for word in line.split(",")] for line in answer.lines]
+    return [
+        f"GPU {row[0]}: process {row[1]} {who(int(row[1]))}{row[2]} MB"
+        for row in rows
+        if len(row) == 3 and row[1].isdigit()
+    ]
 
 
 def who(pid: int) -> str:
     """The user and the command of a process that can be seen from here."""
     with contextlib.suppress(OSError):
-        folder = Path("/proc", str(pid))
-        name = (folder / "comm").read_text().strip()
-        return f"({name} of user {folder.stat().st_uid}) "
+        name = read(pid, "comm").decode("utf-8", "replace").strip()
+        return f"({name} of user {Path(f'/proc/{pid}').stat().st_uid}) "
     return "(not seen from here) "
 
 
@@ -222,7 +208,3 @@ def main() -> None:
             entry["problem"] = remove(path)
         removed.append(entry)
     sys.stdout.write(json.dumps({"removed": removed, "gpus": held_gpus()}))
-
-
-if __name__ == "__main__":
-    main()

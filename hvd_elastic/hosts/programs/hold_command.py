@@ -118,5 +118,6 @@ def main(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool, grace
         while posix.read(0, 1 << 16):
             pass
     with ending:
-        later("end_processes")["end_all"](grace_s)
+        found = later("processes")
+        found["end_processes"](found["descendants"], grace_s)
         posix._exit(128 + SIGTERM)

@@ -17,7 +17,6 @@ import resource
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,9 +25,10 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
+
 SIOCGIFADDR = 0x8915
 RESOLVE_S = 3.0
-GPU_S = 8.0
 GPU_FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used",
     "ecc.errors.uncorrected.volatile.total",
@@ -179,28 +179,18 @@ def package_code() -> dict[str, str] | None:
 
 def gpus() -> dict[str, Any]:
     """What nvidia-smi says of each GPU; where there is none, nothing."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    answer = ask_nvidia_smi(f"--query-gpu={','.join(GPU_FIELDS)}")
+    if answer is None:
         return {"gpus": [], "gpu_error": None}
-    command = [program, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=GPU_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"gpus": [], "gpu_error": str(error)}
-    text = done.stdout.decode("utf-8", "replace").strip()
     found, problems = [], []
-    for line in text.splitlines():
+    for line in answer.lines:
         words = [word.strip() for word in line.split(",")]
         if len(words) == len(GPU_FIELDS):
             found.append({name: words[at] for at, name in enumerate(GPU_FIELDS)})
         else:
             # Such as "Unable to determine the device handle for GPU 0000:1C:00.0: GPU is lost".
             problems.append(line)
-    if done.returncode != 0 and not problems:
-        problems = [f"exit status {done.returncode}"]
-    return {"gpus": found, "gpu_error": problems[0] if problems else None}
+    return {"gpus": found, "gpu_error": [*problems, answer.error][0] or None}
 
 
 def main() -> None:
@@ -234,7 +224,3 @@ def main() -> None:
         "cpus": len(os.sched_getaffinity(0)),
     }
     sys.stdout.write(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()

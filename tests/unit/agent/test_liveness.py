@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hvd_elastic.agent.liveness import Pulse
+from hvd_elastic.agent.liveness import Liveness
 
 LOOKED_AT_S = 5.0
 
@@ -36,7 +36,7 @@ def running(program: str) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def silence(pulse: Pulse) -> float:
+def silence(pulse: Liveness) -> float:
     """What it amounts to after a few seconds in which somebody looked every now and then."""
     end = time.monotonic() + LOOKED_AT_S
     while time.monotonic() < end:
@@ -49,17 +49,17 @@ def silence(pulse: Pulse) -> float:
 def test_who_neither_beats_nor_works_is_silent(program: str) -> None:
     with running(program) as process:
         # Its start was work, and is over.
-        assert silence(Pulse(process.pid)) >= LOOKED_AT_S - 2.0
+        assert silence(Liveness(process.pid)) >= LOOKED_AT_S - 2.0
 
 
 def test_who_works_is_not_silent() -> None:
     with running(BUSY) as process:
-        assert silence(Pulse(process.pid)) < LOOKED_AT_S - 2.0
+        assert silence(Liveness(process.pid)) < LOOKED_AT_S - 2.0
 
 
 def test_who_is_frozen_is_silent_however_busy_it_was() -> None:
     with running(BUSY) as process:
-        pulse = Pulse(process.pid)
+        pulse = Liveness(process.pid)
         time.sleep(0.5)
         os.kill(process.pid, signal.SIGSTOP)
         assert silence(pulse) >= LOOKED_AT_S - 2.0
@@ -67,7 +67,7 @@ def test_who_is_frozen_is_silent_however_busy_it_was() -> None:
 
 def test_a_heartbeat_is_enough() -> None:
     with running(ASLEEP) as process:
-        pulse = Pulse(process.pid)
+        pulse = Liveness(process.pid)
         silence(pulse)
         pulse.beat()
         assert pulse.silent_s(time.monotonic()) == 0.0
@@ -75,7 +75,7 @@ def test_a_heartbeat_is_enough() -> None:
 
 def test_time_in_which_nobody_listened_does_not_count() -> None:
     with running(ASLEEP) as process:
-        pulse = Pulse(process.pid)
+        pulse = Liveness(process.pid)
         now = time.monotonic()
         pulse.excuse(100.0)
         assert pulse.silent_s(now + 100.0) == 0.0
@@ -83,5 +83,5 @@ def test_time_in_which_nobody_listened_does_not_count() -> None:
 
 def test_a_process_that_is_gone_is_silent() -> None:
     with running(ASLEEP) as process:
-        pulse = Pulse(process.pid)
+        pulse = Liveness(process.pid)
     assert silence(pulse) >= LOOKED_AT_S - 2.0

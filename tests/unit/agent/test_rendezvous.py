@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.agent.rendezvous import GenerationStore, loopback_peer_uid
+from hvd_elastic.agent.loopback_peer import loopback_peer_uid
+from hvd_elastic.agent.rendezvous import GenerationStore
 
 TIMEOUT_S = 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_elastic.agent.unacknowledged import Ledger
+from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Position
@@ -26,16 +26,16 @@ def broken(step: int, state: int = 0) -> msg.Broken:
     return msg.Broken(generation=1, step=step, state=state, error="a test")
 
 
-def said(ledger: Ledger, message: Any, worker: str = "w") -> int:
+def said(ledger: UnacknowledgedLog, message: Any, worker: str = "w") -> int:
     return ledger.number(msg.WorkerSaid(worker, message)).seq
 
 
-def facts(ledger: Ledger) -> FoundWorker:
+def facts(ledger: UnacknowledgedLog) -> FoundWorker:
     (found,) = ledger.snapshot().workers
     return found
 
 
-def told_again(ledger: Ledger) -> list[type]:
+def told_again(ledger: UnacknowledgedLog) -> list[type]:
     return [
         type(message.message)
         for message in ledger.unacknowledged()
@@ -48,9 +48,9 @@ def order(generation: int) -> Announce:
     return Announce(generation, (member,), None, restore=False, reason="a test")
 
 
-def trained() -> Ledger:
+def trained() -> UnacknowledgedLog:
     """A worker that is known to have joined generation 1."""
-    ledger = Ledger()
+    ledger = UnacknowledgedLog()
     ledger.started("w", "host", 2)
     said(ledger, READY)
     ledger.announced(order(1), ["w"])
@@ -59,7 +59,7 @@ def trained() -> Ledger:
 
 
 def test_a_worker_is_known_from_its_start() -> None:
-    ledger = Ledger()
+    ledger = UnacknowledgedLog()
     ledger.started("w", "host", 2)
     said(ledger, READY)
     assert (facts(ledger).slot, facts(ledger).ready) == (2, False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.agent.spool import keep_run
+from hvd_elastic.agent.spool import Spool
 from hvd_elastic.cli.app import main
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventLog
@@ -96,7 +96,7 @@ def test_hosts_that_do_not_agree_on_a_run_are_named(
     def told(place: str, **fields: object) -> None:
         (spool / place).mkdir(parents=True, exist_ok=True)
         spec = RunSpec(("true",), str(tmp_path / "gone"))
-        keep_run(spool / place, {**spec.as_dict(), "run_id": "lost-1", **fields})
+        Spool(spool / place).keep_run({**spec.as_dict(), "run_id": "lost-1", **fields})
 
     told("a")
     told("b", np=2)

@@ -9,6 +9,7 @@ import time
 import zlib
 from typing import Any, Callable, Iterator  # noqa: UP035  # of Python 3.7
 
+from hvd_elastic.cluster.copy.node.comparison import hash_of
 from hvd_elastic.cluster.copy.node.frames import (
     DATA,
     END,
@@ -22,7 +23,7 @@ from hvd_elastic.cluster.copy.node.frames import (
     connect,
     make_frame,
 )
-from hvd_elastic.cluster.copy.node.store import Gone, Store, hash_of
+from hvd_elastic.cluster.copy.node.store import Gone, Store
 
 WAIT_S = 0.5
 SAMPLE_BYTES = 4096

@@ -238,15 +238,16 @@ def _secure(sock: socket.socket, secret: bytes, certificate: str | None, feeds: 
             # What stands unsent in the kernel is lost when the feeder changes.
             sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         channel = sock if certificate is None else _Tls(sock, _context(certificate, feeds), feeds)
-        _prove(channel, secret, feeds)
+        link = Link(sock, channel)
+        _prove(link, secret, feeds)
         sock.settimeout(None)
-        return Link(sock, channel)
+        return link
     except BaseException:
         sock.close()
         raise
 
 
-def _prove(sock: Any, secret: bytes, feeds: bool) -> None:
+def _prove(link: Link, secret: bytes, feeds: bool) -> None:
     """Both sides show that they know the secret, neither shows the secret."""
 
     def proof(role: bytes, first: bytes, second: bytes) -> bytes:
@@ -254,22 +255,12 @@ def _prove(sock: Any, secret: bytes, feeds: bool) -> None:
 
     own, other = (b"feeds", b"is fed") if feeds else (b"is fed", b"feeds")
     mine = os.urandom(NONCE_BYTES)
-    sock.sendall(mine)
-    theirs = _receive(sock, NONCE_BYTES)
-    sock.sendall(proof(own, theirs, mine))
-    shown = _receive(sock, DIGEST_BYTES)
+    link.send(mine)
+    theirs = read_exactly(link.file, NONCE_BYTES)
+    link.send(proof(own, theirs, mine))
+    shown = read_exactly(link.file, DIGEST_BYTES)
     if not hmac.compare_digest(shown, proof(other, mine, theirs)):
         raise LinkError("who answers is no node of this copy")
-
-
-def _receive(sock: Any, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise LinkError("the connection was closed")
-        data += piece
-    return data
 
 
 def _context(certificate: str, feeds: bool) -> ssl.SSLContext:

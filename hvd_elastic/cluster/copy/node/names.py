@@ -12,8 +12,6 @@ import os
 import threading
 from collections.abc import Callable
 
-__all__ = ["SYNC_BYTES", "Names", "sync_disk"]
-
 # What is left for the end of a copy is waited for.
 SYNC_BYTES = 16 << 20
 PAUSE_S = 0.5

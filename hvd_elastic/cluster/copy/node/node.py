@@ -21,6 +21,7 @@ import threading
 import time
 from typing import Any
 
+from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError
 from hvd_elastic.cluster.copy.node.feed import Feeder
 from hvd_elastic.cluster.copy.node.frames import (
     DATA,
@@ -39,14 +40,7 @@ from hvd_elastic.cluster.copy.node.frames import (
     unpack,
     unpack_payload,
 )
-from hvd_elastic.cluster.copy.node.store import (
-    Gone,
-    SharedError,
-    SourceStore,
-    Store,
-    StoreError,
-    Target,
-)
+from hvd_elastic.cluster.copy.node.store import Gone, SharedError, SourceStore, Store, Target
 from hvd_elastic.cluster.copy.node.tree import Tree, encode, read_tree, shown, walk
 
 BEAT_S = 0.25
@@ -224,6 +218,7 @@ class Destination(Node):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
+        self._plan: Comparison | None = None
         self._target: Target | None = None
         self._link: Link | None = None
         self._receiving: threading.Thread | None = None
@@ -231,7 +226,6 @@ class Destination(Node):
         self._said_complete = False
         self._completing = threading.Lock()
         self._keeps = True
-        self._ready = False
 
     def begin(self) -> None:
         """Listens where ssh came in, and tells where that is."""
@@ -250,16 +244,16 @@ class Destination(Node):
         if do == "tree":
             self._begin_copy(read_tree(unpack(message["tree"])))
         elif do == "digests":
-            assert self._target is not None, "digests come after the tree"
+            assert self._plan is not None, "digests come after the tree"
             digests = {index: bytes.fromhex(text) for index, text in unpack(message["digests"])}
-            self._settle(self._target, digests)
+            self._settle(self._plan, digests)
         else:
             super().obey(do, message)
 
     def beat(self) -> dict[str, Any]:
         """How far it is."""
         target = self._target
-        if target is None or not self._ready:
+        if target is None:
             return {}
         # 0 says that everything has its name, not only that every byte is there.
         left = 0 if target.complete else max(1, target.left)
@@ -277,50 +271,42 @@ class Destination(Node):
                 self._target.abandon(self._keeps)
 
     def _begin_copy(self, tree: Tree) -> None:
-        place = os.path.expanduser(encode(self.config["place"]))
-        if self._target is not None:
-            self._target.close()
         config = self.config
-        target = Target(
-            place,
+        if self._plan is not None:
+            self._plan.folders.close()
+        plan = self._plan = Comparison(
+            os.path.expanduser(encode(config["place"])),
             tree,
-            config["copy"],
             config["patterns"],
             config["deletes"],
             config["checksum"],
-            self.trusts,
         )
-        target.compare()
-        self._target = target
-        shard = self.config["shard"]
-        if shard is not None:
-            target.take_share(*shard)
-        if target.doubtful and not self.trusts:
-            self.say("doubts", files=pack(target.doubtful))
+        if config["shard"] is not None:
+            plan.take_share(*config["shard"])
+        if plan.doubtful and not self.trusts:
+            self.say("doubts", files=pack(plan.doubtful))
         else:
-            self._settle(target, {})
+            self._settle(plan, {})
 
-    def _settle(self, target: Target, digests: dict[int, bytes]) -> None:
-        target.settle_doubts(digests)
-        target.check_room()
+    def _settle(self, plan: Comparison, digests: dict[int, bytes]) -> None:
+        plan.settle_doubts(digests)
+        plan.check_room()
         if not self.config["dry_run"]:
             try:
-                target.prepare()
+                self.store = self._target = Target(plan, self.config["copy"], self.trusts)
             except SharedError:
                 self.say("shared")
                 return
-        self.store = target
-        self._ready = True
         self.say(
             "ready",
-            files=len(target.needed),
-            bytes=sum(target.tree.files[index].size for index in target.needed),
-            left=target.left,
-            touched=len(target.touched),
-            extra=[shown(path) for path in target.extra],
+            files=len(plan.needed),
+            bytes=plan.needed_bytes,
+            left=plan.needed_bytes if self._target is None else self._target.left,
+            touched=len(plan.touched),
+            extra=[shown(path) for path in plan.extra],
         )
-        if target.arrived and not self.config["dry_run"]:
-            self._complete(target)
+        if self._target is not None and self._target.arrived:
+            self._complete(self._target)
 
     def _complete(self, target: Target) -> None:
         with self._completing:

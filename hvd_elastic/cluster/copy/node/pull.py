@@ -19,16 +19,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from hvd_elastic.cluster.copy.node.comparison import StoreError, check_free
 from hvd_elastic.cluster.copy.node.frames import LinkError, pack, unpack
 from hvd_elastic.cluster.copy.node.node import Destination
 from hvd_elastic.cluster.copy.node.pull_command import fill, placeholders
-from hvd_elastic.cluster.copy.node.store import (
-    SharedError,
-    StoreError,
-    Target,
-    check_free,
-    lock_folder,
-)
+from hvd_elastic.cluster.copy.node.store import SharedError, Target, lock_folder
 from hvd_elastic.cluster.copy.node.tree import (
     FETCHED,
     File,
@@ -41,8 +36,8 @@ from hvd_elastic.cluster.copy.node.tree import (
     shown,
     walk,
 )
-from hvd_elastic.hosts.programs.end_processes import end_all
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
+from hvd_elastic.hosts.programs.processes import descendants, end_processes
 
 # After so many failures one after the other the command is at fault, and not the file.
 MOST_FAILED = 5
@@ -94,7 +89,8 @@ class Pull:
         umask: int,
     ) -> None:
         self.place = os.path.realpath(place)
-        self.files = files
+        self.files = files or []
+        self.has_list = files is not None
         self._command = command
         self._copy = copy
         self._jobs = jobs
@@ -113,16 +109,16 @@ class Pull:
         """
         if not os.path.isdir(self.place):
             if os.path.lexists(self.place):
-                raise StoreError(f"{self._shown()} is no folder there")
+                raise StoreError(f"{self._folders.shown()} is no folder there")
         found = []
         wanted = count = 0
         there = os.path.isdir(self.place)
-        for index, file in enumerate(self.files or []):
+        for index, file in enumerate(self.files):
             check_inside(file.path)
             status = self._folders.status(file.path) if there else None
             if status is not None and stat.S_ISDIR(status.st_mode):
                 raise StoreError(
-                    f"{self._shown(file.path)} is a folder there and a file in the list"
+                    f"{self._folders.shown(file.path)} is a folder there and a file in the list"
                 )
             if (
                 status is not None
@@ -144,7 +140,7 @@ class Pull:
             StoreError, OSError: the place cannot be used.
         """
         os.makedirs(self.place, 0o755, exist_ok=True)
-        if self.files is None:
+        if not self.has_list:
             try:
                 self._run({"dst": decode(self.place)})
             except CommandError as error:
@@ -161,7 +157,6 @@ class Pull:
         return self._fetch_together(indices)
 
     def _fetch_together(self, indices: list[int]) -> Fetched:
-        assert self.files is not None, "there is a list"
         paths = [encode(self.files[index].path) for index in indices]
         descriptor, name = tempfile.mkstemp(prefix="list-", dir=os.fsdecode(self._work))
         try:
@@ -183,7 +178,6 @@ class Pull:
         return Fetched(came, failed, why)
 
     def _fetch_each(self, indices: list[int]) -> Fetched:
-        assert self.files is not None, "there is a list"
         came: list[int] = []
         failed: list[int] = []
         reasons: list[str] = []
@@ -195,7 +189,6 @@ class Pull:
             problem = "not tried"
             if in_a_row < MOST_FAILED:
                 try:
-                    assert self.files is not None, "there is a list"
                     self._run({"dst": decode(self.fetched), "path": self.files[index].path})
                     problem = self._problem(index)
                 except CommandError as error:
@@ -213,7 +206,6 @@ class Pull:
 
     def path_of(self, index: int) -> bytes:
         """Where a fetched file lies before it has its name."""
-        assert self.files is not None, "there is a list"
         return os.path.join(self.fetched, encode(self.files[index].path))
 
     def name(self, index: int) -> tuple[int, int, int, int]:
@@ -222,7 +214,6 @@ class Pull:
         Raises:
             OSError: that cannot be.
         """
-        assert self.files is not None, "there is a list"
         source, path = self.path_of(index), self.files[index].path
         with self._naming:
             folder = ""
@@ -258,7 +249,6 @@ class Pull:
 
     def _problem(self, index: int) -> str:
         """Why what came is not the listed file; "" if it is."""
-        assert self.files is not None, "there is a list"
         file = self.files[index]
         where = shown(file.path)
         try:
@@ -289,9 +279,6 @@ class Pull:
         told = [line.strip() for line in lines if line.strip()]
         ended = f"signal {-status}" if status < 0 else f"exit status {status}"
         raise CommandError(f"{ended}: {told[-1]}" if told else ended)
-
-    def _shown(self, path: str = "") -> str:
-        return shown(os.fsdecode(self.place) + (f"/{path}" if path else ""))
 
 
 class PullNode(Destination):
@@ -330,9 +317,10 @@ class PullNode(Destination):
         elif do == "fetch":
             self._orders.put(unpack(message["files"]))
         elif do == "forget":
-            assert self._target is not None, "it has a tree by then"
+            assert self._plan is not None, "it has a tree by then"
+            assert self._target is not None, "it is ready by then"
             listed = message["files"]
-            numbers = self._target.needed if listed is None else map(self._number, listed)
+            numbers = self._plan.needed if listed is None else map(self._number, listed)
             for number in numbers:
                 if self._target.lacks(number):
                     self._target.give_up(number, message["why"])
@@ -348,18 +336,16 @@ class PullNode(Destination):
     def _number(self, index: int) -> int:
         """The number in the tree of a listed file."""
         assert self._pull is not None, "it was given the list first"
-        assert self._pull.files is not None, "there is a list"
         return self._numbers[self._pull.files[index].path]
 
     def leave(self) -> None:
         """Ends the commands, and all that they started."""
-        end_all(GRACE_S)
+        end_processes(descendants, GRACE_S)
         super().leave()
         if self._pull is not None:
             target = self._target
             whole = target is not None and target.finished and not target.gone
-            listed = self._pull.files
-            if listed is not None and len(self._numbers) < len(listed):
+            if len(self._numbers) < len(self._pull.files):
                 whole = whole and not self._failed
             self._pull.close(keep=not whole)
 
@@ -386,7 +372,7 @@ class PullNode(Destination):
         if self._ending:
             return
         self._failed = self._failed or bool(done.failed)
-        if pull.files is None:
+        if not pull.has_list:
             tree = walk(pull.place, self.config["patterns"])[0] if done.came else None
             sizes = (
                 [file.size for file in tree.files if pull.is_new(file, begun_ns)] if tree else []

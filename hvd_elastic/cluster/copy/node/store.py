@@ -17,26 +17,22 @@ import time
 from collections import OrderedDict
 from typing import Any
 
+from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, hash_of, part_name
 from hvd_elastic.cluster.copy.node.frames import DATA, FRAME_BYTES, WHOLE, LinkError, make_frame
-from hvd_elastic.cluster.copy.node.names import SYNC_BYTES, Names, sync_disk
+from hvd_elastic.cluster.copy.node.names import Names, sync_disk
 from hvd_elastic.cluster.copy.node.tree import (
     ANY,
-    OURS,
     PARTS,
     File,
     Folders,
     Tree,
-    decode,
     encode,
-    is_excluded,
     list_names,
     remove_entry,
     shown,
 )
 
 RECENT_BYTES = 8 << 20
-HEADROOM_BYTES = 16 << 20
-READ_BYTES = 1 << 20
 # A smaller rest of an interrupted copy is not worth its place.
 KEPT_PART_BYTES = 1 << 20
 MOST_DAMAGED = 3
@@ -47,55 +43,12 @@ OWNER_S = 2.0
 OWNER_PAUSE_S = 0.02
 
 
-class StoreError(Exception):
-    """A destination that cannot take the copy, and why."""
-
-
 class SharedError(Exception):
     """A destination that another node of the same copy is filling: the hosts share it."""
 
 
 class Gone(Exception):  # noqa: N818  # it is no defect of this program
     """A file that will not come, and why."""
-
-
-def hash_of(number: int, end: int | None = None) -> Any:
-    """A sha256 object that has been given an open file from its beginning, up to ``end``."""
-    digest = hashlib.sha256()
-    offset = 0
-    while end is None or offset < end:
-        size = READ_BYTES if end is None else min(READ_BYTES, end - offset)
-        data = os.pread(number, size, offset)
-        if not data:
-            break
-        digest.update(data)
-        offset += len(data)
-    return digest
-
-
-def check_free(place: bytes, size: int, files: int) -> None:
-    """Nothing if so many bytes and new files fit there.
-
-    Raises:
-        StoreError: they do not.
-    """
-    there = place
-    while not os.path.isdir(there) and there != os.path.dirname(there):
-        there = os.path.dirname(there)
-    disk = os.statvfs(there)
-    free = disk.f_bavail * disk.f_frsize
-    where = shown(os.fsdecode(place))
-    # Of a file system that has no blocks at all (/proc), writing tells what is wrong.
-    if disk.f_blocks and size > 0 and size + HEADROOM_BYTES > free:
-        raise StoreError(
-            f"{where} needs {size / 1e6:.0f} MB and {HEADROOM_BYTES / 1e6:.0f} MB to spare, "
-            f"{free / 1e6:.0f} MB are free there. Make room, or choose another destination"
-        )
-    if disk.f_files and files > disk.f_favail:
-        raise StoreError(
-            f"{where} needs {files} new files, the file system there has room for "
-            f"{disk.f_favail}. Remove some, or choose another destination"
-        )
 
 
 def lock_folder(folders: Folders, folder: str, copy: str) -> int:
@@ -280,220 +233,109 @@ class SourceStore(Store):
         return self.digests[index]
 
 
-class Target(Store):
-    """A destination.
+class Part:
+    """A file that is still to come.
 
-    First :meth:`compare`, then :meth:`settle_doubts` with the digests of the doubtful files,
-    :meth:`check_room`, :meth:`prepare`, and then files arrive, until :meth:`finish`.
+    Attributes:
+        have: how much of it has come [bytes].
+        number: its descriptor; -1 before any has come.
+        digest: sha256 object that was given what has come.
+        damaged: how often it has come and was not what was sent.
+    """
+
+    def __init__(self) -> None:
+        self.have = 0
+        self.number = -1
+        self.digest: Any = None
+        self.damaged = 0
+
+    def open(self, number: int, size: int = 0) -> None:
+        """Begins, or goes on with what is there."""
+        self.number, self.have, self.digest = number, size, hash_of(number, size)
+        os.lseek(number, size, os.SEEK_SET)
+
+    def close(self) -> None:
+        """Gives back its descriptor."""
+        if self.number >= 0:
+            os.close(self.number)
+            self.number = -1
+
+
+class RecentFrames:
+    """The last frames as they arrived, so that feeders need not read them from the disk."""
+
+    def __init__(self) -> None:
+        self._frames: OrderedDict[tuple[int, int], tuple[bytes, int]] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, index: int, offset: int, frame: bytes, size: int) -> None:
+        """Keeps a frame, which stands for so many bytes, in the place of the oldest."""
+        self._frames[index, offset] = (frame, size)
+        self._bytes += len(frame)
+        while self._bytes > RECENT_BYTES:
+            _, (old, _) = self._frames.popitem(last=False)
+            self._bytes -= len(old)
+
+    def get(self, index: int, offset: int) -> tuple[bytes, int] | None:
+        """A frame and the bytes it stands for."""
+        return self._frames.get((index, offset))
+
+
+class Target(Store):
+    """A destination in which files arrive, until :meth:`finish`.
 
     Args:
-        place: the destination's path.
-        tree: what shall be there.
+        plan: what is needed there.
         copy: the copy's own name.
-        patterns: what is left alone there.
-        deletes: whether what the source has not is removed.
-        checksum: whether contents are compared where size and time agree.
         trusts: whether a host's own file of the right size and time counts as the source's.
 
     Attributes:
-        needed: files that are sent.
-        doubtful: files of the right size whose time says nothing.
-        touched: files of which only the time or the mode is set.
-        extra: entries that are removed.
         received: bytes that have arrived [bytes].
         left: bytes that are to come [bytes].
         unproved: files that came from another host's own copy.
+        finished: whether :meth:`finish` is through.
+
+    Raises:
+        SharedError: another node of the same copy has the place.
+        StoreError: another copy goes to the same place, or it cannot be written.
     """
 
-    def __init__(
-        self,
-        place: bytes,
-        tree: Tree,
-        copy: str,
-        patterns: list[str],
-        deletes: bool,
-        checksum: bool,
-        trusts: bool = False,
-    ) -> None:
-        self.place = os.path.realpath(place)
-        self._copy = copy
-        self._patterns = patterns
-        self._deletes = deletes
-        self._checksum = checksum
-        self._trusts = trusts
-        root = self.place
-        if not tree.is_folder:
-            # As a tree of one entry: everything below works with a folder and names in it.
-            root, name = os.path.split(self.place)
-            tree = tree._replace(files=[tree.files[0]._replace(path=decode(name))])
-        super().__init__(tree)
-        self.root = root
-        self._folders = Folders(root)
-        self.needed: list[int] = []
-        self.doubtful: list[int] = []
-        self.touched: list[int] = []
-        self.extra: list[str] = []
+    def __init__(self, plan: Comparison, copy: str, trusts: bool = False) -> None:
+        super().__init__(plan.tree)
+        self.digests = dict(plan.digests)
         self.unproved: list[int] = []
         self.received = 0
-        self.left = 0
+        self.left = plan.needed_bytes
         self.finished = False
-        self._replaced_bytes = 0
-        self._missing: set[int] = set()
-        self._sent_here: frozenset[int] = frozenset()
-        self._have: dict[int, int] = {}
-        self._open: dict[int, tuple[int, Any]] = {}
-        self._damaged: dict[int, int] = {}
-        self._recent: OrderedDict[tuple[int, int], tuple[bytes, int]] = OrderedDict()
-        self._recent_bytes = 0
-        self._coming = -1
+        self._plan = plan
+        self._folders = plan.folders
+        self._trusts = trusts
+        self._coming: dict[int, Part] = {index: Part() for index in plan.needed}
+        self._sent_here = frozenset(plan.needed)
+        self._recent = RecentFrames()
+        self._current = -1
         self._made: set[str] = set()
-        self._parts = -1
-        self._names: Names | None = None
-
-    # ---- before anything is changed
-
-    def compare(self) -> None:
-        """Finds out what differs from the tree.
-
-        Raises:
-            StoreError: what is there is of another kind.
-        """
-        self._check_kind()
-        there = os.path.isdir(self.root)
-        for index, file in enumerate(self.tree.files):
-            status = self._folders.status(file.path) if there else None
-            if status is None or not stat.S_ISREG(status.st_mode):
-                if status is not None and stat.S_ISDIR(status.st_mode) and not self._deletes:
-                    raise StoreError(
-                        f"{self._full(file.path)} is a folder there and a file in the source; "
-                        "remove it, or give --delete"
-                    )
-                self.needed.append(index)
-            elif status.st_size != file.size:
-                self._replaced_bytes += status.st_blocks * 512
-                self.needed.append(index)
-            elif self._checksum or status.st_mtime_ns != file.mtime_ns:
-                self.doubtful.append(index)
-            elif stat.S_IMODE(status.st_mode) != file.mode:
-                self.touched.append(index)
-        if self._deletes and there and self.tree.is_folder:
-            self._find_extra()
-
-    def _check_kind(self) -> None:
         try:
-            mode = os.stat(self.place).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        if self.tree.is_folder and not stat.S_ISDIR(mode):
-            raise StoreError(f"{self._full('')} is no folder there, and the source is one")
-        if not self.tree.is_folder and stat.S_ISDIR(mode):
-            raise StoreError(
-                f"{os.fsdecode(self.place)} is a folder there; end the destination with / to "
-                "copy into it"
-            )
-
-    def _find_extra(self) -> None:
-        expected: dict[str, set[str]] = {path: set() for path, _, _ in self.tree.folders}
-        paths = [file.path for file in self.tree.files] + [path for path, _, _ in self.tree.links]
-        for path in paths + [path for path, _, _ in self.tree.folders if path]:
-            folder, _, name = path.rpartition("/")
-            expected[folder].add(name)
-        for folder, names in expected.items():
-            try:
-                found = list_names(self._folders.folder(folder))
-            except OSError:
-                continue
-            for name in found:
-                path = f"{folder}/{name}" if folder else name
-                if name not in names and path not in OURS and not self._is_spared(path):
-                    self.extra.append(path)
-
-    def _is_spared(self, path: str) -> bool:
-        return bool(self._patterns) and is_excluded(path, self._patterns)
-
-    def take_share(self, number: int, shares: int) -> None:
-        """Leaves all but one part of the files to other hosts: every ``shares``-th from a number.
-
-        Files of other parts that are there stay as they are.
-        """
-        self.needed = [index for index in self.needed if index % shares == number]
-        self.doubtful = [index for index in self.doubtful if index % shares == number]
-        self.touched = [index for index in self.touched if index % shares == number]
-
-    def settle_doubts(self, digests: dict[int, bytes]) -> None:
-        """Compares the doubtful files with the digests of the source's."""
-        for index in self.doubtful:
-            try:
-                number = self._folders.open_file(self.tree.files[index].path)
-                try:
-                    same = index in digests and hash_of(number).digest() == digests[index]
-                finally:
-                    os.close(number)
-            except OSError:
-                same = False
-            if same:
-                self.touched.append(index)
-                self.digests[index] = digests[index]
-            else:
-                self._replaced_bytes += self.tree.files[index].size
-                self.needed.append(index)
-        self.doubtful = []
-        self.needed.sort()
-        self._missing = set(self.needed)
-        self._sent_here = frozenset(self.needed)
-        self.left = sum(self.tree.files[index].size for index in self.needed)
-
-    def check_room(self) -> None:
-        """Nothing if the copy fits.
-
-        Raises:
-            StoreError: it does not.
-        """
-        # Old files go as new ones get their names: at worst the largest, and what has none yet,
-        # have no room.
-        largest = max((self.tree.files[index].size for index in self.needed), default=0)
-        wanted = max(self.left - self._replaced_bytes, min(self.left, largest + SYNC_BYTES))
-        check_free(self.root, wanted - self._kept_bytes(), len(self.needed))
-
-    def _kept_bytes(self) -> int:
-        kept = 0
-        folder = os.path.join(self.root, encode(PARTS))
-        for index in self.needed:
-            with contextlib.suppress(OSError):
-                kept += os.lstat(os.path.join(folder, self._part(index))).st_blocks * 512
-        return kept
-
-    # ---- receiving
-
-    def prepare(self) -> None:
-        """Makes the folders, and takes up what an interrupted copy left.
-
-        Raises:
-            StoreError: another copy goes to the same place, or it cannot be written.
-        """
+            os.makedirs(self._folders.root, 0o755, exist_ok=True)
+            self._parts = lock_folder(self._folders, PARTS, copy)
+        except OSError as error:
+            raise StoreError(self._folders.says(error)) from error
         try:
-            os.makedirs(self.root, 0o755, exist_ok=True)
-            self._parts = lock_folder(self._folders, PARTS, self._copy)
             for path, _, _ in self.tree.folders:
                 if path:
                     self._make_folder(path)
                 else:
-                    self._make_writable(self._folders.folder(""))
-            for index in self.needed:
+                    _make_writable(self._folders.folder(""))
+            for index in plan.needed:
                 path = self.tree.files[index].path
                 status = self._folders.status(path)
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     self._folders.remove(path)
             self._take_up_parts()
-            self._names = Names(self._parts, self._give_name)
         except OSError as error:
-            raise StoreError(self._says(error)) from error
-
-    def close(self) -> None:
-        """Gives back its descriptors; nothing on the disk changes."""
-        if self._names is not None:
-            self._names.end()
-        self._folders.close()
+            self._drop_parts(keep=True)
+            raise StoreError(self._folders.says(error)) from error
+        self._names = Names(self._parts, self._give_name)
 
     def _make_folder(self, path: str) -> None:
         status = self._folders.status(path)
@@ -505,63 +347,48 @@ class Target(Store):
             os.mkdir(name, 0o700, dir_fd=parent)
             self._made.add(path)
         else:
-            self._make_writable(self._folders.folder(path))
-
-    def _make_writable(self, folder: int) -> None:
-        mode = stat.S_IMODE(os.fstat(folder).st_mode)
-        if mode & 0o300 != 0o300:
-            os.fchmod(folder, mode | 0o300)
+            _make_writable(self._folders.folder(path))
 
     def _take_up_parts(self) -> None:
-        large = [i for i in self.needed if self.tree.files[i].size > FRAME_BYTES]
+        """Goes on with the large files that an interrupted copy left."""
+        large = [i for i in self._coming if self.tree.files[i].size > FRAME_BYTES]
         wanted = {self._part(index): index for index in large}
-        for text in list_names(self._parts):
-            name = encode(text)
+        for name in map(encode, list_names(self._parts)):
             index = wanted.get(name)
-            if index is None:
-                if name == OWNER:
-                    continue
+            if index is not None:
+                # One that had all come may be read-only already; a link is not followed.
+                found = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._parts)
+                try:
+                    os.chmod(f"/proc/self/fd/{found}", 0o600)
+                finally:
+                    os.close(found)
+                number = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._parts)
+                if os.fstat(number).st_size > self.tree.files[index].size:
+                    os.ftruncate(number, 0)
+                size = os.fstat(number).st_size
+                self._coming[index].open(number, size)
+                self.left -= size
+            elif name != OWNER:
                 remove_entry(self._parts, name)
-                continue
-            number = self._open_part(name)
-            size = os.fstat(number).st_size
-            if size > self.tree.files[index].size:
-                os.ftruncate(number, 0)
-                size = 0
-            self._open[index] = (number, hash_of(number, size))
-            os.lseek(number, size, os.SEEK_SET)
-            self._have[index] = size
-            self.left -= size
-
-    def _open_part(self, name: bytes) -> int:
-        # One that had all come may be read-only already; a link in its place is not followed.
-        found = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._parts)
-        try:
-            os.chmod(f"/proc/self/fd/{found}", 0o600)
-        finally:
-            os.close(found)
-        return os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=self._parts)
 
     def _part(self, index: int) -> bytes:
-        file = self.tree.files[index]
-        text = f"{file.size} {file.mtime_ns} ".encode() + encode(file.path)
-        return hashlib.sha256(text).hexdigest()[:32].encode()
+        return part_name(self.tree.files[index])
+
+    # ---- receiving
 
     def wants(self) -> list[tuple[int, int]]:
         """(index, offset) of what is still to come, in the order of the tree."""
-        self._coming = -1  # another link may begin with another file
-        return [
-            (index, self._have.get(index, 0)) for index in self.needed if index in self._missing
-        ]
+        self._current = -1  # another link may begin with another file
+        return [(index, part.have) for index, part in self._coming.items()]
 
     def lacks(self, index: int) -> bool:
         """Whether the file is still to come."""
-        return index in self._missing
+        return index in self._coming
 
     @property
     def arrived(self) -> bool:
         """Whether nothing is to come any more."""
-        return not self._missing
+        return not self._coming
 
     @property
     def complete(self) -> bool:
@@ -570,22 +397,20 @@ class Target(Store):
 
     def write(self, index: int, offset: int, data: bytes, frame: bytes) -> None:
         """Takes a piece of a file; ``frame`` is what it came in."""
-        if index not in self._missing or offset != self._have.get(index, 0):
+        part = self._coming.get(index)
+        if part is None or offset != part.have:
             raise LinkError("a piece came that nobody asked for")
-        if index not in self._open:
+        if part.number < 0:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-            number = os.open(self._part(index), flags, 0o600, dir_fd=self._parts)
-            self._open[index] = (number, hashlib.sha256())
-        number, digest = self._open[index]
-        _write_all(number, data)
-        digest.update(data)
+            part.open(os.open(self._part(index), flags, 0o600, dir_fd=self._parts))
+        _write_all(part.number, data)
+        part.digest.update(data)
         with self.changed:
-            self._have[index] = offset + len(data)
-            if index != self._coming:
-                self._coming = index
+            part.have = offset + len(data)
+            if index != self._current:
+                self._current = index
                 self.begun.append(index)
-            self._remember(index, offset, frame, len(data))
-            self._count(len(data))
+            self._count(index, offset, frame, len(data))
             self.changed.notify_all()
 
     def end(self, index: int, digest: bytes, origin: int) -> None:
@@ -595,29 +420,28 @@ class Target(Store):
             LinkError: it is not; it must be sent again.
             StoreError: it never is.
         """
-        file = self.tree.files[index]
-        if index not in self._open or self._have.get(index) != file.size:
+        file, part = self.tree.files[index], self._coming.get(index)
+        if part is None or part.number < 0 or part.have != file.size:
             raise LinkError("a file ended that had not all come")
-        number, own = self._open.pop(index)
-        if own.digest() != digest:
-            os.ftruncate(number, 0)
-            os.close(number)
+        if part.digest.digest() != digest:
+            os.ftruncate(part.number, 0)
+            part.close()
             with self.changed:
-                self._have[index] = 0
+                part.have = 0
                 self.left += file.size
-            self._complain(index)
-        os.fchmod(number, file.mode)
-        os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
-        os.close(number)
+            self._complain(index, part)
+        os.fchmod(part.number, file.mode)
+        os.utime(part.number, ns=(file.mtime_ns, file.mtime_ns))
+        part.close()
         self._take(index, digest, origin)
 
     def whole(self, index: int, digest: bytes, origin: int, data: bytes, frame: bytes) -> None:
         """A small file has arrived in one piece; raises as :meth:`end`."""
-        file = self.tree.files[index]
-        if index not in self._missing or len(data) != file.size:
+        file, part = self.tree.files[index], self._coming.get(index)
+        if part is None or len(data) != file.size:
             raise LinkError("a file came that nobody asked for")
         if hashlib.sha256(data).digest() != digest:
-            self._complain(index)
+            self._complain(index, part)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         number = os.open(self._part(index), flags, file.mode | 0o200, dir_fd=self._parts)
         try:
@@ -628,20 +452,19 @@ class Target(Store):
         finally:
             os.close(number)
         with self.changed:
-            self._remember(index, 0, frame, len(data))
-            self._count(len(data))
+            self._count(index, 0, frame, len(data))
         self._take(index, digest, origin)
 
     def give_up(self, index: int, reason: str) -> None:
         """Lets go of what had come of a file that will not come."""
-        if index in self._open:
-            os.close(self._open.pop(index)[0])
+        with self.changed:
+            part = self._coming.pop(index, None)
+            if part is not None:
+                self.left -= self.tree.files[index].size - part.have
+        if part is not None and part.number >= 0:
+            part.close()
             with contextlib.suppress(OSError):
                 os.unlink(self._part(index), dir_fd=self._parts)
-        with self.changed:
-            if index in self._missing:
-                self._missing.discard(index)
-                self.left -= self.tree.files[index].size - self._have.get(index, 0)
         super().give_up(index, reason)
 
     def adopt(self, index: int, path: bytes) -> None:
@@ -661,7 +484,7 @@ class Target(Store):
                 frame = make_frame(WHOLE, index, 0, digest + b"\0" + data)
                 self.whole(index, digest, 0, data, frame)
                 return
-            offset = self._have.get(index, 0)
+            offset = self._coming[index].have
             while offset < file.size:
                 data = os.pread(number, FRAME_BYTES, offset)
                 self.write(index, offset, data, make_frame(DATA, index, offset, data))
@@ -679,7 +502,6 @@ class Target(Store):
         Raises:
             OSError: the disk cannot take it, or a name cannot be given.
         """
-        assert self._names is not None, "it was prepared"
         if self._names:
             self._names.settle()
         self._names.end()
@@ -689,16 +511,16 @@ class Target(Store):
             try:
                 action(*arguments)
             except OSError as error:
-                problems.append(f"{self._full(path)}: {error.strerror}")
+                problems.append(f"{self._folders.shown(path)}: {error.strerror}")
 
-        for index in self.touched:
+        for index in self._plan.touched:
             file = self.tree.files[index]
             attempt(file.path, self._touch, file)
         for path, to, mtime_ns in self.tree.links:
             attempt(path, self._link, path, to, mtime_ns)
-        for path in self.extra:
+        for path in self._plan.extra:
             attempt(path, self._folders.remove, path)
-        self._drop_parts(keep=bool(self._missing))
+        self._drop_parts(keep=bool(self._coming))
         for path, mode, mtime_ns in reversed(self.tree.folders):
             attempt(path, self._settle_folder, path, mode, mtime_ns)
         sync_disk(self._folders.folder(""))
@@ -729,7 +551,7 @@ class Target(Store):
         is_link = status is not None and stat.S_ISLNK(status.st_mode)
         if not is_link or os.readlink(name, dir_fd=parent) != encode(to):
             if status is not None:
-                if stat.S_ISDIR(status.st_mode) and not self._deletes:
+                if stat.S_ISDIR(status.st_mode) and not self._plan.deletes:
                     raise OSError(errno.EISDIR, "a folder in the place of a link; give --delete")
                 self._folders.remove(path)
                 parent, name = self._folders.of(path)
@@ -738,44 +560,33 @@ class Target(Store):
 
     def abandon(self, keep: bool) -> None:
         """Ends an unfinished copy; of large files, what has come stays if ``keep``."""
-        if not self.finished and self._parts >= 0:
-            if self._names is not None:
-                with contextlib.suppress(OSError):
-                    self._names.settle()
-                self._names.end()
+        if not self.finished:
+            with contextlib.suppress(OSError):
+                self._names.settle()
+            self._names.end()
             self._drop_parts(keep)
 
     def _drop_parts(self, keep: bool) -> None:
-        for number, _ in self._open.values():
-            os.close(number)
-        self._open = {}
+        for part in self._coming.values():
+            part.close()
         with contextlib.suppress(OSError):
-            for text in list_names(self._parts):
-                name = encode(text)
+            for name in map(encode, list_names(self._parts)):
                 size = os.stat(name, dir_fd=self._parts).st_size
                 if not keep or name == OWNER or size < KEPT_PART_BYTES:
                     os.unlink(name, dir_fd=self._parts)
             os.rmdir(encode(PARTS), dir_fd=self._folders.folder(""))
         os.close(self._parts)
-        self._parts = -1
 
-    def _count(self, size: int) -> None:
+    def _count(self, index: int, offset: int, frame: bytes, size: int) -> None:
+        self._recent.add(index, offset, frame, size)
         self.received += size
         self.left -= size
-        if self._names is not None:
-            self._names.count(size)
+        self._names.count(size)
 
-    def _remember(self, index: int, offset: int, frame: bytes, size: int) -> None:
-        self._recent[index, offset] = (frame, size)
-        self._recent_bytes += len(frame)
-        while self._recent_bytes > RECENT_BYTES:
-            _, (old, _) = self._recent.popitem(last=False)
-            self._recent_bytes -= len(old)
-
-    def _complain(self, index: int) -> None:
-        self._damaged[index] = self._damaged.get(index, 0) + 1
-        path = self._full(self.tree.files[index].path)
-        if self._damaged[index] >= MOST_DAMAGED:
+    def _complain(self, index: int, part: Part) -> None:
+        part.damaged += 1
+        path = self._folders.shown(self.tree.files[index].path)
+        if part.damaged >= MOST_DAMAGED:
             raise StoreError(
                 f"{path} arrived damaged {MOST_DAMAGED} times. Is the memory or the network "
                 "between the hosts faulty?"
@@ -784,14 +595,12 @@ class Target(Store):
 
     def _take(self, index: int, digest: bytes, origin: int) -> None:
         """A file is what was sent: others can have it, and it gets its name when it is on disk."""
-        assert self._names is not None, "it was prepared"
         with self.changed:
             self._names.add(index, self._part(index))
             self.digests[index] = digest
             if origin:
                 self.unproved.append(index)
-            self._have[index] = self.tree.files[index].size
-            self._missing.discard(index)
+            del self._coming[index]
             self.begun.append(index)
             self.changed.notify_all()
 
@@ -802,7 +611,7 @@ class Target(Store):
     # ---- feeding others
 
     def has_begun(self, index: int) -> bool:
-        return index not in self._missing or index == self._coming
+        return index not in self._coming or index == self._current
 
     def is_own(self, index: int) -> bool:
         return index not in self._sent_here
@@ -813,15 +622,13 @@ class Target(Store):
         return int(index in self.unproved or (self.is_own(index) and index not in self.digests))
 
     def ready(self, index: int, offset: int, timeout: float) -> int:
-        size = self.tree.files[index].size
-
         def far() -> int:
             if index in self.gone:
                 return -2
-            if index not in self._missing:
-                return size
-            have = self._have.get(index, 0)
-            return have if have > max(offset, 0) else -1
+            part = self._coming.get(index)
+            if part is None:
+                return self.tree.files[index].size
+            return part.have if part.have > max(offset, 0) else -1
 
         with self.changed:
             self.changed.wait_for(lambda: far() != -1, timeout)
@@ -831,41 +638,36 @@ class Target(Store):
 
     def recent(self, index: int, offset: int) -> tuple[bytes, int] | None:
         with self.changed:
-            return self._recent.get((index, offset))
+            return self._recent.get(index, offset)
 
     def open(self, index: int) -> int:
-        path = self.tree.files[index].path
-        full = os.path.join(self.root, encode(path))
-        if index in self._missing or (self._names is not None and index in self._names):
-            full = os.path.join(self.root, encode(PARTS), self._part(index))
+        named = os.path.join(self._folders.root, encode(self.tree.files[index].path))
+        place = named
+        if index in self._coming or index in self._names:
+            place = os.path.join(self._folders.root, encode(PARTS), self._part(index))
         try:
-            return os.open(full, os.O_RDONLY | os.O_NOFOLLOW)
+            return os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             # It got its name in this moment.
-            return os.open(os.path.join(self.root, encode(path)), os.O_RDONLY | os.O_NOFOLLOW)
+            return os.open(named, os.O_RDONLY | os.O_NOFOLLOW)
 
     def problem(self, index: int, number: int) -> str:
         return "" if index in self.digests else super().problem(index, number)
-
-    # ---- words
-
-    def _full(self, path: str) -> str:
-        return shown(os.fsdecode(self.root) + (f"/{path}" if path else ""))
-
-    def _says(self, error: OSError) -> str:
-        path = error.filename
-        text = shown(os.fsdecode(path)) if path is not None else ""
-        where = text if text.startswith("/") else self._full(text)
-        return f"{where}: {error.strerror}"
 
     def explain(self, error: OSError) -> str:
         """An error of writing, for people."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return (
-                f"{self._full('')}: {error.strerror}. Make room there and call again; what is "
-                "complete is kept"
+                f"{self._folders.shown()}: {error.strerror}. Make room there and call again; what "
+                "is complete is kept"
             )
-        return self._says(error)
+        return self._folders.says(error)
+
+
+def _make_writable(folder: int) -> None:
+    mode = stat.S_IMODE(os.fstat(folder).st_mode)
+    if mode & 0o300 != 0o300:
+        os.fchmod(folder, mode | 0o300)
 
 
 def _write_all(number: int, data: bytes) -> None:

@@ -222,6 +222,15 @@ class Folders:
         for known in [each for each in self._open if each == path or each.startswith(path + "/")]:
             os.close(self._open.pop(known))
 
+    def shown(self, path: str = "") -> str:
+        """The full path of an entry, for people."""
+        return shown(os.fsdecode(self.root) + (f"/{path}" if path else ""))
+
+    def says(self, error: OSError) -> str:
+        """An error, with the path that it is about."""
+        text = "" if error.filename is None else shown(os.fsdecode(error.filename))
+        return f"{text if text.startswith('/') else self.shown(text)}: {error.strerror}"
+
     def close(self) -> None:
         """Closes all of them."""
         while self._open:

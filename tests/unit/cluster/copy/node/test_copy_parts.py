@@ -30,9 +30,10 @@ from hvd_elastic.cluster.copy.node import (
 from hvd_elastic.cluster.copy.node import (
     store as copy_store,
 )
+from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, check_free
 from hvd_elastic.cluster.copy.node.feed import LINK_UNKNOWN, Packer
 from hvd_elastic.cluster.copy.node.names import sync_disk
-from hvd_elastic.cluster.copy.node.store import SharedError, StoreError, Target
+from hvd_elastic.cluster.copy.node.store import SharedError, Target
 from hvd_elastic.cluster.copy.node.tree import Tree, check_inside, is_excluded, read_tree, walk
 from tests import small_disk
 
@@ -174,11 +175,9 @@ def test_nothing_is_compressed_for_a_link_that_holds_nobody_up() -> None:
 
 
 def target_of(place: Path, tree: Tree, copy: str = "this") -> Target:
-    target = Target(os.fsencode(place), tree, copy, [], deletes=False, checksum=False)
-    target.compare()
-    target.settle_doubts({})
-    target.prepare()
-    return target
+    plan = Comparison(os.fsencode(place), tree, [], deletes=False, checksum=False)
+    plan.settle_doubts({})
+    return Target(plan, copy)
 
 
 def test_one_copy_at_a_time_and_hosts_that_share_a_place(tmp_path: Path) -> None:
@@ -193,7 +192,7 @@ def test_one_copy_at_a_time_and_hosts_that_share_a_place(tmp_path: Path) -> None
     first.whole(0, hashlib.sha256(b"data").digest(), 0, b"data", b"")
     assert first.finish() == []
     again = target_of(tmp_path / "there", tree, "another")
-    assert again.needed == []
+    assert again.arrived
     again.finish()
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
 
@@ -421,9 +420,9 @@ def test_a_read_only_file_that_a_killed_node_left_without_its_name(open_folder: 
 
 def test_the_room_that_is_wanted_is_said_in_whole(tmp_path: Path) -> None:
     with small_disk.mounted(tmp_path / "disk", "20m") as folder:
-        copy_store.check_free(os.fsencode(folder), 1_000_000, 1)
+        check_free(os.fsencode(folder), 1_000_000, 1)
         with pytest.raises(StoreError, match="needs 10 MB and 17 MB to spare, 21 MB are free"):
-            copy_store.check_free(os.fsencode(folder), 10_000_000, 1)
+            check_free(os.fsencode(folder), 10_000_000, 1)
 
 
 def test_what_has_arrived_when_a_copy_is_cut_off_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,352 @@
+"""The worker processes of a host: started, heard, and reported to the leader when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.agent.leader_link import read_line
+from hvd_elastic.agent.liveness import Liveness
+from hvd_elastic.agent.scratch import make_scratch, scratch_variables
+from hvd_elastic.control.commands import Member
+from hvd_elastic.control.progress import Activity
+from hvd_elastic.hosts.programs.processes import Process, descendants, environment, send
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode, peer_uid
+
+_STRAY_GRACE_S = 2.0
+_LOG_CHUNK_BYTES = 1 << 16
+_SAME_NOTICE_S = 2.0
+"""What is sent to all processes of a host reaches all of them within this time."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass
+class Worker:
+    """One worker process of this host."""
+
+    name: str
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    log: int
+    liveness: Liveness
+    activity: Activity = field(default_factory=Activity)
+    is_member: bool = False
+    """It has joined a generation and is not through with its training."""
+    has_answered: bool = True
+    """It has written what it was asked for last, or could not."""
+    outlived: int = 0
+    """SIGTERM or SIGHUP, which it got first and outlived."""
+    was_meant: bool = False
+    """It was ended because it alone had got that."""
+    writer: asyncio.StreamWriter | None = None
+    unsent: list[msg.AgentToWorker] = field(default_factory=list)
+
+    def silent_s(self, now: float) -> float:
+        """Return for how long it gave no sign of life [s]."""
+        # Before it has connected its interpreter is still starting.
+        return 0.0 if self.writer is None else self.liveness.silent_s(now)
+
+    def send(self, message: msg.AgentToWorker) -> None:
+        """Send a message, now or as soon as the worker has connected."""
+        if self.writer is None:
+            self.unsent.append(message)
+        elif not self.writer.is_closing():
+            self.writer.write(encode(message))
+
+
+class Workers:
+    """The workers of one run on this host.
+
+    Args:
+        hello: the leader's; another leader brings its own.
+        spool: the folder in which workers leave checkpoints.
+        interface: of the network, for the ring; None leaves the choice to Gloo and NCCL.
+        tell: told what the leader must not miss.
+
+    Attributes:
+        host_goes: whether the whole host got a notice, and not one worker alone.
+    """
+
+    def __init__(
+        self,
+        hello: msg.LeaderHello,
+        spool: Path,
+        interface: str | None,
+        tell: Callable[[msg.AgentToLeader], None],
+    ) -> None:
+        self.hello = hello
+        self.host_goes = False
+        self._spool = spool
+        self._interface = interface
+        self._tell = tell
+        self._by_name: dict[str, Worker] = {}
+        self._socket_name = f"hvd_elastic/{hello.run_id}/{secrets.token_hex(8)}"
+        self._scratch = make_scratch(hello.run_id, hello.host, hello.env)
+
+    async def listen(self) -> None:
+        """Open the socket that workers connect to."""
+        await asyncio.start_unix_server(
+            self._serve, path="\0" + self._socket_name, limit=MAX_LINE_BYTES
+        )
+
+    def close(self) -> None:
+        """Remove what the workers, which have ended, left in their temporary folder."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._by_name.values())
+
+    def get(self, name: str) -> Worker | None:
+        """Return the worker of that name, if it lives."""
+        return self._by_name.get(name)
+
+    def send_all(self, message: msg.AgentToWorker) -> None:
+        """Send a message to all of them."""
+        for worker in self:
+            worker.send(message)
+
+    # -- their start ------------------------------------------------------------------------
+
+    def start(self, order: msg.StartWorker) -> None:
+        """Start a worker; the leader is told where that cannot be."""
+        variables = self._environment(order)
+        cwd, command = self.hello.cwd, list(self.hello.command)
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        try:
+            # A command with a slash in it is meant from the folder it runs in.
+            named = str(Path(cwd, command[0])) if "/" in command[0] else command[0]
+            program = shutil.which(named, path=variables.get("PATH"))
+            if not Path(cwd).is_dir():
+                raise FileNotFoundError(f"the folder {cwd} does not exist on this host")
+            if program is None:
+                raise FileNotFoundError(f"there is no command {command[0]!r} on this host")
+            process = _start_process([program, *command[1:]], cwd, variables, write_end)
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            os.close(read_end)
+            self._tell(msg.WorkerNotStarted(order.worker, str(error)))
+            return
+        finally:
+            os.close(write_end)
+        os.set_blocking(read_end, False)
+        worker = Worker(order.worker, order.local_rank, process, read_end, Liveness(process.pid))
+        self._by_name[order.worker] = worker
+        asyncio.get_running_loop().add_reader(read_end, self._forward_log, worker)
+
+    def _environment(self, order: msg.StartWorker) -> dict[str, str]:
+        cores = len(os.sched_getaffinity(0))
+        defaults = {
+            # Several workers that each take all cores slow each other down (as torchrun does).
+            "OMP_NUM_THREADS": str(max(1, cores // max(1, order.slots))),
+            # What breaks a ring is said in our own words; Horovod's come once for each rank.
+            "HOROVOD_LOG_LEVEL": "fatal",
+            # A worker that dies by a signal leaves its Python stack in its log.
+            "PYTHONFAULTHANDLER": "1",
+            **scratch_variables(self._scratch),
+        }
+        if self._interface:
+            # NCCL looks once in a process, and without it at every interface there is.
+            defaults["NCCL_SOCKET_IFNAME"] = f"={self._interface}"
+        return {
+            **defaults,
+            **os.environ,
+            **self.hello.env,
+            "TMPDIR": str(self._scratch),
+            "PYTHONUNBUFFERED": "1",
+            "HVD_ELASTIC_RUN_ID": self.hello.run_id,
+            "HVD_ELASTIC_HOST": self.hello.host,
+            "HVD_ELASTIC_WORKER": order.worker,
+            "HVD_ELASTIC_LOCAL_RANK": str(order.local_rank),
+            "HVD_ELASTIC_AGENT": self._socket_name,
+            "HVD_ELASTIC_SPOOL": str(self._spool),
+            "HVD_ELASTIC_OPTIONS": encode(self.hello.options).decode().strip(),
+        }
+
+    def join(self, announcement: msg.Announcement, here: Sequence[Member], store_port: int) -> None:
+        """Tell the members of a generation that are on this host to join it."""
+        for member in here:
+            if worker := self.get(member.worker):
+                size = len(announcement.order.members)
+                variables = self._ring_variables(member, size, store_port)
+                worker.send(msg.Join(announcement, variables))
+
+    def _ring_variables(self, member: Member, size: int, store_port: int) -> dict[str, str]:
+        """Return Horovod's variables for one member of a generation of ``size``."""
+        hierarchical = any("HIERARCHICAL" in name for name in self.hello.env)
+        values = {
+            "RANK": member.rank,
+            "SIZE": size,
+            "LOCAL_RANK": member.local_rank,
+            "LOCAL_SIZE": member.local_size,
+            "CROSS_RANK": member.cross_rank,
+            "CROSS_SIZE": member.cross_size,
+            "CONTROLLER": "gloo",
+            "CPU_OPERATIONS": "gloo",
+            # Only hierarchical operations use a ring for the ranks of a host and one across hosts.
+            "GLOO_SINGLE_CONTEXT": 0 if hierarchical else 1,
+            # Operations that NCCL has begun are aborted when a rank fails, instead of waited for.
+            "NCCL_ELASTIC": 1,
+            "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "GLOO_RENDEZVOUS_PORT": store_port,
+            "HOSTNAME": self.hello.host,
+        }
+        if self._interface:
+            values["GLOO_IFACE"] = self._interface
+        return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
+
+    # -- what they say ----------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            if peer_uid(writer.get_extra_info("socket")) != os.getuid():
+                return
+            stranger: MessageDecoder[Any] = MessageDecoder(msg.WorkerToAgent, "a process")
+            hello = stranger.decode(await read_line(reader, "a process"))
+            worker = self.get(hello.worker) if isinstance(hello, msg.WorkerHello) else None
+            if worker is None or worker.writer is not None:
+                return
+            worker.writer = writer
+            for message in worker.unsent:
+                worker.send(message)
+            worker.unsent.clear()
+            await self._listen_to(worker, reader)
+        except (ProtocolError, OSError):
+            pass  # nobody that is known here; or a worker that dies, which is reported by its end
+        finally:
+            writer.close()
+
+    async def _listen_to(self, worker: Worker, reader: asyncio.StreamReader) -> None:
+        name = f"the worker of slot {worker.local_rank}"
+        messages: MessageDecoder[Any] = MessageDecoder(msg.WorkerToAgent, name)
+        try:
+            while line := await read_line(reader, name):
+                worker.liveness.beat()
+                self._take_from(worker, messages.decode(line))
+        except ProtocolError as error:
+            # Its end follows: a worker that loses its agent ends.
+            self._tell(msg.AgentWarning(f"{error}. This worker is given up"))
+
+    def _take_from(self, worker: Worker, message: msg.WorkerToAgent) -> None:
+        match message:
+            case msg.WorkerBeat(activity=activity, outlived=outlived):
+                worker.activity = activity
+                if outlived and not worker.outlived:
+                    worker.outlived = outlived
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(_SAME_NOTICE_S, self._end_if_meant_alone, worker)
+            case msg.CheckpointAnswered():
+                worker.has_answered = True
+            case msg.WorkerReport():
+                if isinstance(message, (msg.Joined, msg.Finished)):
+                    worker.is_member = isinstance(message, msg.Joined)
+                self._tell(msg.WorkerSaid(worker.name, message))
+
+    def _end_if_meant_alone(self, worker: Worker) -> None:
+        """End a worker that outlived SIGTERM, if that was no notice to the whole host."""
+        if not self.host_goes:
+            worker.was_meant = True
+            worker.send(msg.End())
+
+    def _forward_log(self, worker: Worker) -> bool:
+        """Tell the leader what the worker printed; whether there was something."""
+        try:
+            data = os.read(worker.log, _LOG_CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(worker.log)
+            return False
+        self._tell(msg.Log(worker.name, data.decode(errors="replace")))
+        return True
+
+    # -- their end --------------------------------------------------------------------------
+
+    def with_pid(self, pid: int) -> Worker | None:
+        """Return the worker with this process id."""
+        return next((worker for worker in self if worker.process.pid == pid), None)
+
+    async def report_end(self, worker: Worker, code: int) -> None:
+        """Tell the leader that a worker has ended; then end what it started and left behind."""
+        worker.process.returncode = code
+        # What it said last comes before the news of its end.
+        for _ in range(64):
+            if worker.writer is None or worker.writer.is_closing():
+                break
+            await asyncio.sleep(0.005)
+        while self._forward_log(worker):
+            pass
+        asyncio.get_running_loop().remove_reader(worker.log)
+        os.close(worker.log)
+        del self._by_name[worker.name]
+        if worker.was_meant and code == -signal.SIGKILL:
+            code = -worker.outlived  # what somebody sent, and not how it was carried out
+        self._tell(
+            msg.WorkerEnded(
+                worker.name, code=code if code >= 0 else None, signal=-code if code < 0 else None
+            )
+        )
+        for stray in _strays_of(worker):
+            send(stray, signal.SIGTERM)
+        await asyncio.sleep(_STRAY_GRACE_S)
+        for stray in _strays_of(worker):
+            send(stray, signal.SIGKILL)
+
+    def kill(self, name: str) -> None:
+        """Kill a worker and the processes of its group."""
+        if worker := self.get(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+
+
+def _strays_of(worker: Worker) -> list[Process]:
+    """What a worker that has ended left behind: of its session, or with its variables."""
+    return [
+        process
+        for process in descendants()
+        if process.session == worker.process.pid
+        or environment(process.pid).get("HVD_ELASTIC_WORKER") == worker.name
+    ]
+
+
+def _start_process(
+    command: Sequence[str], cwd: str, variables: dict[str, str], output: int
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; the kernel kills it when this process is killed.
+
+    Raises:
+        OSError: the command or the folder does not exist, or cannot be used.
+    """
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        # The agent has one thread, so running Python between fork and exec is safe.
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # the agent ended in between
+            os._exit(1)
+
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=before_exec,  # noqa: PLW1509
+    )

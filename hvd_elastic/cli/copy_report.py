@@ -1,0 +1,67 @@
+"""What ``copyclust`` shows of each host: a line, and its JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_elastic.cli.host_options import Chosen
+from hvd_elastic.cli.host_report import Printer
+from hvd_elastic.cluster.copy.job import Copied, Pulled
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.fanout import HostResult
+
+
+def describe_copied(result: HostResult[Copied], target: str, pulls: bool) -> dict[str, Any]:
+    """What the JSON object of a host has besides the outcome."""
+    value = result.value or Copied(0, 0, 0, 0, ())
+    fetched = {
+        "fetched": value.fetched,
+        "fetched_bytes": value.fetched_bytes,
+        "fetch_error": value.failure,
+    }
+    return {
+        "destination": target,
+        "files": value.files,
+        "bytes": value.size_bytes,
+        "resumed_bytes": value.resumed_bytes,
+        "skipped": value.skipped,
+        "touched": value.touched,
+        "removed": list(value.removed),
+        "unreached": list(value.unreached),
+        **(fetched if pulls else {}),
+        "problems": list(value.problems),
+    }
+
+
+def copied_in_words(
+    result: HostResult[Copied], chosen: Chosen, printer: Printer, pulled: Pulled | None
+) -> str:
+    """The line for a host; what it should know besides is printed."""
+    value, name = result.answer, result.host.name
+    if chosen.dry_run and pulled is not None and pulled.files is None:
+        return "would run the command" if value.fetched else "would take it from the others"
+    size = value.size_bytes / 1e6
+    rate = f" ({size / max(result.seconds, 1e-3):.1f} MB/s)"
+    done = " to copy" if chosen.dry_run else f" copied{rate}"
+    parts = [f"{count(value.files, 'file')}, {size:.1f} MB{done}"]
+    if pulled is not None:
+        fetched = f", {value.fetched_bytes / 1e6:.1f} MB" if value.fetched_bytes else ""
+        done = "to fetch" if chosen.dry_run else "fetched"
+        parts.insert(0, f"{count(value.fetched, 'file')}{fetched} {done}")
+    if value.failure:
+        printer.note(
+            f"host {name}: the command failed there, others fetched its share: {value.failure}"
+        )
+    parts.append(f"{value.skipped} there already")
+    if value.touched:
+        parts.append(f"{value.touched} of other time or mode only")
+    if value.unreached:
+        printer.note(
+            f"host {name}: {', '.join(value.unreached)} could not connect to it, so others fed it. "
+            "Hosts should reach one another: checkclust shows who does not"
+        )
+    if value.removed:
+        parts.append(f"{len(value.removed)} {'to remove' if chosen.dry_run else 'removed'}")
+        for path in value.removed if chosen.dry_run or chosen.verbose else ():
+            printer.lines(result.host, "stdout", f"remove {path}")
+    return ", ".join(parts)

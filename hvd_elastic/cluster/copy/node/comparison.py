@@ -1,0 +1,221 @@
+"""What a destination lacks of a tree, found out before anything is changed there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from typing import Any
+
+from hvd_elastic.cluster.copy.node.names import SYNC_BYTES
+from hvd_elastic.cluster.copy.node.tree import (
+    OURS,
+    PARTS,
+    File,
+    Folders,
+    Tree,
+    decode,
+    encode,
+    is_excluded,
+    list_names,
+    shown,
+)
+
+HEADROOM_BYTES = 16 << 20
+READ_BYTES = 1 << 20
+
+
+class StoreError(Exception):
+    """A destination that cannot take the copy, and why."""
+
+
+def hash_of(number: int, end: int | None = None) -> Any:
+    """A sha256 object that has been given an open file from its beginning, up to ``end``."""
+    digest = hashlib.sha256()
+    offset = 0
+    while end is None or offset < end:
+        size = READ_BYTES if end is None else min(READ_BYTES, end - offset)
+        data = os.pread(number, size, offset)
+        if not data:
+            break
+        digest.update(data)
+        offset += len(data)
+    return digest
+
+
+def check_free(place: bytes, size: int, files: int) -> None:
+    """Nothing if so many bytes and new files fit there.
+
+    Raises:
+        StoreError: they do not.
+    """
+    there = place
+    while not os.path.isdir(there) and there != os.path.dirname(there):
+        there = os.path.dirname(there)
+    disk = os.statvfs(there)
+    free = disk.f_bavail * disk.f_frsize
+    where = shown(os.fsdecode(place))
+    # Of a file system that has no blocks at all (/proc), writing tells what is wrong.
+    if disk.f_blocks and size > 0 and size + HEADROOM_BYTES > free:
+        raise StoreError(
+            f"{where} needs {size / 1e6:.0f} MB and {HEADROOM_BYTES / 1e6:.0f} MB to spare, "
+            f"{free / 1e6:.0f} MB are free there. Make room, or choose another destination"
+        )
+    if disk.f_files and files > disk.f_favail:
+        raise StoreError(
+            f"{where} needs {files} new files, the file system there has room for "
+            f"{disk.f_favail}. Remove some, or choose another destination"
+        )
+
+
+def part_name(file: File) -> bytes:
+    """The name that a file has among the parts while it arrives."""
+    text = f"{file.size} {file.mtime_ns} ".encode() + encode(file.path)
+    return hashlib.sha256(text).hexdigest()[:32].encode()
+
+
+class Comparison:
+    """What has to be done at a destination. First settle the doubts, then look for room.
+
+    Args:
+        place: the destination's path.
+        tree: what shall be there.
+        patterns: what is left alone there.
+        deletes: whether what the source has not is removed.
+        checksum: whether contents are compared where size and time agree.
+
+    Attributes:
+        tree: the same; a single file as a folder with one entry.
+        folders: of the destination.
+        needed: files that are sent.
+        doubtful: files of the right size whose time says nothing.
+        touched: files of which only the time or the mode is set.
+        extra: entries that are removed.
+        digests: of doubtful files that turned out to be the source's.
+
+    Raises:
+        StoreError: what is there is of another kind.
+    """
+
+    def __init__(
+        self, place: bytes, tree: Tree, patterns: list[str], deletes: bool, checksum: bool
+    ) -> None:
+        root = place = os.path.realpath(place)
+        if not tree.is_folder:
+            # As a tree of one entry: everything below works with a folder and names in it.
+            root, name = os.path.split(place)
+            tree = tree._replace(files=[tree.files[0]._replace(path=decode(name))])
+        self.tree = tree
+        self.folders = Folders(root)
+        self.deletes = deletes
+        self.needed: list[int] = []
+        self.doubtful: list[int] = []
+        self.touched: list[int] = []
+        self.extra: list[str] = []
+        self.digests: dict[int, bytes] = {}
+        self._replaced_bytes = 0
+        self._check_kind(place)
+        there = os.path.isdir(root)
+        for index, file in enumerate(tree.files):
+            status = self.folders.status(file.path) if there else None
+            if status is None or not stat.S_ISREG(status.st_mode):
+                if status is not None and stat.S_ISDIR(status.st_mode) and not deletes:
+                    raise StoreError(
+                        f"{self.folders.shown(file.path)} is a folder there and a file in the "
+                        "source; remove it, or give --delete"
+                    )
+                self.needed.append(index)
+            elif status.st_size != file.size:
+                self._replaced_bytes += status.st_blocks * 512
+                self.needed.append(index)
+            elif checksum or status.st_mtime_ns != file.mtime_ns:
+                self.doubtful.append(index)
+            elif stat.S_IMODE(status.st_mode) != file.mode:
+                self.touched.append(index)
+        if deletes and there and tree.is_folder:
+            self._find_extra(patterns)
+
+    def _check_kind(self, place: bytes) -> None:
+        try:
+            mode = os.stat(place).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if self.tree.is_folder and not stat.S_ISDIR(mode):
+            raise StoreError(f"{self.folders.shown()} is no folder there, and the source is one")
+        if not self.tree.is_folder and stat.S_ISDIR(mode):
+            raise StoreError(
+                f"{os.fsdecode(place)} is a folder there; end the destination with / to copy "
+                "into it"
+            )
+
+    def _find_extra(self, patterns: list[str]) -> None:
+        expected: dict[str, set[str]] = {path: set() for path, _, _ in self.tree.folders}
+        paths = [file.path for file in self.tree.files] + [path for path, _, _ in self.tree.links]
+        for path in paths + [path for path, _, _ in self.tree.folders if path]:
+            folder, _, name = path.rpartition("/")
+            expected[folder].add(name)
+        for folder, names in expected.items():
+            try:
+                found = list_names(self.folders.folder(folder))
+            except OSError:
+                continue
+            for name in found:
+                path = f"{folder}/{name}" if folder else name
+                if name not in names and path not in OURS and not is_excluded(path, patterns):
+                    self.extra.append(path)
+
+    def take_share(self, number: int, shares: int) -> None:
+        """Leaves all but one part of the files to other hosts: every ``shares``-th from a number.
+
+        Files of other parts that are there stay as they are.
+        """
+        for files in (self.needed, self.doubtful, self.touched):
+            files[:] = [index for index in files if index % shares == number]
+
+    def settle_doubts(self, digests: dict[int, bytes]) -> None:
+        """Compares the doubtful files with the digests of the source's."""
+        for index in self.doubtful:
+            try:
+                number = self.folders.open_file(self.tree.files[index].path)
+                try:
+                    same = index in digests and hash_of(number).digest() == digests[index]
+                finally:
+                    os.close(number)
+            except OSError:
+                same = False
+            if same:
+                self.touched.append(index)
+                self.digests[index] = digests[index]
+            else:
+                self._replaced_bytes += self.tree.files[index].size
+                self.needed.append(index)
+        self.doubtful = []
+        self.needed.sort()
+
+    @property
+    def needed_bytes(self) -> int:
+        """The size of the files that are sent."""
+        return sum(self.tree.files[index].size for index in self.needed)
+
+    def check_room(self) -> None:
+        """Nothing if the copy fits.
+
+        Raises:
+            StoreError: it does not.
+        """
+        # Old files go as new ones get their names: at worst the largest, and what has none yet,
+        # have no room.
+        left = self.needed_bytes
+        largest = max((self.tree.files[index].size for index in self.needed), default=0)
+        wanted = max(left - self._replaced_bytes, min(left, largest + SYNC_BYTES))
+        check_free(self.folders.root, wanted - self._kept_bytes(), len(self.needed))
+
+    def _kept_bytes(self) -> int:
+        kept = 0
+        folder = os.path.join(self.folders.root, encode(PARTS))
+        for index in self.needed:
+            with contextlib.suppress(OSError):
+                part = os.path.join(folder, part_name(self.tree.files[index]))
+                kept += os.lstat(part).st_blocks * 512
+        return kept

@@ -1,0 +1,176 @@
+"""Reads the processes of this machine, finds some of them, and ends them.
+
+Everything that looks into ``/proc`` for a process or signals a tree of processes does it here: the
+agent, virtual clusters, and the programs that are sent to hosts without this package. So there is
+nothing but the standard library in it, and it runs on Python 3.7.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+SHOWN_LETTERS = 200
+PAUSE_S = 0.01
+FIND_AGAIN_S = 0.1
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Process(NamedTuple):
+    """A living process.
+
+    Attributes:
+        pid: its id, which another process may have when it has ended.
+        started: clock ticks from boot to its start; with ``pid`` it names one process only.
+        parent, session: ids of its parent and its session.
+        state: the letter of proc(5), such as ``S`` or ``T``.
+        cpu_s: processor time that it has used [s].
+    """
+
+    pid: int
+    started: int
+    parent: int
+    session: int
+    state: str
+    cpu_s: float
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Names this process and no later one."""
+        return self.pid, self.started
+
+
+def read(pid: int, name: str) -> bytes:
+    """Return a file of a process's folder in /proc; empty when it is gone or another user's."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:  # noqa: PTH123  # pathlib is slow to load
+            return file.read()
+    except OSError:
+        return b""
+
+
+def read_process(pid: int) -> Process | None:
+    """Return a process; None when it has ended (a zombie has)."""
+    fields = read(pid, "stat").rpartition(b")")[2].split()
+    if len(fields) < 20 or fields[0] in (b"Z", b"X"):
+        return None
+    cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    parent, session, started = int(fields[1]), int(fields[3]), int(fields[19])
+    return Process(pid, started, parent, session, fields[0].decode(), cpu_s)
+
+
+def all_processes() -> dict[int, Process]:
+    """Return all living processes by id."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
+    return {pid: found for pid in pids for found in [read_process(pid)] if found is not None}
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Return the variables that a process was started with."""
+    entries = os.fsdecode(read(pid, "environ")).split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def command_line(pid: int, most: int = SHOWN_LETTERS) -> str:
+    """Return the command line of a process, cut to so many letters."""
+    return read(pid, "cmdline").replace(b"\0", b" ").decode("utf-8", "replace").strip()[:most]
+
+
+def own_ancestors() -> set[int]:
+    """Return the ids of this process and of those above it."""
+    found: set[int] = set()
+    process = read_process(os.getpid())
+    while process is not None and process.pid not in found:
+        found.add(process.pid)
+        process = read_process(process.parent)
+    return found
+
+
+def descendants(
+    roots: Iterable[int] = (), processes: dict[int, Process] | None = None
+) -> list[Process]:
+    """Return the living processes below some (without any: below this one)."""
+    below: dict[int, list[Process]] = {}
+    for process in (all_processes() if processes is None else processes).values():
+        below.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    waiting = list(roots) or [os.getpid()]
+    while waiting:
+        children = below.pop(waiting.pop(), [])
+        found += children
+        waiting += [process.pid for process in children]
+    return found
+
+
+def is_alive(process: Process) -> bool:
+    """Whether it, and not another process with its id, lives."""
+    now = read_process(process.pid)
+    return now is not None and now.started == process.started
+
+
+def send(process: Process, number: int) -> None:
+    """Signal a process, never the next one with its id; another user's is left alone."""
+    try:
+        handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else -1
+        try:
+            if not is_alive(process):
+                return
+            if handle < 0:
+                os.kill(process.pid, number)
+            else:
+                signal.pidfd_send_signal(handle, number)
+        finally:
+            if handle >= 0:
+                os.close(handle)
+    except OSError:
+        pass
+
+
+def end_processes(
+    find: Callable[[], Iterable[Process]], grace_s: float, limit_s: float = 10.0
+) -> dict[tuple[int, int], str]:
+    """Send TERM to what ``find`` finds, KILL to what is left after the grace time.
+
+    ``find`` is asked again until it finds nothing, since what is being ended may start more. Before
+    KILL all are stopped, so that none can start another when its parent, by which it would be
+    found, is gone.
+
+    Args:
+        find: returns living processes.
+        grace_s: seconds between TERM and KILL; 0: no TERM.
+        limit_s: seconds after the grace time until it gives up.
+
+    Returns:
+        Of each process, by its key, how it ended: ``TERM``, ``KILL``, or ``left``.
+    """
+    begin = time.monotonic()
+    ended: dict[tuple[int, int], str] = {}
+    known: dict[tuple[int, int], Process] = {}
+    while True:
+        known.update((process.key, process) for process in find())
+        known = {key: process for key, process in known.items() if is_alive(process)}
+        spent_s = time.monotonic() - begin
+        if not known or spent_s >= grace_s + limit_s:
+            return {**ended, **dict.fromkeys(known, "left")}
+        if spent_s < grace_s:
+            for key in known.keys() - ended.keys():
+                send(known[key], signal.SIGTERM)
+                send(known[key], signal.SIGCONT)  # a stopped process cannot end
+                ended[key] = "TERM"
+        else:
+            stopped: set[tuple[int, int]] = set()
+            while known.keys() - stopped:
+                for key in known.keys() - stopped:
+                    send(known[key], signal.SIGSTOP)
+                stopped.update(known)
+                known.update((process.key, process) for process in find())
+            for process in known.values():
+                send(process, signal.SIGKILL)
+            ended.update(dict.fromkeys(known, "KILL"))
+        # Who is not their parent is not told when they end.
+        find_again = time.monotonic() + FIND_AGAIN_S
+        while any(map(is_alive, known.values())) and time.monotonic() < find_again:
+            time.sleep(PAUSE_S)

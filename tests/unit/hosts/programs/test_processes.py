@@ -1,0 +1,112 @@
+"""Processes are found and ended, whatever they do about it; each time below one of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+
+from hvd_elastic.hosts.programs.processes import (
+    environment,
+    is_alive,
+    own_ancestors,
+    read_process,
+)
+
+TIMEOUT_S = 60
+
+
+def supervise(body: str, timeout_s: float = TIMEOUT_S) -> str:
+    """Run ``body`` in a process that adopts orphans; a test must not become one itself."""
+    program = (
+        "import os, signal, subprocess, sys, time\n"
+        "import psutil\n"
+        "from hvd_elastic.hosts.programs.hold_command import become_subreaper\n"
+        "from hvd_elastic.hosts.programs.processes import *\n"
+        "become_subreaper()\n"
+        "def start(text, **env):\n"
+        "    read, write = os.pipe()\n"
+        "    started = subprocess.Popen([sys.executable, '-S', '-c', text], stdout=write,\n"
+        "                               env={**os.environ, **env}, start_new_session=True)\n"
+        "    os.close(write)\n"
+        "    return started, os.fdopen(read)\n"
+    ) + textwrap.dedent(body)
+    root = str(Path(__file__).resolve().parents[4])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_daemon_that_left_its_session_is_found_and_ended() -> None:
+    said = supervise(
+        """
+        daemon = '''if True:
+            import os, time
+            if os.fork(): os._exit(0)
+            os.setsid()
+            if os.fork(): os._exit(0)
+            os.environ.clear()
+            print(os.getpid(), flush=True)
+            time.sleep(1000)
+        '''
+        started, output = start(daemon)
+        pid = int(output.readline())
+        started.wait()
+        assert pid in {p.pid for p in descendants()}
+        end_processes(descendants, 5)
+        print(psutil.pid_exists(pid) and psutil.Process(pid).status() != 'zombie')
+        """
+    )
+    assert said == "False"
+
+
+def test_who_does_not_hear_term_is_killed_and_the_stopped_are_woken() -> None:
+    said = supervise(
+        """
+        deaf = "import signal, time; signal.signal(15, 1); print(1, flush=True); time.sleep(1000)"
+        tidy = "import signal, sys, time; signal.signal(15, lambda *_: (print('bye', flush=True),"
+        tidy += "sys.exit())); print(1, flush=True); time.sleep(1000)"
+        one, first = start(deaf)
+        two, second = start(tidy)
+        first.readline(), second.readline()
+        two.send_signal(signal.SIGSTOP)
+        ended = end_processes(descendants, 0.5)
+        print(sorted(ended.values()), descendants(), second.readline().strip())
+        """
+    )
+    assert said == "['KILL', 'TERM'] [] bye"
+
+
+def test_a_process_is_what_proc_says_of_it() -> None:
+    own, known = read_process(os.getpid()), psutil.Process()
+    assert own is not None
+    assert (own.parent, own.session) == (os.getppid(), os.getsid(0))
+    assert abs(own.cpu_s - sum(known.cpu_times()[:2])) < 1.0
+    assert is_alive(own)
+    assert not is_alive(own._replace(started=own.started - 1))
+    assert own_ancestors() == {os.getpid(), *(parent.pid for parent in known.parents())}
+    assert environment(os.getpid())["PATH"] == known.environ()["PATH"]
+
+
+def test_a_signal_for_an_earlier_process_with_the_same_id_is_not_sent() -> None:
+    said = supervise(
+        """
+        one, first = start("print(1, flush=True); import time; time.sleep(1000)")
+        first.readline()
+        (process,) = descendants()
+        send(process._replace(started=process.started - 1), signal.SIGKILL)
+        print(one.poll())
+        end_processes(descendants, 0)
+        """
+    )
+    assert said == "None"
