@@ -28,12 +28,12 @@ from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, adascale
 from hvd_elastic.model.timings import RANK_RULES, Configuration, StepTimings
 from hvd_elastic.policy.batch import BatchChoice, steps_to_review
 from hvd_elastic.policy.sampling import GradientNoise, GradientSampling
-from hvd_elastic.torch.batch_bounds import bounds_at_odds
+from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import announce_shares
-from hvd_elastic.torch.sampling_cost import SamplingCost
 from hvd_elastic.torch.schedule import ScheduleChecks
+from hvd_elastic.training.planning.batch_bounds import bounds_at_odds
+from hvd_elastic.training.planning.compute_times import ComputeTimes, SamplingCost
 from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ class Adaptation:
         self.examples = examples
         self.choice = BatchChoice(limits, unequal_shares)
         self.timings = StepTimings(RANK_RULES)
-        self.own_times = OwnTimes()
+        self.own_times = ComputeTimes(new_event=cuda_event)
         self.noise = GradientNoise(0, limits.initial_batch_size, examples)
         self.sampling = GradientSampling()
-        self.sampling_cost = SamplingCost()
+        self.sampling_cost = SamplingCost(new_event=cuda_event)
         self.skipped = SkippedSteps()
         self.rule: Rule = adascale
         self.progress = 0.0
@@ -147,11 +147,11 @@ class Adaptation:
         return self.sampling.sampled(step, probing=probing)
 
     def step_begins(self, passes: int, waited_s: float) -> None:
-        """Begin a step of so many passes; see :meth:`OwnTimes.step_begins`."""
+        """Begin a step of so many passes; see :meth:`ComputeTimes.step_begins`."""
         self.own_times.step_begins(waited_s, passes)
 
     def step_ends(self, examples: int, passes: int, waited_s: float) -> None:
-        """End a step; see :meth:`OwnTimes.step_ends`."""
+        """End a step; see :meth:`ComputeTimes.step_ends`."""
         full = examples == self.plan.global_batch_size
         self.own_times.step_ends(waited_s, passes, full=full)
 

@@ -36,20 +36,20 @@ from hvd_elastic.formatting import count, plural
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.checkpointing import Checkpointing
 from hvd_elastic.torch.collectives import TorchCollectives
-from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.replica_check import check_replicas
 from hvd_elastic.torch.rollback import Rollback
-from hvd_elastic.torch.sink import Sink, open_sink
-from hvd_elastic.torch.uncaught import NOT_THE_SCRIPT, tell_uncaught
+from hvd_elastic.training.progress import InFlight, Progress
+from hvd_elastic.training.sink import Sink, open_sink
+from hvd_elastic.training.uncaught import NOT_THE_SCRIPT, tell_uncaught
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.link import AgentLink, worker_options
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.adaptation import Adaptation
     from hvd_elastic.torch.optimizer import GradientAverager
-    from hvd_elastic.torch.own_times import OwnTimes
     from hvd_elastic.torch.rebalancing import Rebalancing
     from hvd_elastic.torch.state import State
+    from hvd_elastic.training.planning.compute_times import ComputeTimes
 
 __all__ = ["Context", "Left", "Mode", "current", "initialize"]
 
@@ -261,7 +261,7 @@ class Context:
             self.rebalancing = loader.rebalancing
 
     @property
-    def own_times(self) -> OwnTimes | None:
+    def own_times(self) -> ComputeTimes | None:
         """Times this rank's own work; None where nobody asks for it."""
         planner = self.adaptation or self.rebalancing
         return None if planner is None else planner.own_times

@@ -28,9 +28,9 @@ from torch.utils.data import IterableDataset, default_collate
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import Order, Slice, epoch_order, step_slice, steps_left
 from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.batch_bounds import batch_limits, require_whole
-from hvd_elastic.torch.progress import InFlight, Progress
 from hvd_elastic.torch.rebalancing import Rebalancing
+from hvd_elastic.training.planning.batch_bounds import batch_limits, require_whole
+from hvd_elastic.training.progress import InFlight, Progress
 
 __all__ = ["DataLoader", "TrainingContext"]
 

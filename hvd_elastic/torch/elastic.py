@@ -17,9 +17,9 @@ from hvd_elastic.control.progress import Position
 from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.progress import Phase
 from hvd_elastic.torch.rollback import StepVoidedError
 from hvd_elastic.torch.state import State
+from hvd_elastic.training.progress import Phase
 from hvd_elastic.wire import messages as msg
 
 __all__ = ["epochs", "run"]

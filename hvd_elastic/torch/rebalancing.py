@@ -16,7 +16,8 @@ import torch
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.shares import ShareBalance
 from hvd_elastic.policy.batch import steps_to_review
-from hvd_elastic.torch.own_times import OwnTimes
+from hvd_elastic.torch.device_times import cuda_event
+from hvd_elastic.training.planning.compute_times import ComputeTimes
 from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Rebalancing:
         self._batch_size = batch_size
         self._low = low
         self._balance = ShareBalance()
-        self.own_times = OwnTimes()
+        self.own_times = ComputeTimes(new_event=cuda_event)
         self._generation = -1
         self._next_review = 0
         self._rank_s: list[float | None] = []
@@ -49,7 +50,7 @@ class Rebalancing:
         return self._balance.parts
 
     def step_ends(self, examples: int, waited_s: float) -> None:
-        """End a step; see :meth:`OwnTimes.step_ends`."""
+        """End a step; see :meth:`ComputeTimes.step_ends`."""
         self.own_times.step_ends(waited_s, full=examples == self._batch_size)
 
     def review_if_due(self, context: Context) -> None:

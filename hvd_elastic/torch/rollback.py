@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.progress import Phase, Progress
+from hvd_elastic.training.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from hvd_elastic.torch.context import Context

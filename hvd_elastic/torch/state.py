@@ -19,9 +19,9 @@ from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.checkpoint import TorchContent
 from hvd_elastic.torch.grad_scaler import GradScaler
-from hvd_elastic.torch.progress import Progress
 from hvd_elastic.torch.rollback import Snapshot
 from hvd_elastic.torch.spread import spread
+from hvd_elastic.training.progress import Progress
 
 __all__ = ["State"]
 

@@ -15,7 +15,7 @@ LEVELS = (
     {"policy"},
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts"},
-    {"agent", "leader", "communicator"},
+    {"agent", "leader", "communicator", "training"},
     {"torch", "cluster", "virtual", "views", "install"},
     {"bench", "cli"},
 )

@@ -24,7 +24,7 @@ from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation, _Report, _split
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.torch.sampling_cost import SamplingCost
+from hvd_elastic.training.planning.compute_times import SamplingCost
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 
@@ -196,7 +196,7 @@ def test_a_noisy_gradient_and_a_costly_step_bring_a_larger_batch(
 
 
 def hvd_file_sink(folder: Path) -> Any:
-    from hvd_elastic.torch.sink import FileSink
+    from hvd_elastic.training.sink import FileSink
 
     context.current().audit = True
     return FileSink(folder)

@@ -24,7 +24,7 @@ from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode, detect_mode
-from hvd_elastic.torch.progress import InFlight, Progress
+from hvd_elastic.training.progress import InFlight, Progress
 from hvd_elastic.wire import messages as msg
 from tests.tensorboard_files import read_scalars
 

@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import epoch_order, permutation
 from hvd_elastic.torch.data import DataLoader
-from hvd_elastic.torch.progress import InFlight, Progress
+from hvd_elastic.training.progress import InFlight, Progress
 
 
 class Numbers:

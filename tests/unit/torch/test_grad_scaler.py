@@ -17,7 +17,7 @@ from hvd_elastic.policy import batch
 from hvd_elastic.torch import context
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.progress import InFlight
+from hvd_elastic.training.progress import InFlight
 
 WIDTH = 20
 

@@ -15,8 +15,8 @@ from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.optimizer import DistributedOptimizer, _is_finite
-from hvd_elastic.torch.progress import InFlight
 from hvd_elastic.torch.state import State
+from hvd_elastic.training.progress import InFlight
 
 
 class TwoRanks(LocalCommunicator):

@@ -10,8 +10,8 @@ import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.context import Context
-from hvd_elastic.torch.progress import Progress
 from hvd_elastic.torch.replica_check import check_replicas
+from hvd_elastic.training.progress import Progress
 
 
 class Told(Exception):  # noqa: N818

@@ -16,7 +16,7 @@ from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.progress import Phase, Progress
+from hvd_elastic.training.progress import Phase, Progress
 
 
 class Meter:

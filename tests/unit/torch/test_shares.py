@@ -20,9 +20,9 @@ from hvd_elastic.torch import optimizer as optimizer_module
 from hvd_elastic.torch.adaptation import Adaptation
 from hvd_elastic.torch.context import Context, Mode
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.torch.own_times import OwnTimes
 from hvd_elastic.torch.rebalancing import Rebalancing
-from hvd_elastic.torch.sink import FileSink
+from hvd_elastic.training.planning.compute_times import ComputeTimes
+from hvd_elastic.training.sink import FileSink
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 BATCH = 40
@@ -216,7 +216,7 @@ def test_reviews_follow_the_ranks_and_say_so(
     loader: Loader = hvd.DataLoader(data(4000), BATCH, **options)
     planner = engine.planner = loader.adaptation or loader.rebalancing
     assert planner is not None
-    planner.own_times = OwnTimes(clock, lambda: None)
+    planner.own_times = ComputeTimes(clock, lambda: None)
     sizes = []
     steps = 0
     for _ in hvd.epochs(1):
@@ -258,7 +258,7 @@ def test_passes_of_unequal_shares_keep_to_the_bounds(monkeypatch: pytest.MonkeyP
     )
     planner = engine.planner = loader.adaptation
     assert planner is not None
-    planner.own_times = OwnTimes(clock, lambda: None)
+    planner.own_times = ComputeTimes(clock, lambda: None)
     sizes = set()
     for inputs, targets in loader:
         clock.now += len(inputs)

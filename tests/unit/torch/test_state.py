@@ -18,8 +18,8 @@ from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch import context
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.progress import Progress
 from hvd_elastic.torch.state import State, dump_plain, load_plain
+from hvd_elastic.training.progress import Progress
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,14 @@ from hvd_elastic.errors import HvdElasticError
 __all__ = ["NOT_THE_SCRIPT", "tell_uncaught"]
 
 _WANTED = "HVD_ELASTIC_TRACEBACK"
-_ENTRY = str(Path(__file__).with_name("elastic.py"))
+_ENTRY = str(Path(__file__).parents[1] / "torch" / "elastic.py")
 """Between the script and its training function; says nothing to the user."""
 NOT_THE_SCRIPT = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(Path(__file__).parents[1] / room) for room in ("torch", "communicator", "wire")),
+    *(
+        str(Path(__file__).parents[1] / room)
+        for room in ("torch", "training", "communicator", "wire")
+    ),
     "<frozen ",
 )
 """How the names of files begin whose code is not the script's."""

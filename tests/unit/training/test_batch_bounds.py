@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.batch_bounds import batch_limits, bounds_at_odds
 from hvd_elastic.torch.context import Context
+from hvd_elastic.training.planning.batch_bounds import batch_limits, bounds_at_odds
 
 
 @pytest.mark.parametrize(
