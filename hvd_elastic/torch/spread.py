@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
+import numpy as np
 import torch
 
 from hvd_elastic.communicator.interface import Communicator
@@ -30,7 +31,7 @@ def spread(
     tensors: Sequence[torch.Tensor],
     known: Sequence[bool],
     has: bool,
-    engine: Communicator,
+    communicator: Communicator,
     root_rank: int,
 ) -> None:
     """Give the root's tensors to the ranks that lack them.
@@ -39,7 +40,7 @@ def spread(
         tensors: in the same order on all ranks, overwritten in place.
         known: which of them are the same on every rank that has the state.
         has: whether this rank has it.
-        engine: the communicator.
+        communicator: the communicator.
         root_rank: whose tensors.
     """
     compared = [
@@ -50,23 +51,23 @@ def spread(
     row = [int(not has)]
     for digest in _digests([tensors[index] for index in compared]):
         row += digest
-    rows = engine.gather(torch.tensor([row]), "hvd_elastic.lacking")
-    lack_all = rows[:, 0].bool().tolist()
+    rows = communicator.gather(np.array([row]), "hvd_elastic.lacking")
+    lack_all = rows[:, 0].astype(bool).tolist()
     # What is too small to compare goes to everybody.
-    lack_small = [rank != root_rank for rank in range(engine.size)]
+    lack_small = [rank != root_rank for rank in range(communicator.size)]
     lacking = [lack_all if same else lack_small for same in known]
     for column, index in enumerate(compared):
         theirs = rows[:, 1 + 2 * column : 3 + 2 * column]
-        lacking[index] = (theirs != theirs[root_rank]).any(dim=1).tolist()
+        lacking[index] = (theirs != theirs[root_rank]).any(axis=1).tolist()
     groups: dict[tuple[bool, ...], list[torch.Tensor]] = {}
     for tensor, ranks in zip(tensors, lacking, strict=True):
         groups.setdefault(tuple(ranks), []).append(tensor)
     for lacks, some in groups.items():
         if sum(lacks) * 2 > len(lacks):
             # Few have it: a tree spreads it faster than each of them could alone.
-            engine.broadcast(some, root_rank)
+            communicator.broadcast(some, root_rank)
         elif any(lacks):
-            engine.hand_over(some, lacks)
+            communicator.hand_over(some, lacks)
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -12,15 +12,19 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
-from hvd_elastic.torch import context
 from hvd_elastic.torch.checkpoint import TorchContent
 from hvd_elastic.torch.grad_scaler import GradScaler
-from hvd_elastic.torch.rollback import Snapshot
+from hvd_elastic.torch.schedule import counting_schedules
+from hvd_elastic.torch.snapshot import Snapshot
 from hvd_elastic.torch.spread import spread
+from hvd_elastic.torch.trained_sums import trained_sums
+from hvd_elastic.training import context
+from hvd_elastic.training.frontend import Schedule, TrainedSums
 from hvd_elastic.training.progress import Progress
 
 __all__ = ["State"]
@@ -110,6 +114,13 @@ class State:
         """Return what is kept by reference, by name."""
         return dict(self._objects)
 
+    def schedules(self) -> dict[str, Schedule]:
+        """See :class:`hvd_elastic.training.frontend.State`; those that are not in it too."""
+        averager: Any = self._context.worker.averager
+        forgotten = [] if averager is None else averager.forgotten
+        outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
+        return counting_schedules({**self._objects, **outside})
+
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         """Return a copy of what :meth:`roll_back` puts back; see :class:`Snapshot`."""
         return Snapshot(self._plain, self._objects, self._large, tensors=tensors)
@@ -134,13 +145,17 @@ class State:
         """Return the modules by name."""
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
 
+    def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
+        """See :class:`hvd_elastic.training.frontend.State`."""
+        return trained_sums(self.named_modules(), signs, number)
+
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by name."""
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.optim.Optimizer)}
 
     def sync(
         self,
-        engine: Communicator,
+        communicator: Communicator,
         root_rank: int,
         progress: Progress,
         has_state: Callable[[Progress], bool] = lambda _: False,
@@ -151,7 +166,7 @@ class State:
         and, where shapes agree, straight into the live ones (:mod:`hvd_elastic.torch.spread`).
 
         Args:
-            engine: the communicator.
+            communicator: the ranks.
             root_rank: whose state.
             progress: where this rank stands.
             has_state: told the root's progress before live tensors are touched; whether this
@@ -159,19 +174,19 @@ class State:
         """
         tensors: list[torch.Tensor] = []
         own = {name: item.state_dict() for name, item in self._objects.items()}
-        if engine.rank == root_rank:
+        if communicator.rank == root_rank:
             skeleton = _strip({"objects": own, "plain": self._plain}, tensors)
             lasting = self.lasting()
             known = [tensor.data_ptr() in lasting for tensor in tensors]
             header = {"skeleton": skeleton, "known": known, "progress": progress.as_state()}
-            engine.broadcast_bytes(dump_plain(header), root_rank)
-            spread(tensors, known, True, engine, root_rank)
+            communicator.broadcast_bytes(dump_plain(header), root_rank)
+            spread(tensors, known, True, communicator, root_rank)
             return progress
-        header = load_plain(engine.broadcast_bytes(b"", root_rank))
+        header = load_plain(communicator.broadcast_bytes(b"", root_rank))
         theirs = Progress.from_dict(header["progress"])
         has = has_state(theirs)
         taken = _fill(header["skeleton"], {"objects": own, "plain": self._plain}, tensors)
-        spread(tensors, header["known"], has, engine, root_rank)
+        spread(tensors, header["known"], has, communicator, root_rank)
         self._take(taken, f"rank {root_rank}")
         return theirs
 
@@ -198,7 +213,7 @@ class State:
         return found
 
     def waits_before_step(self) -> bool:
-        """Whether every optimizer in it calls :meth:`Context.settle` before its step."""
+        """Whether every optimizer in it calls :meth:`Checkpointing.settle` before its step."""
         optimizers = self.named_optimizers().values()
         return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, Protocol
 
-__all__ = ["ComputeTimes", "DeviceEvent", "KnownTimes", "NewEvent", "SamplingCost"]
+__all__ = ["ComputeTimes", "DeviceEvent", "NewEvent", "SamplingCost", "no_event"]
 
 _KEPT_STEPS = 256
 _KEPT_SAMPLES = 16
@@ -39,7 +39,7 @@ NewEvent = Callable[[], DeviceEvent | None]
 """Makes an event on the device that trains; gives None where that is the CPU."""
 
 
-def _no_event() -> None:
+def no_event() -> None:
     """There is no device."""
 
 
@@ -103,7 +103,7 @@ class ComputeTimes:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        new_event: NewEvent = _no_event,
+        new_event: NewEvent = no_event,
         settling_steps: int = _SETTLING_STEPS,
     ) -> None:
         self._clock = clock
@@ -190,7 +190,7 @@ class SamplingCost:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        new_event: NewEvent = _no_event,
+        new_event: NewEvent = no_event,
     ) -> None:
         self._clock = clock
         self._new_event = new_event

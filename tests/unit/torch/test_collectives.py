@@ -15,14 +15,16 @@ def test_ranks_that_do_not_exchange_the_same_are_all_told(stores: Any) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
+import hvd_elastic.torch as hvd
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 os.environ.update(generations[0])
-ctx = context.initialize()
+hvd.init()
+ctx = context.current()
 model = torch.nn.Linear(1, 1)
 optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
 for both in (True, False):
-    model.weight.requires_grad_(ctx.engine.rank == 1 and not both)
+    model.weight.requires_grad_(ctx.worker.communicator.rank == 1 and not both)
     optimizer.zero_grad()
     model(torch.ones(1, 1)).sum().backward()
     try:
@@ -31,7 +33,7 @@ for both in (True, False):
     except ScriptError as error:
         said.append(str(error))
 try:
-    ctx.engine.gather(torch.zeros(2, 1 + ctx.engine.rank), "g")
+    ctx.worker.communicator.gather(torch.zeros(2, 1 + ctx.worker.communicator.rank), "g")
 except ScriptError as error:
     said.append(str(error))
 """
