@@ -193,10 +193,6 @@ class DataLoader(Generic[_Batch]):
         if context is not None or training.is_initialized():
             self._context()
 
-    def signature(self) -> dict[str, int | bool]:
-        """What ranks, and a checkpoint and the run that resumes it, must agree on."""
-        return self._order.signature()
-
     def __len__(self) -> int:
         """Steps of a whole epoch at the present world size."""
         return self._steps_from(0)

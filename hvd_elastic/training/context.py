@@ -24,14 +24,7 @@ from hvd_elastic.training.uncaught import tell_uncaught
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Context", "Left", "current", "initialize", "is_initialized"]
-
-
-class Left(SystemExit):
-    """This worker was asked to leave: unwinds the script and ends the process with status 0."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
+__all__ = ["Context", "current", "initialize", "is_initialized"]
 
 
 class Context:
@@ -46,6 +39,7 @@ class Context:
         metrics: the numbers of the run.
         check_host_updates: set for Horovod's own elastic driver: raises when the ranks are about
             to change.
+        kept: what lasts as long as the script's state does, by name.
         last_reader: (epoch, generation) and the reader that read last: progress is one number
             for the process, so this is too.
     """
@@ -61,7 +55,7 @@ class Context:
         self.last_reader: tuple[tuple[int, int], object] | None = None
         self._audit = Audit(self.worker)
         self._has_loader = False
-        self._kept: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         self._before_change: dict[str, Callable[[], None]] = {}
         self._change_agreed = False
         self._is_whole = False
@@ -75,7 +69,7 @@ class Context:
     def register_state(self, state: State) -> None:
         """Take the state to synchronise; a script has one."""
         self.worker.state = state
-        for name, item in self._kept.items():
+        for name, item in self.kept.items():
             state.keep(name, item)
 
     def keep(self, name: str, item: Any, before_change: Callable[[], None] | None = None) -> None:
@@ -86,15 +80,11 @@ class Context:
             item: has ``state_dict()`` and ``load_state_dict()`` of plain values.
             before_change: called on all ranks before a planned change of the world.
         """
-        self._kept[name] = item
+        self.kept[name] = item
         if before_change is not None:
             self._before_change[name] = before_change
         if self.worker.state is not None:
             self.worker.state.keep(name, item)
-
-    def keeps(self, name: str) -> bool:
-        """Whether there is something of the library's under this name."""
-        return name in self._kept
 
     def register_averager(self, averager: Averager) -> None:
         """Take the optimizer whose steps count, instead of that of before."""
@@ -303,7 +293,7 @@ class Context:
 
         Raises:
             GenerationBrokenError: the next one could not be made.
-            Left: this worker is not part of it.
+            SystemExit: this worker is not part of it; unwinds the script.
         """
         self._change_agreed = False
         self.prepare_change()
@@ -333,7 +323,7 @@ class Context:
             match instruction:
                 case msg.Leave():
                     self.checkpoints.close()
-                    raise Left
+                    raise SystemExit(0)
                 case msg.Hold():
                     newness, step = self.rollback.newness, self._whole_step
                     worker.sink.send(

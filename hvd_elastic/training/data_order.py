@@ -95,16 +95,6 @@ class DataOrder:
         self._ended: tuple[int, int] | None = None
         self._warned_world = 0
 
-    def signature(self) -> dict[str, int | bool]:
-        """Return what ranks, and a checkpoint and the run that resumes it, must agree on."""
-        return {
-            "examples": self.examples,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-        }
-
     def register(self, context: Context) -> None:
         """Tell the context of the data whose batches are its steps."""
         dropped = self.examples % self.batch_size if self.drop_last else 0

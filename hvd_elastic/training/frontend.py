@@ -11,7 +11,7 @@ from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.communicator.interface import Collectives, Communicator
 from hvd_elastic.training.progress import Progress
 
-__all__ = ["Averager", "Frontend", "Schedule", "Snapshot", "State"]
+__all__ = ["Averager", "Frontend", "Schedule", "State", "TrainedSums"]
 
 
 class Frontend(Protocol):
@@ -50,11 +50,9 @@ class Averager(Protocol):
 
     Attributes:
         steps: that have ended here, taken or left out.
-        stepping: whether the optimizer is in its step.
     """
 
     steps: int
-    stepping: bool
 
     def learning_rate(self) -> float:
         """Return that of the first parameter group."""
@@ -88,13 +86,6 @@ class Averager(Protocol):
         """Forget a step that failed half way, its gradients included."""
 
 
-class Snapshot(Protocol):
-    """What a state holds at one point, except parameters and optimizer state."""
-
-    def differences(self, later: Any) -> set[str]:
-        """Return the names of the values that another snapshot has otherwise."""
-
-
 class Schedule(NamedTuple):
     """A learning-rate schedule that counts calls.
 
@@ -114,7 +105,13 @@ class State(Protocol):
         """Treat something of the library's as one of the values; the name starts with ``_``."""
 
     def take_snapshot(self, *, tensors: bool = False) -> Any:
-        """Return a :class:`Snapshot`; ``tensors``: with what only the end of an epoch needs."""
+        """Return what the state holds, except parameters and optimizer state.
+
+        Its ``differences(later)`` are the names of values that another snapshot has otherwise.
+
+        Args:
+            tensors: with what only the end of an epoch needs.
+        """
 
     def save_values(self, snapshot: Any = None) -> None:
         """Make a snapshot, by default one of now, the point that :meth:`roll_back` goes to."""

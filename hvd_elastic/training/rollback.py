@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
-from hvd_elastic.training.frontend import Snapshot
 from hvd_elastic.training.progress import Phase, Progress
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
@@ -62,16 +61,16 @@ class Rollback:
         self._entered = False
         self._loop = 0
         self._loops_in_turn = 0
-        self._left: Snapshot | None = None
-        self._epoch_end: tuple[Progress, Snapshot] | None = None
+        self._left: Any = None
+        self._epoch_end: tuple[Progress, Any] | None = None
         """The end of the last loop, until a step of the next epoch shows that no rank is before
         it any more: so what rank 0 alone does in the tail is done, whoever dies there."""
-        self._collective: tuple[str, Snapshot, int] | None = None
+        self._collective: tuple[str, Any, int] | None = None
         self._warned = False
         self.partial = False
         """Whether this rank failed after a step that cannot be undone, so others may be further."""
 
-    def save(self, snapshot: Snapshot | None = None) -> None:
+    def save(self, snapshot: Any = None) -> None:
         """Make the state as it is now, or was at an earlier snapshot, the point to go back to."""
         state = self._worker.state
         if state is not None:
@@ -209,7 +208,7 @@ class Rollback:
             worker.progress.next_epoch()
         self.save()
 
-    def _save_part(self, snapshot: Snapshot | None = None) -> None:
+    def _save_part(self, snapshot: Any = None) -> None:
         worker = self._worker
         if worker.progress.phase is Phase.TAIL and worker.state is not None:
             snapshot = snapshot or worker.state.take_snapshot(tensors=True)

@@ -88,7 +88,8 @@ def test_those_who_have_a_state_hand_it_over_in_shares(stores: Any, single_conte
     body = """
 from horovod.torch import local_rank
 from hvd_elastic.communicator import buckets
-from hvd_elastic.torch import spread as spreading
+from hvd_elastic.training import spread as spreading
+from hvd_elastic.torch.checkpoint import content_of
 buckets.BUCKET_BYTES = 100
 communicator.start(generations[0])
 lacking = [False, True, False, True]
@@ -122,7 +123,8 @@ same = torch.arange(50.0)
 differs = torch.arange(40.0) + (communicator.rank == 3)
 small = torch.tensor([float(communicator.rank)])
 known = [True, False, False, False]
-spreading.spread([trained, same, differs, small], known, communicator.rank != 1, communicator, 2)
+tensors = [trained, same, differs, small]
+spreading.spread(tensors, known, communicator.rank != 1, communicator, 2, content_of)
 said += [sent, trained.sum().item(), same.sum().item(), differs.sum().item(), small.item()]
 communicator.stop()
 """

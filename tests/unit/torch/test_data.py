@@ -514,13 +514,6 @@ def test_loader_is_registered_once_for_each_context() -> None:
     loader: Any = DataLoader(Numbers(6), 3, context=context)
     list(loader)
     assert context.registered == [6]
-    assert loader.signature() == {
-        "examples": 6,
-        "batch_size": 3,
-        "shuffle": False,
-        "seed": 0,
-        "drop_last": False,
-    }
 
 
 class Stream(IterableDataset[int]):

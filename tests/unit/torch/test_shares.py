@@ -218,8 +218,9 @@ def test_reviews_follow_the_ranks_and_say_so(
     model, clock = network(), Clock()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
     loader: Loader = hvd.DataLoader(data(4000), BATCH, **options)
-    planner = engine.planner = loader.planner
-    assert planner is not None
+    planner = loader.planner
+    assert isinstance(planner, AdaptivePlanner | UnequalShares)
+    engine.planner = planner
     planner.times = ComputeTimes(clock, lambda: None)
     sizes = []
     steps = 0

@@ -27,6 +27,7 @@ from hvd_elastic.training import context, metrics, worker
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.launch import Mode, detect_mode
 from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.sink import Sink
 from hvd_elastic.training.step import Pass
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.wire import messages as msg
@@ -222,15 +223,14 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
         def give_back_checkpoint_request(self) -> None:
             self.wanted = True
 
-    class Sink:
-        audit, checkpoint_every_s = False, 1000.0
-        checkpoint_folder: str | None = None
+    class Recorder(Sink):
+        checkpoint_every_s = 1000.0
 
         def send(self, message: msg.WorkerToAgent) -> None:
             said.append(message)
 
     link = made.worker.link = Link()  # type: ignore[assignment]
-    made.worker.sink = Sink()
+    made.worker.sink = Recorder()
     made.start_alone()
     made.step_failed()  # the last one is over: another begins
     made.exchange()
