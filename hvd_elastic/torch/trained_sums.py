@@ -19,24 +19,15 @@ def trained_sums(
     modules: Mapping[str, torch.nn.Module], signs: np.ndarray, number: int | None
 ) -> TrainedSums:
     """See :meth:`~hvd_elastic.training.frontend.State.trained_sums`."""
-    parameters = _parameters(modules)
+    chosen = parameters = _parameters(modules)
     if number is None:
-        sums = [_sums_of_all(tensor, signs) for _, tensor in parameters]
-        array = np.array(sums).reshape(-1, 2)
-        return _described(parameters, array, len(parameters))
-    chosen = [
-        parameters[(number * _TENSORS + index) % len(parameters)]
-        for index in range(min(_TENSORS, len(parameters)))
-    ]
-    pieces = [_some(tensor, number, len(signs)) for _, tensor in chosen]
-    return _described(chosen, _sums(pieces, signs), len(parameters))
-
-
-def _described(
-    parameters: Sequence[tuple[str, torch.Tensor]], sums: np.ndarray, known: int
-) -> TrainedSums:
-    epsilons = np.array([torch.finfo(tensor.dtype).eps for _, tensor in parameters])
-    return TrainedSums([name for name, _ in parameters], sums, epsilons, known)
+        sums = np.array([_sums_of_all(each, signs) for _, each in chosen]).reshape(-1, 2)
+    else:
+        places = range(number * _TENSORS, number * _TENSORS + min(_TENSORS, len(parameters)))
+        chosen = [parameters[place % len(parameters)] for place in places]
+        sums = _sums([_some(each, number, len(signs)) for _, each in chosen], signs)
+    epsilons = np.array([torch.finfo(each.dtype).eps for _, each in chosen])
+    return TrainedSums([name for name, _ in chosen], sums, epsilons, len(parameters))
 
 
 def _parameters(modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:

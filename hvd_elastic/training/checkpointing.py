@@ -150,18 +150,13 @@ class Checkpointing:
         """Say that what was asked for is done: this rank has nothing more to write of it."""
         self._worker.sink.send(msg.CheckpointAnswered())
 
-    def take_alone(self) -> None:
-        """Write the whole state; this rank waits, and the others wait too or are gone."""
-        if self._writer is not None and self._worker.state is not None:
-            self._writer.flush()
-            content, shard = self._share(alone=True)
-            if shard is not None:
-                progress = self._worker.progress
-                self._writer.begin(content, progress, shard, set(), time.monotonic())
-                self._writer.flush()
+    def take(self, *, wait: bool = False, alone: bool = False) -> None:
+        """Copy and write this rank's share of the state as it is now.
 
-    def take(self, *, wait: bool = False) -> None:
-        """Copy and write this rank's share of the state as it is now."""
+        Args:
+            wait: until it is written.
+            alone: write all of the state; the others wait too, or are gone.
+        """
         state = self._worker.state
         if self._writer is None or state is None:
             return
@@ -169,7 +164,7 @@ class Checkpointing:
         self._due = time.monotonic() + self._every_s
         self._writer.flush()
         began = time.monotonic()
-        content, shard = self._share()
+        content, shard = self._share(alone=alone)
         if shard is not None:
             lasting = state.lasting() if state.waits_before_step() else set()
             self._writer.begin(content, self._worker.progress, shard, lasting, began)

@@ -150,7 +150,7 @@ class Context:
         self.begin_exchange()
         if worker.audit and step.passes:
             self._audit.gather(step.passes)
-        change, *checkpoint = step.finish_exchange(worker)
+        change, *checkpoint = step.finish_exchange(worker, self.planner.adapts)
         self._change_agreed |= change
         self.checkpoints.agree(checkpoint)
         if step.stage is Stage.VOIDED:
@@ -317,7 +317,7 @@ class Context:
             if instruction is None:
                 worker.link.take_checkpoint_request()
                 if self._is_whole:
-                    self.checkpoints.take_alone()
+                    self.checkpoints.take(wait=True, alone=True)
                 self.checkpoints.answer()
                 continue
             match instruction:

@@ -134,8 +134,13 @@ class Step:
         if shared:
             self._told = worker.communicator.reduce_async(self._told, "hvd_elastic.change")
 
-    def finish_exchange(self, worker: Worker) -> list[bool]:
+    def finish_exchange(self, worker: Worker, adapts: bool) -> list[bool]:
         """Finish what :meth:`begin_exchange` began; return which wishes any rank has.
+
+        Args:
+            worker: this process.
+            adapts: the batch does, so all ranks exchange gradients even for a step that some
+                leave out, and learn of it here.
 
         Raises:
             ScriptError: the ranks are in different places, or some of them leave the step out.
@@ -147,7 +152,7 @@ class Step:
         if square - place * place > _PLACE_TOLERANCE:
             self._refuse_places(worker)
         size = worker.communicator.size
-        if self._is_shared and 0 < round(left_out * size) < size and not too_large:
+        if adapts and self._is_shared and 0 < round(left_out * size) < size and not too_large:
             self.refuse_left_out(worker)
         self.stage = Stage.VOIDED if too_large else Stage.EXCHANGED
         return [wish > 0 for wish in wishes]
