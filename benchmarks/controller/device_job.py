@@ -26,7 +26,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from benchmarks.controller.workloads import INITIAL_BATCH, MAX_BATCH
 from hvd_elastic.model.goodput import nearest_plan
-from hvd_elastic.torch.adaptation import Adaptation
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 
 _EXAMPLES, _WIDTH, _HIDDEN, _CLASSES = 65536, 16, 32, 4
 _RATE = 1e-4
@@ -59,18 +59,18 @@ def _read(path: Path) -> Any:
         return None
 
 
-def _obey(adaptation: Adaptation, wish: Path) -> None:
+def _obey(adaptation: AdaptivePlanner, wish: Path) -> None:
     """Whenever the batch plan is reviewed, the batch that ``wish`` holds is the one to use."""
-    decide = adaptation._decide
+    choose = adaptation._choose_plan
 
-    def decided(reports: Any, ranks: int) -> str:
+    def chosen(reports: Any) -> str:
         size = _read(wish)
         if size is None:
-            return decide(reports, ranks)
-        adaptation.plan = nearest_plan(adaptation.limits, size, ranks)
+            return choose(reports)
+        adaptation.choice.plan = nearest_plan(adaptation.limits, size, len(reports))
         return "the benchmark asked for it"
 
-    setattr(adaptation, "_decide", decided)  # noqa: B010
+    setattr(adaptation, "_choose_plan", chosen)  # noqa: B010
 
 
 def main() -> None:
@@ -85,8 +85,8 @@ def main() -> None:
     loader: hvd.DataLoader[Any] = hvd.DataLoader(
         data, INITIAL_BATCH, shuffle=True, max_batch_size=MAX_BATCH
     )
-    assert loader.adaptation is not None
-    _obey(loader.adaptation, folder / "batch")
+    assert isinstance(loader.planner, AdaptivePlanner)
+    _obey(loader.planner, folder / "batch")
 
     @hvd.run
     def train(_: hvd.State) -> None:

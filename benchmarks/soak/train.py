@@ -70,7 +70,7 @@ def train_on(options: argparse.Namespace) -> None:
     from torch.utils.data import TensorDataset
 
     import hvd_elastic.torch as hvd
-    from hvd_elastic.torch import context
+    from hvd_elastic.training import context
 
     def load(name: str) -> list[torch.Tensor]:
         with np.load(options.data / f"{name}.npz") as arrays:
@@ -104,7 +104,7 @@ def train_on(options: argparse.Namespace) -> None:
     def compare(step: int) -> None:
         """All ranks call it in the same steps; the first call in a world names the world."""
         nonlocal generation_of_world
-        generation = context.current().generation
+        generation = context.current().worker.generation
         begins = generation != generation_of_world
         if not begins and step % options.compare_every:
             return
@@ -131,7 +131,7 @@ def train_on(options: argparse.Namespace) -> None:
     def train(state: Any) -> None:
         for epoch in epochs():
             for inputs, targets, indices in loader:
-                done = context.current().progress.step
+                done = context.current().worker.progress.step
                 compare(done)
                 step = done + 1
                 records.write("begin", step=step, epoch=epoch, indices=indices.tolist())

@@ -27,16 +27,19 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch import context as _context
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.data import DataLoader
-from hvd_elastic.torch.elastic import epochs, run
+from hvd_elastic.torch.elastic import run
+from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
+from hvd_elastic.training import context as _context
+from hvd_elastic.training.elastic import epochs
+from hvd_elastic.training.launch import local_rank as _local_rank
 
 __all__ = [
     "Accumulator",
@@ -60,25 +63,30 @@ __all__ = [
 
 def init() -> None:
     """Find out how this process was launched. Call it first."""
-    ctx = _context.initialize()
+    worker = _context.initialize(TorchFrontend()).worker
     if torch.cuda.is_available():
-        ctx.engine.check_device(local_rank(), torch.cuda.device_count())
+        worker.communicator.check_device(local_rank(), torch.cuda.device_count())
         torch.cuda.set_device(device())
 
 
 def rank() -> int:
     """This process's rank in the current generation, 0 to ``size() - 1``."""
-    return _context.current().rank
+    worker = _context.current().worker
+    worker.check_has_ranks("rank()")
+    return worker.communicator.rank
 
 
 def size() -> int:
     """Number of processes that train together now."""
-    return _context.current().size
+    worker = _context.current().worker
+    worker.check_has_ranks("size()")
+    return worker.communicator.size
 
 
 def local_rank() -> int:
     """The slot of this process on its host; constant while the process lives."""
-    return _context.current().local_rank
+    _context.current()
+    return _local_rank()
 
 
 def device() -> torch.device:
@@ -95,26 +103,28 @@ def report(**metrics: Any) -> None:
 
 def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
     """The mean (or sum) of ``tensor`` over all ranks, as a new tensor; all ranks must call it."""
-    with _collective("allreduce", name) as ctx:
-        result = ctx.engine.wait(ctx.engine.reduce_async(tensor.detach().clone(), f"user.{name}"))
-        return result if average else result * ctx.size
+    with _collective("allreduce", name) as communicator:
+        handle = communicator.reduce_async(tensor.detach().clone(), f"user.{name}")
+        result: torch.Tensor = communicator.wait(handle)
+        return result if average else result * communicator.size
 
 
 def allgather(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """All ranks' tensors one after the other along the first dimension, in rank order."""
-    with _collective("allgather", name) as ctx:
-        return ctx.engine.gather(tensor.detach(), f"user.{name}")
+    with _collective("allgather", name) as communicator:
+        result: torch.Tensor = communicator.gather(tensor.detach(), f"user.{name}")
+        return result
 
 
 @contextlib.contextmanager
-def _collective(kind: str, name: str) -> Iterator[_context.Context]:
+def _collective(kind: str, name: str) -> Iterator[Communicator]:
     """Note that the script calls a collective; explain its failure after training."""
     ctx = _context.current()
     ctx.rollback.collective_begins(name)
     try:
-        yield ctx
+        yield ctx.worker.communicator
     except GenerationBrokenError as error:
-        if ctx.in_train:
+        if ctx.worker.in_train:
             raise
         why = str(error).partition(". ")[0]
         raise ScriptError(

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
 
 __all__ = ["Accumulator"]
 
@@ -53,12 +54,12 @@ class Accumulator(Mapping[str, float]):
         """How often it was synchronised since the run began."""
         self._sent: dict[str, Any] = {}
         ctx, kept = context.current(), f"_accumulator.{name}"
-        if ctx.in_train:
+        if ctx.worker.in_train:
             raise ScriptError(
                 f"Accumulator {name!r} is made in the training function, which is called again "
                 "after a failure, and a worker that joins would not have its sums; make it before"
             )
-        if ctx.keeps(kept):
+        if kept in ctx.kept:
             raise ScriptError(
                 f"there is an Accumulator {name!r} already; make it once, outside of the training "
                 'function, and give others names of their own: Accumulator("hits")'
@@ -94,14 +95,12 @@ class Accumulator(Mapping[str, float]):
         self._add_up()
 
     def _add_up(self) -> None:
-        engine = context.current().engine
+        communicator = context.current().worker.communicator
         added = [{name: float(value) for name, value in self._own.items()}]
-        if engine.size > 1:
-            line = json.dumps(added[0]).encode() + b"\n"
-            lines = engine.gather(
-                torch.frombuffer(bytearray(line), dtype=torch.uint8), f"hvd_elastic.{self._name}"
-            )
-            added = [json.loads(line) for line in lines.numpy().tobytes().splitlines()]
+        if communicator.size > 1:
+            line = np.frombuffer(json.dumps(added[0]).encode() + b"\n", np.uint8).copy()
+            lines = communicator.gather(line, f"hvd_elastic.{self._name}")
+            added = [json.loads(line) for line in lines.tobytes().splitlines()]
         for values in added:
             for name, value in values.items():
                 self._sums[name] = self._sums.get(name, 0.0) + value

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Container, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from hvd_elastic.checkpoint.reader import CheckpointReader, open_checkpoint
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.errors import CheckpointError
 
-__all__ = ["TorchContent", "load_checkpoint"]
+__all__ = ["TorchContent", "content_of", "load_checkpoint"]
 
+_PIECE_BYTES = 16 << 20
 _PLACE = "__hvd_elastic_tensor__"
 """In format 2, the only key of a dict that stands for a tensor of the stream."""
 
@@ -56,7 +57,7 @@ class TorchContent(Content):
 
     frontend = "torch"
 
-    def __init__(self, nested: Any, shared: set[int], *, copy_own: bool = True) -> None:
+    def __init__(self, nested: Any, shared: Container[int], *, copy_own: bool = True) -> None:
         super().__init__()
         self.tensors: list[torch.Tensor] = []
         self._shared = shared
@@ -86,7 +87,7 @@ class TorchContent(Content):
             return self._known[place]
         name = self._name(path)
         info = TensorInfo(name, _dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
-        if address in self._shared and address:
+        if address in self._shared:
             self.stream.append(info)
             self.tensors.append(tensor)
         else:
@@ -182,6 +183,20 @@ class _Piece:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def content_of(tensor: torch.Tensor) -> list[Callable[[], np.ndarray[Any, Any]]]:
+    """Return what gives the bytes of a tensor, piece by piece.
+
+    A copy from another device, or in order, lives no longer than its use.
+    """
+    tensor = tensor.detach()
+    pieces = _bytes_of(tensor).split(_PIECE_BYTES) if tensor.is_contiguous() else (tensor,)
+    return [partial(_bytes_on_host, piece) for piece in pieces]
+
+
+def _bytes_on_host(piece: torch.Tensor) -> np.ndarray[Any, Any]:
+    return _bytes_of(piece.cpu().contiguous()).numpy()
 
 
 def _streams(devices: set[torch.device]) -> dict[torch.device, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.torch import context
 from hvd_elastic.torch.optimizer import GradientAverager
-from hvd_elastic.torch.rollback import StepVoidedError
+from hvd_elastic.training import context
+from hvd_elastic.training.rollback import StepVoidedError
+from hvd_elastic.training.step import Stage
 
 __all__ = ["GradScaler"]
 
@@ -58,20 +59,20 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """See PyTorch's; called once for each pass."""
-        averager = self._context.averager
+        averager: Any = self._context.worker.averager
         if self.is_enabled() and averager is not None:
             one = torch.ones((), device=self._type)
             # On the device: reading the number would wait for it.
-            averager.scaled_by(self, super().scale(one))
+            averager.scaled_by(self.forget, super().scale(one))
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait for the average and divide it; between the passes of a step do neither."""
         averager = self._averager_of(optimizer)
         if averager is not None:
-            more = self._context.accumulating
+            more = self._context.step.accumulating
             averager.synchronize()
-            if more or self._context.voided:
+            if more or self._context.step.stage is Stage.VOIDED:
                 return
         self._looked = True
         super().unscale_(optimizer)
@@ -82,11 +83,11 @@ class GradScaler(torch.amp.GradScaler):
         if averager is None or not self.is_enabled():  # the optimizer's own step waits
             self._looked = True
             return super().step(optimizer, *args, **options)
-        if self._context.accumulating:
+        if self._context.step.accumulating:
             averager.absorb()
             return None
         averager.synchronize()
-        if self._context.voided:
+        if self._context.step.stage is Stage.VOIDED:
             averager.reset()
             raise StepVoidedError
         if not self._looked:
@@ -111,5 +112,5 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
     def _averager_of(self, optimizer: torch.optim.Optimizer) -> GradientAverager | None:
-        averager = self._context.averager
+        averager: Any = self._context.worker.averager
         return averager if averager is not None and averager.owns(optimizer) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["GradientStatistics", "parts_by_size"]
@@ -46,6 +47,8 @@ class GradientStatistics:
         self._own_passes = 0
         self._rows: list[tuple[int, int, int, torch.Tensor, torch.Tensor]] = []
         self._ready = not self._preconditioned
+        self._part_of = (0, 0)
+        self._part: list[torch.Tensor] = []
 
     @property
     def _device(self) -> torch.device:
@@ -70,6 +73,12 @@ class GradientStatistics:
     def together(self, parameter: torch.Tensor) -> bool:
         """Return whether its gradient is best sampled with others: one kernel serves many."""
         return parameter.is_cuda
+
+    def part(self, parameters: Iterable[torch.Tensor], rank: int, ranks: int) -> list[torch.Tensor]:
+        """Return the parameters whose averaged gradients a rank samples for all ranks."""
+        if self._part_of != (rank, ranks):
+            self._part_of, self._part = (rank, ranks), parts_by_size(parameters, ranks)[rank]
+        return self._part
 
     def see(self, parameters: Iterable[torch.Tensor]) -> None:
         """Sample gradients in this pass, before they are weighted or averaged."""
@@ -118,19 +127,18 @@ class GradientStatistics:
         if self._rows and self._rows[-1][0] == step:
             self._rows.pop()
 
-    def drain(self) -> torch.Tensor:
+    def drain(self) -> np.ndarray:
         """What was collected since the last call, one row for each sampled step.
 
         Returns:
-            Shape (steps, 3 + 2 groups), float64, on the CPU: step, examples, own passes, own
+            Shape (steps, 3 + 2 groups), float64: step, examples, own passes, own
             weighted squared norms, squared norms of the mean of its part.
         """
         rows, self._rows = self._rows, []
         if not rows:
-            return torch.zeros(0, 3 + 2 * self.groups, dtype=torch.float64)
+            return np.zeros((0, 3 + 2 * self.groups))
         norms = torch.stack([torch.cat([own, total]) for *_, own, total in rows]).cpu()
-        counts = torch.tensor([row[:3] for row in rows], dtype=torch.float64)
-        return torch.cat([counts, norms], dim=1)
+        return np.column_stack([np.array([row[:3] for row in rows], float), norms.numpy()])
 
     def _append_norms(
         self, parameters: Iterable[torch.Tensor], norms: Sequence[list[torch.Tensor]]

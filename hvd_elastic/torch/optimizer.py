@@ -10,23 +10,22 @@ from __future__ import annotations
 import cmath
 from collections.abc import Callable, Iterable
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
-from hvd_elastic.torch import context
 from hvd_elastic.torch.accumulation import GradientSum
-from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
+from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
-from hvd_elastic.torch.rollback import StepVoidedError
 from hvd_elastic.torch.schedule import forgotten_schedulers
-
-if TYPE_CHECKING:
-    from hvd_elastic.torch.grad_scaler import GradScaler
+from hvd_elastic.training import context
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.rollback import StepVoidedError
+from hvd_elastic.training.step import Stage
 
 __all__ = ["DistributedOptimizer", "GradientAverager"]
 
@@ -58,8 +57,8 @@ class GradientAverager:
             self._rule = checked(rule_named(rule)) if callable(rule) else rule_named(rule)
         except ValueError as error:
             raise ScriptError(f"DistributedOptimizer(lr_rule=...): {error}") from None
-        self._adaptation: Adaptation | None = None
         self._sum = GradientSum()
+        self._statistics = GradientStatistics(optimizer)
         self._names: dict[torch.Tensor, str] = {}
         self._frozen: dict[torch.Tensor, str] = {}
         self._groups = len(optimizer.param_groups)
@@ -72,11 +71,12 @@ class GradientAverager:
                     self._frozen[parameter] = name
         self._handles: dict[torch.Tensor, tuple[Any, torch.Tensor, int]] = {}
         self._unseen: dict[torch.Tensor, None] = {}
-        self._retired = False
         self._averaged = False
         self._absorbed = -1
-        self._giving_up = False
-        self._scaler: GradScaler | None = None
+        self._adapts = False
+        self._sampling = False
+        self._gain = 1.0
+        self._forget_scale: Callable[[], None] | None = None
         self._loss_scale: torch.Tensor | None = None
         self.forgotten: list[LRScheduler] = []
         """Schedulers of this optimizer that are not in the State; known to rank 0 after a step."""
@@ -89,8 +89,15 @@ class GradientAverager:
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
 
+    @property
+    def _communicator(self) -> Communicator:
+        return self._context.worker.communicator
+
+    def _refuse_left_out(self) -> None:
+        self._context.step.refuse_left_out(self._context.worker)
+
     def learning_rate(self) -> float:
-        """Of the first parameter group."""
+        """Return that of the first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -101,54 +108,69 @@ class GradientAverager:
         """Another optimizer was given to :func:`DistributedOptimizer`: this one takes no step."""
         for hook in self._hooks:
             hook.remove()
-        self._retired = True
 
-    def scaled_by(self, scaler: GradScaler, loss_scale: torch.Tensor) -> None:
-        """The loss, and so the gradients, of the pass that begins are multiplied by this."""
-        self._loss_scale = loss_scale
-        if self._scaler is None and self._adaptation is not None:
-            self._adaptation.skipped.expect_overflows()
-        self._scaler = scaler
+    def scaled_by(self, forget: Callable[[], None], loss_scale: torch.Tensor) -> None:
+        """A gradient scaler multiplies the loss, and so the gradients, of the pass that begins.
+
+        Args:
+            forget: called when the step is called off.
+            loss_scale: the factor.
+        """
+        self._loss_scale, self._forget_scale = loss_scale, forget
+        self._context.planner.expect_overflows()
 
     def skip(self) -> None:
         """The script's scaler has found averaged gradients that are not finite: no step."""
-        if self._adaptation is not None:
-            step = self._context.progress.step
-            self._statistics.forget_step(step)
-            self._adaptation.skip(step)
+        step = self._context.worker.progress.step
+        self._statistics.forget_step(step)
+        self._context.planner.skip(step)
         self._after_step(gain=0.0)
 
-    def adapt(self, adaptation: Adaptation) -> None:
+    def adapt(self) -> None:
         """Add up the passes of a step, sample their gradients, and scale the learning rate.
 
         Raises:
             ScriptError: no parameter of the optimizer has a gradient.
         """
-        if self._adaptation is not None:
-            return
         if not self._names:
             raise ScriptError(
                 "a batch that adapts needs gradients, and no parameter of the optimizer "
                 "requires one; give it parameters with requires_grad=True"
             )
-        self._adaptation = adaptation
-        self._statistics = GradientStatistics(self._optimizer)
-        self._sampling = False
-        self._canaries = _canaries(list(self._names))
-        self._part_of = (0, 0)
-        self._part: list[torch.Tensor] = []
-        adaptation.attach(self._statistics, self._rule)
+        planner = self._context.planner
+        assert isinstance(planner, AdaptivePlanner)
+        planner.attach(self._statistics, self._rule)
+        if self._adapts:
+            return
+        self._adapts = True
+        canaries = _canaries(list(self._names))
         take_step = self._optimizer.step
 
         # Schedulers expect a method of the optimizer, and to find their mark on it.
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             self._refuse_what_is_not_averaged(*args, **options)
-            if self._context.accumulating:
+            if self._context.step.accumulating:
                 self.absorb()
                 # Or a scheduler that is stepped after this warns that it came too early.
                 self._optimizer._opt_called = True  # type: ignore[attr-defined]
                 return None
-            return self._step_adapted(take_step, *args, **options)
+            self._synchronize()
+            if self._context.step.stage is Stage.VOIDED:
+                self.reset()
+                raise StepVoidedError
+            adaptive = self._context.planner
+            assert isinstance(adaptive, AdaptivePlanner)
+            gradients = [p.grad for p in canaries if p.grad is not None]
+            # On another device, looking would wait for it.
+            if gradients and not any(gradient.is_cuda for gradient in gradients):
+                if not all(map(_is_finite, gradients)):
+                    self.skip()
+                    return None
+                adaptive.skipped.note(finite=True)
+            *groups, whole = adaptive.adjustments()
+            self._gain = whole.gain
+            with rates_scaled(self._optimizer, groups):
+                return take_step(*args, **options)
 
         if hasattr(take_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -159,23 +181,20 @@ class GradientAverager:
 
         Call it before clipping or reading gradients.
         """
-        if self._context.accumulating:
+        if self._context.step.accumulating:
             self.absorb()
             return
         self._synchronize()
 
     def _synchronize(self) -> None:
-        if self._averaged or (self._context.size == 1 and self._adaptation is None):
+        if self._averaged:
             self._context.exchange()
             return
-        if self._adaptation is not None:
-            if self._giving_up:
-                self._sampling = False
-            self._end_last_pass(self._adaptation)
-        own_times = self._context.own_times
-        if self._context.size == 1:
-            if own_times is not None:
-                own_times.work_ends()
+        if self._context.step.is_too_large:
+            self._sampling = False
+        self._end_last_pass()
+        if self._communicator.size == 1:
+            self._context.planner.work_ends()
             self._averaged = True
             self._context.exchange()
             return
@@ -189,16 +208,15 @@ class GradientAverager:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self._begin(parameter)
-        if own_times is not None:
-            own_times.work_ends()
+        self._context.planner.work_ends()
         self._refuse_changed()
         # The last first: it tells whether another rank leaves the step out, and has no others then.
         for parameter in reversed(self._names):
             handle, reduced, _ = self._handles[parameter]
             try:
-                self._context.engine.wait(handle)
+                self._communicator.wait(handle)
             except ScriptError as differing:
-                self._context.refuse_left_out()
+                self._refuse_left_out()
                 raise ScriptError(
                     f"the ranks disagree about parameter {self._name_of(parameter)!r}: some have "
                     "frozen it (requires_grad=False) and others not, or their models differ. "
@@ -210,8 +228,7 @@ class GradientAverager:
         self._handles.clear()
         self._averaged = True
         self._context.exchange()
-        if self._adaptation is not None:
-            self._end_statistics(self._adaptation)
+        self._end_statistics()
 
     def leave_out(self, *, over: bool) -> None:
         """The script goes on without a step for the batch in flight: do all ranks?
@@ -226,7 +243,10 @@ class GradientAverager:
         Raises:
             ScriptError: not all ranks do; names those that do.
         """
-        if self._context.size == 1 or not self._names:
+        if over and self._context.planner.adapts:
+            self.synchronize()  # somebody may want to call the step off
+            return
+        if self._communicator.size == 1 or not self._names:
             return
         if self._averaged or self._handles or self._unseen:
             if not over:
@@ -235,114 +255,91 @@ class GradientAverager:
             self._averaged = False
         parameter = next(reversed(self._names))
         number = torch.zeros((1,) * (parameter.dim() + 2), device=parameter.device)
-        engine = self._context.engine
-        handle = engine.reduce_async(number, self._names[parameter])
+        handle = self._communicator.reduce_async(number, self._names[parameter])
         try:
-            engine.wait(handle)
+            self._communicator.wait(handle)
         except ScriptError:
-            self._context.refuse_left_out()
+            self._refuse_left_out()
             raise
 
     def absorb(self) -> None:
         """A pass is over and others follow in the step: add its gradients to the sum."""
-        if self._adaptation is None or self._absorbed == self._context.passes:
+        step = self._context.step
+        if self._absorbed == len(step.passes):
             return
-        self._absorbed = self._context.passes
-        self._begin_statistics(self._adaptation)
-        weight = self._context.batch_weight()
+        self._absorbed = len(step.passes)
+        self._begin_statistics()
         if self._sampling:
-            with self._adaptation.sampling_cost:
-                self._statistics.see(self._names)
-            self._statistics.end_pass(weight / self._context.size)
-        self._sum.take(self._names, weight)
+            self._see(self._names)
+            self._statistics.end_pass(step.weight / self._communicator.size)
+        self._sum.take(self._names, step.weight)
 
     def give_up(self) -> None:
         """Call the step off: finish with the others what they wait for, and forget it."""
         self._sum.clear()
-        self._giving_up = True
-        try:
-            self._synchronize()
-        finally:
-            self._giving_up = False
+        self._synchronize()
         self.reset()
 
-    def _begin_statistics(self, adaptation: Adaptation) -> None:
+    def _begin_statistics(self) -> None:
         """Decide whether the step is sampled, before its first gradient is used."""
-        if self._handles or self._unseen or self._context.passes != 1:
+        step = self._context.step
+        if self._handles or self._unseen or len(step.passes) != 1:
             return
-        alone = self._context.size == 1 and not self._context.accumulating
-        useful = not (alone or self._giving_up)
-        self._sampling = useful and adaptation.sampled(self._context.progress.step)
+        alone = self._communicator.size == 1 and not step.accumulating
+        useful = not (alone or step.is_too_large)
+        planner = self._context.planner
+        self._sampling = useful and planner.sampled(self._context.worker.progress.step)
         if self._sampling:
-            adaptation.sampling_cost.step_begins()
+            planner.sampling_cost.step_begins()
 
-    def _end_last_pass(self, adaptation: Adaptation) -> None:
+    def _end_last_pass(self) -> None:
         """All of the last pass's gradients are there, or never will be."""
-        if self._context.size > 1:
-            self._begin_statistics(adaptation)
+        step = self._context.step
+        if self._communicator.size > 1:
+            self._begin_statistics()
             left = (
                 parameter
                 for parameter in self._names
                 if parameter not in self._handles
                 and (self._sum.holds(parameter) or parameter.grad is not None)
             )
-            self._see_and_begin(adaptation, left)
+            self._see_and_begin(left)
             if self._sampling:
-                self._statistics.end_pass(self._context.batch_weight() / self._context.size)
+                self._statistics.end_pass(step.weight / self._communicator.size)
             return
-        if self._context.passes == 1:
+        if len(step.passes) == 1:
             self._sampling = False
-        self._see_and_sum(adaptation, self._names)
+        self._see_and_sum(self._names)
         if self._sampling:
-            self._statistics.end_pass(self._context.batch_weight())
-            self._end_statistics(adaptation)
+            self._statistics.end_pass(step.weight)
+            self._end_statistics()
 
-    def _see_and_sum(self, adaptation: Adaptation, parameters: Iterable[torch.Tensor]) -> None:
+    def _see(self, parameters: Iterable[torch.Tensor]) -> None:
+        with self._context.planner.sampling_cost:
+            self._statistics.see(parameters)
+
+    def _see_and_sum(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._sampling:
-            with adaptation.sampling_cost:
-                self._statistics.see(parameters)
-        self._sum.give(parameters, self._context.batch_weight())
+            self._see(parameters)
+        self._sum.give(parameters, self._context.step.weight)
 
-    def _see_and_begin(self, adaptation: Adaptation, parameters: Iterable[torch.Tensor]) -> None:
+    def _see_and_begin(self, parameters: Iterable[torch.Tensor]) -> None:
         several = list(parameters)
-        self._see_and_sum(adaptation, several)
+        self._see_and_sum(several)
         for parameter in several:
             self._begin(parameter)
         self._unseen.clear()
 
-    def _end_statistics(self, adaptation: Adaptation) -> None:
+    def _end_statistics(self) -> None:
+        """The gradients are those of the step: sample this rank's part of them for all ranks."""
         if self._sampling:
-            step, examples = self._context.progress.step, self._context.step_examples
-            with adaptation.sampling_cost:
-                self._statistics.end_step(step, examples, self._own_part(), self._loss_scale)
-            adaptation.sampling_cost.step_ends()
+            communicator, cost = self._communicator, self._context.planner.sampling_cost
+            step, examples = self._context.worker.progress.step, self._context.step.examples
+            with cost:
+                part = self._statistics.part(self._names, communicator.rank, communicator.size)
+                self._statistics.end_step(step, examples, part, self._loss_scale)
+            cost.step_ends()
             self._sampling = False
-
-    def _own_part(self) -> Iterable[torch.Tensor]:
-        """Return the parameters whose averaged gradients this rank samples for all ranks."""
-        place = self._context.rank, self._context.size
-        if self._part_of != place:
-            self._part_of, self._part = place, parts_by_size(self._names, place[1])[place[0]]
-        return self._part
-
-    def _step_adapted(self, take_step: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        adaptation = self._adaptation
-        assert adaptation is not None
-        self._synchronize()
-        if self._context.voided:
-            self.reset()
-            raise StepVoidedError
-        gradients = [p.grad for p in self._canaries if p.grad is not None]
-        # On another device, looking would wait for it.
-        if gradients and not any(gradient.is_cuda for gradient in gradients):
-            if not all(map(_is_finite, gradients)):
-                self.skip()
-                return None
-            adaptation.skipped.note(finite=True)
-        *groups, whole = adaptation.adjustments()
-        self._gain = whole.gain
-        with rates_scaled(self._optimizer, groups):
-            return take_step(*args, **options)
 
     def reset(self) -> None:
         """Forget a step that failed half way, its gradients included."""
@@ -351,11 +348,10 @@ class GradientAverager:
         self._sum.clear()
         self.stepping = self._averaged = False
         self._absorbed = -1
-        if self._adaptation is not None:
-            self._sampling = False
-            self._statistics.drop_step()
-        if self._scaler is not None:
-            self._scaler.forget()
+        self._sampling = False
+        self._statistics.drop_step()
+        if self._forget_scale is not None:
+            self._forget_scale()
         self._optimizer.zero_grad(set_to_none=True)
 
     def forget(self) -> None:
@@ -364,7 +360,7 @@ class GradientAverager:
         self._absorbed = -1
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        if self._context.size == 1 or self._context.accumulating:
+        if self._communicator.size == 1 or self._context.step.accumulating:
             return
         if parameter in self._handles or parameter in self._unseen or self._averaged:
             raise ScriptError(
@@ -372,17 +368,15 @@ class GradientAverager:
                 "optimizer.step(): one backward pass per step is supported. Call step() after "
                 "each backward(), or use a larger batch."
             )
-        if self._adaptation is None:
+        if not self._context.planner.adapts:  # else what is told is known at the end of the step
             self._context.begin_exchange()
-        else:
-            # What the ranks tell each other is known at the end of the step only.
-            self._begin_statistics(self._adaptation)
-            if self._sampling and self._statistics.together(parameter):
-                self._unseen[parameter] = None
-                if len(self._unseen) == _SEEN_TOGETHER:
-                    self._see_and_begin(self._adaptation, self._unseen)
-                return
-            self._see_and_sum(self._adaptation, [parameter])
+        self._begin_statistics()
+        if self._sampling and self._statistics.together(parameter):
+            self._unseen[parameter] = None
+            if len(self._unseen) == _SEEN_TOGETHER:
+                self._see_and_begin(self._unseen)
+            return
+        self._see_and_sum([parameter])
         self._begin(parameter)
 
     def _begin(self, parameter: torch.Tensor) -> None:
@@ -390,12 +384,9 @@ class GradientAverager:
         assert gradient is not None
         if gradient.is_sparse:
             gradient = parameter.grad = gradient.to_dense()
-        weight = self._context.batch_weight()
-        if weight != 1.0 and self._adaptation is None:
-            gradient.mul_(weight) if weight else gradient.zero_()
         # Horovod's PyTorch binding knows no bfloat16, and reduces contiguous memory only.
         reduced = gradient.float() if gradient.dtype == torch.bfloat16 else gradient.contiguous()
-        handle = self._context.engine.reduce_async(reduced, self._names[parameter])
+        handle = self._communicator.reduce_async(reduced, self._names[parameter])
         self._handles[parameter] = (handle, reduced, gradient._version)
 
     def _name_of(self, parameter: torch.Tensor) -> str:
@@ -423,19 +414,18 @@ class GradientAverager:
         disagree are told by Horovod, all of them, instead of waiting for each other.
         """
         number = torch.zeros((1,) * (parameter.dim() + 1), device=parameter.device)
-        handle = self._context.engine.reduce_async(number, self._names[parameter])
+        handle = self._communicator.reduce_async(number, self._names[parameter])
         self._handles[parameter] = (handle, number, 0)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self._adaptation is None:  # else step() has looked
-            self._refuse_what_is_not_averaged(*args[1:], **options)
+        self._refuse_what_is_not_averaged(*args[1:], **options)
         self.synchronize()
-        self._context.settle()
+        self._context.checkpoints.settle()
         self.stepping = True
 
     def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
         """Gradients that come only in the step, and those of parameters that learn since later."""
-        if self._retired:
+        if self._context.worker.averager is not self:
             raise ScriptError(
                 "optimizer.step(): another optimizer was given to DistributedOptimizer(...) after "
                 "this one, and a step of training is a step of one. Scripts with several "
@@ -465,12 +455,11 @@ class GradientAverager:
         self.stepping = False
         self.steps += 1
         if self.steps == 1:
-            self.forgotten = forgotten_schedulers(self._context, self._optimizer)
+            self.forgotten = forgotten_schedulers(self._context.worker, self._optimizer)
         self._averaged = False
         self._absorbed = -1
-        if self._adaptation is not None:
-            gain = self._gain if gain is None else gain
-            self._adaptation.advance(gain, self._context.step_examples)
+        gain = self._gain if gain is None else gain
+        self._context.planner.advance(gain, self._context.step.examples)
         self._context.step_done()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -18,21 +18,16 @@ from torch.optim.lr_scheduler import (
 )
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
+from hvd_elastic.training.frontend import Schedule
+from hvd_elastic.training.worker import Worker
 
-if TYPE_CHECKING:
-    from hvd_elastic.torch.adaptation import Adaptation
-
-__all__ = ["ScheduleChecks", "follow_progress", "forgotten_schedulers", "schedule_length"]
+__all__ = ["counting_schedules", "follow_progress", "forgotten_schedulers", "schedule_length"]
 
 Scheduler = TypeVar("Scheduler", bound=Any)
 
 _FOLLOWS = "follows_progress"
 """Attribute of the class of schedulers that follow progress."""
-_BATCHES_COUNTED = 2
-"""A scheduler that moved in so many steps running is stepped once for each batch."""
-_PASSES_OFF = 0.05
-"""Passes over the data may be worth this much less than as many epochs, by chance."""
 
 
 def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step") -> Scheduler:
@@ -68,13 +63,12 @@ def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step"
     kind = type(scheduler)
 
     def step(self: Any, *args: Any, **options: Any) -> None:
-        adaptation = ctx.adaptation
-        if adaptation is None:
+        progress = ctx.planner.progress_in(per)
+        if progress is None:
             kind.step(self, *args, **options)
             return
         # A hair more, for sums of fractions that end just below a whole number.
-        reached = int((adaptation.progress if per == "step" else adaptation.epochs) + 1e-6)
-        last = min(reached, _last(self))
+        last = min(int(progress + 1e-6), _last(self))
         while _count(self) < last:
             kind.step(self, *args, **options)
 
@@ -84,94 +78,29 @@ def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step"
     return scheduler
 
 
-class ScheduleChecks:
-    """Warns of schedulers in the State that count calls of ``step()`` while the batch adapts.
-
-    What a scheduler counts shows when it is stepped. One that moves with each batch falls behind
-    as soon as the batch grows. One that moves between passes over the data runs ahead only where
-    larger batches need more passes, so it is told when they have turned out to.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
-        self._told: set[str] = set()
-
-    def look(self, ctx: context.Context, adaptation: Adaptation) -> None:
-        """Compare schedulers with the last look; called between any two steps on all ranks."""
-        limits = adaptation.limits
-        if ctx.state is None or limits.max_batch_size <= limits.initial_batch_size:
-            return
-        forgotten = [] if ctx.averager is None else ctx.averager.forgotten
-        outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
-        for name, item in {**ctx.state.named_objects(), **outside}.items():
-            counts_calls = isinstance(item, LRScheduler) and not hasattr(item, _FOLLOWS)
-            if not counts_calls or isinstance(item, ReduceLROnPlateau) or name in self._told:
-                continue
-            seen = self._seen.setdefault(name, _Seen())
-            seen.update(_count(item), ctx.progress.epoch, ctx.progress.step)
-            problem = _problem(seen, name, ctx.progress.epoch, adaptation)
-            if problem:
-                self._told.add(name)
-                if ctx.engine.rank == 0:
-                    length = schedule_length(item)
-                    steps = "" if length is None else f", {length} steps"
-                    ctx.warn(f"scheduler {name!r} ({type(item).__name__}{steps}) {problem}")
+def counting_schedules(objects: Mapping[str, Any]) -> dict[str, Schedule]:
+    """Return the schedulers among objects that count calls of ``step()``, by name."""
+    found = {}
+    for name, item in objects.items():
+        counts_calls = isinstance(item, LRScheduler) and not hasattr(item, _FOLLOWS)
+        if counts_calls and not isinstance(item, ReduceLROnPlateau):
+            length = schedule_length(item)
+            steps = "" if length is None else f", {length} steps"
+            found[name] = Schedule(_count(item), f"{type(item).__name__}{steps}")
+    return found
 
 
-class _Seen:
-    """How a scheduler moved from one look to the next."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, int, int] | None = None
-        self.batches = 0
-        """Steps running, within a pass over the data, in each of which it moved."""
-        self.still = 0
-        """The same in which it did not."""
-        self.passes = False
-        """Whether it moved between two passes, and not with the batches before."""
-
-    def update(self, count: int, epoch: int, step: int) -> None:
-        last, self._last = self._last, (count, epoch, step)
-        if last is None or step != last[2] + 1:
-            return  # taken over from another rank, or a step done again
-        moved = count > last[0]
-        if epoch != last[1]:
-            self.passes = moved and self.still > 0
-            return
-        self.batches = self.batches + 1 if moved else 0
-        self.still = 0 if moved else self.still + 1
-
-
-def _problem(seen: _Seen, name: str, passes: int, adaptation: Adaptation) -> str:
-    """What is wrong with a scheduler and how to mend it; empty: nothing is."""
-    if seen.batches >= _BATCHES_COUNTED:
-        return (
-            "is stepped once for each batch, and the batch may grow from "
-            f"{adaptation.limits.initial_batch_size} to {adaptation.limits.max_batch_size} "
-            "examples: larger batches make fewer steps, so training would end before the "
-            "schedule does. Let it follow the progress of training instead: "
-            f"{name} = hvd.follow_progress({name})"
-        )
-    if seen.passes and adaptation.epochs < (1 - _PASSES_OFF) * passes:
-        return (
-            "is stepped once for each pass over the data, and larger batches need more passes "
-            f"than hvd.epochs() is given: {passes} so far are worth {adaptation.epochs:.1f} "
-            "epochs, so the schedule would end before training does. Let it follow the progress "
-            f'of training instead: {name} = hvd.follow_progress({name}, per="epoch")'
-        )
-    return ""
-
-
-def forgotten_schedulers(ctx: context.Context, optimizer: Optimizer) -> list[LRScheduler]:
+def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRScheduler]:
     """Find the schedulers of an optimizer that no object of the State holds, and warn of them.
 
     They keep their step count in this process alone: after a failure they do not go back with the
     rest, and a rank that joins begins at 0. Called in the optimizer's first step. The search takes
     some 50 ms, so rank 0 alone looks, and nobody waits for it in a newcomer's first step.
     """
-    if ctx.state is None or ctx.engine.rank != 0:
+    state: Any = worker.state
+    if state is None or worker.communicator.rank != 0:
         return []
-    kept = {id(found) for item in ctx.state.named_objects().values() for found in _held_by(item)}
+    kept = {id(found) for item in state.named_objects().values() for found in _held_by(item)}
     # A scheduler refers to its optimizer and not the other way round.
     users = {
         id(found): found
@@ -182,7 +111,7 @@ def forgotten_schedulers(ctx: context.Context, optimizer: Optimizer) -> list[LRS
     forgotten = [user for key, user in users.items() if key not in kept | parts]
     names = ", ".join(sorted({type(user).__name__ for user in forgotten}))
     if forgotten:
-        ctx.warn(
+        worker.warn(
             f"scheduler {names} of this optimizer is not in the State: after a failure it would "
             "keep steps that are done again, and in a worker that joins, or a run that is resumed, "
             "begin anew, so the learning rate would be wrong. Give it to the State: "

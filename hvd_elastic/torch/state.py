@@ -8,20 +8,25 @@ one furthest ahead gives its live tensors to the others.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
+from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
-from hvd_elastic.torch import context
-from hvd_elastic.torch.checkpoint import TorchContent
+from hvd_elastic.torch.checkpoint import TorchContent, content_of
 from hvd_elastic.torch.grad_scaler import GradScaler
-from hvd_elastic.torch.progress import Progress
-from hvd_elastic.torch.rollback import Snapshot
-from hvd_elastic.torch.spread import spread
+from hvd_elastic.torch.schedule import counting_schedules
+from hvd_elastic.torch.snapshot import Snapshot
+from hvd_elastic.torch.trained_sums import trained_sums
+from hvd_elastic.training import context
+from hvd_elastic.training.frontend import Schedule, TrainedSums
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.spread import spread
 
 __all__ = ["State"]
 
@@ -110,6 +115,13 @@ class State:
         """Return what is kept by reference, by name."""
         return dict(self._objects)
 
+    def schedules(self) -> dict[str, Schedule]:
+        """See :class:`hvd_elastic.training.frontend.State`; those that are not in it too."""
+        averager: Any = self._context.worker.averager
+        forgotten = [] if averager is None else averager.forgotten
+        outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
+        return counting_schedules({**self._objects, **outside})
+
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         """Return a copy of what :meth:`roll_back` puts back; see :class:`Snapshot`."""
         return Snapshot(self._plain, self._objects, self._large, tensors=tensors)
@@ -134,13 +146,17 @@ class State:
         """Return the modules by name."""
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
 
+    def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
+        """See :class:`hvd_elastic.training.frontend.State`."""
+        return trained_sums(self.named_modules(), signs, number)
+
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by name."""
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.optim.Optimizer)}
 
     def sync(
         self,
-        engine: Communicator,
+        communicator: Communicator,
         root_rank: int,
         progress: Progress,
         has_state: Callable[[Progress], bool] = lambda _: False,
@@ -148,41 +164,55 @@ class State:
         """Take the root's state on every rank; returns the root's progress.
 
         The structure travels as plain data, the tensors in few large broadcasts straight from
-        and, where shapes agree, straight into the live ones (:mod:`hvd_elastic.torch.spread`).
+        and, where shapes agree, straight into the live ones (:mod:`hvd_elastic.training.spread`).
 
         Args:
-            engine: the communicator.
+            communicator: the ranks.
             root_rank: whose state.
             progress: where this rank stands.
             has_state: told the root's progress before live tensors are touched; whether this
                 rank holds the whole state of that progress already.
         """
-        tensors: list[torch.Tensor] = []
-        own = {name: item.state_dict() for name, item in self._objects.items()}
-        if engine.rank == root_rank:
-            skeleton = _strip({"objects": own, "plain": self._plain}, tensors)
+        own = TorchContent(self._values(), _Everything(), copy_own=False)
+        if communicator.rank == root_rank:
             lasting = self.lasting()
-            known = [tensor.data_ptr() in lasting for tensor in tensors]
-            header = {"skeleton": skeleton, "known": known, "progress": progress.as_state()}
-            engine.broadcast_bytes(dump_plain(header), root_rank)
-            spread(tensors, known, True, engine, root_rank)
+            known = [tensor.data_ptr() in lasting for tensor in own.tensors]
+            devices = [tensor.device.type for tensor in own.tensors]
+            header = {
+                "values": own.values,
+                "opaque": bytearray(own.encode_opaque()),
+                "tensors": [
+                    (info.name, tensor.dtype, tensor.shape, device)
+                    for info, tensor, device in zip(own.stream, own.tensors, devices, strict=True)
+                ],
+                "known": known,
+                "progress": progress.as_state(),
+            }
+            communicator.broadcast_bytes(dump_plain(header), root_rank)
+            spread(own.tensors, known, True, communicator, root_rank, content_of)
             return progress
-        header = load_plain(engine.broadcast_bytes(b"", root_rank))
+        header = load_plain(communicator.broadcast_bytes(b"", root_rank))
         theirs = Progress.from_dict(header["progress"])
         has = has_state(theirs)
-        taken = _fill(header["skeleton"], {"objects": own, "plain": self._plain}, tensors)
-        spread(tensors, header["known"], has, engine, root_rank)
-        self._take(taken, f"rank {root_rank}")
+        live = dict(zip((info.name for info in own.stream), own.tensors, strict=True))
+        tensors = {name: _fitting(live.get(name), *how) for name, *how in header["tensors"]}
+        ordered = list(tensors.values())
+        spread(ordered, header["known"], has, communicator, root_rank, content_of)
+        opaque = load_plain(header["opaque"]) if header["opaque"] else ()
+        self._take(decode_values(header["values"], tensors, opaque), f"rank {root_rank}")
         return theirs
+
+    def _values(self) -> dict[str, Any]:
+        objects = {name: item.state_dict() for name, item in self._objects.items()}
+        return {"objects": objects, "plain": self._plain}
 
     def content(self, *, copy_own: bool = True) -> TorchContent:
         """Everything as it is now, for a checkpoint; rank 0 copies what ranks may differ in."""
-        objects = {name: item.state_dict() for name, item in self._objects.items()}
         shared = self.lasting()
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
-        values = {"objects": objects, "plain": self._plain}
-        return TorchContent(values, shared, copy_own=copy_own)
+        shared.discard(0)  # of tensors without elements
+        return TorchContent(self._values(), shared, copy_own=copy_own)
 
     def lasting(self) -> set[int]:
         """``data_ptr()`` of what changes in the step of an optimizer, and at no other time.
@@ -198,7 +228,7 @@ class State:
         return found
 
     def waits_before_step(self) -> bool:
-        """Whether every optimizer in it calls :meth:`Context.settle` before its step."""
+        """Whether every optimizer in it calls :meth:`Checkpointing.settle` before its step."""
         optimizers = self.named_optimizers().values()
         return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
 
@@ -274,42 +304,17 @@ def _check_plain(name: str, value: Any) -> None:
         ) from error
 
 
-def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` with every tensor replaced by its description; the tensors go to ``tensors``."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        described = {"shape": list(value.shape), "dtype": value.dtype, "device": value.device.type}
-        return {"__tensor__": described}
-    if isinstance(value, dict):
-        return {key: _strip(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_strip(item, tensors) for item in value)
-    return value
+class _Everything(Container[int]):
+    """Has every tensor travel from where it lies."""
+
+    def __contains__(self, address: object) -> bool:
+        return True
 
 
-def _fill(skeleton: Any, own: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of :func:`_strip` on another rank, with live tensors where they fit."""
-    if isinstance(skeleton, dict) and set(skeleton) == {"__tensor__"}:
-        described = skeleton["__tensor__"]
-        fits = (
-            isinstance(own, torch.Tensor)
-            and list(own.shape) == described["shape"]
-            and own.dtype == described["dtype"]
-            and own.device.type == described["device"]
-        )
-        if not fits:
-            own = torch.empty(
-                described["shape"], dtype=described["dtype"], device=described["device"]
-            )
-        tensors.append(own)
+def _fitting(
+    own: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size, device: str
+) -> torch.Tensor:
+    """Return this rank's live tensor where it fits, else a new one."""
+    if own is not None and (own.dtype, own.shape, own.device.type) == (dtype, shape, device):
         return own
-    if isinstance(skeleton, dict):
-        mine = own if isinstance(own, dict) else {}
-        return {key: _fill(item, mine.get(key), tensors) for key, item in skeleton.items()}
-    if isinstance(skeleton, (list, tuple)):
-        alike = isinstance(own, (list, tuple)) and len(own) == len(skeleton)
-        return type(skeleton)(
-            _fill(item, own[index] if alike else None, tensors)
-            for index, item in enumerate(skeleton)
-        )
-    return skeleton
+    return torch.empty(shape, dtype=dtype, device=device)

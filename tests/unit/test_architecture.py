@@ -7,6 +7,8 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).resolve().parents[2] / "hvd_elastic"
 
 LEVELS = (
@@ -15,7 +17,7 @@ LEVELS = (
     {"policy"},
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts"},
-    {"agent", "leader", "communicator"},
+    {"agent", "leader", "communicator", "training"},
     {"torch", "cluster", "virtual", "views", "install"},
     {"bench", "cli"},
 )
@@ -71,3 +73,14 @@ def test_rooms_do_not_import_each_other_in_a_circle():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle of rooms: {' -> '.join(error.args[1])}") from None
+
+
+@pytest.mark.parametrize("name", ["training", "torch"])
+def test_modules_of_a_room_do_not_import_each_other_in_a_circle(name: str) -> None:
+    """Imports for type checkers count as well."""
+    inside = {module: targets for module, targets in modules().items() if room(module) == name}
+    graph = {module: targets & set(inside) for module, targets in inside.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle of modules: {' -> '.join(error.args[1])}") from None

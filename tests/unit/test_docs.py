@@ -230,7 +230,7 @@ def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
     from hvd_elastic.checkpoint.stream import new_shard
     from hvd_elastic.checkpoint.writer import ShardWriter
     from hvd_elastic.torch.checkpoint import TorchContent
-    from hvd_elastic.torch.progress import Progress
+    from hvd_elastic.training.progress import Progress
 
     state = {
         "objects": {"model": torch.nn.Linear(3, 2).state_dict()},

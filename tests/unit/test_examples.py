@@ -18,7 +18,7 @@ from scripts import migration_doc
 pytest.importorskip("torch")
 import torch
 
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
@@ -65,7 +65,7 @@ def test_digits_adaptive(
 ) -> None:
     script = EXAMPLES / "digits_adaptive.py"
     found = run(script, monkeypatch, "--data", digits, "--batch-size", 12, "--epochs", 6)
-    assert found["loader"].adaptation.progress >= 6 * 144 / 12 * 0.9
+    assert found["loader"].planner.progress >= 6 * 144 / 12 * 0.9
     assert found["accuracy"] > 0.5
     output = capsys.readouterr().out
     assert "pass 5: loss" in output
@@ -78,7 +78,7 @@ def test_characters_adaptive(
     small = ("--characters", 60000, "--width", 32, "--layers", 1, "--epochs", 3, "--sample", 30)
     quick = ("--lr", 0.01, "--warmup", 10, "--max-batch-size", 64)
     found = run(EXAMPLES / "characters_adaptive.py", monkeypatch, *small, *quick)
-    assert found["loader"].adaptation.epochs == pytest.approx(3, abs=0.5)
+    assert found["loader"].planner.epochs == pytest.approx(3, abs=0.5)
     assert found["bits"] < 6.0, "bytes at random are 8"
     output = capsys.readouterr().out
     assert "bits per character of text it has not seen" in output

@@ -35,8 +35,9 @@ PURE = [
             "records",
             "checkpoint",
             "communicator",
+            "training",
         )
-        for path in sorted((ROOT / "hvd_elastic" / folder).glob("*.py"))
+        for path in sorted((ROOT / "hvd_elastic" / folder).rglob("*.py"))
         if path.name != "loop.py"
     ),
 ]

@@ -23,7 +23,7 @@ from benchmarks.adaptive.jobs import (
     rules,
     times,
 )
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
 
 JOBS: dict[str, Callable[..., Sequence[Mapping[str, Any]]]] = {
     "changes": changes.rows,
@@ -41,7 +41,7 @@ def main() -> None:
     """Run the job that the command line names."""
     name, out, *arguments = sys.argv[1:]
     found = JOBS[name](*arguments)
-    if context.current().engine.rank == 0:
+    if context.current().worker.communicator.rank == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -106,7 +106,7 @@ def train_through(kind: Kind, seed: int) -> dict[str, Any]:
             now, done = time.perf_counter(), step
             rest_s.append(now - began - slept_s)
             began, slept_s = now, 0.0
-        plan = loader.adaptation.plan
+        plan = loader.planner.plan
         batch = plan.global_batch_size, plan.accumulation_steps
         if not batches or batches[-1][1:] != batch:
             batches.append((step, *batch))

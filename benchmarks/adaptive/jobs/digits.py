@@ -156,7 +156,7 @@ def measure(kind: Kind, seed: int) -> list[dict[str, Any]]:
             **asdict(kind),
             "frozen_steps": step,
             "seed": seed,
-            "measured": loader.adaptation.metrics().get("noise_scale"),
+            "measured": loader.planner.metrics().get("noise_scale"),
             "brute_force": known or brute_force(kind, model, examples, seed, divisors),
         }
 

@@ -25,7 +25,7 @@ from benchmarks.adaptive.workloads import (
     warm_up,
 )
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
 
 
 def learn(batch: str, seed: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def learn(batch: str, seed: int) -> dict[str, Any]:
         loader = loader_with_plan(examples, BatchPlan(int(batch)), INITIAL, seed)
 
     def over(_step: int) -> bool:
-        used, adaptation = context.current().progress.examples, loader.adaptation
+        used, adaptation = context.current().worker.progress.examples, loader.planner
         return race.over(used, adaptation.plan.global_batch_size, adaptation.progress)
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def learn(batch: str, seed: int) -> dict[str, Any]:
 
     race.start()
     train_until(over, loader, model, optimizer, loss, schedule=schedule)
-    return {**row, **race.result(), "steps": context.current().progress.step}
+    return {**row, **race.result(), "steps": context.current().worker.progress.step}
 
 
 def learn_bare(

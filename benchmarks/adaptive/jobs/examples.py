@@ -25,7 +25,7 @@ from benchmarks.adaptive.examples import PROBLEMS, Look
 from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
 from benchmarks.adaptive.workloads import digits, digits_network
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
 
 CHARACTERS, CONTEXT, WIDTH = 1_000_000, 64, 64
 HELD_OUT = 256
@@ -108,7 +108,7 @@ def make(problem: str, rate: float) -> Training:
 
         return Training(model, sgd, examples, F.cross_entropy, judge_all)
     examples, held_out = characters()
-    engine = context.current().engine
+    engine = context.current().worker.communicator
     writer = Writer()
 
     def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
             told = torch.stack([training.judge(), torch.tensor(float(own))])
         value, share = hvd.allreduce(told, "look").tolist()
         used = share * ranks()
-        curve.append((used, value, loader.adaptation.metrics().get("noise_scale")))
+        curve.append((used, value, loader.planner.metrics().get("noise_scale")))
         return value <= problem.level or not math.isfinite(value) or used >= most
 
     def over(step: int) -> bool:

@@ -76,7 +76,7 @@ def ratios(kind: Kind, seed: int) -> list[float]:
         loader = hvd.DataLoader(examples, BATCH, shuffle=True, seed=seed, max_batch_size=BATCH)
     else:
         loader = loader_with_plan(examples, BatchPlan(BATCH, kind.accumulation_steps), seed=seed)
-    adaptation = loader.adaptation
+    adaptation = loader.planner
     found: dict[int, float] = {}
     loss_of = F.cross_entropy if kind.problem == "softmax" else F.mse_loss
     wanted = CHECKPOINTS if kind.weights == "training" else (FROZEN_STEPS,)

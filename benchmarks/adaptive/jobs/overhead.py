@@ -83,7 +83,7 @@ def rows(rounds: str, network: str) -> list[dict[str, Any]]:
                 yield batch
 
     def look_every() -> int:
-        every: int = loader.adaptation.state_dict()["sample_every"]
+        every: int = loader.planner.state_dict()["sample_every"]
         return every
 
     @hvd.run

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from benchmarks.adaptive.jobs.training import begin, loader_with_plan, train_until
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
 
 EXAMPLES, WIDTH, INITIAL, RATE = 32000, 50, 16, 0.001
 SCALES = (1, 2, 4, 8, 16, 32)
@@ -58,7 +58,7 @@ def solve(problem: Regression, rule: str, scale: int, seed: int) -> tuple[list[f
     curve = [(0.0, problem.loss(model.weight))]
 
     def over(_step: int) -> bool:
-        curve.append((loader.adaptation.progress, problem.loss(model.weight)))
+        curve.append((loader.planner.progress, problem.loss(model.weight)))
         return curve[-1][0] >= PROGRESS[-1]
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def solve(problem: Regression, rule: str, scale: int, seed: int) -> tuple[list[f
     train_until(over, loader, model, optimizer, loss)
     progress, losses = np.array(curve).T
     found = np.exp(np.interp(PROGRESS, progress, np.log(losses)))
-    return found.tolist(), context.current().progress.step
+    return found.tolist(), context.current().worker.progress.step
 
 
 def rows(rule: str, seeds: str) -> list[dict[str, Any]]:

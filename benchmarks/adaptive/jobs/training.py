@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
 
 __all__ = ["begin", "loader_with_plan", "ranks", "train_until"]
 
@@ -24,7 +24,7 @@ def begin(seed: int) -> None:
 
 def ranks() -> int:
     """The number of ranks of this job."""
-    return context.current().engine.size
+    return context.current().worker.communicator.size
 
 
 def loader_with_plan(
@@ -76,7 +76,7 @@ def train_until(
     def train(_state: hvd.State) -> None:
         for _ in hvd.epochs(10**6):
             for batch in loader:
-                if over(context.current().progress.step):
+                if over(context.current().worker.progress.step):
                     return
                 optimizer.zero_grad()
                 loss(*batch).backward()

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.ring import HorovodCommunicator
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -102,8 +102,8 @@ def digest(values):
 
 def tell(kind, values):
     now = context.current()
-    record = {"kind": kind, "life": LIFE, "worker": WORKER, "generation": now.generation}
-    record |= {"step": now.progress.step, "rank": hvd.rank(), "size": hvd.size()}
+    record = {"kind": kind, "life": LIFE, "worker": WORKER, "generation": now.worker.generation}
+    record |= {"step": now.worker.progress.step, "rank": hvd.rank(), "size": hvd.size()}
     line = json.dumps({**record, "digest": digest(values)}) + "\n"
     out = os.open(args.folder / "digests.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(out, line.encode())  # one write to an appending file: ranks do not mix
@@ -138,7 +138,7 @@ told = 0
 
 def tell_if_due(state):
     global told
-    generation, step = context.current().generation, context.current().progress.step
+    generation, step = context.current().worker.generation, context.current().worker.progress.step
     if generation != told:
         told = generation
         whole = [model.state_dict(), optimizer.state_dict(), state.batches]
@@ -158,7 +158,7 @@ def enough():
 def train(state):
     for _ in hvd.epochs(args.epochs):
         for inputs, targets in loader:
-            if not context.current().passes > 1:
+            if not len(context.current().step.passes) > 1:
                 tell_if_due(state)
             optimizer.zero_grad()
             if args.memory and hvd.rank() == 0 and len(inputs) > args.memory:
@@ -168,7 +168,7 @@ def train(state):
             scaler.step(optimizer)
             scaler.update()
             schedule.step()
-            state.batches = context.current().progress.step
+            state.batches = context.current().worker.progress.step
             slow = 3 if (args.folder / f"slow-{HOST}").exists() else 1
             time.sleep(args.step_time + slow * args.example_time * len(inputs))
             while any((args.folder / f"stuck{who}").exists() for who in ("", f"-{HOST}")):

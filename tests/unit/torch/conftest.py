@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_elastic.torch import context
-from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
 from tests.unit.real_ranks import stores
 
 __all__ = ["alone", "stores"]
@@ -14,6 +16,6 @@ __all__ = ["alone", "stores"]
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
     """As ``python train.py`` makes it, with nobody else."""
-    made = Context(Mode.ALONE)
+    made = Context(Mode.ALONE, TorchFrontend())
     monkeypatch.setattr(context, "_context", made)
     return made

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,26 +10,28 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch import context
-from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
 
 
 class ThreeAlike(LocalCommunicator):
     size = 3
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.cat([tensor] * 3)
+    def gather(self, array: Any, name: str) -> Any:
+        return np.concatenate([array] * 3)
 
 
 @pytest.fixture
 def ctx(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE)
+    made = Context(Mode.ALONE, TorchFrontend())
     monkeypatch.setattr(context, "_context", made)
     return made
 
 
 def test_sums_over_ranks_since_the_last_time(ctx: Context) -> None:
-    ctx.engine = ThreeAlike()
+    ctx.worker.communicator = ThreeAlike()
     totals = hvd.Accumulator()
     totals.add(loss=torch.tensor([2.0], requires_grad=True), examples=4)
     totals.add(loss=1.0, examples=1)
@@ -52,7 +55,7 @@ def test_sums_are_part_of_the_state(ctx: Context, state_first: bool) -> None:
     totals.synchronize()
     content = decode_values(state.content().values, {}, ())
     totals.clear()
-    state.load({**content, "progress": ctx.progress.as_dict()}, "there")
+    state.load({**content, "progress": ctx.worker.progress.as_dict()}, "there")
     assert totals["hits"] == 5.0
 
 
@@ -60,13 +63,11 @@ def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
     """A worker that replaces another after the last step of an epoch has added nothing."""
 
     class Others(ThreeAlike):
-        def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-            others = torch.frombuffer(
-                bytearray(b'{}\n{"hits": 2.5, "loss": NaN}\n'), dtype=torch.uint8
-            )
-            return torch.cat([tensor, others])
+        def gather(self, array: Any, name: str) -> Any:
+            others = np.frombuffer(b'{}\n{"hits": 2.5, "loss": NaN}\n', np.uint8)
+            return np.concatenate([array, others])
 
-    ctx.engine = Others()
+    ctx.worker.communicator = Others()
     totals = hvd.Accumulator()
     totals.add(hits=1.0, steps=1)
     totals.synchronize()
@@ -80,7 +81,7 @@ def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
 def test_a_rank_that_is_asked_to_leave_loses_nothing(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ctx.engine = ThreeAlike()
+    ctx.worker.communicator = ThreeAlike()
     monkeypatch.setattr(ctx, "follow", lambda: None)
     totals = hvd.Accumulator()
     totals.add(hits=2)

@@ -15,14 +15,16 @@ def test_ranks_that_do_not_exchange_the_same_are_all_told(stores: Any) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch import context
+from hvd_elastic.training import context
+import hvd_elastic.torch as hvd
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 os.environ.update(generations[0])
-ctx = context.initialize()
+hvd.init()
+ctx = context.current()
 model = torch.nn.Linear(1, 1)
 optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
 for both in (True, False):
-    model.weight.requires_grad_(ctx.engine.rank == 1 and not both)
+    model.weight.requires_grad_(ctx.worker.communicator.rank == 1 and not both)
     optimizer.zero_grad()
     model(torch.ones(1, 1)).sum().backward()
     try:
@@ -31,7 +33,7 @@ for both in (True, False):
     except ScriptError as error:
         said.append(str(error))
 try:
-    ctx.engine.gather(torch.zeros(2, 1 + ctx.engine.rank), "g")
+    ctx.worker.communicator.gather(torch.zeros(2, 1 + ctx.worker.communicator.rank), "g")
 except ScriptError as error:
     said.append(str(error))
 """
@@ -86,7 +88,8 @@ def test_those_who_have_a_state_hand_it_over_in_shares(stores: Any, single_conte
     body = """
 from horovod.torch import local_rank
 from hvd_elastic.communicator import buckets
-from hvd_elastic.torch import spread as spreading
+from hvd_elastic.training import spread as spreading
+from hvd_elastic.torch.checkpoint import content_of
 buckets.BUCKET_BYTES = 100
 communicator.start(generations[0])
 lacking = [False, True, False, True]
@@ -120,7 +123,8 @@ same = torch.arange(50.0)
 differs = torch.arange(40.0) + (communicator.rank == 3)
 small = torch.tensor([float(communicator.rank)])
 known = [True, False, False, False]
-spreading.spread([trained, same, differs, small], known, communicator.rank != 1, communicator, 2)
+tensors = [trained, same, differs, small]
+spreading.spread(tensors, known, communicator.rank != 1, communicator, 2, content_of)
 said += [sent, trained.sum().item(), same.sum().item(), differs.sum().item(), small.item()]
 communicator.stop()
 """

@@ -27,7 +27,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import epoch_order, permutation
 from hvd_elastic.torch.data import DataLoader
-from hvd_elastic.torch.progress import InFlight, Progress
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.step import Pass, Step
 
 
 class Numbers:
@@ -59,7 +62,7 @@ class FakeLoopWatch:
     def loop_begins(self) -> int:
         return 1
 
-    def body_ended(self) -> None: ...
+    def body_ended(self, *, voided: bool) -> None: ...
 
     def loop_ended(self) -> None: ...
 
@@ -68,7 +71,7 @@ class FakeLoopWatch:
 
 @dataclass
 class FakeContext:
-    """One rank's context; ``boundary`` runs at each step boundary, as a rescale would."""
+    """One rank's context and worker; ``boundary`` runs at each step boundary, as a rescale does."""
 
     rank: int = 0
     size: int = 1
@@ -76,18 +79,30 @@ class FakeContext:
     audit: bool = True
     waited_s: float = 0.0
     progress: Progress = field(default_factory=Progress)
-    handed: list[InFlight] = field(default_factory=list)
+    handed: list[Pass] = field(default_factory=list)
     marked: int = 0
-    loaders: list[Any] = field(default_factory=list)
+    registered: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     boundary: Any = None
     rollback: FakeLoopWatch = field(default_factory=FakeLoopWatch)
+    step: Step = field(default_factory=Step)
+    last_reader: Any = None
+    has_ranks = True
+    frontend = TorchFrontend()
+
+    @property
+    def worker(self) -> FakeContext:
+        return self
+
+    communicator = worker
+
+    def check_has_ranks(self, what: str) -> None: ...
 
     def step_boundary(self) -> None:
         if self.boundary is not None:
             self.boundary(self)
 
-    def hand_out(self, batch: InFlight) -> None:
+    def hand_out(self, batch: Pass) -> None:
         self.handed.append(batch)
 
     def pass_ends(self) -> None:
@@ -97,15 +112,21 @@ class FakeContext:
         self.marked += 1
         self.consume()
 
-    def register_loader(self, loader: Any) -> None:
-        self.loaders.append(loader)
+    def register_data(self, examples: int, dropped: int, planner: Planner) -> None:
+        self.registered.append(examples)
 
-    def warn(self, message: str) -> None:
-        self.warnings.append(message)
+    def warn_once(self, message: str) -> None:
+        if self.rank == 0:
+            self.warnings.append(message)
 
     def consume(self) -> None:
         """What the optimizer does after its step."""
         self.progress.advance(self.handed[-1].step_examples)
+
+
+def fake(*args: Any, **options: Any) -> Any:
+    """Return a :class:`FakeContext`, in place of a real one."""
+    return FakeContext(*args, **options)
 
 
 class World:
@@ -115,7 +136,7 @@ class World:
         self.n, self.batch_size, self.options = n, batch_size, options
         self.progress = Progress()
         self.generation = 0
-        self.ranks: list[tuple[FakeContext, Any, Iterator[Any]]] = []
+        self.ranks: list[tuple[Any, Any, Iterator[Any]]] = []
         self.read: list[int] = []
         self.steps = 0
 
@@ -129,7 +150,7 @@ class World:
             context.rank, context.size, context.generation = rank, size, self.generation
         for rank in range(len(self.ranks), size):
             # A newcomer takes its progress from the others.
-            context = FakeContext(rank, size, self.generation, progress=replace(self.progress))
+            context = fake(rank, size, self.generation, progress=replace(self.progress))
             loader: Any = DataLoader(
                 Numbers(self.n), self.batch_size, context=context, **self.options
             )
@@ -142,7 +163,7 @@ class World:
             return False
         assert len(shares) == len(self.ranks)
         batches = [context.handed[-1] for context, _, _ in self.ranks]
-        assert len({(b.position, b.step_examples, b.epoch) for b in batches}) == 1
+        assert len({b.step_examples for b in batches}) == 1
         assert sum(b.weight for b in batches) == pytest.approx(len(batches))
         for (values, tens), batch in zip(shares, batches, strict=True):
             assert tens.tolist() == [10 * i for i in values.tolist()]
@@ -179,7 +200,7 @@ def test_shares_may_change_between_any_two_steps(num_workers: int) -> None:
             if len(parts or (0, 0)) != len(world.ranks):
                 world.resize(len(parts or (0, 0)))
             for _, loader, _ in world.ranks:
-                loader.rebalancing._balance.parts = parts
+                loader.planner.balance.parts = parts
             assert world.step()
             read = [len(context.handed[-1].indices or []) for context, _, _ in world.ranks]
             assert read == list(parts or (6, 6))
@@ -245,12 +266,12 @@ def test_a_run_keeps_the_order_that_it_began_with() -> None:
     """Progress of a release that knew one order names none."""
     n, done = 70_000, 40_000
     old = {"step": 4, "epoch": 1, "position": done, "examples": n + done}
-    context = FakeContext(progress=Progress.from_dict(old))
+    context = fake(progress=Progress.from_dict(old))
     loader: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=context)
     read = list(chain.from_iterable(values.tolist() for values, _ in loader))
     assert read == permutation(6, 1, n)[done:].tolist()
     # What it tells others, and writes into checkpoints, names it.
-    context = FakeContext(progress=Progress.from_dict(context.progress.as_state()))
+    context = fake(progress=Progress.from_dict(context.progress.as_state()))
     context.progress.next_epoch()
     loader = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=context)
     assert next(iter(loader))[0].tolist() == permutation(6, 2, n)[:10_000].tolist()
@@ -260,14 +281,14 @@ def test_a_run_keeps_the_order_that_it_began_with() -> None:
         ):
             Progress.from_dict({**old, "data_order": unknown})  # type: ignore[dict-item]
     # A new run has the new order.
-    fresh: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=FakeContext())
+    fresh: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=fake())
     assert next(iter(fresh))[0].tolist() != permutation(6, 0, n)[:10_000].tolist()
 
 
 def test_an_order_that_is_taken_over_takes_the_place_of_the_own() -> None:
     """A checkpoint of the same place in the epoch may come between two steps."""
     n = 70_000
-    context = FakeContext()
+    context = fake()
     loader: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=context)
     batches = iter(loader)
     next(batches)
@@ -329,21 +350,21 @@ def test_padding_is_said_with_its_indices_when_ranks_outnumber_examples() -> Non
 
 
 def test_length_is_a_whole_epoch_and_steps_left_is_the_rest() -> None:
-    context = FakeContext(progress=Progress(position=64))
+    context = fake(progress=Progress(position=64))
     loader: Any = DataLoader(Numbers(100), 32, context=context)
     assert (len(loader), loader.steps_left()) == (4, 2)
     assert len(list(loader)) == 2
 
 
 def test_drop_last_leaves_the_short_step_out() -> None:
-    context = FakeContext(size=3)
+    context = fake(size=3)
     loader: Any = DataLoader(Numbers(100), 32, drop_last=True, context=context)
     assert len(loader) == len(list(loader)) == 3
     assert context.progress.position == 96
 
 
 def test_a_script_without_our_optimizer_is_marked_when_it_comes_back() -> None:
-    context = FakeContext()
+    context = fake()
     loader: Any = DataLoader(Numbers(10), 4, context=context)
     batches = iter(loader)
     next(batches)
@@ -353,7 +374,7 @@ def test_a_script_without_our_optimizer_is_marked_when_it_comes_back() -> None:
 
 
 def test_a_batch_that_was_looked_at_and_not_used_comes_again() -> None:
-    context = FakeContext()
+    context = fake()
     loader: Any = DataLoader(Numbers(10), 4, context=context)
     peeked, _ = next(iter(loader))
     assert [values.tolist() for values, _ in loader][:1] == [peeked.tolist()]
@@ -362,7 +383,7 @@ def test_a_batch_that_was_looked_at_and_not_used_comes_again() -> None:
 
 def test_the_boundary_comes_before_every_batch_and_not_after_the_last() -> None:
     seen: list[int] = []
-    context = FakeContext(boundary=lambda c: seen.append(c.progress.position))
+    context = fake(boundary=lambda c: seen.append(c.progress.position))
     loader: Any = DataLoader(Numbers(10), 4, context=context)
     assert len(list(loader)) == 3
     assert seen == [0, 4, 8]
@@ -373,7 +394,7 @@ def test_a_rescale_inside_the_boundary_takes_effect_on_the_next_share() -> None:
         if context.progress.position == 16:
             context.rank, context.size, context.generation = 1, 2, 2
 
-    context = FakeContext(boundary=grow)
+    context = fake(boundary=grow)
     loader: Any = DataLoader(Numbers(32), 16, num_workers=1, context=context)
     assert [values.tolist() for values, _ in loader] == [list(range(16)), list(range(24, 32))]
 
@@ -386,7 +407,7 @@ def test_an_interruption_at_the_boundary_is_the_scripts_to_see_and_reading_goes_
         if context.progress.position == 4 and context.generation == 1:
             raise InterruptionError
 
-    context = FakeContext(boundary=interrupt)
+    context = fake(boundary=interrupt)
     loader: Any = DataLoader(Numbers(12), 4, num_workers=1, context=context)
     read: list[int] = []
     with pytest.raises(InterruptionError):
@@ -402,14 +423,14 @@ def test_state_taken_over_from_a_later_epoch_ends_this_one() -> None:
         if context.progress == Progress(1, 0, 4, 4):
             context.progress = Progress(3, 1, 0, 12)
 
-    context = FakeContext(boundary=take_over)
+    context = fake(boundary=take_over)
     loader: Any = DataLoader(Numbers(12), 4, context=context)
     assert len(list(loader)) == 1
     assert context.progress.epoch == 1
 
 
 def test_iterating_twice_in_an_epoch_is_explained() -> None:
-    context = FakeContext()
+    context = fake()
     loader: Any = DataLoader(Numbers(8), 4, context=context)
     assert len(list(loader)) == 2
     with pytest.raises(ScriptError, match=r"all 8 examples of epoch 0 .* hvd\.epochs"):
@@ -419,7 +440,7 @@ def test_iterating_twice_in_an_epoch_is_explained() -> None:
 
 
 def test_an_epoch_resumed_at_its_end_is_simply_over() -> None:
-    context = FakeContext(progress=Progress(2, 0, 8, 8))
+    context = fake(progress=Progress(2, 0, 8, 8))
     loader: Any = DataLoader(Numbers(8), 4, context=context)
     assert list(loader) == []
     # The training function runs again after a failure late in the epoch (validation, say).
@@ -428,7 +449,7 @@ def test_an_epoch_resumed_at_its_end_is_simply_over() -> None:
 
 
 def test_a_second_loader_in_an_epoch_is_refused() -> None:
-    context = FakeContext()
+    context = fake()
     training: Any = DataLoader(Numbers(8), 4, context=context)
     bigger: Any = DataLoader(Numbers(20), 4, context=context)
     smaller: Any = DataLoader(Numbers(4), 4, context=context)
@@ -440,7 +461,7 @@ def test_a_second_loader_in_an_epoch_is_refused() -> None:
 
 
 def test_indices_are_those_of_getitems_and_a_collate_function_sees_samples_only() -> None:
-    context = FakeContext()
+    context = fake()
     loader: Any = DataLoader(
         NumbersAtOnce(6), 4, collate_fn=lambda samples: samples, context=context
     )
@@ -449,7 +470,7 @@ def test_indices_are_those_of_getitems_and_a_collate_function_sees_samples_only(
 
 
 def test_without_audit_the_dataset_is_the_scripts_own_and_no_indices_are_told() -> None:
-    context = FakeContext(audit=False)
+    context = fake(audit=False)
     loader: Any = DataLoader(
         Numbers(6), 4, num_workers=1, worker_init_fn=_want_own_dataset, context=context
     )
@@ -458,7 +479,7 @@ def test_without_audit_the_dataset_is_the_scripts_own_and_no_indices_are_told() 
 
 
 def test_with_audit_a_worker_init_fn_still_sees_its_dataset() -> None:
-    context = FakeContext(audit=True)
+    context = fake(audit=True)
     loader: Any = DataLoader(
         Numbers(6), 6, num_workers=1, worker_init_fn=_want_own_dataset, context=context
     )
@@ -472,7 +493,7 @@ def _want_own_dataset(_: int) -> None:
 
 
 def test_spawned_workers_can_be_used() -> None:
-    context = FakeContext()
+    context = fake()
     loader: Any = DataLoader(
         Numbers(6), 6, num_workers=1, multiprocessing_context="spawn", context=context
     )
@@ -483,23 +504,16 @@ def test_reading_leaves_the_scripts_random_numbers_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3).tolist()
     torch.manual_seed(5)
-    loader: Any = DataLoader(Numbers(6), 3, shuffle=True, context=FakeContext())
+    loader: Any = DataLoader(Numbers(6), 3, shuffle=True, context=fake())
     list(loader)
     assert torch.rand(3).tolist() == expected
 
 
 def test_loader_is_registered_once_for_each_context() -> None:
-    context = FakeContext()
+    context = fake()
     loader: Any = DataLoader(Numbers(6), 3, context=context)
     list(loader)
-    assert context.loaders == [loader]
-    assert loader.signature() == {
-        "examples": 6,
-        "batch_size": 3,
-        "shuffle": False,
-        "seed": 0,
-        "drop_last": False,
-    }
+    assert context.registered == [6]
 
 
 class Stream(IterableDataset[int]):
@@ -529,17 +543,17 @@ class Unsized:
 )
 def test_what_cannot_work_is_explained(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ScriptError, match=message):
-        DataLoader(dataset, context=FakeContext(), **options)
+        DataLoader(dataset, context=fake(), **options)
 
 
 def test_pytorch_refuses_its_own_options_at_once() -> None:
     with pytest.raises(ValueError, match="prefetch_factor"):
-        DataLoader(Numbers(4), 2, prefetch_factor=2, context=FakeContext())
+        DataLoader(Numbers(4), 2, prefetch_factor=2, context=fake())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_batch_smaller_than_the_world_is_warned_of_once(rank: int) -> None:
-    context = FakeContext(rank=rank, size=4)
+    context = fake(rank=rank, size=4)
     loader: Any = DataLoader(Numbers(9), 3, context=context)
     list(loader)
     assert len(context.warnings) == (rank == 0)
@@ -553,7 +567,7 @@ def test_an_error_of_the_dataset_reaches_the_script() -> None:
             raise KeyError(f"example {index} is missing")
 
     for workers in (0, 1):
-        loader: Any = DataLoader(Broken(4), 2, num_workers=workers, context=FakeContext())
+        loader: Any = DataLoader(Broken(4), 2, num_workers=workers, context=fake())
         with pytest.raises(KeyError, match="example 0 is missing"):
             next(iter(loader))
 
@@ -564,7 +578,7 @@ def test_reading_processes_do_not_hold_the_ranks_connections() -> None:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
     with ours, theirs:
-        loader: Any = DataLoader(Numbers(40), 4, num_workers=2, context=FakeContext())
+        loader: Any = DataLoader(Numbers(40), 4, num_workers=2, context=fake())
         batches = iter(loader)
         next(batches)
         next(batches)
@@ -579,14 +593,16 @@ def test_reading_processes_do_not_hold_the_ranks_connections() -> None:
 RANK = """
 import os, sys, time
 from hvd_elastic.torch.data import DataLoader
-from tests.unit.torch.test_data import FakeContext, Numbers
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training.planning.planner import Planner
+from tests.unit.torch.test_data import Numbers, fake
 
 class Telling(Numbers):
     def __getitem__(self, index):
         os.write(int(sys.argv[1]), b"%d\\n" % os.getpid())
         return super().__getitem__(index)
 
-loader = DataLoader(Telling(10 ** 6), 1, num_workers=1, context=FakeContext())
+loader = DataLoader(Telling(10 ** 6), 1, num_workers=1, context=fake())
 batches = iter(loader)
 next(batches)
 print("reading", flush=True)

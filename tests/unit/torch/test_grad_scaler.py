@@ -14,10 +14,12 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.policy import batch
-from hvd_elastic.torch import context
-from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.progress import InFlight
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.step import Pass
 
 WIDTH = 20
 
@@ -60,9 +62,9 @@ class Trained:
             own = make(self.model.parameters())
         self.optimizer = hvd.DistributedOptimizer(own, self.model, lr_rule="none")
         loader: Any = hvd.DataLoader(data, 30, shuffle=True, max_batch_size=30)
-        self.adaptation: Adaptation = loader.adaptation
-        self.adaptation.plan = BatchPlan(30, accumulation)
-        self.adaptation._decide = lambda *_: ""
+        self.adaptation: AdaptivePlanner = loader.planner
+        self.adaptation.choice.plan = BatchPlan(30, accumulation)
+        self.adaptation._choose_plan = lambda *_: ""
         self.scales: dict[int, set[float]] = {}
         """Those of the passes of each step."""
 
@@ -70,7 +72,7 @@ class Trained:
         def train(state: hvd.State) -> None:
             for _ in hvd.epochs(epochs):
                 for inputs, targets in loader:
-                    step = context.current().progress.step
+                    step = context.current().worker.progress.step
                     self.optimizer.zero_grad()
                     loss = F.mse_loss(self.model(inputs), targets)
                     if scaler is None:
@@ -102,7 +104,7 @@ def test_a_changing_scale_changes_no_step_and_no_estimate(
     monkeypatch.setattr(batch, "_REVIEW_STEPS", (10, 10))
     found = []
     for scaled in (False, True):
-        monkeypatch.setattr(context, "_context", Context(Mode.ALONE))
+        monkeypatch.setattr(context, "_context", Context(Mode.ALONE, TorchFrontend()))
         scaler = hvd.GradScaler(init_scale=2.0, growth_interval=3) if scaled else None
         found.append(Trained(regression(600), accumulation, scaler, clip=clip))
     without, scaled_too = found
@@ -128,8 +130,8 @@ def test_a_scale_that_is_too_large_comes_down_and_training_goes_on(
     assert skipped > 10
     assert scaler.get_scale() == 2.0 ** (127 - skipped)
     assert torch.isfinite(trained.model.weight).all()
-    made = alone.progress.step
-    assert alone.progress.examples == 30 * made, "their examples are used"
+    made = alone.worker.progress.step
+    assert alone.worker.progress.examples == 30 * made, "their examples are used"
     assert trained.adaptation.progress == pytest.approx(made - skipped), "for no progress"
 
 
@@ -155,12 +157,12 @@ class TwoRanks(LocalCommunicator):
 
 
 def hand_out(ctx: Context) -> None:
-    ctx.hand_out(InFlight(epoch=0, position=0, step_examples=8, weight=1.0))
+    ctx.hand_out(Pass(step_examples=8, weight=1.0))
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_it_looks_at_the_average_of_all_ranks(alone: Context, unscale_first: bool) -> None:
-    alone.engine = engine = TwoRanks(other=24.0)
+    alone.worker.communicator = engine = TwoRanks(other=24.0)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
@@ -183,11 +185,11 @@ def test_it_looks_at_the_average_of_all_ranks(alone: Context, unscale_first: boo
     assert scaler.get_scale() == 4.0, "though this rank's own gradient is finite"
     engine.other = 4.0
     assert step() == -3.0
-    assert alone.progress.step == 3
+    assert alone.worker.progress.step == 3
 
 
 def test_a_disabled_scaler_still_waits_for_the_average_before_clipping(alone: Context) -> None:
-    alone.engine = TwoRanks(other=3.0)
+    alone.worker.communicator = TwoRanks(other=3.0)
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     scaler = hvd.GradScaler(enabled=False)
@@ -198,7 +200,7 @@ def test_a_disabled_scaler_still_waits_for_the_average_before_clipping(alone: Co
     assert model.weight.grad.item() == 2.0
     scaler.step(optimizer)
     scaler.update()
-    assert alone.progress.step == 1
+    assert alone.worker.progress.step == 1
 
 
 def test_a_step_that_was_called_off_is_done_again(alone: Context) -> None:

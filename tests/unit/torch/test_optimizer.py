@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
-from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.optimizer import DistributedOptimizer, _is_finite
-from hvd_elastic.torch.progress import InFlight
 from hvd_elastic.torch.state import State
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.training.step import Pass, Stage
 
 
 class TwoRanks(LocalCommunicator):
@@ -28,7 +29,9 @@ class TwoRanks(LocalCommunicator):
         self.other = other
         self.names: list[str] = []
 
-    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+    def reduce_async(self, tensor: Any, name: str) -> Any:
+        if name == "hvd_elastic.change":  # both say the same
+            return tensor
         self.names.append(name)
         tensor.add_(self.other).div_(2)
         return tensor
@@ -37,7 +40,7 @@ class TwoRanks(LocalCommunicator):
 @pytest.fixture
 def two(alone: Context) -> TwoRanks:
     engine = TwoRanks(other=3.0)
-    alone.engine = engine
+    alone.worker.communicator = engine
     return engine
 
 
@@ -48,8 +51,13 @@ def linear(requires: bool = True) -> torch.nn.Linear:
     return model.requires_grad_(requires)
 
 
+def adapts_now(ctx: Context) -> None:
+    """Have a batch that adapts from now on."""
+    ctx.register_data(64, 0, AdaptivePlanner(BatchLimits(8, 16), examples=64))
+
+
 def hand_out(ctx: Context, weight: float = 1.0, examples: int = 8) -> None:
-    ctx.hand_out(InFlight(epoch=0, position=0, step_examples=examples, weight=weight))
+    ctx.hand_out(Pass(step_examples=examples, weight=weight))
 
 
 @pytest.mark.parametrize(("weight", "gradient"), [(1.0, 2.0), (0.5, 1.75), (0.0, 1.5)])
@@ -63,8 +71,8 @@ def test_the_mean_over_ranks_is_weighted_by_their_examples(
     optimizer.step()
     assert model.weight.item() == -gradient
     assert two.names == ["gradient.weight"]
-    assert alone.progress.step == 1
-    assert alone.progress.examples == 8
+    assert alone.worker.progress.step == 1
+    assert alone.worker.progress.examples == 8
 
 
 def test_it_stays_the_users_optimizer(alone: Context) -> None:
@@ -108,15 +116,14 @@ def test_a_parameter_that_is_frozen_later_stays_as_it_is(
     alone: Context, ranks: int, adapts: bool
 ) -> None:
     """With momentum and decay a zero gradient would move it."""
-    alone.engine = engine = TwoRanks(other=0.0)
+    alone.worker.communicator = engine = TwoRanks(other=0.0)
     engine.size = ranks
     frozen, model = linear(), linear()
     parameters = [*frozen.parameters(), *model.parameters()]
     sgd = torch.optim.SGD(parameters, lr=0.5, momentum=0.9, weight_decay=0.1)
     optimizer = DistributedOptimizer(sgd, lr_rule="none")
     if adapts:
-        adaptation = Adaptation(BatchLimits(8, 16), examples=64)
-        alone.averager.adapt(adaptation)  # type: ignore[union-attr]
+        adapts_now(alone)
     places = []
     for learns in (True, False, False, True):
         frozen.requires_grad_(learns)
@@ -127,7 +134,7 @@ def test_a_parameter_that_is_frozen_later_stays_as_it_is(
         assert (frozen.weight.grad is None) is not learns
         places.append(frozen.weight.item())
     assert places[0] == places[1] == places[2] != places[3]
-    assert alone.progress.step == 4
+    assert alone.worker.progress.step == 4
 
 
 def test_bfloat16_gradients_are_reduced_as_float(alone: Context, two: TwoRanks) -> None:
@@ -187,22 +194,21 @@ class LeftOut(LocalCommunicator):
         self.first = first
         self.shapes: list[tuple[int, ...]] = []
 
-    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+    def reduce_async(self, tensor: Any, name: str) -> Any:
         self.shapes.append(tuple(tensor.shape))
         if name == "hvd_elastic.change":
-            other = tensor.clone()
-            other[-1] = self.first
-            return tensor.add_(other).div_(2)
+            other = tensor.copy()
+            other[3] = self.first
+            return (tensor + other) / 2
         return tensor
 
-    def wait(self, handle: Any) -> torch.Tensor:
-        if handle.dim() > 2 and not self.first:
+    def wait(self, handle: Any) -> Any:
+        if handle.ndim > 2 and not self.first:
             raise ScriptError("what the ranks exchange does not fit together: Mismatched shapes.")
-        result: torch.Tensor = handle
-        return result
+        return handle
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.cat([torch.tensor([int(self.first)]), tensor])
+    def gather(self, array: Any, name: str) -> Any:
+        return np.concatenate([[int(self.first)], array])
 
 
 @pytest.mark.parametrize("adapts", [False, True])
@@ -212,14 +218,12 @@ def test_a_step_that_one_rank_alone_leaves_out_is_an_error(
 ) -> None:
     model = linear()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
-    adaptation = Adaptation(BatchLimits(8, 16), examples=64)
     if adapts:
-        alone.adaptation = adaptation
-        alone.averager.adapt(adaptation)  # type: ignore[union-attr]
-    alone.register_loader(SimpleNamespace(adaptation=alone.adaptation, rebalancing=None))
+        adapts_now(alone)
+    alone.register_data(64, 0, Planner(8))
 
     def goes_on(other_too: bool) -> None:
-        alone.engine = LeftOut(other_too)
+        alone.worker.communicator = LeftOut(other_too)
         hand_out(alone)
         if commits:
             alone.commit({})
@@ -227,28 +231,27 @@ def test_a_step_that_one_rank_alone_leaves_out_is_an_error(
             alone.mark_consumed()
 
     goes_on(other_too=True)
-    assert alone.progress.step == 1
-    alone.engine = LeftOut(first=False)
+    assert alone.worker.progress.step == 1
+    alone.worker.communicator = LeftOut(first=False)
     hand_out(alone)
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
-    assert alone.progress.step == 2
+    assert alone.worker.progress.step == 2
     with pytest.raises(ScriptError, match=r"step 3 was left out on rank 1 alone, of 2.*allreduce"):
         goes_on(other_too=False)
 
 
 def test_a_step_that_is_called_off_may_be_left_out(alone: Context) -> None:
     """One rank had no memory for it, and another one would not have taken it."""
-    alone.engine = LeftOut(first=False)
+    alone.worker.communicator = LeftOut(first=False)
     model = linear()
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
-    alone.adaptation = Adaptation(BatchLimits(8, 16), examples=64)
-    alone.averager.adapt(alone.adaptation)  # type: ignore[union-attr]
+    adapts_now(alone)
     hand_out(alone)
-    alone._void = True
+    alone.step.is_too_large = True
     alone.mark_consumed()
-    assert alone.voided
-    assert alone.progress.step == 0
+    assert alone.step.stage is Stage.VOIDED
+    assert alone.worker.progress.step == 0
 
 
 def test_one_optimizer_is_averaged_and_once(alone: Context, two: TwoRanks) -> None:
@@ -264,7 +267,7 @@ def test_one_optimizer_is_averaged_and_once(alone: Context, two: TwoRanks) -> No
     with pytest.raises(ScriptError, match="another optimizer was given to DistributedOptimizer"):
         first.step()
     second.step()
-    assert alone.progress.step == 1
+    assert alone.worker.progress.step == 1
 
 
 def test_what_is_no_optimizer_is_refused(alone: Context) -> None:
@@ -278,8 +281,7 @@ def test_a_closure_is_refused(alone: Context, adapts: bool) -> None:
     model = linear()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     if adapts:
-        alone.adaptation = Adaptation(BatchLimits(8, 16), examples=64)
-        alone._adapt()
+        adapts_now(alone)
     hand_out(alone)
     optimizer.zero_grad()
     with pytest.raises(ScriptError, match=r"call backward\(\) before step\(\)"):
@@ -297,8 +299,7 @@ def test_what_learns_only_later_is_refused(alone: Context, adapts: bool, added: 
     first = [model.weight] if added else model.parameters()
     optimizer = DistributedOptimizer(torch.optim.SGD(first, lr=1.0), model)
     if adapts:
-        alone.adaptation = Adaptation(BatchLimits(8, 16), examples=64)
-        alone._adapt()
+        adapts_now(alone)
     model.bias.requires_grad_(True)
     if added:
         optimizer.add_param_group({"params": [model.bias]})
@@ -331,7 +332,7 @@ def test_a_step_that_is_left_out_after_its_gradients_is_one_of_all_ranks(
     optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
 
     def goes_on(other_too: bool) -> None:
-        alone.engine = LeftOut(other_too)
+        alone.worker.communicator = LeftOut(other_too)
         hand_out(alone)
         model(torch.ones(1, 1)).sum().backward()
         if gradients == "averaged":
@@ -340,7 +341,7 @@ def test_a_step_that_is_left_out_after_its_gradients_is_one_of_all_ranks(
 
     goes_on(other_too=True)
     goes_on(other_too=True)
-    assert (alone.progress.step, model.weight.item()) == (2, 0.0)
+    assert (alone.worker.progress.step, model.weight.item()) == (2, 0.0)
     with pytest.raises(ScriptError, match="step 3 was left out on rank 1 alone, of 2"):
         goes_on(other_too=False)
 
@@ -348,13 +349,13 @@ def test_a_step_that_is_left_out_after_its_gradients_is_one_of_all_ranks(
 def training(alone: Context, step: Any) -> list[str]:
     """Return the warnings of one step on two ranks."""
     told: list[str] = []
-    alone.warn = told.append  # type: ignore[assignment, method-assign]
+    alone.worker.warn = told.append  # type: ignore[assignment, method-assign]
     model = linear()
     optimizer = DistributedOptimizer(step.wraps(model.parameters()), model)
 
     @run
     def train(state: State) -> None:
-        alone.engine = TwoRanks(other=0.0)  # it is alone until then
+        alone.worker.communicator = TwoRanks(other=0.0)  # it is alone until then
         hand_out(alone)
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
@@ -392,7 +393,7 @@ def test_an_optimizer_that_nobody_knows_of_is_named(alone: Context) -> None:
 
 
 def test_an_optimizer_that_nobody_knows_of_is_an_error_of_an_audited_run(alone: Context) -> None:
-    alone.audit = True
+    alone.worker.audit = True
     with pytest.raises(ScriptError, match="the Adam that takes a step"):
         training(alone, Plain())
 

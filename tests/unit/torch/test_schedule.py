@@ -11,10 +11,10 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.lr_rules import Adjustment
-from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.context import Context
 from hvd_elastic.torch.schedule import schedule_length
 from hvd_elastic.torch.state import dump_plain, load_plain
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 
 
 def halving() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -42,7 +42,7 @@ def test_without_a_batch_that_adapts_calls_are_counted(alone: Context) -> None:
 def test_a_schedule_moves_with_progress(
     alone: Context, per: str, progress: list[float], rates: list[float]
 ) -> None:
-    adaptation = alone.adaptation = Adaptation(BatchLimits(10, 100), examples=100)
+    adaptation = alone.planner = AdaptivePlanner(BatchLimits(10, 100), examples=100)
     optimizer, scheduler = halving()
     hvd.follow_progress(scheduler, per)  # type: ignore[arg-type]
     found = []
@@ -53,7 +53,7 @@ def test_a_schedule_moves_with_progress(
 
 
 def test_a_chain_of_schedules_moves_with_progress(alone: Context) -> None:
-    adaptation = alone.adaptation = Adaptation(BatchLimits(10, 100), examples=100)
+    adaptation = alone.planner = AdaptivePlanner(BatchLimits(10, 100), examples=100)
     optimizer, first = halving()
     second = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
     chain = hvd.follow_progress(torch.optim.lr_scheduler.ChainedScheduler([first, second]))
@@ -65,7 +65,7 @@ def test_a_chain_of_schedules_moves_with_progress(alone: Context) -> None:
 @pytest.mark.parametrize("within", ["itself", "a chain", "a sequence"])
 def test_one_cycle_stays_at_its_end(alone: Context, within: str) -> None:
     """The last pass over the data goes on for some steps more, at which OneCycleLR would raise."""
-    adaptation = alone.adaptation = Adaptation(BatchLimits(10, 100), examples=100)
+    adaptation = alone.planner = AdaptivePlanner(BatchLimits(10, 100), examples=100)
     optimizer, other = halving()
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8.0, total_steps=20)
     schedule: torch.optim.lr_scheduler.LRScheduler = cycle
@@ -111,7 +111,7 @@ def trained(
 ) -> list[str]:
     """The warnings of a training with this scheduler in its State, stepped so often."""
     told: list[str] = []
-    monkeypatch.setattr(alone, "warn", told.append)
+    monkeypatch.setattr(alone.worker, "warn", told.append)
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),
@@ -152,7 +152,7 @@ def test_a_schedule_that_counts_the_batches_of_an_adaptive_loader_is_warned_of(
     (told,) = trained(alone, monkeypatch, one_cycle, "step")
     assert "scheduler 'sched' (OneCycleLR, 810 steps) is stepped once for each batch" in told
     assert "sched = hvd.follow_progress(sched)" in told
-    assert alone.progress.epoch == 3
+    assert alone.worker.progress.epoch == 3
 
 
 def test_a_schedule_that_counts_passes_is_warned_of_where_there_are_more_of_them(
@@ -187,7 +187,7 @@ def test_a_schedule_that_keeps_up_is_not_warned_of(
 def forgetting(alone: Context, monkeypatch: pytest.MonkeyPatch, kept: str, most: int) -> list[str]:
     """Return the warnings of a training with a chain of two schedulers and what is kept of it."""
     told: list[str] = []
-    monkeypatch.setattr(alone, "warn", told.append)
+    monkeypatch.setattr(alone.worker, "warn", told.append)
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)

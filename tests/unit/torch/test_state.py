@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,16 +16,18 @@ from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
-from hvd_elastic.torch import context
 from hvd_elastic.torch.checkpoint import load_checkpoint
-from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.progress import Progress
+from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.state import State, dump_plain, load_plain
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.progress import Progress
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
-    made = Context(Mode.ALONE)
+    made = Context(Mode.ALONE, TorchFrontend())
     monkeypatch.setattr(context, "_context", made)
     return made
 
@@ -40,9 +43,9 @@ class Wire(LocalCommunicator):
         self.other_lacks = other_lacks
         self.said: list[Any] = [] if said is None else list(said)
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        other = torch.tensor([[int(self.other_lacks)]])
-        return torch.cat([tensor, other] if self.rank == 0 else [other, tensor])
+    def gather(self, array: Any, name: str) -> Any:
+        other = np.array([[int(self.other_lacks)]])
+        return np.concatenate([array, other] if self.rank == 0 else [other, array])
 
     def hand_over(self, tensors: Sequence[torch.Tensor], lacking: Sequence[bool]) -> None:
         assert list(lacking) == [False, True], "the root has it and the newcomer does not"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hvd_elastic.checkpoint.files import (
     ShardInfo,
@@ -22,10 +21,8 @@ from hvd_elastic.checkpoint.files import (
 from hvd_elastic.checkpoint.stream import Content, new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
-
-if TYPE_CHECKING:
-    from hvd_elastic.torch.context import Context
 
 __all__ = ["Checkpointing"]
 
@@ -40,11 +37,11 @@ _LOOK_S = 0.25
 class Checkpointing:
     """The checkpoints of one training process."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._every_s = context.options.checkpoint_every_s or context.sink.checkpoint_every_s
-        self._spool = os.environ.get("HVD_ELASTIC_SPOOL") if context.link is not None else None
-        self._folder = self._spool or context.sink.checkpoint_folder
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._every_s = worker.options.checkpoint_every_s or worker.sink.checkpoint_every_s
+        self._spool = os.environ.get("HVD_ELASTIC_SPOOL") if worker.link is not None else None
+        self._folder = self._spool or worker.sink.checkpoint_folder
         self._writer: ShardWriter | None = None
         self._due = float("inf")
         self._asked = False
@@ -56,14 +53,14 @@ class Checkpointing:
 
     # -- agreeing --------------------------------------------------------------------------
 
-    def wishes(self) -> list[float]:
+    def wishes(self) -> list[bool]:
         """This rank's part of what is agreed on in a step: due, asked for, busy."""
         if self._writer is None:
-            return [0.0, 0.0, 0.0]
-        if self._context.link is not None and self._context.link.take_checkpoint_request():
+            return [False, False, False]
+        if self._worker.link is not None and self._worker.link.take_checkpoint_request():
             self._asked = True
-        due = self._context.engine.rank == 0 and time.monotonic() >= self._due
-        return [float(due), float(self._asked), float(self._writer.busy or self._behind())]
+        due = self._worker.communicator.rank == 0 and time.monotonic() >= self._due
+        return [due, self._asked, self._writer.busy or self._behind()]
 
     def _behind(self) -> bool:
         """Whether the leader takes checkpoints more slowly than they come; looked up when due."""
@@ -75,15 +72,15 @@ class Checkpointing:
             waiting = {
                 shard.step
                 for shard in find_shards(self._spool)
-                if (shard.life, shard.generation) == (self._context.life, self._context.generation)
+                if (shard.life, shard.generation) == (self._worker.life, self._worker.generation)
                 and time.time() - shard.created < _PATIENCE_S
             }
             self._is_behind = len(waiting) >= _SPOOLED
         return self._is_behind
 
-    def agree(self, wishes: Sequence[float]) -> None:
+    def agree(self, wishes: Sequence[bool]) -> None:
         """Take note of what all ranks wish together."""
-        due, asked, busy = (wish > 0 for wish in wishes)
+        due, asked, busy = wishes
         self._agreed = (due, asked, busy)
 
     def step_boundary(self) -> None:
@@ -99,7 +96,7 @@ class Checkpointing:
             else:
                 self._make_room()
 
-    def schedule(self, now: float) -> None:
+    def schedule(self) -> None:
         """The ranks are (other) ones now; the first checkpoint is due an interval after that."""
         self._room_agreed = False
         self._agreed = (False, False, False)
@@ -110,15 +107,15 @@ class Checkpointing:
                 self._folder, finish=self._finish, on_done=self._done, on_error=self._error
             )
         if self._due == float("inf"):
-            self._due = now + self._every_s
+            self._due = time.monotonic() + self._every_s
 
     # -- taking ----------------------------------------------------------------------------
 
     def _share(self, *, alone: bool = False) -> tuple[Content, ShardInfo | None]:
         """The state now, and this rank's share of it; ``alone``: all of it."""
-        context, state = self._context, self._context.state
+        worker, state = self._worker, self._worker.state
         assert state is not None
-        rank, size = (0, 1) if alone else (context.engine.rank, context.engine.size)
+        rank, size = (0, 1) if alone else (worker.communicator.rank, worker.communicator.size)
         content = state.content(copy_own=rank == 0)
         if self._spool is None:
             # Nobody would bring the shares of several hosts together.
@@ -127,55 +124,50 @@ class Checkpointing:
             size = 1
         shard = new_shard(
             content,
-            context.progress,
+            worker.progress,
             rank,
             size,
-            context.generation,
-            context.life,
-            world=context.engine.size,
+            worker.generation,
+            worker.life,
+            world=worker.communicator.size,
         )
         return content, shard
 
     def _make_room(self) -> None:
         self._room_agreed = True
-        if self._writer is not None and self._context.state is not None:
+        if self._writer is not None and self._worker.state is not None:
             content, shard = self._share()
             if shard is not None:
                 self._writer.prepare(content, shard.end - shard.begin)
 
     def broken(self) -> None:
         """The ranks go on without a common step: what was asked for in it is still wanted."""
-        if self._asked and self._context.link is not None:
+        if self._asked and self._worker.link is not None:
             self._asked = False
-            self._context.link.give_back_checkpoint_request()
+            self._worker.link.give_back_checkpoint_request()
 
     def answer(self) -> None:
         """Say that what was asked for is done: this rank has nothing more to write of it."""
-        self._context.sink.send(msg.CheckpointAnswered())
+        self._worker.sink.send(msg.CheckpointAnswered())
 
-    def take_alone(self) -> None:
-        """Write the whole state; this rank waits, and the others wait too or are gone."""
-        if self._writer is not None and self._context.state is not None:
-            self._writer.flush()
-            content, shard = self._share(alone=True)
-            if shard is not None:
-                progress = self._context.progress
-                self._writer.begin(content, progress, shard, set(), time.monotonic())
-                self._writer.flush()
+    def take(self, *, wait: bool = False, alone: bool = False) -> None:
+        """Copy and write this rank's share of the state as it is now.
 
-    def take(self, *, wait: bool = False) -> None:
-        """Copy and write this rank's share of the state as it is now."""
-        state = self._context.state
+        Args:
+            wait: until it is written.
+            alone: write all of the state; the others wait too, or are gone.
+        """
+        state = self._worker.state
         if self._writer is None or state is None:
             return
         self._room_agreed = self._asked = False
         self._due = time.monotonic() + self._every_s
         self._writer.flush()
         began = time.monotonic()
-        content, shard = self._share()
+        content, shard = self._share(alone=alone)
         if shard is not None:
             lasting = state.lasting() if state.waits_before_step() else set()
-            self._writer.begin(content, self._context.progress, shard, lasting, began)
+            self._writer.begin(content, self._worker.progress, shard, lasting, began)
             if wait:
                 self._writer.flush()
 
@@ -200,7 +192,7 @@ class Checkpointing:
 
     def _done(self, shard: ShardInfo, blocked_s: float) -> None:
         self._failed = ""
-        self._context.sink.send(
+        self._worker.sink.send(
             msg.CheckpointWritten(
                 shard=shard.manifest(),
                 step=shard.step,
@@ -216,7 +208,7 @@ class Checkpointing:
     def _error(self, error: HvdElasticError) -> None:
         message = f"no checkpoint was written: {error}"
         if self._spool is not None:
-            self._context.sink.send(msg.CheckpointFailed(message))
+            self._worker.sink.send(msg.CheckpointFailed(message))
         elif not self._failed:  # a disk that stays full is said once
-            self._context.warn(message)
+            self._worker.warn(message)
         self._failed = message

@@ -1,9 +1,8 @@
-"""Where training stands: one position in one epoch, and the batch in flight.
+"""Where training stands: one position in one epoch.
 
 Progress is a handful of numbers on purpose. An epoch's order is fixed by (seed, epoch), so the
 examples already consumed are exactly the first ``position`` of it, whatever world sizes consumed
-them; nothing has to be gathered when the world changes. This module imports neither torch nor
-horovod, so that state, loader and checkpoints can share it.
+them; nothing has to be gathered when the world changes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from enum import IntEnum
 
 from hvd_elastic.model.sharding import LATEST_ORDER
 
-__all__ = ["InFlight", "Phase", "Progress"]
+__all__ = ["Phase", "Progress"]
 
 
 class Phase(IntEnum):
@@ -122,30 +121,3 @@ class Progress:
 
 
 _COUNTS = ("step", "epoch", "position", "examples")
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """One rank's share of the global step, or a pass of it, handed out and not yet consumed.
-
-    Attributes:
-        epoch: epoch it was read in.
-        position: first position of the global step in the epoch's order; progress stands here
-            until the step is consumed.
-        step_examples: examples of the step over all ranks; what progress advances by.
-        weight: factor on this rank's mean gradient before a plain average over ranks, so that
-            the average is the mean over the global batch; 0.0 for padding.
-        indices: dataset indices really fetched for it, in order; None unless the run is audited.
-        padding: True when this rank had no example of its own and read one again.
-        examples: examples in it on this rank.
-        accumulating: True when this is a part of the share, and further passes follow in the step.
-    """
-
-    epoch: int
-    position: int
-    step_examples: int
-    weight: float
-    indices: list[int] | None = None
-    padding: bool = False
-    examples: int = 0
-    accumulating: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.uncaught import tell_uncaught
+from hvd_elastic.training.uncaught import tell_uncaught
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -12,8 +13,9 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.batch_bounds import batch_limits, bounds_at_odds
-from hvd_elastic.torch.context import Context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.planning.batch_bounds import batch_limits, bounds_at_odds
 
 
 @pytest.mark.parametrize(
@@ -75,15 +77,15 @@ class Ranks(LocalCommunicator):
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.cat([tensor] * self.size)
+    def gather(self, array: Any, name: str) -> Any:
+        return np.concatenate([array] * self.size)
 
 
 def test_they_are_warned_of_when_they_take_effect_and_not_again(
     alone: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(alone, "warn", said.append)
+    monkeypatch.setattr(alone.worker, "warn", said.append)
     model = torch.nn.Linear(2, 1)
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     dataset = TensorDataset(torch.zeros(400, 2))
@@ -91,14 +93,14 @@ def test_they_are_warned_of_when_they_take_effect_and_not_again(
     loader: hvd.DataLoader[Any] = hvd.DataLoader(
         dataset, 64, max_batch_size=256, atomic_batch_size_bounds=bounds
     )
-    assert loader.adaptation is not None
+    assert isinstance(loader.planner, AdaptivePlanner)
     told = []
     for ranks in (4, 8, 8, 2, 8, 5):
-        alone.engine = Ranks(ranks)
-        alone.generation += 1
-        loader.adaptation.review_if_due(alone)
-        loader.adaptation.want_review()
-        loader.adaptation.review_if_due(alone)
+        alone.worker.communicator = Ranks(ranks)
+        alone.worker.generation += 1
+        loader.planner.review_if_due(alone.worker)
+        loader.planner.want_review()
+        loader.planner.review_if_due(alone.worker)
         told.append(len(said))
     assert told == [0, 1, 1, 1, 2, 3]
     assert said[0].startswith("at 8 ranks the batch has at least 128 examples, more than batch_siz")

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from hvd_elastic.torch.sampling_cost import SamplingCost
-from tests.unit.torch.test_own_times import Machine
+from hvd_elastic.training.planning.compute_times import SamplingCost
+from tests.unit.training.test_compute_times import Machine
 
 
 def test_on_a_cpu_the_pieces_of_a_step_are_added_up() -> None:

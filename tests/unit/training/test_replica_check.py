@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.context import Context
-from hvd_elastic.torch.progress import Progress
-from hvd_elastic.torch.replica_check import check_replicas
+from hvd_elastic.torch.trained_sums import trained_sums
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.replica_check import check_replicas
+from hvd_elastic.training.worker import Worker
 
 
 class Told(Exception):  # noqa: N818
@@ -27,40 +30,40 @@ class Pair:
         self._other, self._step = other, step
         self.collectives: list[str] = []
 
-    def _others(self, name: str) -> torch.Tensor:
+    def _others(self, name: str) -> np.ndarray:
         assert self._other is not None
         engine = Pair(None, self._step)
         engine.wanted = name  # type: ignore[attr-defined]
         try:
             check_replicas(world(self._other, self._step, engine))
         except Told as told:
-            found: torch.Tensor = told.args[0]
+            found: np.ndarray = told.args[0]
             return found
         raise AssertionError(f"the other rank does not take part in {name}")
 
-    def _take(self, tensor: torch.Tensor, name: str) -> None:
+    def _take(self, tensor: np.ndarray, name: str) -> None:
         self.collectives.append(name)
         if self._other is None and name == self.wanted:  # type: ignore[attr-defined]
             raise Told(tensor)
 
-    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+    def reduce_async(self, tensor: np.ndarray, name: str) -> Any:
         self._take(tensor, name)
         return (tensor + self._others(name)) / 2 if self._other is not None else tensor + 1e9
 
-    def wait(self, handle: torch.Tensor) -> torch.Tensor:
+    def wait(self, handle: np.ndarray) -> np.ndarray:
         if self._other is None:  # found different, so that the next collective is reached
             handle[:, 2] = float("inf")
         return handle
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def gather(self, tensor: np.ndarray, name: str) -> np.ndarray:
         self._take(tensor, name)
-        return torch.cat([tensor, self._others(name)])
+        return np.concatenate([tensor, self._others(name)])
 
 
-def world(model: torch.nn.Module, step: int, engine: Pair) -> Context:
-    state = SimpleNamespace(named_modules=lambda: {"model": model})
-    made: Any = SimpleNamespace(progress=Progress(step=step), engine=engine, state=state)
-    found: Context = made
+def world(model: torch.nn.Module, step: int, engine: Pair) -> Worker:
+    state = SimpleNamespace(trained_sums=partial(trained_sums, {"model": model}))
+    made: Any = SimpleNamespace(progress=Progress(step=step), communicator=engine, state=state)
+    found: Worker = made
     return found
 
 

@@ -14,9 +14,12 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch import context
-from hvd_elastic.torch.context import Context, Mode
-from hvd_elastic.torch.progress import Phase, Progress
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.progress import Phase, Progress
+from hvd_elastic.training.worker import Worker
 
 
 class Meter:
@@ -40,14 +43,14 @@ class Training:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
-        self.context = made = Context(Mode.ALONE)
+        self.context = made = Context(Mode.ALONE, TorchFrontend())
         self.calls: list[str] = []
         self.newness: list[int] = []
         self.warnings: list[str] = []
         monkeypatch.setattr(context, "_context", made)
-        monkeypatch.setattr(Context, "elastic", True)
-        monkeypatch.setattr(made, "warn", self.warnings.append)
-        exchange, reduce_async = made.exchange, made.engine.reduce_async
+        monkeypatch.setattr(Worker, "elastic", True)
+        monkeypatch.setattr(made.worker, "warn", self.warnings.append)
+        exchange, reduce_async = made.exchange, made.worker.communicator.reduce_async
 
         def fail(name: str) -> None:
             self.calls.append(name)
@@ -57,7 +60,7 @@ class Training:
         self.fail = fail
 
         def failing_exchange() -> None:
-            if not made._exchanged:
+            if not made.step.is_exchanged:
                 fail("exchange")
             exchange()
 
@@ -67,7 +70,7 @@ class Training:
             return reduce_async(tensor, name)
 
         monkeypatch.setattr(made, "exchange", failing_exchange)
-        monkeypatch.setattr(made.engine, "reduce_async", failing_reduce)
+        monkeypatch.setattr(made.worker.communicator, "reduce_async", failing_reduce)
         torch.manual_seed(0)
         self.model = torch.nn.Linear(3, 1).double()
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -84,7 +87,7 @@ class Training:
         """Call the function until it returns, as ``hvd.run`` does under an agent."""
         rollback = self.context.rollback
         rollback.synchronized()
-        self.context.in_train = True
+        self.context.worker.in_train = True
         while True:
             rollback.function_entered()
             try:
@@ -93,7 +96,7 @@ class Training:
                 self.fail("barrier")
                 return
             except GenerationBrokenError:
-                self.context.generation += 1
+                self.context.worker.generation += 1
                 self.context.step_failed()
                 rollback.fail()
                 self.newness.append(rollback.newness)
@@ -166,7 +169,7 @@ def everything_once(training: Training) -> dict[str, Any]:
         "rates": [optimizer.param_groups[0][name] for name in ("lr", "weight_decay")],
         "steps": [by_step.last_epoch, by_epoch.last_epoch, meter.values],
         "plain": [state.starts, state.begun, state.seen, state.bad, state.history],
-        "progress": training.context.progress,
+        "progress": training.context.worker.progress,
     }
 
 
@@ -201,7 +204,7 @@ def test_a_checkpoint_from_the_tail_of_an_epoch_is_resumed_there(
         return training, hvd.State(model=training.model, optimizer=training.optimizer, bad=15)
 
     first, left = make(5)
-    first.context.in_train = True
+    first.context.worker.in_train = True
     with pytest.raises(GenerationBrokenError):
         train(first, left)
     first.context.step_failed()
@@ -209,10 +212,10 @@ def test_a_checkpoint_from_the_tail_of_an_epoch_is_resumed_there(
     payload = {
         "objects": {"model": left.model.state_dict(), "optimizer": left.optimizer.state_dict()},
         "plain": {"bad": left.bad},
-        "progress": first.context.progress.as_state(),
+        "progress": first.context.worker.progress.as_state(),
     }
     second, state = make()
-    second.context.progress = state.load(payload, "its checkpoint")
+    second.context.worker.progress = state.load(payload, "its checkpoint")
     second.run(lambda state: train(second, state), state)
     assert state.bad == 17
     assert second.calls == ["allreduce", *["exchange"] * 4, "allreduce", "barrier"]
@@ -233,7 +236,8 @@ def test_a_collective_between_the_step_and_the_end_of_the_body_keeps_what_came_b
                 state.after += 1
 
     state = hvd.State(model=training.model, optimizer=training.optimizer, before=0, after=0)
-    monkeypatch.setattr(training.context.engine, "size", 2)  # one alone cannot fail here
+    # One rank alone cannot fail here.
+    monkeypatch.setattr(training.context.worker.communicator, "size", 2)
     training.run(train, state)
     assert training.calls[5] == "allreduce"
     assert (state.before, state.after) == (4, 3)
@@ -255,7 +259,7 @@ def test_a_collective_that_nothing_follows_is_not_warned_of(
                 state.seen += 1
                 hvd.allreduce(torch.tensor([1.0]), "after")
 
-    monkeypatch.setattr(training.context.engine, "size", 2)
+    monkeypatch.setattr(training.context.worker.communicator, "size", 2)
     training.run(train, hvd.State(model=training.model, optimizer=training.optimizer, seen=0))
     assert not training.warnings
 
@@ -269,10 +273,10 @@ def test_survivors_that_are_least_far_are_preferred_except_in_the_rest_of_a_body
     state = hvd.State(model=training.model, optimizer=training.optimizer)
     newness = {}
     for phase in Phase:
-        context.progress = Progress(step=3, phase=phase)
+        context.worker.progress = Progress(step=3, phase=phase)
         context.rollback.save()
         newness[phase] = context.rollback.newness
-    context.progress.step += 1
+    context.worker.progress.step += 1
     context.rollback.fail()
     assert context.rollback.newness < newness[Phase.DONE] < newness[Phase.LOOP]
     assert newness[Phase.LOOP] < newness[Phase.HEAD] < newness[Phase.TAIL]
@@ -287,32 +291,33 @@ def test_a_rank_that_went_on_to_the_next_epoch_comes_back_to_the_end_of_the_last
     context = training.context
     totals, meter = hvd.Accumulator(), Meter()
     hvd.State(model=training.model, optimizer=training.optimizer, meter=meter)
-    context.in_train = True
-    context.progress = Progress(step=4, position=8, examples=8)
+    context.worker.in_train = True
+    context.worker.progress = Progress(step=4, position=8, examples=8)
     totals.add(seen=8)
     context.rollback.loop_ended()
     end = Progress(step=4, position=8, examples=8, phase=Phase.TAIL)
-    assert context.progress == end
+    assert context.worker.progress == end
 
     def run_tail() -> None:
         totals.synchronize()
         meter.values.append(totals["seen"])
         totals.clear()
         context.rollback.epoch_turns(0)
-        assert context.progress == Progress(step=4, epoch=1, examples=8)
+        assert context.worker.progress == Progress(step=4, epoch=1, examples=8)
 
     run_tail()
     assert context.rollback.loop_begins()
     context.rollback.fail()
-    assert context.progress == end
+    assert context.worker.progress == end
     assert meter.values == []
     run_tail()
     assert meter.values == [8], "what this rank alone had added is there again"
     context.rollback.loop_begins()
-    context.progress.advance(2)
-    context.rollback.body_ended()
+    context.worker.progress.advance(2)
+    context.rollback.body_ended(voided=False)
     context.rollback.fail()
-    assert (context.progress.epoch, context.progress.step, meter.values) == (1, 5, [8])
+    progress = context.worker.progress
+    assert (progress.epoch, progress.step, meter.values) == (1, 5, [8])
 
 
 def test_large_helper_objects_are_copied_at_the_end_of_an_epoch_only(
@@ -354,7 +359,7 @@ def test_a_loop_of_a_script_that_iterates_several_times_in_an_epoch_goes_on(
         training = Training(monkeypatch, *failing)
         state = hvd.State(model=training.model, optimizer=training.optimizer, steps=0)
         training.run(lambda state: train(training, state), state)
-        return [training.context.progress, state.steps, training.model.weight.tolist()]
+        return [training.context.worker.progress, state.steps, training.model.weight.tolist()]
 
     undisturbed = story()
     for call in range(4, 12):

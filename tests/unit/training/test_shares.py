@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -15,14 +16,16 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.shares import ShareBalance
-from hvd_elastic.torch import context
 from hvd_elastic.torch import optimizer as optimizer_module
-from hvd_elastic.torch.adaptation import Adaptation
-from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.torch.own_times import OwnTimes
-from hvd_elastic.torch.rebalancing import Rebalancing
-from hvd_elastic.torch.sink import FileSink
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.planning.compute_times import ComputeTimes
+from hvd_elastic.training.planning.planner import UnequalShares
+from hvd_elastic.training.sink import FileSink
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 BATCH = 40
@@ -39,8 +42,8 @@ class OneOf(LocalCommunicator):
             return tensor
         return tensor.div_(self.size)
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.cat([tensor] * self.size)
+    def gather(self, array: Any, name: str) -> Any:
+        return np.concatenate([array] * self.size)
 
 
 def data(examples: int = 400) -> TensorDataset:
@@ -56,23 +59,25 @@ def network() -> torch.nn.Module:
 
 
 def process(monkeypatch: pytest.MonkeyPatch, engine: LocalCommunicator) -> Context:
-    made = Context(Mode.ALONE)
-    made.engine = engine
+    made = Context(Mode.ALONE, TorchFrontend())
+    made.worker.communicator = engine
     monkeypatch.setattr(context, "_context", made)
     return made
 
 
-def balance_of(planner: Adaptation | Rebalancing) -> ShareBalance:
-    return planner.choice.balance if isinstance(planner, Adaptation) else planner._balance
+def balance_of(planner: AdaptivePlanner | UnequalShares) -> ShareBalance:
+    return planner.choice.balance if isinstance(planner, AdaptivePlanner) else planner.balance
 
 
-def hold(planner: Adaptation | Rebalancing, parts: tuple[int, ...]) -> None:
+def hold(planner: AdaptivePlanner | UnequalShares, parts: tuple[int, ...]) -> None:
     """Have these shares, whatever is measured."""
     balance = balance_of(planner)
     balance.parts = parts
     balance.speeds = tuple(map(float, parts))
-    decide = "_share_out" if isinstance(planner, Adaptation) else "_decide"
-    setattr(planner, decide, lambda *_, **__: "")
+    if isinstance(planner, AdaptivePlanner):
+        planner._share_out = lambda *_, **__: ""  # type: ignore[method-assign]
+    else:
+        planner._decide = lambda *_, **__: ("", "")  # type: ignore[method-assign]
 
 
 def gradients_of_a_step(
@@ -84,12 +89,12 @@ def gradients_of_a_step(
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="none")
     loader: Loader = hvd.DataLoader(data(), BATCH, shuffle=True, seed=1, **options)
-    planner = loader.adaptation or loader.rebalancing
-    assert planner is not None
+    planner = loader.planner
+    assert isinstance(planner, AdaptivePlanner | UnequalShares)
     hold(planner, (22, 5, 13))
-    if isinstance(planner, Adaptation):
-        planner.plan = BatchPlan(BATCH, accumulation)
-        monkeypatch.setattr(planner, "_decide", lambda *_: "")
+    if isinstance(planner, AdaptivePlanner):
+        planner.choice.plan = BatchPlan(BATCH, accumulation)
+        monkeypatch.setattr(planner, "_choose_plan", lambda *_: "")
     passes = examples = 0
     found: list[torch.Tensor] = []
     for _ in hvd.epochs(1):
@@ -98,7 +103,7 @@ def gradients_of_a_step(
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.synchronize()  # type: ignore[attr-defined]
-            last = not made.accumulating
+            last = not made.step.accumulating
             if last:
                 found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             optimizer.step()
@@ -155,11 +160,11 @@ def test_squared_norms_of_passes_are_weighted_by_their_examples(
         sgd = torch.optim.SGD(model.parameters(), lr=0.0)
         optimizer = hvd.DistributedOptimizer(sgd, model)
         loader: Loader = hvd.DataLoader(data(BATCH), BATCH, max_batch_size=BATCH)
-        adaptation = loader.adaptation
-        assert adaptation is not None
+        adaptation = loader.planner
+        assert isinstance(adaptation, AdaptivePlanner)
         hold(adaptation, (22, 5, 13))
-        adaptation.plan = BatchPlan(BATCH, 3)
-        monkeypatch.setattr(adaptation, "_decide", lambda *_: "")
+        adaptation.choice.plan = BatchPlan(BATCH, 3)
+        monkeypatch.setattr(adaptation, "_choose_plan", lambda *_: "")
         weighted = passes = 0.0
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -183,15 +188,14 @@ class SlowOther(OneOf):
     def __init__(self, slowness: float) -> None:
         super().__init__(0, 2)
         self.slowness = slowness
-        self.planner: Adaptation | Rebalancing | None = None
+        self.planner: AdaptivePlanner | UnequalShares | None = None
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        other = tensor.clone()
+    def gather(self, array: Any, name: str) -> Any:
+        other = array.copy()
         assert self.planner is not None
         own, others = balance_of(self.planner).parts_of(BATCH, 2)
-        at = 0 if isinstance(self.planner, Rebalancing) else 2
-        other[at] *= self.slowness * others / own
-        return torch.cat([tensor, other])
+        other[1] *= self.slowness * others / own
+        return np.concatenate([array, other])
 
 
 class Clock:
@@ -210,13 +214,14 @@ def test_reviews_follow_the_ranks_and_say_so(
 ) -> None:
     engine = SlowOther(3.0)
     made = process(monkeypatch, engine)
-    made.sink = FileSink(tmp_path)
+    made.worker.sink = FileSink(tmp_path)
     model, clock = network(), Clock()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
     loader: Loader = hvd.DataLoader(data(4000), BATCH, **options)
-    planner = engine.planner = loader.adaptation or loader.rebalancing
-    assert planner is not None
-    planner.own_times = OwnTimes(clock, lambda: None)
+    planner = loader.planner
+    assert isinstance(planner, AdaptivePlanner | UnequalShares)
+    engine.planner = planner
+    planner.times = ComputeTimes(clock, lambda: None)
     sizes = []
     steps = 0
     for _ in hvd.epochs(1):
@@ -256,9 +261,10 @@ def test_passes_of_unequal_shares_keep_to_the_bounds(monkeypatch: pytest.MonkeyP
     loader: Loader = hvd.DataLoader(
         data(3000), BATCH, max_batch_size=BATCH, atomic_batch_size_bounds=(14, 22)
     )
-    planner = engine.planner = loader.adaptation
-    assert planner is not None
-    planner.own_times = OwnTimes(clock, lambda: None)
+    planner = loader.planner
+    assert isinstance(planner, AdaptivePlanner)
+    engine.planner = planner
+    planner.times = ComputeTimes(clock, lambda: None)
     sizes = set()
     for inputs, targets in loader:
         clock.now += len(inputs)
@@ -272,24 +278,25 @@ def test_passes_of_unequal_shares_keep_to_the_bounds(monkeypatch: pytest.MonkeyP
 def test_shares_of_another_batch_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine = SlowOther(3.0)
     made = process(monkeypatch, engine)
-    made.sink = FileSink(tmp_path)
+    made.worker.sink = FileSink(tmp_path)
     model = network()
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
     loader: Loader = hvd.DataLoader(data(), BATCH, max_batch_size=2 * BATCH)
-    planner = engine.planner = loader.adaptation
-    assert planner is not None
-    planner.review_if_due(made)
+    planner = loader.planner
+    assert isinstance(planner, AdaptivePlanner)
+    engine.planner = planner
+    planner.review_if_due(made.worker)
     hold(planner, (30, 10))
     sizes = iter([BATCH, 2 * BATCH])
 
     def decide(*_: Any) -> str:
-        planner.plan = BatchPlan(next(sizes))
+        planner.choice.plan = BatchPlan(next(sizes))
         return "more is better"
 
-    monkeypatch.setattr(planner, "_decide", decide)
+    monkeypatch.setattr(planner, "_choose_plan", decide)
     for _ in range(2):
         planner.want_review()
-        planner.review_if_due(made)
+        planner.review_if_due(made.worker)
     (told,) = told_shares(tmp_path)
     assert (told["shares"], told["global_batch_size"]) == ([60, 20], 80)
     assert told["reason"] == "more is better"
@@ -300,14 +307,14 @@ def test_another_world_begins_with_equal_shares(monkeypatch: pytest.MonkeyPatch)
     made = process(monkeypatch, engine)
     model = network()
     hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
-    planner = engine.planner = Rebalancing(BATCH, 2)
-    planner.review_if_due(made)
-    planner._balance.speeds = (3.0, 1.0)
-    planner._balance.cut(BATCH, 2, 2)
-    planner.review_if_due(made)
+    planner = engine.planner = UnequalShares(BATCH, 2, ComputeTimes())
+    planner.review_if_due(made.worker)
+    planner.balance.speeds = (3.0, 1.0)
+    planner.balance.cut(BATCH, 2, 2)
+    planner.review_if_due(made.worker)
     assert planner.parts == (30, 10), "nothing is due"
-    made.generation += 1
-    planner.review_if_due(made)
+    made.worker.generation += 1
+    planner.review_if_due(made.worker)
     assert not planner.parts
 
 
@@ -315,11 +322,11 @@ def test_equal_shares_are_kept_where_the_script_wants_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process(monkeypatch, LocalCommunicator())
-    assert hvd.DataLoader(data(), BATCH).rebalancing is None
+    assert not hvd.DataLoader(data(), BATCH).planner.reviews
     fixed: Loader = hvd.DataLoader(data(), BATCH, max_batch_size=BATCH, unequal_shares=False)
-    assert fixed.adaptation is not None
-    assert not fixed.adaptation.choice.unequal_shares
-    assert "shares" not in fixed.adaptation.metrics()
+    assert isinstance(fixed.planner, AdaptivePlanner)
+    assert not fixed.planner.choice.unequal_shares
+    assert "shares" not in fixed.planner.metrics()
     with pytest.raises(ScriptError, match=r"unequal_shares='yes'\): it must be True, False"):
         hvd.DataLoader(data(), BATCH, unequal_shares="yes")  # type: ignore[arg-type]
 

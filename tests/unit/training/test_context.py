@@ -22,9 +22,14 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import permutation
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
-from hvd_elastic.torch import context
-from hvd_elastic.torch.context import Context, Mode, detect_mode
-from hvd_elastic.torch.progress import InFlight, Progress
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training import context, metrics, worker
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode, detect_mode
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.sink import Sink
+from hvd_elastic.training.step import Pass
+from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.wire import messages as msg
 from tests.tensorboard_files import read_scalars
 
@@ -66,7 +71,7 @@ def train(
     examples: int = 10,
     batch_size: int = 4,
 ) -> Context:
-    made = Context(Mode.ALONE)
+    made = Context(Mode.ALONE, TorchFrontend())
     monkeypatch.setattr(context, "_context", made)
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
@@ -87,9 +92,9 @@ def train(
                 loss.backward()
                 optimizer.step()
                 state.commit(loss=loss)
-                if made.progress.step == stop_after:
-                    made.checkpoint(wait=True)
-                    made.close()
+                if made.worker.progress.step == stop_after:
+                    made.checkpoints.take(wait=True)
+                    made.checkpoints.close()
                     raise Stop
 
     with contextlib.suppress(Stop):
@@ -101,7 +106,7 @@ def test_a_run_alone_uses_everything_once_and_records_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = train(monkeypatch, 3)
-    assert made.progress.as_dict() == {"step": 9, "epoch": 3, "position": 0, "examples": 30}
+    assert made.worker.progress.as_dict() == {"step": 9, "epoch": 3, "position": 0, "examples": 30}
     result = check_audit(read_events_of(folder), finished=True)
     assert result.ok, result.problems()
     assert result.complete_epochs == 3
@@ -112,8 +117,13 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = train(monkeypatch, 3, stop_after=4)
-    assert stopped.progress.as_dict() == {"step": 4, "epoch": 1, "position": 4, "examples": 14}
-    assert train(monkeypatch, 3).progress.step == 9
+    assert stopped.worker.progress.as_dict() == {
+        "step": 4,
+        "epoch": 1,
+        "position": 4,
+        "examples": 14,
+    }
+    assert train(monkeypatch, 3).worker.progress.step == 9
     result = check_audit(read_events_of(folder), finished=True)
     assert result.ok, result.problems()
     assert (result.steps, result.voided_steps) == (9, 0)
@@ -124,11 +134,11 @@ def test_a_checkpoint_of_before_there_were_two_orders_goes_on_in_the_first(
 ) -> None:
     n = 70_000
     with monkeypatch.context() as old:
-        old.setattr(context, "Progress", partial(Progress, data_order=1))
+        old.setattr(worker, "Progress", partial(Progress, data_order=1))
         old.setattr(Progress, "as_state", Progress.as_dict)
         stopped = train(monkeypatch, 2, stop_after=2, examples=n, batch_size=20_000)
-    assert stopped.progress.position == 40_000
-    assert train(monkeypatch, 2, examples=n, batch_size=20_000).progress.epoch == 2
+    assert stopped.worker.progress.position == 40_000
+    assert train(monkeypatch, 2, examples=n, batch_size=20_000).worker.progress.epoch == 2
     records = read_events_of(folder)
     result = check_audit(records, finished=True)
     assert result.ok, result.problems()
@@ -143,7 +153,7 @@ def test_a_run_alone_writes_its_metrics_for_tensorboard(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HVD_ELASTIC_TENSORBOARD", "1")
-    monkeypatch.setattr(context, "_METRICS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(metrics, "_INTERVAL_S", 0.0)
     train(monkeypatch, 3)
     told = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"]
     shown = read_scalars(folder / "tensorboard")
@@ -170,9 +180,9 @@ def test_a_rank_alone_hears_that_its_generation_was_called_off() -> None:
             return False
 
     for aborted, generation in ((1, 2), (2, 2)):
-        made = Context(Mode.ALONE)
-        made.generation = generation
-        made.link = Link(aborted)  # type: ignore[assignment]
+        made = Context(Mode.ALONE, TorchFrontend())
+        made.worker.generation = generation
+        made.worker.link = Link(aborted)  # type: ignore[assignment]
         if aborted < generation:
             made.exchange()
         else:
@@ -185,7 +195,7 @@ def test_what_the_run_counts_itself_is_not_the_scripts_to_report(
 ) -> None:
     made = train(monkeypatch, 1)
     hvd.report(step=-5, examples="many", accuracy=0.5)
-    made.close()
+    made.checkpoints.close()
     last = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"][
         -1
     ]
@@ -213,15 +223,14 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
         def give_back_checkpoint_request(self) -> None:
             self.wanted = True
 
-    class Sink:
-        audit, checkpoint_every_s = False, 1000.0
-        checkpoint_folder: str | None = None
+    class Recorder(Sink):
+        checkpoint_every_s = 1000.0
 
         def send(self, message: msg.WorkerToAgent) -> None:
             said.append(message)
 
-    link = made.link = Link()  # type: ignore[assignment]
-    made.sink = Sink()
+    link = made.worker.link = Link()  # type: ignore[assignment]
+    made.worker.sink = Recorder()
     made.start_alone()
     made.step_failed()  # the last one is over: another begins
     made.exchange()
@@ -232,22 +241,22 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
 
 
 def test_a_long_wait_is_told_with_its_collective_and_its_line() -> None:
-    made = Context(Mode.ALONE)
-    made.engine.waiting_since = time.monotonic() - 1
-    made.engine.waiting_for = "the gradients"
-    brief = made._activity()
+    made = Context(Mode.ALONE, TorchFrontend())
+    made.worker.communicator.waiting_since = time.monotonic() - 1
+    made.worker.communicator.waiting_for = "the gradients"
+    brief = made.worker.activity()
     assert (brief.line, brief.waiting_for, brief.begun, brief.progress) == ("", "", {}, None)
-    made.engine.waiting_since -= 2
-    said, line = made._activity(), inspect.currentframe().f_lineno  # type: ignore[union-attr]
+    made.worker.communicator.waiting_since -= 2
+    said, line = made.worker.activity(), inspect.currentframe().f_lineno  # type: ignore[union-attr]
     assert said.line == f"{Path(__file__).name}:{line} ({inspect.stack()[0].function})"
     assert said.waiting_for == "the gradients"
     assert said.progress == Position(step=0, epoch=0, position=0, examples=0)
 
 
 def test_a_long_step_is_told_with_its_line_alone() -> None:
-    made = Context(Mode.ALONE)
-    made._step_began = time.monotonic() - 3
-    said = made._activity()
+    made = Context(Mode.ALONE, TorchFrontend())
+    made.worker.step_began = time.monotonic() - 3
+    said = made.worker.activity()
     assert said.line.startswith("test_context.py:")
     assert not said.waiting_for
 
@@ -259,7 +268,7 @@ def test_the_line_is_that_of_the_script_and_not_of_a_library() -> None:
 
     def look() -> None:
         waits.wait()
-        found.append(context._script_line())
+        found.append(script_line())
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -276,23 +285,24 @@ class Ranks(LocalCommunicator):
         self.size = 1 + len(others)
         self._others = others
 
-    def reduce_async(self, tensor: torch.Tensor, name: str) -> Any:
+    def reduce_async(self, array: Any, name: str) -> Any:
         for epoch, position in self._others:
             place = Progress(epoch=epoch, position=position).place_hash()
-            tensor += torch.tensor([0.0, place, place * place, 0.0, 0.0, 0.0])
-        return tensor.mul_(1 / self.size)
+            array += np.array([place, place * place, 0, 0, 0, 0, 0, 0], np.float32)
+        array *= np.float32(1 / self.size)
+        return array
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def gather(self, array: Any, name: str) -> Any:
         others = "".join(f"in epoch {e} at example {p}|\n" for e, p in self._others)
-        return torch.cat([tensor, torch.tensor(list(others.encode()), dtype=torch.uint8)])
+        return np.concatenate([array, np.frombuffer(others.encode(), np.uint8)])
 
 
 def at_place(epoch: int, position: int, others: list[tuple[int, int]]) -> Context:
-    made = Context(Mode.ALONE)
-    made.mode, made.generation = Mode.AGENT, 1
-    made.progress = Progress(step=5, epoch=epoch, position=position)
-    made.engine = Ranks(others)
-    made.hand_out(InFlight(epoch=epoch, position=position, step_examples=8, weight=1.0))
+    made = Context(Mode.ALONE, TorchFrontend())
+    made.worker.mode, made.worker.generation = Mode.AGENT, 1
+    made.worker.progress = Progress(step=5, epoch=epoch, position=position)
+    made.worker.communicator = Ranks(others)
+    made.hand_out(Pass(step_examples=8, weight=1.0))
     return made
 
 
@@ -331,8 +341,8 @@ def test_every_step_of_another_epoch_is_at_another_place() -> None:
 def test_a_loop_outside_of_a_training_function_is_told_where_to_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = Context(Mode.ALONE)
-    made.mode = Mode.AGENT
+    made = Context(Mode.ALONE, TorchFrontend())
+    made.worker.mode = Mode.AGENT
     monkeypatch.setattr(context, "_context", made)
     loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.zeros(4)), 2)
     with pytest.raises(ScriptError, match=r"Put the loop into a function under @hvd\.run"):
@@ -344,10 +354,10 @@ def test_a_collective_after_training_that_fails_is_told_as_what_it_is(alone: Con
         def wait(self, handle: Any) -> torch.Tensor:
             raise GenerationBrokenError("Horovod has been shut down.")
 
-    alone.engine = Broken()
+    alone.worker.communicator = Broken()
     with pytest.raises(ScriptError, match=r"hvd.allreduce\(\.\.\., 'test'\) was called after"):
         hvd.allreduce(torch.zeros(1), "test")
-    alone.in_train = True
+    alone.worker.in_train = True
     with pytest.raises(GenerationBrokenError):
         hvd.allreduce(torch.zeros(1), "test")
 
@@ -363,7 +373,7 @@ def test_a_variable_of_a_loop_that_did_not_run_is_explained(alone: Context) -> N
         return loss  # type: ignore[possibly-undefined]
 
     for step, explained in ((0, False), (8, True)):
-        alone.progress.step = step
+        alone.worker.progress.step = step
         with pytest.raises(UnboundLocalError) as error:
             train(hvd.State(model=model, optimizer=optimizer))
         assert ("after a failure or in a resumed run" in str(error.value)) is explained

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
 from hvd_elastic.wire import messages as msg
@@ -28,33 +28,33 @@ _EVENTS = (
 )
 
 
-class Sink(Protocol):
-    """Takes messages; says what a run without a leader was asked to do."""
+class Sink:
+    """Takes messages; this one drops them: a script that is simply run.
 
-    audit: bool
-    checkpoint_every_s: float
-    checkpoint_folder: str | None
-
-    def send(self, message: msg.WorkerToAgent) -> None:
-        """Take one message of this worker."""
-
-
-class AgentSink:
-    """To the leader, through the agent."""
+    Attributes:
+        audit, checkpoint_every_s, checkpoint_folder: what a run without a leader was asked to do.
+    """
 
     audit = False
     checkpoint_every_s = 0.0
     checkpoint_folder: str | None = None
 
+    def send(self, message: msg.WorkerToAgent) -> None:
+        """Take one message of this worker."""
+
+
+class AgentSink(Sink):
+    """Sends messages to the leader, through the agent."""
+
     def __init__(self, link: AgentLink) -> None:
         self._link = link
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        """See :class:`Sink`."""
+        """As of the base class."""
         self._link.send(message)
 
 
-class FileSink:
+class FileSink(Sink):
     """Into a folder laid out like a run folder, for runs without a leader.
 
     Set ``HVD_ELASTIC_RUN_FOLDER`` to use it with plain ``python`` or ``horovodrun``: metrics go to
@@ -71,7 +71,7 @@ class FileSink:
         folder.mkdir(parents=True, exist_ok=True)
         self.audit = os.environ.get("HVD_ELASTIC_AUDIT") == "1"
         self.checkpoint_every_s = float(os.environ.get("HVD_ELASTIC_CHECKPOINT_EVERY", "0"))
-        self.checkpoint_folder: str | None = str(folder / "checkpoints")
+        self.checkpoint_folder = str(folder / "checkpoints")
         self._board: TensorBoardWriter | None = None
         if os.environ.get("HVD_ELASTIC_TENSORBOARD") == "1":
             check_tensorboard("HVD_ELASTIC_TENSORBOARD=1")
@@ -79,7 +79,7 @@ class FileSink:
             self._board = TensorBoardWriter(folder / "tensorboard", log.warning)
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        """See :class:`Sink`."""
+        """As of the base class."""
         if not isinstance(message, msg.WorkerReport):
             return
         kind = message.__struct_config__.tag
@@ -102,20 +102,9 @@ class FileSink:
             os.close(descriptor)
 
 
-class NullSink:
-    """Nowhere: a script that is simply run."""
-
-    audit = False
-    checkpoint_every_s = 0.0
-    checkpoint_folder: str | None = None
-
-    def send(self, message: msg.WorkerToAgent) -> None:
-        """See :class:`Sink`."""
-
-
 def open_sink(link: AgentLink | None) -> Sink:
-    """The sink of this process."""
+    """Return the sink of this process."""
     if link is not None:
         return AgentSink(link)
     folder = os.environ.get("HVD_ELASTIC_RUN_FOLDER")
-    return FileSink(Path(folder)) if folder else NullSink()
+    return FileSink(Path(folder)) if folder else Sink()

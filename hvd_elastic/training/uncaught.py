@@ -1,10 +1,11 @@
-"""How an exception that ends the script is told: a user's mistake by its message alone."""
+"""Where the script is, and how an exception that ends it is shown."""
 
 from __future__ import annotations
 
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,14 +15,15 @@ from typing import Any
 
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["NOT_THE_SCRIPT", "tell_uncaught"]
+__all__ = ["script_line", "tell_uncaught"]
 
 _WANTED = "HVD_ELASTIC_TRACEBACK"
-_ENTRY = str(Path(__file__).with_name("elastic.py"))
-"""Between the script and its training function; says nothing to the user."""
-NOT_THE_SCRIPT = (
+_PACKAGE = Path(__file__).parents[1]
+_ENTRIES = tuple(str(_PACKAGE / room / "elastic.py") for room in ("torch", "training"))
+"""Between the script and its training function; say nothing to the user."""
+_NOT_THE_SCRIPT = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(Path(__file__).parents[1] / room) for room in ("torch", "communicator", "wire")),
+    *(str(_PACKAGE / room) for room in ("torch", "training", "communicator", "wire")),
     "<frozen ",
 )
 """How the names of files begin whose code is not the script's."""
@@ -72,7 +74,7 @@ def _place(trace: TracebackType | None) -> str:
     """Return the innermost line of the script in a traceback, such as "train.py, line 3: "."""
     found = ""
     for frame, line in traceback.walk_tb(trace):
-        if not frame.f_code.co_filename.startswith((*NOT_THE_SCRIPT, "<")):
+        if not frame.f_code.co_filename.startswith((*_NOT_THE_SCRIPT, "<")):
             found = f"{frame.f_code.co_filename}, line {line}: "
     return found
 
@@ -81,10 +83,21 @@ def _without_entry(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames that call the training function."""
     kept = []
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename != _ENTRY:
+        if trace.tb_frame.f_code.co_filename not in _ENTRIES:
             kept.append(trace)
         trace = trace.tb_next
     for outer, inner in pairwise([*kept, None]):
         if outer is not None:
             outer.tb_next = inner
     return kept[0] if kept else None
+
+
+def script_line() -> str:
+    """Return where the main thread is in the script, such as "train.py:41 (validate)"."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_NOT_THE_SCRIPT):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_name})"
+        frame = frame.f_back
+    return ""

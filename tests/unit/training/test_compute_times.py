@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.torch.own_times import OwnTimes
+from hvd_elastic.training.planning.compute_times import ComputeTimes
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Mark:
 
 def test_on_a_cpu_it_is_the_step_less_the_waits() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, lambda: None, settling_steps=0)
+    times = ComputeTimes(machine.clock, lambda: None, settling_steps=0)
     waited_s = 7.0  # since the process began
     for own_s, wait_s in [(1.0, 0.5), (1.2, 0.3), (9.0, 0.0)]:
         times.step_begins(waited_s)
@@ -68,7 +68,7 @@ def test_on_a_cpu_it_is_the_step_less_the_waits() -> None:
 
 def test_steps_that_are_short_or_were_never_taken_do_not_count() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, lambda: None, settling_steps=0)
+    times = ComputeTimes(machine.clock, lambda: None, settling_steps=0)
     times.step_begins(0.0)
     machine.now += 1
     times.work_ends()
@@ -81,7 +81,7 @@ def test_steps_that_are_short_or_were_never_taken_do_not_count() -> None:
 
 def test_steps_after_a_change_are_not_timed() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, lambda: None, settling_steps=1)
+    times = ComputeTimes(machine.clock, lambda: None, settling_steps=1)
 
     def steps(number: int) -> None:
         for _ in range(number):
@@ -99,7 +99,7 @@ def test_steps_after_a_change_are_not_timed() -> None:
     assert times.passes == 8
 
 
-def device_step(machine: Machine, times: OwnTimes, read_s: float, work_s: float) -> None:
+def device_step(machine: Machine, times: ComputeTimes, read_s: float, work_s: float) -> None:
     """The script reads, launches and waits for the others, which are ready 5 s later."""
     times.step_begins(0.0)
     machine.now += read_s
@@ -112,7 +112,7 @@ def device_step(machine: Machine, times: OwnTimes, read_s: float, work_s: float)
 
 def test_on_a_device_it_is_what_lies_between_two_marks_in_its_work() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, machine.mark, settling_steps=0)
+    times = ComputeTimes(machine.clock, machine.mark, settling_steps=0)
     device_step(machine, times, read_s=0.5, work_s=2.0)
     assert times.typical_s() == pytest.approx(2.5), "reading counts, the others do not"
     device_step(machine, times, read_s=0.0, work_s=2.0)
@@ -121,7 +121,7 @@ def test_on_a_device_it_is_what_lies_between_two_marks_in_its_work() -> None:
 
 def test_nobody_waits_for_the_device() -> None:
     machine = Machine()
-    times = OwnTimes(machine.clock, machine.mark, settling_steps=0)
+    times = ComputeTimes(machine.clock, machine.mark, settling_steps=0)
     for _ in range(2):  # the script runs ahead
         times.step_begins(0.0)
         machine.launch(3.0)

@@ -20,11 +20,14 @@ from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.lr_rules import Adjustment, Situation, unchanged
 from hvd_elastic.model.timings import Configuration
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.torch import context
-from hvd_elastic.torch.adaptation import Adaptation, _Report, _split
-from hvd_elastic.torch.context import Context, Mode
+from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.torch.sampling_cost import SamplingCost
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.planning.compute_times import SamplingCost
+from hvd_elastic.training.planning.planner import Report
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 
@@ -55,10 +58,10 @@ def exact_noise_scale(
         return float(own.var(0, unbiased=True).sum() / mean.square().sum())
 
 
-def fixed(adaptation: Adaptation, plan: BatchPlan) -> None:
+def fixed(adaptation: AdaptivePlanner, plan: BatchPlan) -> None:
     """Have this plan, whatever is measured."""
-    adaptation.plan = plan
-    adaptation._decide = lambda *_: ""  # type: ignore[method-assign]
+    adaptation.choice.plan = plan
+    adaptation._choose_plan = lambda *_: ""  # type: ignore[method-assign]
 
 
 def steps(
@@ -84,17 +87,17 @@ def test_passes_of_a_step_add_up_to_the_gradient_of_its_batch(
 ) -> None:
     data, found = regression(90), []
     for accumulation in (0, 2):
-        made = Context(Mode.ALONE)
+        made = Context(Mode.ALONE, TorchFrontend())
         monkeypatch.setattr(context, "_context", made)
         torch.manual_seed(0)
         model = torch.nn.Linear(20, 1, bias=False)
         sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="none")
         loader: Loader = hvd.DataLoader(data, 30, shuffle=True, max_batch_size=30)
-        assert loader.adaptation is not None
-        fixed(loader.adaptation, BatchPlan(30, accumulation))
+        assert isinstance(loader.planner, AdaptivePlanner)
+        fixed(loader.planner, BatchPlan(30, accumulation))
         steps(loader, optimizer, model, 2)
-        assert made.progress.step == 6
+        assert made.worker.progress.step == 6
         found.append(model.weight.detach().clone())
     torch.testing.assert_close(found[0], found[1])
     lines = (folder / "audit.jsonl").read_text().splitlines()
@@ -117,8 +120,8 @@ def test_the_noise_scale_of_frozen_weights_is_found(
         optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     hvd.DistributedOptimizer(optimizer, model)
     loader: Loader = hvd.DataLoader(data, 32, shuffle=True, max_batch_size=32)
-    adaptation = loader.adaptation
-    assert adaptation is not None
+    adaptation = loader.planner
+    assert isinstance(adaptation, AdaptivePlanner)
     fixed(adaptation, BatchPlan(32, accumulation))
     steps(loader, optimizer, model, 1)
     found = adaptation.metrics()["noise_scale"]
@@ -136,8 +139,8 @@ def test_the_noise_scale_follows_training_on_one_rank(alone: Context) -> None:
         model.weight.fill_(2.0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
     loader: Loader = hvd.DataLoader(data, 32, shuffle=True, max_batch_size=32)
-    adaptation = loader.adaptation
-    assert adaptation is not None
+    adaptation = loader.planner
+    assert isinstance(adaptation, AdaptivePlanner)
     fixed(adaptation, BatchPlan(32))
     ratios = []
 
@@ -149,7 +152,7 @@ def test_the_noise_scale_follows_training_on_one_rank(alone: Context) -> None:
                 torch.nn.functional.mse_loss(model(inputs), targets).backward()
                 optimizer.step()
                 state.commit()
-                if alone.progress.step >= 100 and alone.progress.step % 20 == 0:
+                if alone.worker.progress.step >= 100 and alone.worker.progress.step % 20 == 0:
                     found = adaptation.metrics()["noise_scale"]
                     ratios.append(found / exact_noise_scale(model, data))
 
@@ -161,7 +164,7 @@ def test_the_noise_scale_follows_training_on_one_rank(alone: Context) -> None:
 def test_a_noisy_gradient_and_a_costly_step_bring_a_larger_batch(
     folder: Path, alone: Context
 ) -> None:
-    context.current().sink = hvd_file_sink(folder)
+    context.current().worker.sink = hvd_file_sink(folder)
     data = regression(2000, noise=10.0)
     model = torch.nn.Linear(20, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
@@ -182,8 +185,8 @@ def test_a_noisy_gradient_and_a_costly_step_bring_a_larger_batch(
                 state.commit()
 
     train(hvd.State(model=model, optimizer=optimizer))
-    assert loader.adaptation is not None
-    assert loader.adaptation.plan.global_batch_size > 40
+    assert isinstance(loader.planner, AdaptivePlanner)
+    assert loader.planner.plan.global_batch_size > 40
     assert set(rates) == {0.001}, "outside of a step the rate is the schedule's"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     plans = [event for event in events if event["kind"] == "batch_plan"]
@@ -196,9 +199,9 @@ def test_a_noisy_gradient_and_a_costly_step_bring_a_larger_batch(
 
 
 def hvd_file_sink(folder: Path) -> Any:
-    from hvd_elastic.torch.sink import FileSink
+    from hvd_elastic.training.sink import FileSink
 
-    context.current().audit = True
+    context.current().worker.audit = True
     return FileSink(folder)
 
 
@@ -223,10 +226,10 @@ def test_the_rule_scales_each_step_and_counts_progress(alone: Context) -> None:
                 optimizer.step()
 
     train(hvd.State(model=model, optimizer=optimizer))
-    assert loader.adaptation is not None
-    passes = alone.progress.epoch
+    assert isinstance(loader.planner, AdaptivePlanner)
+    passes = alone.worker.progress.epoch
     assert model.weight.item() == pytest.approx(-0.3 * passes)
-    assert loader.adaptation.progress == 0.5 * passes
+    assert loader.planner.progress == 0.5 * passes
     assert passes == 2, "half as good, so twice as many"
 
 
@@ -241,27 +244,27 @@ def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Conte
         for _ in hvd.epochs(1):
             for inputs, targets in loader:
                 optimizer.zero_grad()
-                factor = math.nan if alone.progress.step in bad else 1.0
+                factor = math.nan if alone.worker.progress.step in bad else 1.0
                 (factor * torch.nn.functional.mse_loss(model(inputs), targets)).backward()
                 optimizer.step()
                 state.commit()
 
     train(hvd.State(model=model, optimizer=optimizer))
-    assert loader.adaptation is not None
-    assert loader.adaptation.skipped.count == 2
-    assert loader.adaptation.metrics()["skipped_steps"] == 2
+    assert isinstance(loader.planner, AdaptivePlanner)
+    assert loader.planner.skipped.count == 2
+    assert loader.planner.metrics()["skipped_steps"] == 2
     assert torch.isfinite(model.weight).all()
-    assert alone.progress.examples == 400
-    alone.progress.epoch, alone.progress.position = 0, 0
-    loader.adaptation.progress = 0.0
+    assert alone.worker.progress.examples == 400
+    alone.worker.progress.epoch, alone.worker.progress.position = 0, 0
+    loader.planner.progress = 0.0
     bad |= set(range(1000))
     with pytest.raises(ScriptError, match=r"not finite in 10 steps running.*loss is NaN"):
         train(hvd.State(model=model, optimizer=optimizer))
 
 
 def test_a_loss_that_bursts_with_a_rate_that_was_scaled_is_told_with_the_scale() -> None:
-    adaptation = Adaptation(BatchLimits(64, 1024), examples=8192)
-    adaptation.plan = BatchPlan(512)
+    adaptation = AdaptivePlanner(BatchLimits(64, 1024), examples=8192)
+    adaptation.choice.plan = BatchPlan(512)
     adaptation.adjustments = lambda: [Adjustment(factor=4.39, gain=1.0)]  # type: ignore[method-assign]
     for step in range(9):
         adaptation.skip(step)
@@ -300,14 +303,14 @@ def test_gradients_that_are_bad_in_a_part_of_the_model_are_seen(alone: Context) 
     def train(state: hvd.State) -> None:
         for _ in hvd.epochs(1):
             for inputs, targets in loader:
-                model.bad = alone.progress.step in (3, 7)
+                model.bad = alone.worker.progress.step in (3, 7)
                 optimizer.zero_grad()
                 torch.nn.functional.mse_loss(model(inputs), targets).backward()
                 optimizer.step()
 
     train(hvd.State(model=model, optimizer=optimizer))
-    assert loader.adaptation is not None
-    assert loader.adaptation.skipped.count == 2
+    assert isinstance(loader.planner, AdaptivePlanner)
+    assert loader.planner.skipped.count == 2
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
@@ -323,7 +326,7 @@ def test_a_model_of_sparse_gradients_alone_trains(alone: Context) -> None:
 
 
 def test_a_pass_that_does_not_fit_is_made_in_smaller_ones(folder: Path, alone: Context) -> None:
-    alone.sink = hvd_file_sink(folder)
+    alone.worker.sink = hvd_file_sink(folder)
     model = torch.nn.Linear(20, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
     loader: Loader = hvd.DataLoader(regression(400), 40, max_batch_size=40)
@@ -375,7 +378,7 @@ def test_a_larger_last_step_keeps_to_the_memory_too(alone: Context, accumulation
                 state.commit()
 
     train(hvd.State(model=model, optimizer=optimizer))
-    assert alone.progress.epoch == 3
+    assert alone.worker.progress.epoch == 3
     assert len(failed) == (0 if accumulation else 1)
 
 
@@ -401,12 +404,12 @@ def test_what_is_known_goes_on_in_another_process(alone: Context) -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
     loader: Loader = hvd.DataLoader(regression(800), 10, max_batch_size=80)
     steps(loader, optimizer, model, 2)
-    before = loader.adaptation
-    assert before is not None
+    before = loader.planner
+    assert isinstance(before, AdaptivePlanner)
     state = json.loads(json.dumps(before.state_dict()))
     other: Loader = hvd.DataLoader(regression(800), 10, max_batch_size=80, context=alone)
-    after = other.adaptation
-    assert after is not None
+    after = other.planner
+    assert isinstance(after, AdaptivePlanner)
     after.attach(before._statistics, before.rule)  # type: ignore[arg-type]
     after.load_state_dict(state)
     assert json.dumps(after.state_dict()) == json.dumps(before.state_dict())
@@ -417,11 +420,11 @@ def test_the_only_rank_tells_its_passes(alone: Context) -> None:
     model = torch.nn.Linear(20, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
     loader: Loader = hvd.DataLoader(regression(800), 10, max_batch_size=10)
-    assert loader.adaptation is not None
-    assert loader.adaptation.metrics()["passes"] == 0
+    assert isinstance(loader.planner, AdaptivePlanner)
+    assert loader.planner.metrics()["passes"] == 0
     steps(loader, optimizer, model, 1)
-    assert alone.progress.step == 80
-    assert loader.adaptation.metrics()["passes"] == 160, "at first, each step in two"
+    assert alone.worker.progress.step == 80
+    assert loader.planner.metrics()["passes"] == 160, "at first, each step in two"
 
 
 class Others(LocalCommunicator):
@@ -429,19 +432,19 @@ class Others(LocalCommunicator):
 
     size = 4
 
-    def gather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.cat([tensor] * 4)
+    def gather(self, array: Any, name: str) -> Any:
+        return np.concatenate([array] * 4)
 
 
 def test_four_ranks_with_equal_gradients_have_no_noise(alone: Context) -> None:
-    alone.engine = Others()
+    alone.worker.communicator = Others()
     model = torch.nn.Linear(20, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
     loader: Loader = hvd.DataLoader(regression(400), 40, max_batch_size=40)
     steps(loader, optimizer, model, 2)
-    assert loader.adaptation is not None
-    assert loader.adaptation.metrics()["noise_scale"] == pytest.approx(0.0, abs=1e-3)
-    assert loader.adaptation.metrics()["efficiency"] == 1.0
+    assert isinstance(loader.planner, AdaptivePlanner)
+    assert loader.planner.metrics()["noise_scale"] == pytest.approx(0.0, abs=1e-3)
+    assert loader.planner.metrics()["efficiency"] == 1.0
 
 
 def test_sparse_missing_and_frozen_parameters(alone: Context) -> None:
@@ -471,9 +474,9 @@ def test_sparse_missing_and_frozen_parameters(alone: Context) -> None:
                 optimizer.step()
 
     train(hvd.State(model=modules, optimizer=optimizer))
-    assert loader.adaptation is not None
-    assert loader.adaptation.metrics()["noise_scale"] > 0
-    assert len(loader.adaptation.adjustments()) == 3, "two groups, and all together"
+    assert isinstance(loader.planner, AdaptivePlanner)
+    assert loader.planner.metrics()["noise_scale"] > 0
+    assert len(loader.planner.adjustments()) == 3, "two groups, and all together"
 
 
 def test_clipping_between_passes_sees_the_whole_gradient_once(alone: Context) -> None:
@@ -481,8 +484,8 @@ def test_clipping_between_passes_sees_the_whole_gradient_once(alone: Context) ->
     sgd = torch.optim.SGD(model.parameters(), lr=0.001)
     optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="none")
     loader: Loader = hvd.DataLoader(regression(40), 40, max_batch_size=40)
-    assert loader.adaptation is not None
-    fixed(loader.adaptation, BatchPlan(40, 3))
+    assert isinstance(loader.planner, AdaptivePlanner)
+    fixed(loader.planner, BatchPlan(40, 3))
     norms = []
 
     @hvd.run
@@ -554,16 +557,15 @@ def test_a_loader_without_our_optimizer_cannot_adapt(alone: Context) -> None:
 
 def report(
     compute_s: float, host: float = 1.0, memory_bound: float = math.inf, columns: int = 5
-) -> _Report:
-    return _Report(host, memory_bound, compute_s, np.zeros((0, columns)))
+) -> Report:
+    return Report(memory_bound, compute_s, host, np.zeros((0, columns)))
 
 
 def test_reports_are_taken_apart() -> None:
     rows = np.arange(5.0)
-    fast = np.array([1.0, np.inf, 0.1, 1, 5, *rows])
-    slow = np.array([2.0, 7.0, 0.2, 0, 5])
-    found = _split(np.concatenate([fast, slow, fast]))
-    assert [each[:3] for each in found] == [(1.0, math.inf, 0.1), (2.0, 7.0, 0.2), found[0][:3]]
+    fast, slow = report(0.1)._replace(samples=rows[np.newaxis]), report(0.2, 2.0, 7.0)
+    found = Report.unpack(np.concatenate([each.pack() for each in (fast, slow, fast)]), 5)
+    assert [each[:3] for each in found] == [fast[:3], slow[:3], fast[:3]]
     assert [each.samples.tolist() for each in found] == [[rows.tolist()], [], [rows.tolist()]]
 
 
@@ -572,8 +574,8 @@ def test_compute_times_count_where_those_of_all_ranks_are_known() -> None:
     known, faster, unknown = report(0.2), report(0.1), report(math.nan)
     found = []
     for reports in ([known, faster], [faster, unknown], [unknown, faster]):
-        adaptation = Adaptation(BatchLimits(30, 100), examples=100)
-        adaptation.own_times.step_s[1].append(0.3)
+        adaptation = AdaptivePlanner(BatchLimits(30, 100), examples=100)
+        adaptation.times.step_s[1].append(0.3)
         adaptation._learn(reports)
         found += [times for _, times in adaptation.timings.state_dict()]
     assert found[0] == [[0.3, 0.2]]
@@ -582,15 +584,14 @@ def test_compute_times_count_where_those_of_all_ranks_are_known() -> None:
 
 @pytest.mark.parametrize("factor", [2.0, 0.4, 1.2])
 def test_times_from_before_a_change_lead_to_an_early_review_and_are_dropped(factor: float) -> None:
-    adaptation = Adaptation(BatchLimits(30, 100), examples=100)
+    adaptation = AdaptivePlanner(BatchLimits(30, 100), examples=100)
     adaptation.timings.add(Configuration(1, 2, 30.0, 0), 0.02)
     waits, sizes, doubts = [], [], []
     for step_s in [0.01] * 4 + [0.01 * factor] * 3 + [0.01 * factor] * 2:
-        adaptation.own_times.clear_steps()
-        adaptation.own_times.step_s[1] = [step_s]
+        adaptation.times.clear_steps()
+        adaptation.times.step_s[1] = [step_s]
         adaptation._learn([report(math.nan)] * 2)
-        adaptation._schedule(1000)
-        waits.append(adaptation._next_review - 1000)
+        waits.append(adaptation._steps_to_review(1000))
         sizes.append(len(adaptation.timings.state_dict()))
         doubts.append(adaptation._may_have_shifted)
     assert any(doubts) == (factor != 1.2)
@@ -613,9 +614,9 @@ def test_probes_are_for_one_rank_that_makes_one_pass(
 ) -> None:
     """Others see the noise in any step, and sample as rarely as its cost says."""
     weights = torch.nn.Parameter(torch.zeros(1))
-    adaptation = Adaptation(BatchLimits(32, 32), examples=6400)
+    adaptation = AdaptivePlanner(BatchLimits(32, 32), examples=6400)
     adaptation.attach(GradientStatistics(torch.optim.SGD([weights], lr=0.1)), unchanged)
-    adaptation._ranks, adaptation.plan = ranks, BatchPlan(32, extra)
+    adaptation._ranks, adaptation.choice.plan = ranks, BatchPlan(32, extra)
     adaptation.sampling.every, adaptation.sampling.probe_every = 64, 2
     assert [step for step in range(8) if adaptation.sampled(step)] == sampled
 
@@ -631,7 +632,7 @@ class MadeUpCost(SamplingCost):
 
 def test_reviews_schedule_the_sampling_of_gradients() -> None:
     weights = torch.nn.Parameter(torch.zeros(100))
-    adaptation = Adaptation(BatchLimits(32, 32), examples=6400)
+    adaptation = AdaptivePlanner(BatchLimits(32, 32), examples=6400)
     adaptation.attach(GradientStatistics(torch.optim.SGD([weights], lr=0.1)), unchanged)
     adaptation.sampling_cost = cost = MadeUpCost()
     random = np.random.default_rng(0)
@@ -639,21 +640,21 @@ def test_reviews_schedule_the_sampling_of_gradients() -> None:
         local, total = np.square(gradients).sum(1).mean(), np.square(gradients.mean(0)).sum()
         adaptation.noise.tracker.add([local], [total], 32, 2)
     cost.seconds = 0.01
-    adaptation.own_times.step_s[1] = [0.1]
-    adaptation._schedule(1000)
+    adaptation.times.step_s[1] = [0.1]
+    adaptation._steps_to_review(1000)
     assert adaptation.sampling.every == 34
     adaptation.skipped.note(finite=False)
-    adaptation._schedule(1000)
+    adaptation._steps_to_review(1000)
     assert adaptation.sampling.every == 4, "whether more steps are bad is to be known soon"
-    other = Adaptation(BatchLimits(32, 32), examples=6400)
+    other = AdaptivePlanner(BatchLimits(32, 32), examples=6400)
     other.load_state_dict(json.loads(json.dumps(adaptation.state_dict())))
     assert other.sampling.state_dict() == adaptation.sampling.state_dict()
     assert other.skipped.state_dict() == {"skipped_steps": 0, "bad_running": 1}
 
 
 def test_epochs_are_counted_to_the_nearest_pass() -> None:
-    adaptation = Adaptation(BatchLimits(10, 100), examples=100)
+    adaptation = AdaptivePlanner(BatchLimits(10, 100), examples=100)
     adaptation.progress = 27.0  # 2.7 epochs in three passes
-    assert adaptation.enough(3, 3)
-    assert not adaptation.enough(3, 4)
-    assert not adaptation.enough(0, 1)
+    assert adaptation.is_enough(3, 3)
+    assert not adaptation.is_enough(3, 4)
+    assert not adaptation.is_enough(0, 1)

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
-import torch
+import numpy as np
 
 from hvd_elastic.communicator.interface import Communicator
 
 __all__ = ["spread"]
 
-# Less is sent sooner than compared.
 _COMPARED_BYTES = 1 << 20
-_PIECE_BYTES = 16 << 20
+"""Smaller tensors are sent sooner than compared."""
 _MOST_THREADS = 8
+
+Content = Sequence[Callable[[], np.ndarray]]
+"""Gives the bytes of a tensor, piece by piece."""
 
 
 def spread(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Any],
     known: Sequence[bool],
     has: bool,
-    engine: Communicator,
+    communicator: Communicator,
     root_rank: int,
+    content: Callable[[Any], Content],
 ) -> None:
     """Give the root's tensors to the ranks that lack them.
 
@@ -39,8 +43,9 @@ def spread(
         tensors: in the same order on all ranks, overwritten in place.
         known: which of them are the same on every rank that has the state.
         has: whether this rank has it.
-        engine: the communicator.
+        communicator: the communicator.
         root_rank: whose tensors.
+        content: gives the bytes of a tensor; called in several threads.
     """
     compared = [
         index
@@ -48,49 +53,37 @@ def spread(
         if not known[index] and tensor.nbytes >= _COMPARED_BYTES
     ]
     row = [int(not has)]
-    for digest in _digests([tensors[index] for index in compared]):
+    for digest in _digests([content(tensors[index]) for index in compared]):
         row += digest
-    rows = engine.gather(torch.tensor([row]), "hvd_elastic.lacking")
-    lack_all = rows[:, 0].bool().tolist()
+    rows = communicator.gather(np.array([row]), "hvd_elastic.lacking")
+    lack_all = rows[:, 0].astype(bool).tolist()
     # What is too small to compare goes to everybody.
-    lack_small = [rank != root_rank for rank in range(engine.size)]
+    lack_small = [rank != root_rank for rank in range(communicator.size)]
     lacking = [lack_all if same else lack_small for same in known]
     for column, index in enumerate(compared):
         theirs = rows[:, 1 + 2 * column : 3 + 2 * column]
-        lacking[index] = (theirs != theirs[root_rank]).any(dim=1).tolist()
-    groups: dict[tuple[bool, ...], list[torch.Tensor]] = {}
+        lacking[index] = (theirs != theirs[root_rank]).any(axis=1).tolist()
+    groups: dict[tuple[bool, ...], list[Any]] = {}
     for tensor, ranks in zip(tensors, lacking, strict=True):
         groups.setdefault(tuple(ranks), []).append(tensor)
     for lacks, some in groups.items():
         if sum(lacks) * 2 > len(lacks):
             # Few have it: a tree spreads it faster than each of them could alone.
-            engine.broadcast(some, root_rank)
+            communicator.broadcast(some, root_rank)
         elif any(lacks):
-            engine.hand_over(some, lacks)
+            communicator.hand_over(some, lacks)
 
 
-def _digests(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """128 bits of the SHA-256 of the content of each, as two integers."""
-    if not tensors:
-        return []
-    pieces = [_pieces(tensor.detach()) for tensor in tensors]
+def _digests(contents: Sequence[Content]) -> list[list[int]]:
+    """Return 128 bits of the SHA-256 of each tensor, as two integers."""
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        hashed = pool.map(_hash, chain.from_iterable(pieces))
-        whole = [hashlib.sha256(b"".join(next(hashed) for _ in some)).digest() for some in pieces]
+        hashed = pool.map(_hash, chain.from_iterable(contents))
+        whole = [hashlib.sha256(b"".join(islice(hashed, len(some)))).digest() for some in contents]
     return [
         [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
         for digest in whole
     ]
 
 
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Views of it, where it lies in one piece."""
-    if not tensor.is_contiguous():
-        return [tensor]
-    return tensor.reshape(-1).view(torch.uint8).split(_PIECE_BYTES)
-
-
-def _hash(piece: torch.Tensor) -> bytes:
-    """Of its bytes; a copy from another device, or in order, lives no longer than this."""
-    content = piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(content.data).digest()
+def _hash(piece: Callable[[], np.ndarray]) -> bytes:
+    return hashlib.sha256(piece().data).digest()

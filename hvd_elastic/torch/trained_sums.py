@@ -1,0 +1,63 @@
+"""Sums over the parameters of a model, by which ranks are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hvd_elastic.training.frontend import TrainedSums
+
+__all__ = ["trained_sums"]
+
+_TENSORS = 16
+"""In one check, and pieces of a tensor that are added up at once."""
+
+
+def trained_sums(
+    modules: Mapping[str, torch.nn.Module], signs: np.ndarray, number: int | None
+) -> TrainedSums:
+    """See :meth:`~hvd_elastic.training.frontend.State.trained_sums`."""
+    chosen = parameters = _parameters(modules)
+    if number is None:
+        sums = np.array([_sums_of_all(each, signs) for _, each in chosen]).reshape(-1, 2)
+    else:
+        places = range(number * _TENSORS, number * _TENSORS + min(_TENSORS, len(parameters)))
+        chosen = [parameters[place % len(parameters)] for place in places]
+        sums = _sums([_some(each, number, len(signs)) for _, each in chosen], signs)
+    epsilons = np.array([torch.finfo(each.dtype).eps for _, each in chosen])
+    return TrainedSums([name for name, _ in chosen], sums, epsilons, len(parameters))
+
+
+def _parameters(modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for module_name, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point() and parameter.numel() and not parameter.is_sparse:
+                found.setdefault(id(parameter), (f"{module_name}.{name}", parameter.detach()))
+    return list(found.values())
+
+
+def _some(tensor: torch.Tensor, number: int, length: int) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    start = number * length % flat.numel()
+    return flat[start : start + length]
+
+
+def _sums(pieces: Sequence[torch.Tensor], signs: np.ndarray) -> np.ndarray:
+    """Return, for each piece, the sum with random signs, and that of squares; on the CPU."""
+    if not pieces:
+        return np.zeros((0, 2))
+    device = pieces[0].device
+    rows = torch.zeros(len(pieces), len(signs), dtype=torch.float64, device=device)
+    for row, piece in zip(rows, pieces, strict=True):
+        row[: len(piece)].copy_(piece)
+    signed = rows @ torch.from_numpy(signs).to(device)
+    return torch.stack([signed, rows.square().sum(dim=1)], dim=1).cpu().numpy()
+
+
+def _sums_of_all(tensor: torch.Tensor, signs: np.ndarray) -> np.ndarray:
+    pieces = tensor.reshape(-1).split(len(signs))
+    parts = (pieces[at : at + _TENSORS] for at in range(0, len(pieces), _TENSORS))
+    return np.sum([_sums(part, signs).sum(axis=0) for part in parts], axis=0)

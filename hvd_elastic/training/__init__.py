@@ -1,0 +1,1 @@
+"""What the frontends share: the worker, its steps, its plan of the batch; no framework."""

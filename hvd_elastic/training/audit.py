@@ -1,0 +1,54 @@
+"""The record of the indices that all ranks really read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvd_elastic.training.step import Pass
+from hvd_elastic.training.worker import Worker
+from hvd_elastic.wire import messages as msg
+
+__all__ = ["Audit"]
+
+_REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them
+
+
+class Audit:
+    """Gathers what the ranks read in each step, and records it when the step is made."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._read: list[int] = []
+        self._used: deque[msg.Used] = deque(maxlen=_REMEMBERED_STEPS)
+
+    def gather(self, passes: Sequence[Pass]) -> None:
+        """Gather the indices that all ranks read for a step; all of them call this."""
+        # Padding is marked by its sign: it was read, and counted with weight 0.
+        own = [-1 - i if each.padding else i for each in passes for i in each.indices or []]
+        array = np.array(own, np.int64)
+        self._read = self._worker.communicator.gather(array, "hvd_elastic.audit").tolist()
+
+    def record(self, epoch: int, position: int) -> None:
+        """Record the step that was just counted; it began at ``position`` of ``epoch``."""
+        worker = self._worker
+        record = msg.Used(
+            generation=worker.generation,
+            step=worker.progress.step,
+            epoch=epoch,
+            position=position,
+            indices=[i for i in self._read if i >= 0],
+            padding=[-1 - i for i in self._read if i < 0],
+        )
+        while self._used and worker.link and self._used[0].step <= worker.link.recorded_step:
+            self._used.popleft()
+        self._used.append(record)
+        if worker.communicator.rank == 0:
+            worker.sink.send(record)
+
+    def send_again(self) -> None:
+        """Send what the leader may not have recorded: rank 0 may be gone."""
+        for record in self._used:
+            self._worker.sink.send(record)

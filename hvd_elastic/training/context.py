@@ -1,0 +1,457 @@
+"""A training process step by step, and from one generation of ranks to the next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.audit import Audit
+from hvd_elastic.training.checkpointing import Checkpointing
+from hvd_elastic.training.frontend import Averager, Frontend, State
+from hvd_elastic.training.launch import Mode, detect_mode
+from hvd_elastic.training.metrics import Metrics
+from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.replica_check import check_replicas
+from hvd_elastic.training.rollback import Rollback
+from hvd_elastic.training.step import Pass, Stage, Step
+from hvd_elastic.training.uncaught import tell_uncaught
+from hvd_elastic.training.worker import Worker
+from hvd_elastic.wire import messages as msg
+
+__all__ = ["Context", "current", "initialize", "is_initialized"]
+
+
+class Context:
+    """One process's part in a training run; made by :func:`initialize`.
+
+    Attributes:
+        worker: this process: its ranks, its progress, and whom it reports to.
+        step: the one in flight.
+        planner: divides the examples of a step.
+        rollback: undoes what the script changed when it fails.
+        checkpoints: those of this process.
+        metrics: the numbers of the run.
+        check_host_updates: set for Horovod's own elastic driver: raises when the ranks are about
+            to change.
+        kept: what lasts as long as the script's state does, by name.
+        last_reader: (epoch, generation) and the reader that read last: progress is one number
+            for the process, so this is too.
+    """
+
+    def __init__(self, mode: Mode, frontend: Frontend) -> None:
+        self.worker = Worker(mode, frontend)
+        self.step = Step()
+        self.planner = Planner()
+        self.rollback = Rollback(self.worker)
+        self.checkpoints = Checkpointing(self.worker)
+        self.metrics = Metrics(self.worker)
+        self.check_host_updates: Callable[[], None] = lambda: None
+        self.last_reader: tuple[tuple[int, int], object] | None = None
+        self._audit = Audit(self.worker)
+        self._has_loader = False
+        self.kept: dict[str, Any] = {}
+        self._before_change: dict[str, Callable[[], None]] = {}
+        self._change_agreed = False
+        self._is_whole = False
+        """Whether the state is that of one step, and not a mixture."""
+        self._started = time.monotonic()
+        if mode is Mode.STATIC or mode is Mode.HOROVOD_ELASTIC:
+            self.worker.communicator.start({})
+
+    # -- registration ----------------------------------------------------------------------
+
+    def register_state(self, state: State) -> None:
+        """Take the state to synchronise; a script has one."""
+        self.worker.state = state
+        for name, item in self.kept.items():
+            state.keep(name, item)
+
+    def keep(self, name: str, item: Any, before_change: Callable[[], None] | None = None) -> None:
+        """Make something of the library's last as long as the script's state does.
+
+        Args:
+            name: equal on all ranks and in all lives of the run.
+            item: has ``state_dict()`` and ``load_state_dict()`` of plain values.
+            before_change: called on all ranks before a planned change of the world.
+        """
+        self.kept[name] = item
+        if before_change is not None:
+            self._before_change[name] = before_change
+        if self.worker.state is not None:
+            self.worker.state.keep(name, item)
+
+    def register_averager(self, averager: Averager) -> None:
+        """Take the optimizer whose steps count, instead of that of before."""
+        if self.worker.averager is not None:
+            self.worker.averager.retire()
+        self.worker.averager = averager
+        if self.planner.adapts:
+            averager.adapt()
+
+    def register_data(self, examples: int, dropped: int, planner: Planner) -> None:
+        """Take the loader whose batches are the steps.
+
+        Args:
+            examples: in its data set.
+            dropped: those that an epoch leaves out.
+            planner: divides its steps.
+        """
+        self._has_loader = True
+        worker = self.worker
+        if worker.audit:
+            worker.sink.send(msg.Dataset(examples, dropped))
+        if planner.reviews:
+            self.planner = planner
+        if planner.adapts:
+            self.keep("_adaptation", planner)
+            if worker.averager is not None:
+                worker.averager.adapt()
+
+    # -- a step ----------------------------------------------------------------------------
+
+    def hand_out(self, batch: Pass) -> None:
+        """A batch, or the next pass of one, goes to the script now."""
+        if self.step.accumulating:
+            self.step.passes.append(batch)
+            return
+        self.end_uncommitted()
+        self.step.begin(batch)
+        if self.worker.averager is not None:
+            self.worker.averager.forget()
+
+    def pass_ends(self) -> None:
+        """The loop body came back for the next pass of the step in flight."""
+        if self.worker.averager is not None and self.step.is_open:
+            self.worker.averager.absorb()
+
+    def begin_exchange(self) -> None:
+        """Begin telling the others what this rank wishes; see :meth:`Step.begin_exchange`."""
+        self.end_uncommitted()
+        worker = self.worker
+        shared = worker.communicator.size > 1 and (worker.mode is Mode.AGENT or self.planner.adapts)
+        self.step.begin_exchange(worker, self._wishes, shared=shared)
+
+    def _wishes(self) -> list[bool]:
+        return [self.worker.wants_change, *self.checkpoints.wishes()]
+
+    def exchange(self) -> None:
+        """Finish what :meth:`begin_exchange` began; once a step."""
+        if self.step.is_exchanged:
+            return
+        worker, step = self.worker, self.step
+        if worker.communicator.size == 1:
+            worker.refuse_aborted()  # no collective fails that would tell of it
+        self.begin_exchange()
+        if worker.audit and step.passes:
+            self._audit.gather(step.passes)
+        change, *checkpoint = step.finish_exchange(worker, self.planner.adapts)
+        self._change_agreed |= change
+        self.checkpoints.agree(checkpoint)
+        if step.stage is Stage.VOIDED:
+            self.planner.want_review()
+        check_replicas(worker)
+
+    def step_done(self) -> None:
+        """The optimizer took its step, or all ranks leave it out: it is counted."""
+        step, worker = self.step, self.worker
+        if not step.is_open:
+            if not step.passes and worker.in_train:
+                self._step_without_loader()
+            return
+        step.stage = Stage.DONE
+        epoch, position = worker.progress.epoch, worker.progress.position
+        worker.progress.advance(step.examples)
+        if worker.audit:
+            self._audit.record(epoch, position)
+        self.metrics.step_finished(self.planner.metrics)
+
+    def _step_without_loader(self) -> None:
+        """The optimizer took a step with examples that our loader did not hand out.
+
+        Raises:
+            ScriptError: the run is audited, and nobody knows what was read.
+        """
+        worker = self.worker
+        if worker.progress.step == 0 and worker.mode is not Mode.ALONE:
+            loader, other = worker.frontend.loader, worker.frontend.other_loader
+            what = f"optimizer.step() was called for a batch that does not come from {loader}"
+            remedy = (
+                f"Read the training data with {loader}(dataset, batch_size, shuffle=True) in place "
+                f"of {other}, with the batch size of all ranks together and without a "
+                "DistributedSampler"
+            )
+            if worker.audit:
+                raise ScriptError(f"{what}, so no audit (--audit) can be made. {remedy}")
+            worker.warn_once(
+                f"{what}: examples are not shared out among the ranks, every rank trains on "
+                "what its own loader gives it; a worker that joins or is replaced begins with "
+                "the first batch of its own; and hosts join or leave only where the script "
+                f"calls state.commit(). {remedy}"
+            )
+        self.step.stage = Stage.UNCOMMITTED
+
+    def end_uncommitted(self) -> None:
+        """Count a step without our loader that the script did not commit."""
+        if self.step.stage is Stage.UNCOMMITTED:
+            self._count_own_step()
+
+    def _count_own_step(self) -> None:
+        self.step.forget()
+        self.worker.progress.advance(0)
+        self.metrics.step_finished(self.planner.metrics)
+
+    def mark_consumed(self) -> None:
+        """The loop body came back for more without a step of our optimizer."""
+        if self.step.accumulating:  # the loop was left between two passes: it was never made
+            self.step_failed()
+        self._leave_out(over=True)
+
+    def _leave_out(self, *, over: bool) -> None:
+        """The step in flight ends without our optimizer's; ``over``: the loop body has ended."""
+        step = self.step
+        if not step.is_open:
+            return
+        step.is_left_out = True
+        try:
+            if self.worker.averager is not None:
+                self.worker.averager.leave_out(over=over)
+            self.exchange()
+        finally:
+            step.is_left_out = False
+        if step.is_open:  # called off, it does not count
+            self.step_done()
+
+    def commit(self, metrics: Mapping[str, Any]) -> None:
+        """End a step that no optimizer took, or one without our loader; take its metrics."""
+        self.metrics.update(metrics)
+        step = self.step
+        if self._has_loader and step.stage is not Stage.UNCOMMITTED:
+            if not step.accumulating:
+                self._leave_out(over=False)
+            return
+        # A script that reads its data itself: this is where its steps end.
+        if step.stage is Stage.UNCOMMITTED:
+            step.stage = Stage.NONE
+        self.exchange()
+        self._count_own_step()
+        self.rollback.save()
+        self.step_boundary()
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Take numbers for the metrics of the next step; after training, send them at once."""
+        self.metrics.update(metrics)
+        if not self.worker.in_train:
+            self.metrics.send(self.planner.metrics())
+
+    def out_of_memory(self) -> bool:
+        """A pass did not fit into this rank's memory: call the step off on all ranks.
+
+        Returns:
+            Whether training can go on, with smaller passes.
+        """
+        averager, step = self.worker.averager, self.step
+        if averager is None or step.stage is not Stage.BEGUN:
+            return False
+        if not self.planner.out_of_memory(step.passes[-1].examples):
+            return False
+        step.is_too_large = True
+        try:
+            averager.give_up()
+        finally:
+            step.is_too_large = False
+        return True
+
+    def step_failed(self) -> None:
+        """Forget the step in flight."""
+        if self.step.stage is Stage.UNCOMMITTED:  # made, and a newcomer is told so
+            self.worker.progress.advance(0)
+        self.step.forget()
+        self._change_agreed = False
+        if self.worker.averager is not None:
+            self.worker.averager.reset()
+
+    # -- generations -----------------------------------------------------------------------
+
+    def step_boundary(self) -> None:
+        """Between two steps: take checkpoints, and follow the leader to another generation."""
+        worker = self.worker
+        if worker.mode is Mode.HOROVOD_ELASTIC and worker.in_train:
+            self.check_host_updates()
+        if self._change_agreed and worker.in_train:
+            self.rescale()
+        self.checkpoints.step_boundary()
+        self.planner.review_if_due(worker)
+
+    def rescale(self) -> None:
+        """Stop the current generation and go over to the next, in place.
+
+        Raises:
+            GenerationBrokenError: the next one could not be made.
+            SystemExit: this worker is not part of it; unwinds the script.
+        """
+        self._change_agreed = False
+        self.prepare_change()
+        self.checkpoints.settle()
+        self.worker.communicator.stop()
+        self.follow()
+
+    def prepare_change(self) -> None:
+        """The world is about to change as planned: save what a rank that leaves has alone."""
+        for _, prepare in sorted(self._before_change.items()):
+            prepare()
+        self.rollback.save()
+
+    def follow(self) -> None:
+        """Wait for the leader's next instruction and carry it out, until in a generation."""
+        worker = self.worker
+        assert worker.link is not None
+        worker.step_began = None
+        while True:
+            instruction = worker.link.wait(worker.generation)
+            if instruction is None:
+                worker.link.take_checkpoint_request()
+                if self._is_whole:
+                    self.checkpoints.take(wait=True, alone=True)
+                self.checkpoints.answer()
+                continue
+            match instruction:
+                case msg.Leave():
+                    self.checkpoints.close()
+                    raise SystemExit(0)
+                case msg.Hold():
+                    newness, step = self.rollback.newness, self._whole_step
+                    worker.sink.send(
+                        msg.Held(generation=worker.generation, step=step, state=newness)
+                    )
+                case msg.Join(announcement=announcement, env=env):
+                    self._join(announcement, env)
+                    return
+
+    def _join(self, announcement: msg.Announcement, env: Mapping[str, str]) -> None:
+        worker = self.worker
+        first = worker.generation == 0
+        worker.generation, worker.life = announcement.generation, announcement.life
+        self._change_agreed = False
+        self.step.forget()
+        worker.refuse_aborted()
+        worker.communicator.start(env)
+        worker.refuse_aborted()
+        is_root = worker.communicator.rank == announcement.root_rank
+        if is_root and announcement.restore:
+            self.restore_checkpoint(announcement.restore, announcement.checkpoint)
+        self.synchronize_state(announcement.root_rank)
+        self._is_whole = True
+        self.metrics.world_begins(first=first, announces_pause=is_root)
+        self.checkpoints.schedule()
+        worker.sink.send(msg.Joined(generation=worker.generation, step=self._whole_step))
+
+    def synchronize_state(self, root_rank: int) -> None:
+        """Take the root's state and progress on every rank."""
+        worker = self.worker
+        assert worker.state is not None
+        worker.progress = worker.state.sync(
+            worker.communicator, root_rank, worker.progress, self._has_state
+        )
+        self.rollback.synchronized()
+
+    def _has_state(self, theirs: Progress) -> bool:
+        # Until the synchronisation is through, the state is a mixture, unless both are the same.
+        same = theirs == self.worker.progress and not self.rollback.partial
+        self._is_whole = self._is_whole and same
+        return self._is_whole
+
+    def start_alone(self) -> None:
+        """Training begins without a leader."""
+        self.worker.generation += 1
+        self.checkpoints.schedule()
+
+    def ranks_changed(self) -> None:
+        """Horovod's own driver has made another communicator."""
+        self.checkpoints.settle()
+        self.worker.communicator.refresh()
+        self.start_alone()
+
+    def broken(self, error: BaseException) -> None:
+        """A collective failed: leave the generation and say how far this rank is."""
+        worker = self.worker
+        worker.communicator.stop(broken=True)
+        self.checkpoints.settle()
+        self.step_failed()
+        self.rollback.fail()
+        self._audit.send_again()
+        self.checkpoints.broken()
+        worker.sink.send(
+            msg.Broken(
+                generation=worker.generation,
+                step=self._whole_step,
+                state=self.rollback.newness,
+                error=str(error),
+                progress=worker.position if self._is_whole else None,
+            )
+        )
+
+    @property
+    def _whole_step(self) -> int:
+        """Steps that the state has taken; -1 where it is not whole."""
+        return self.worker.progress.step if self._is_whole else -1
+
+    def restore_checkpoint(self, path: str, copy_of: str | None = None) -> None:
+        """Take the state from a checkpoint and say so; ``copy_of``: what the user calls it."""
+        worker = self.worker
+        assert worker.state is not None
+        worker.progress = worker.state.load(worker.frontend.load_checkpoint(path), copy_of or path)
+        if worker.mode is Mode.AGENT:  # brought into the spool for this alone
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
+        worker.sink.send(msg.Restored(worker.position, path))
+
+    # -- life ------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Tell the leader that this worker is warm."""
+        self.worker.communicator.warm()
+        self.worker.sink.send(msg.Ready(time.monotonic() - self._started))
+
+    def script_failed(self, text: str) -> bool:
+        """An exception ends the script; return whether the leader was told."""
+        try:
+            self.worker.sink.send(msg.ScriptRaised(text, self.worker.position))
+        except OSError:  # the agent is gone
+            return False
+        return True
+
+
+_context: Context | None = None
+
+
+def initialize(frontend: Frontend) -> Context:
+    """Return the context of this process, made at the first call."""
+    global _context
+    if _context is None:
+        tell_uncaught()
+        _context = Context(detect_mode(os.environ), frontend)
+        if _context.worker.mode is Mode.AGENT:
+            tell_uncaught(_context.script_failed)
+    return _context
+
+
+def is_initialized() -> bool:
+    """Whether :func:`initialize` was called."""
+    return _context is not None
+
+
+def current() -> Context:
+    """Return the context of this process.
+
+    Raises:
+        ScriptError: ``init()`` was not called.
+    """
+    if _context is None:
+        tell_uncaught()
+        raise ScriptError("call hvd_elastic.torch.init() first, before anything else of it")
+    return _context

@@ -1,0 +1,260 @@
+"""Which examples this rank reads next, so that each of an epoch is read exactly once.
+
+The order of an epoch is fixed by (seed, epoch), and every rank reads its share of the next
+``batch_size`` positions of it. Where training stands is one number, so after any change of rank,
+world size or process reading goes on from there: nothing is gathered, nothing is skipped and
+nothing is read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.sharding import Order, Slice, epoch_order, step_slice, steps_left
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.step import Pass, Stage
+from hvd_elastic.training.worker import Worker
+
+__all__ = ["MIN_SHARE", "DataOrder", "Place"]
+
+MIN_SHARE = 2
+"""Examples of a rank, where the batch size allows it, so that a short last step does not leave a
+rank alone with one example, on which batch normalisation cannot train."""
+
+_INDICES_AT_ONCE = 4096
+"""Indices that are computed at a time: a call costs as much as about a thousand of them."""
+
+
+class Place(NamedTuple):
+    """Where a step begins, and what decides on the passes from there on.
+
+    Attributes:
+        start: position of the step in the epoch.
+        world: epoch, rank and size.
+        plan: what cuts the steps.
+    """
+
+    start: int
+    world: tuple[int, int, int]
+    plan: Hashable
+
+
+class Read(Protocol):
+    """Reads the next pass."""
+
+    def __call__(
+        self, step: Place, following: Place, *, is_first: bool
+    ) -> tuple[Any, list[int] | None]:
+        """Return a batch, and its indices too where the run is audited.
+
+        Args:
+            step: of the pass.
+            following: the step after it.
+            is_first: whether the pass is the first of its step.
+        """
+
+
+class DataOrder:
+    """The order in which a data set is read, and this rank's share of each step.
+
+    Args:
+        examples: in the data set.
+        batch_size: of a step over all ranks.
+        shuffle: read in an order drawn anew for each epoch from ``seed``; False: 0, 1, 2, ...
+        seed: >= 0, the same on all ranks.
+        drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
+        planner: divides the steps.
+    """
+
+    def __init__(
+        self,
+        examples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        planner: Planner,
+    ) -> None:
+        self.examples = examples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.planner = planner
+        # Of which (epoch, version) it is the order.
+        self._order: tuple[tuple[int, int], Order] | None = None
+        # (epoch, generation) in which this loader was read to its end.
+        self._ended: tuple[int, int] | None = None
+        self._warned_world = 0
+
+    def register(self, context: Context) -> None:
+        """Tell the context of the data whose batches are its steps."""
+        dropped = self.examples % self.batch_size if self.drop_last else 0
+        context.register_data(self.examples, dropped, self.planner)
+
+    def steps_from(self, position: int, ranks: int) -> int:
+        """Return the number of steps from a position to the end of an epoch."""
+        return steps_left(position, self._end(position), self.planner.batch_size, ranks, MIN_SHARE)
+
+    def _end(self, position: int) -> int:
+        """Return the position at which the epoch is over, seen from ``position``."""
+        if not self.drop_last:
+            return self.examples
+        whole_steps = (self.examples - position) // self.batch_size
+        return position + whole_steps * self.batch_size
+
+    def loop(self, context: Context, read: Read) -> Iterator[Any]:
+        """Yield the batches of the current epoch from where training stands, pass by pass."""
+        worker, rollback, planner = context.worker, context.rollback, self.planner
+        if not worker.has_ranks:
+            raise ScriptError(
+                "the loader is iterated outside of a training function, where this worker has no "
+                "rank yet. Put the loop into a function under @hvd.run, `def train(state): ...`, "
+                "and call it: train(hvd.State(model=model, optimizer=optimizer))"
+            )
+        epoch, position = worker.progress.epoch, worker.progress.position
+        if self._ended == (epoch, worker.generation) and position >= self._end(position):
+            raise ScriptError(
+                f"all {self.examples} examples of epoch {epoch} were read already, and the loader "
+                "is iterated again; iterate it once inside each turn of `for epoch in "
+                "hvd.epochs(...)`, which moves on to the next epoch"
+            )
+        loop = rollback.loop_begins()
+        if not loop:
+            return
+        try:
+            self._claim(context)
+            while True:
+                # The world stays as it is between the last step of an epoch and what the script
+                # does after the loop: a newcomer could not take part in that.
+                if position < self._end(position):
+                    context.step_boundary()
+                    if worker.progress.epoch != epoch:
+                        # The state that was taken over or restored is in another epoch;
+                        # hvd.epochs() goes on from there.
+                        return
+                    self._claim(context)
+                    position = worker.progress.position
+                if position >= self._end(position):
+                    self._ended = (epoch, worker.generation)
+                    rollback.loop_ended()
+                    return
+                self._warn_of_idle_ranks(worker)
+                share = self._share(position, self._end(position), worker)
+                spans = self._spans(share, worker.progress.step, worker.communicator.size)
+                planner.step_begins(len(spans), worker.communicator.waited_s)
+                place = self._place(worker, position)
+                following = place._replace(start=share.step_stop)
+                for number, (start, stop) in enumerate(spans, 1):
+                    batch, indices = read(place, following, is_first=number == 1)
+                    more = number < len(spans)
+                    context.hand_out(
+                        Pass(
+                            step_examples=share.step_examples,
+                            weight=share.weight * (stop - start) / (share.stop - share.start),
+                            indices=indices,
+                            padding=share.padding,
+                            examples=stop - start,
+                            accumulating=more,
+                        )
+                    )
+                    yield batch
+                    if more:
+                        context.pass_ends()
+                waited_s = worker.communicator.waited_s
+                planner.step_ends(share.step_examples, len(spans), waited_s)
+                if (worker.progress.epoch, worker.progress.position) == (epoch, position):
+                    context.mark_consumed()
+                rollback.body_ended(voided=context.step.stage is Stage.VOIDED)
+                position = worker.progress.position
+        except GeneratorExit:
+            rollback.loop_left(loop)
+            raise
+
+    def indices(self, place: Place, progress: Progress) -> Iterator[list[int]]:
+        """Yield the dataset indices of each pass from a place to the end of the epoch."""
+        _, rank, size = place.world
+        batch, parts, order = (
+            self.planner.batch_size,
+            self.planner.parts,
+            self._epoch_order(progress),
+        )
+        position, end, step = place.start, self._end(place.start), progress.step
+        while position < end:
+            spans: list[tuple[int, int]] = []
+            ahead = 0
+            while position < end and ahead < _INDICES_AT_ONCE:
+                share = step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
+                spans += self._spans(share, step, size)
+                ahead += share.stop - share.start
+                position, step = share.step_stop, step + 1
+            positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
+            found = iter(order(positions).tolist())
+            for start, stop in spans:
+                yield list(islice(found, stop - start))
+
+    def _share(self, position: int, end: int, worker: Worker) -> Slice:
+        rank, size = worker.communicator.rank, worker.communicator.size
+        batch, parts = self.planner.batch_size, self.planner.parts
+        return step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
+
+    def _spans(self, share: Slice, step: int, ranks: int) -> list[tuple[int, int]]:
+        """Return the positions of each pass over a share, in the step after ``step``."""
+        examples = share.stop - share.start
+        passes = 1 if share.padding else self.planner.passes(step, examples, ranks)
+        cuts = [share.start + examples * number // passes for number in range(passes + 1)]
+        return list(pairwise(cuts))
+
+    def _place(self, worker: Worker, start: int) -> Place:
+        communicator, progress = worker.communicator, worker.progress
+        world = (progress.epoch, communicator.rank, communicator.size)
+        return Place(start, world, (self.planner.cut, progress.data_order))
+
+    def _epoch_order(self, progress: Progress) -> Order:
+        epoch, version = now = (progress.epoch, progress.data_order)
+        if self._order is None or self._order[0] != now:
+            self._order = None  # two whole orders of version 1 may be too much for the memory
+            order = epoch_order(
+                self.seed, epoch, self.examples, shuffle=self.shuffle, version=version
+            )
+            self._order = (now, order)
+        return self._order[1]
+
+    def _claim(self, context: Context) -> None:
+        """Refuse the position of an epoch that another loader has been reading."""
+        worker = context.worker
+        progress, other = worker.progress, worker.frontend.other_loader
+        if progress.position > self.examples:
+            raise ScriptError(
+                f"epoch {progress.epoch} stands at example {progress.position}, but the loader's "
+                f"dataset has {self.examples}: either the dataset has shrunk since the checkpoint "
+                "(give it all its examples, or start a new run), or this is a second loader in "
+                f"the epoch; evaluate with {other}"
+            )
+        now = (progress.epoch, worker.generation)
+        last = context.last_reader
+        if last is not None and last[0] == now and last[1] is not self and progress.position > 0:
+            raise ScriptError(
+                f"two loaders are iterated in epoch {progress.epoch}, and progress is that of one; "
+                "make the training loader once, and read other data (evaluation) with "
+                f"{other}"
+            )
+        context.last_reader = (now, self)
+
+    def _warn_of_idle_ranks(self, worker: Worker) -> None:
+        batch, size = self.planner.batch_size, worker.communicator.size
+        if batch < size != self._warned_world:
+            self._warned_world = size
+            worker.warn_once(
+                f"the batch of {batch} is for all ranks together and there are {size}: "
+                f"{size - batch} of them have no example in a step; use a "
+                f"{'max_batch_size' if self.planner.adapts else 'batch_size'} of at least {size}"
+            )

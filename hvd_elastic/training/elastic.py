@@ -1,0 +1,206 @@
+"""Runs a training function under any launcher, again after each failure."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvd_elastic.checkpoint.files import newest_valid
+from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.communicator.ring import load_horovod
+from hvd_elastic.errors import RunError
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.progress import Phase
+from hvd_elastic.training.rollback import StepVoidedError
+from hvd_elastic.wire import messages as msg
+
+__all__ = ["epochs", "run_training"]
+
+Result = TypeVar("Result")
+_AFTER_A_FAILURE = (
+    "The function was entered in the middle of training, after a failure or in a resumed run: "
+    "where no batch of the epoch is left, the loop over the loader runs zero times; a variable "
+    "that is used after the loop has to be set before it"
+)
+
+
+def run_training(ctx: Context, function: Callable[[], Result]) -> Result:
+    """Call a training function until it returns, as the launcher of this process needs."""
+
+    def train() -> Result:
+        frontend, worker = ctx.worker.frontend, ctx.worker
+        while True:
+            worker.in_train = True
+            ctx.rollback.function_entered()
+            begun = worker.progress.step > 0
+            try:
+                result = function()
+                ctx.end_uncommitted()
+                return result
+            except StepVoidedError:
+                pass
+            except UnboundLocalError as error:
+                if begun:
+                    error.args = (f"{error}. {_AFTER_A_FAILURE}",)
+                raise
+            except (MemoryError, RuntimeError) as error:
+                if not (frontend.is_out_of_memory(error) and ctx.out_of_memory()):
+                    raise
+            finally:
+                worker.in_train = False
+            # The error is gone by now, and with it what its frames held.
+            gc.collect()
+            frontend.free_memory()
+
+    match ctx.worker.mode:
+        case Mode.AGENT:
+            return _run_with_agent(ctx, train)
+        case Mode.HOROVOD_ELASTIC:
+            return _run_with_horovod_elastic(ctx, train)
+        case _:
+            return _run_static(ctx, train)
+
+
+def epochs(count: int) -> Iterator[int]:
+    """The epochs still to do, from where training stands, up to ``count``.
+
+    Where the batch adapts, ``count`` is that of the initial batch size: larger batches make less
+    progress with an example, so there are more passes over the data, until the scale-invariant
+    progress is that of ``count`` epochs, to the nearest pass. With learning-rate rules that keep
+    the number of examples (all but AdaScale), the two are the same.
+
+    >>> for epoch in epochs(10):      # doctest: +SKIP
+    ...     for inputs, targets in loader:
+    ...         ...
+    """
+    ctx = context.current()
+    worker = ctx.worker
+    ctx.rollback.epochs_begin()
+    while worker.progress.phase is not Phase.DONE:
+        epoch = worker.progress.epoch
+        if ctx.planner.is_enough(epoch, count):
+            return
+        yield epoch
+        ctx.mark_consumed()
+        ctx.rollback.epoch_turns(epoch)
+
+
+def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
+    worker = ctx.worker
+    ctx.ready()
+    returned: list[Result] = []
+    phase = Phase.HEAD
+    pending = True
+    while True:
+        try:
+            if pending:
+                ctx.follow()
+                pending = False
+            if not _all_returned(ctx, bool(returned)):
+                returned = [train()]
+                phase = ctx.rollback.function_returned()
+            worker.communicator.barrier()  # nobody leaves while another may still need it
+        except GenerationBrokenError as error:
+            ctx.broken(error)
+            pending = True
+            continue
+        worker.progress.phase = phase
+        ended = msg.Finished(worker.position)
+        _end(ctx)
+        worker.sink.send(ended)
+        return returned[0]
+
+
+def _all_returned(ctx: Context, returned: bool) -> bool:
+    """Whether the function has returned on all ranks, and only the end of training failed."""
+    if ctx.worker.progress.phase is not Phase.DONE:
+        return False
+    own = np.array([int(returned)])
+    return bool(ctx.worker.communicator.gather(own, "hvd_elastic.returned").all())
+
+
+def _end(ctx: Context) -> None:
+    """Write the last checkpoint; a later start does not run the tail of the epoch again."""
+    if ctx.worker.progress.phase is Phase.TAIL:
+        ctx.worker.progress.next_epoch()
+    ctx.checkpoints.take(wait=True)
+    ctx.checkpoints.close()
+
+
+def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
+    _restore_newest(ctx)
+    ctx.synchronize_state(0)
+    ctx.start_alone()
+    try:
+        result = train()
+    except GenerationBrokenError as error:
+        raise RunError(
+            f"rank {ctx.worker.communicator.rank} cannot go on, since another rank has ended or "
+            f"cannot be reached ({error}). What that one said before tells why; with ranks that "
+            "stay the same the job ends with it"
+        ) from error
+    _end(ctx)
+    return result
+
+
+def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Result:
+    """Let Horovod's own driver change the ranks; our state and data stay exactly-once."""
+    from horovod.common.elastic import State as HorovodState
+    from horovod.common.exceptions import HostsUpdatedInterrupt
+
+    horovod = load_horovod(ctx.worker.frontend.horovod)
+
+    class Adapter(HorovodState):
+        def save(self) -> None:
+            ctx.rollback.save()
+
+        def restore(self) -> None:
+            ctx.step_failed()
+            ctx.rollback.fail()
+
+        def sync(self) -> None:
+            ctx.ranks_changed()
+            if ctx.worker.generation == 1:
+                _restore_newest(ctx)
+            ctx.synchronize_state(0)
+
+        def reset(self) -> None:
+            ctx.ranks_changed()
+
+    adapter = Adapter(bcast_object=horovod.broadcast_object, get_rank=horovod.rank)
+
+    def check_host_updates() -> None:
+        try:
+            adapter.check_host_updates()
+        except HostsUpdatedInterrupt:  # on all ranks, since rank 0 has told them
+            ctx.prepare_change()
+            raise
+
+    ctx.check_host_updates = check_host_updates
+
+    @horovod.elastic.run
+    def again(_: Any) -> Result:
+        try:
+            return train()
+        except GenerationBrokenError as error:
+            raise error.__cause__ or error from None  # Horovod's wrapper knows its own kind only
+
+    result: Result = again(adapter)
+    return result
+
+
+def _restore_newest(ctx: Context) -> None:
+    folder = ctx.worker.sink.checkpoint_folder
+    if ctx.worker.communicator.rank == 0 and folder and Path(folder).is_dir():
+        newest = newest_valid(
+            folder, on_skip=lambda path, why: warnings.warn(f"skipped {path}: {why}", stacklevel=2)
+        )
+        if newest is not None:
+            ctx.restore_checkpoint(str(newest.path))

@@ -1,0 +1,49 @@
+"""How this process was launched, told by the environment that the launcher left.
+
+=====================  ==================================================================
+``python``             one process, no Horovod needed
+``horovodrun -np``     static ranks (also under ``mpirun``)
+``horovodrun`` elastic Horovod's own elastic driver changes the ranks
+``hvd-elastic run``    generations announced by the leader, through the agent
+=====================  ==================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import Enum
+
+__all__ = ["Mode", "detect_mode", "local_rank"]
+
+
+class Mode(Enum):
+    """Who decides about the ranks of this process."""
+
+    ALONE = "python"
+    STATIC = "horovodrun"
+    HOROVOD_ELASTIC = "horovodrun elastic"
+    AGENT = "hvd-elastic"
+
+
+def detect_mode(environment: Mapping[str, str]) -> Mode:
+    """Return how this process was launched.
+
+    >>> detect_mode({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}).value
+    'horovodrun'
+    """
+    if "HVD_ELASTIC_AGENT" in environment:
+        return Mode.AGENT
+    if environment.get("HOROVOD_ELASTIC") == "1":
+        return Mode.HOROVOD_ELASTIC
+    if "HOROVOD_RANK" in environment or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        return Mode.STATIC
+    return Mode.ALONE
+
+
+def local_rank() -> int:
+    """Return the slot of this process on its host: it never changes while the process lives."""
+    for name in ("HVD_ELASTIC_LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return 0

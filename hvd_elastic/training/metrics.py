@@ -1,0 +1,76 @@
+"""The numbers of a run: throughput, those of the planner, and those that the script reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvd_elastic.training.worker import Worker
+from hvd_elastic.wire import messages as msg
+
+__all__ = ["Metrics"]
+
+_INTERVAL_S = 0.25
+
+
+class Metrics:
+    """Sends metrics from rank 0, and the pause of a rescale from the one that led it."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._values: dict[str, Any] = {}
+        self._due = 0.0
+        self._window = (time.monotonic(), 0)
+        self._last_step: float | None = None
+        self._rescaled_from: float | None = None
+        self._announces_pause = False
+
+    def update(self, values: Mapping[str, Any]) -> None:
+        """Take numbers of the script's, for the next time that metrics are sent."""
+        self._values.update(values)
+
+    def world_begins(self, *, first: bool, announces_pause: bool) -> None:
+        """A generation begins; ``first``: of this process."""
+        now = self._worker.step_began = time.monotonic()
+        self._announces_pause = announces_pause
+        self._rescaled_from = None if first else self._last_step
+        self._window = (now, self._worker.progress.examples)
+
+    def step_finished(self, planned: Callable[[], Mapping[str, Any]]) -> None:
+        """A step was counted; ``planned`` gives the planner's metrics."""
+        worker, now = self._worker, time.monotonic()
+        if self._announces_pause:
+            self._announces_pause = False
+            pause = None if self._rescaled_from is None else now - self._rescaled_from
+            size = worker.communicator.size
+            worker.sink.send(msg.RescaleFinished(worker.generation, size, pause))
+        self._last_step = now
+        if worker.step_began is not None:
+            worker.longest_step_s = max(worker.longest_step_s, now - worker.step_began)
+        worker.step_began = now
+        if now >= self._due:
+            self.send(planned())
+
+    def send(self, planned: Mapping[str, Any]) -> None:
+        """Send metrics now, if this is rank 0."""
+        worker, now = self._worker, time.monotonic()
+        if worker.communicator.rank != 0:
+            return
+        self._due = now + _INTERVAL_S
+        since, examples = self._window
+        done = worker.progress.examples - examples
+        record: dict[str, Any] = {}
+        if done > 0 and now > since:
+            record["throughput"] = done / (now - since)
+        if worker.averager is not None:
+            record["lr"] = worker.averager.learning_rate()
+        record |= planned
+        if "throughput" in record and "efficiency" in record:
+            record["goodput"] = record["throughput"] * record["efficiency"]
+        own = {*worker.progress.as_dict(), "size", "kind", *record}
+        for name, value in self._values.items():
+            if name not in own:  # the run is steered by those of its own
+                record[name] = worker.frontend.plain(value)
+        self._window = (now, worker.progress.examples)
+        worker.sink.send(msg.Metrics(worker.position, worker.communicator.size, record))

@@ -1,0 +1,231 @@
+"""Times of this rank's own work, on the CPU or on a device that works behind the script.
+
+In a synchronous job all ranks see the same step time. Which of them is slow shows only in what each
+does by itself: reading its share, forward and backward pass. Work on a device is timed by events in
+it, which are read when the device has reached them, without ever waiting for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, Protocol
+
+__all__ = ["ComputeTimes", "DeviceEvent", "NewEvent", "SamplingCost", "no_event"]
+
+_KEPT_STEPS = 256
+_KEPT_SAMPLES = 16
+_SETTLING_STEPS = 2
+"""Steps after a change that are not timed: readers start, memory is allocated."""
+
+
+class DeviceEvent(Protocol):
+    """A mark in the work of a device, as :class:`torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """Put the mark behind all work that was given to the device so far."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it; does not wait."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """From this mark to a later one that was reached too [ms]."""
+
+
+NewEvent = Callable[[], DeviceEvent | None]
+"""Makes an event on the device that trains; gives None where that is the CPU."""
+
+
+def no_event() -> None:
+    """There is no device."""
+
+
+class KnownTimes:
+    """The last times of something, some of which the device has not come to yet.
+
+    Args:
+        kept: how many at the most.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._pending: deque[Sequence[tuple[DeviceEvent, DeviceEvent]]] = deque(maxlen=kept)
+        self._known: deque[float] = deque(maxlen=kept)
+
+    def add(self, seconds: float) -> None:
+        """A time that is known."""
+        self._known.append(seconds)
+
+    def add_marks(self, pairs: Sequence[tuple[DeviceEvent, DeviceEvent]]) -> None:
+        """A time that is the sum of those between pairs of marks, in the order of the work."""
+        self._pending.append(pairs)
+
+    def read(self) -> list[float]:
+        """All that are known by now [s]."""
+        # The device does its work in order: where it has not come to a mark, all later ones wait.
+        while self._pending and self._pending[0][-1][1].query():
+            pairs = self._pending.popleft()
+            self._known.append(sum(first.elapsed_time(last) for first, last in pairs) / 1000)
+        return list(self._known)
+
+    def clear_known(self) -> None:
+        """Those that were read."""
+        self._known.clear()
+
+    def clear(self) -> None:
+        """All of them."""
+        self._pending.clear()
+        self._known.clear()
+
+
+class ComputeTimes:
+    """Times the steps of this rank: the whole of each, and its compute time.
+
+    On a CPU the compute time of a step is from its beginning to its end less the waits in between.
+    A GPU works behind the script, and what looks like waiting for other ranks may be waiting for
+    it. So two events are recorded in its work, where a step begins and where its backward pass
+    ends, and the time between them is read when the GPU has reached both, without ever waiting for
+    it. A GPU that is idle, because the next batch is still being read, reaches the first event at
+    once: reading counts on both.
+
+    Args:
+        clock: [s].
+        new_event: makes an event on the device that trains; gives None where that is the CPU.
+        settling_steps: steps after :meth:`forget` that are not timed.
+
+    Attributes:
+        step_s: times of whole steps since :meth:`clear_steps`, by number of passes [s].
+        passes: all that this rank has begun.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        new_event: NewEvent = no_event,
+        settling_steps: int = _SETTLING_STEPS,
+    ) -> None:
+        self._clock = clock
+        self._new_event = new_event
+        self._settling_steps = self._settling = settling_steps
+        self._began = 0.0
+        self._waited_s = 0.0
+        self._marks: tuple[DeviceEvent, DeviceEvent] | None = None
+        self._worked = False
+        self._times = KnownTimes(_KEPT_STEPS)
+        self.step_s: defaultdict[int, list[float]] = defaultdict(list)
+        self.passes = 0
+
+    def step_begins(self, waited_s: float, passes: int = 1) -> None:
+        """Begin a step: its share is read next.
+
+        Args:
+            waited_s: total time spent waiting for other ranks since the process began [s].
+            passes: that this rank will make.
+        """
+        self.passes += passes
+        self._began, self._waited_s, self._worked = self._clock(), waited_s, False
+        first, last = self._new_event(), self._new_event()
+        self._marks = None if first is None or last is None else (first, last)
+        if self._marks is not None:
+            self._marks[0].record()
+
+    def work_ends(self) -> None:
+        """Note that the last backward pass of the step was given to the device."""
+        if self._marks is not None:
+            self._marks[1].record()
+        self._worked = True
+
+    def step_ends(self, waited_s: float, passes: int = 1, *, full: bool) -> None:
+        """End a step: the script came back for the next batch.
+
+        Args:
+            waited_s: as for :meth:`step_begins`.
+            passes: that this rank made.
+            full: whether it had all examples of a step; others are not timed.
+        """
+        if self._settling > 0:
+            self._settling -= 1
+        elif full:
+            whole = self._clock() - self._began
+            self.step_s[passes].append(whole)
+            if self._worked and self._marks is not None:
+                self._times.add_marks([self._marks])
+            elif self._worked:
+                self._times.add(whole - (waited_s - self._waited_s))
+        self._marks = None
+
+    def all_step_s(self) -> list[float]:
+        """Return the times of whole steps of any number of passes [s]."""
+        return [seconds for times in self.step_s.values() for seconds in times]
+
+    def typical_s(self) -> float:
+        """Return the median compute time of the steps since the last call [s]; NaN: none."""
+        times = self._times.read()
+        self._times.clear_known()
+        return median(times) if times else math.nan
+
+    def clear_steps(self) -> None:
+        """Drop the times of whole steps."""
+        self.step_s.clear()
+
+    def forget(self) -> None:
+        """Drop all times: steps take another time from now on."""
+        self._times.clear()
+        self.clear_steps()
+        self._settling = self._settling_steps
+
+
+class SamplingCost:
+    """Times this rank's sampling, which is done in several pieces of a step: ``with cost: ...``.
+
+    On a GPU each piece is between two events in its work.
+
+    Args:
+        clock: [s].
+        new_event: makes an event on the device that trains; gives None where that is the CPU.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        new_event: NewEvent = no_event,
+    ) -> None:
+        self._clock = clock
+        self._new_event = new_event
+        self._began: DeviceEvent | float = 0.0
+        self._spent_s = 0.0
+        self._marks: list[tuple[DeviceEvent, DeviceEvent]] = []
+        self._times = KnownTimes(_KEPT_SAMPLES)
+
+    def step_begins(self) -> None:
+        """Begin a step that is sampled."""
+        self._spent_s, self._marks = 0.0, []
+
+    def __enter__(self) -> None:
+        event = self._new_event()
+        if event is not None:
+            event.record()
+        self._began = self._clock() if event is None else event
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._began, float):
+            self._spent_s += self._clock() - self._began
+            return
+        event = self._new_event()
+        assert event is not None
+        event.record()
+        self._marks.append((self._began, event))
+
+    def step_ends(self) -> None:
+        """End a step of which every piece was sampled."""
+        if self._marks:
+            self._times.add_marks(self._marks)
+        else:
+            self._times.add(self._spent_s)
+
+    def typical_s(self) -> float:
+        """Return the median of the last sampled steps [s]; NaN: none is known yet."""
+        times = self._times.read()
+        return median(times) if times else math.nan

@@ -1,0 +1,204 @@
+"""The step in flight, and what the ranks tell each other in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import plural
+from hvd_elastic.training.worker import Worker
+
+__all__ = ["Pass", "Stage", "Step"]
+
+_PLACE_TOLERANCE = 1e-3
+"""Variance of the place's hash: more than the rounding of its averages in float32 (4e-4), and less
+than what one rank of 1000 changes."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rank's share of a step, or a part of it that is computed at once.
+
+    Attributes:
+        step_examples: examples of the step over all ranks; what progress advances by.
+        weight: factor on this rank's mean gradient before a plain average over ranks, so that
+            the average is the mean over the global batch; 0.0 for padding.
+        indices: dataset indices really fetched for it, in order; None unless the run is audited.
+        padding: whether this rank had no example of its own and read one again.
+        examples: examples in it on this rank.
+        accumulating: whether further passes follow in the step.
+    """
+
+    step_examples: int
+    weight: float
+    indices: list[int] | None = None
+    padding: bool = False
+    examples: int = 0
+    accumulating: bool = False
+
+
+class Stage(Enum):
+    """How far a step is."""
+
+    NONE = "none"
+    """The loader has not handed out a step."""
+    BEGUN = "begun"
+    """Passes of it are handed out."""
+    EXCHANGED = "exchanged"
+    """The ranks have told each other what they have to; without passes where the script reads its
+    data itself."""
+    VOIDED = "voided"
+    """Called off on all ranks, since it did not fit into some memory: nothing of it counts."""
+    DONE = "done"
+    """Taken or left out on all ranks, and counted."""
+    UNCOMMITTED = "uncommitted"
+    """Taken with data that the script read itself, and not counted yet."""
+
+
+class Step:
+    """The step in flight on this rank.
+
+    Attributes:
+        stage: how far it is.
+        passes: handed out so far on this rank.
+        is_too_large: told to the others: this rank's memory does not hold it.
+        is_left_out: told to the others: this rank takes no step for it.
+    """
+
+    def __init__(self) -> None:
+        self.stage = Stage.NONE
+        self.passes: list[Pass] = []
+        self.is_too_large = False
+        self.is_left_out = False
+        self._told: Any = None
+        self._is_shared = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step that was handed out is neither done nor called off."""
+        return bool(self.passes) and self.stage in (Stage.BEGUN, Stage.EXCHANGED)
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether the ranks have told each other what they have to."""
+        return self.stage in (Stage.EXCHANGED, Stage.VOIDED, Stage.DONE)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether more passes follow."""
+        return self.is_open and self.passes[-1].accumulating
+
+    @property
+    def examples(self) -> int:
+        """Examples over all ranks; 0 without a loader of ours."""
+        return self.passes[-1].step_examples if self.passes else 0
+
+    @property
+    def weight(self) -> float:
+        """Factor on this rank's mean gradient in the current pass."""
+        return self.passes[-1].weight if self.passes else 1.0
+
+    def begin(self, first: Pass) -> None:
+        """Hand out the first pass of a new step."""
+        self.stage, self.passes = Stage.BEGUN, [first]
+
+    def forget(self) -> None:
+        """The step failed, or counts without further ado."""
+        self.stage, self.passes, self._told = Stage.NONE, [], None
+
+    def begin_exchange(
+        self, worker: Worker, wishes: Callable[[], Sequence[bool]], *, shared: bool
+    ) -> None:
+        """Begin telling the others where this rank is and what it wishes; once a step.
+
+        The numbers travel with the gradients, so all ranks learn of a wish in the same step, and
+        act on it at the same step boundary. The place in the training data travels as a hash and
+        its square: their averages show to all ranks alike whether the ranks are in different
+        places.
+
+        Args:
+            worker: this process.
+            wishes: what this rank wishes; counts if any rank does.
+            shared: whether the ranks exchange them, or each acts on its own.
+        """
+        if self.is_exchanged or self._told is not None:
+            return
+        place = worker.progress.place_hash() if self.passes else 0
+        own = [place, place * place, self.is_too_large, self.is_left_out, *wishes()]
+        self._told, self._is_shared = np.array(own, np.float32), shared
+        if shared:
+            self._told = worker.communicator.reduce_async(self._told, "hvd_elastic.change")
+
+    def finish_exchange(self, worker: Worker, adapts: bool) -> list[bool]:
+        """Finish what :meth:`begin_exchange` began; return which wishes any rank has.
+
+        Args:
+            worker: this process.
+            adapts: the batch does, so all ranks exchange gradients even for a step that some
+                leave out, and learn of it here.
+
+        Raises:
+            ScriptError: the ranks are in different places, or some of them leave the step out.
+        """
+        told, self._told = self._told, None
+        if self._is_shared:
+            told = worker.communicator.wait(told)
+        place, square, too_large, left_out, *wishes = told.tolist()
+        if square - place * place > _PLACE_TOLERANCE:
+            self._refuse_places(worker)
+        size = worker.communicator.size
+        if adapts and self._is_shared and 0 < round(left_out * size) < size and not too_large:
+            self.refuse_left_out(worker)
+        self.stage = Stage.VOIDED if too_large else Stage.EXCHANGED
+        return [wish > 0 for wish in wishes]
+
+    def _refuse_places(self, worker: Worker) -> None:
+        """The ranks have found that they read from different places: all of them call this.
+
+        Raises:
+            ScriptError: always; names where each rank is, and where it left an epoch early.
+        """
+        progress = worker.progress
+        where = f"in epoch {progress.epoch} at example {progress.position}"
+        own = np.frombuffer(f"{where}|{worker.left_epoch}\n".encode(), np.uint8).copy()
+        told = worker.communicator.gather(own, "hvd_elastic.places").tobytes().decode()
+        places: dict[str, list[str]] = {}
+        for rank, line in enumerate(told.splitlines()):
+            place, left = line.split("|", 1)
+            places.setdefault(place + (f" ({left})" if left else ""), []).append(str(rank))
+        each = "; ".join(
+            f"{plural('rank', len(ranks))} {', '.join(ranks)} {place}"
+            for place, ranks in places.items()
+        )
+        raise ScriptError(
+            f"the ranks are in different places of the training data in step "
+            f"{progress.step + 1}: {each}. A step would average gradients of different "
+            "epochs, and examples would be read twice or not at all. Leave the loop over the "
+            "loader on all ranks at the same step: by a condition that is the same on all of "
+            "them, such as one on hvd.allreduce(loss, ...)"
+        )
+
+    def refuse_left_out(self, worker: Worker) -> None:
+        """The ranks have found that they do not make the same step: all of them call this.
+
+        Raises:
+            ScriptError: some leave it out and others do not; names them.
+        """
+        # The others may be one step further already.
+        own = np.array([worker.progress.step + 1 if self.is_left_out else 0])
+        told = worker.communicator.gather(own, "hvd_elastic.left_out").tolist()
+        ranks = [str(rank) for rank, left_out in enumerate(told) if left_out]
+        if ranks:
+            raise ScriptError(
+                f"step {max(told)} was left out on {plural('rank', len(ranks))} "
+                f"{', '.join(ranks)} alone, of {len(told)}: the loop body went on to the next "
+                "batch without optimizer.step(), and from then on ranks would hold different "
+                "weights. Take every step on all ranks; where the batch adapts, and with "
+                "hvd.GradScaler, one with gradients that are not finite is left out on all of "
+                "them by itself. Else have all decide alike, by hvd.allreduce"
+            )

@@ -1,0 +1,152 @@
+"""This process as a member of a run: launch, communicator, progress, and whom it reports to."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
+from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.communicator.ring import HorovodCommunicator
+from hvd_elastic.control.progress import Activity, Position
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.frontend import Averager, Frontend, State
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.sink import Sink, open_sink
+from hvd_elastic.training.uncaught import script_line
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.link import AgentLink, worker_options
+
+__all__ = ["Worker"]
+
+log = logging.getLogger(__name__)
+
+_LONG_S = 2.0
+"""A step or a wait of this length is reported with the line of the script."""
+
+
+class Worker:
+    """What all parts of a training process share.
+
+    Args:
+        mode: how it was launched.
+        frontend: the framework of the script.
+
+    Attributes:
+        communicator: the ranks of the current generation.
+        generation, life: which one it is; life tells those of one leader from another's.
+        link: to the agent; None without one.
+        options: what the leader decided for all workers.
+        sink: takes messages.
+        audit: whether the indices that were really read are reported.
+        progress: where training stands, equal on all ranks between two steps.
+        left_epoch: where the script left an epoch early; empty: nowhere.
+        in_train: whether the training function runs.
+        state: what is being trained; None before there is one.
+        averager: of the script's optimizer; None before there is one.
+        step_began: when the step in flight did [s, monotonic]; None: none is.
+        longest_step_s: of this process.
+    """
+
+    def __init__(self, mode: Mode, frontend: Frontend) -> None:
+        self.mode = mode
+        self.frontend = frontend
+        self.generation = 0
+        self.life = ""
+        self.progress = Progress()
+        self.left_epoch = ""
+        self.in_train = False
+        self.state: State | None = None
+        self.averager: Averager | None = None
+        self.step_began: float | None = None
+        self.longest_step_s = 0.0
+        self.communicator: Communicator = (
+            LocalCommunicator()
+            if mode is Mode.ALONE
+            else HorovodCommunicator(frontend.collectives())
+        )
+        self.link: AgentLink | None = None
+        self.options = msg.WorkerOptions()
+        if mode is Mode.AGENT:
+            self.link = AgentLink.from_environment(self._on_abort, self.activity)
+            self.options = worker_options()
+        self.sink: Sink = open_sink(self.link)
+        self.audit = self.options.audit or self.sink.audit
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the training function may be entered again after a failure."""
+        return self.mode in (Mode.AGENT, Mode.HOROVOD_ELASTIC)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether this worker has been told its rank."""
+        return self.mode is not Mode.AGENT or self.generation > 0
+
+    def check_has_ranks(self, what: str) -> None:
+        """Raise ScriptError if the script asks for ``what`` before the ranks are known."""
+        if not self.has_ranks:
+            raise ScriptError(
+                f"{what} is not known yet: this worker is warm and waits to be told its rank. "
+                f"Ask for it, and train, inside the function given to {self.frontend.module}.run; "
+                "local_rank() and device() are known before."
+            )
+
+    @property
+    def position(self) -> Position:
+        """How far training is, for messages."""
+        return Position(**self.progress.as_dict())
+
+    def warn(self, message: str) -> None:
+        """Record a warning, and show it on the terminal; training goes on."""
+        self.sink.send(msg.WorkerWarning(message))
+        if self.link is None:  # else the leader shows it
+            log.warning("%s", message)
+
+    def warn_once(self, message: str) -> None:
+        """Warn of what all ranks have found: rank 0 does it."""
+        if self.communicator.rank == 0:
+            self.warn(message)
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether the leader wants something else than staying in this generation."""
+        return self.link is not None and self.link.pending(self.generation)
+
+    def refuse_aborted(self) -> None:
+        """Raise GenerationBrokenError if the leader called this generation off."""
+        if self.link is not None and self.link.aborted(self.generation):
+            raise GenerationBrokenError("the leader called this generation off")
+
+    def _on_abort(self, generation: int) -> None:
+        if generation >= self.generation:
+            self.communicator.abort()
+
+    def activity(self) -> Activity:
+        """Return what this worker is doing, for the heartbeat."""
+        communicator = self.communicator
+        now = time.monotonic()
+        began, waiting = self.step_began, communicator.waiting_since
+        step_s = 0.0 if began is None else now - began
+        waiting_s = 0.0 if waiting is None else now - waiting
+        brief = Activity(
+            generation=self.generation,
+            step=self.progress.step,
+            step_s=round(step_s, 3),
+            waiting_s=round(waiting_s, 3),
+            longest_step_s=round(self.longest_step_s, 3),
+            longest_wait_s=round(communicator.longest_wait_s, 3),
+            line=script_line() if max(step_s, waiting_s) >= _LONG_S else "",
+        )
+        if waiting_s >= _LONG_S:
+            detailed = dataclasses.replace(
+                brief,
+                waiting_for=communicator.waiting_for,
+                begun=communicator.begun(),
+                progress=self.position,
+            )
+            if communicator.waiting_since == waiting:  # else they are of different moments
+                return detailed
+        return brief
