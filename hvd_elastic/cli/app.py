@@ -8,7 +8,6 @@ runs or its own ``--help`` is asked for.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,10 +41,6 @@ class LazyCommand:
     attribute: str
     summary: str
     context_settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def available(self) -> bool:
-        """Whether this version has the module (looked up without importing it)."""
-        return importlib.util.find_spec(self.module) is not None
 
     def load(self, name: str) -> Any:
         """Import the module and return the command ready to be invoked as ``name``."""
@@ -110,13 +105,11 @@ class LazyGroup(typer.core.TyperGroup):
     """The group behind ``hvd-elastic``: stubs for the list, the real thing for a call."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for name, entry in COMMANDS.items() if entry.available()]
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         entry = COMMANDS.get(cmd_name)
-        if entry is None or not entry.available():
-            return None
-        return typer.core.TyperCommand(cmd_name, help=entry.summary)
+        return None if entry is None else typer.core.TyperCommand(cmd_name, help=entry.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # Typer suggests what resembles a mistyped name from among these.

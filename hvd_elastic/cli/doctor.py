@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import pwd
+import shlex
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def diagnose() -> list[Finding]:
         ),
         _python(),
         *(_package(name) for name in ("fabric", "paramiko", "numpy", "psutil")),
-        _torch(),
+        _package("torch", TORCH_REQUIREMENT),
         _horovod(),
         _tensorflow(),
         *(_prerequisite(item) for item in PREREQUISITES),
@@ -164,20 +165,12 @@ def _version(*names: str) -> str | None:
     return None
 
 
-def _package(name: str) -> Finding:
+def _package(name: str, requirement: str = "") -> Finding:
     version = _version(name)
     if version is None:
-        mend = f"{sys.executable} -m pip install {name}"
+        mend = f"{sys.executable} -m pip install {shlex.quote(requirement or name)}"
         return Finding(name, Health.MISSING, "not installed", mend)
     return Finding(name, Health.GOOD, version)
-
-
-def _torch() -> Finding:
-    version = _version("torch")
-    if version is None:
-        mend = f"{sys.executable} -m pip install '{TORCH_REQUIREMENT}'"
-        return Finding("torch", Health.MISSING, "not installed", mend)
-    return Finding("torch", Health.GOOD, version)
 
 
 def _tensorflow() -> Finding:

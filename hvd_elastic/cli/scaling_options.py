@@ -91,16 +91,13 @@ class ScalingOptions:
 
         fields = self.fields()
         self._refuse_what_does_not_belong(fields["objective"])
-        try:
-            return Objective(
-                kind=fields["objective"],
-                min_speedup_per_slot=fields["min_speedup_per_slot"],
-                budget=fields["budget"],
-                deadline_s=fields["deadline_s"],
-                target=fields["target_examples"],
-            )
-        except ValueError as error:
-            raise UsageError(f"--objective {fields['objective']}: {error}") from error
+        return Objective(
+            kind=fields["objective"],
+            min_speedup_per_slot=fields["min_speedup_per_slot"],
+            budget=fields["budget"],
+            deadline_s=fields["deadline_s"],
+            target=fields["target_examples"],
+        )
 
     def fields(self) -> dict[str, Any]:
         """For a :class:`RunSpec`."""

@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+from functools import partial
 from types import FrameType
 
 __all__ = [
@@ -68,31 +69,10 @@ def _start(module: str, function: str) -> None:
     begin()
 
 
-def hvd_elastic() -> None:
-    """Entry point of ``hvd-elastic``."""
-    _start("hvd_elastic.cli.app", "main")
-
-
-def runclust() -> None:
-    """Entry point of ``runclust``."""
-    _start("hvd_elastic.cli.cluster_tools", "runclust_main")
-
-
-def copyclust() -> None:
-    """Entry point of ``copyclust``."""
-    _start("hvd_elastic.cli.cluster_tools", "copyclust_main")
-
-
-def killclust() -> None:
-    """Entry point of ``killclust``."""
-    _start("hvd_elastic.cli.cluster_tools", "killclust_main")
-
-
-def checkclust() -> None:
-    """Entry point of ``checkclust``."""
-    _start("hvd_elastic.cli.cluster_tools", "checkclust_main")
-
-
-def virtclust() -> None:
-    """Entry point of ``virtclust``."""
-    _start("hvd_elastic.cli.virtclust", "main")
+# The entry points of the programs.
+hvd_elastic = partial(_start, "hvd_elastic.cli.app", "main")
+runclust = partial(_start, "hvd_elastic.cli.cluster_tools", "runclust_main")
+copyclust = partial(_start, "hvd_elastic.cli.cluster_tools", "copyclust_main")
+killclust = partial(_start, "hvd_elastic.cli.cluster_tools", "killclust_main")
+checkclust = partial(_start, "hvd_elastic.cli.cluster_tools", "checkclust_main")
+virtclust = partial(_start, "hvd_elastic.cli.virtclust", "main")

@@ -46,19 +46,19 @@ class Forecast:
 
     hosts: int
     slots: int
-    seen: bool
-    global_batch_size: int
-    accumulation_steps: int
-    throughput: float
-    efficiency: float
-    goodput: float
-    low: float
-    high: float
-    speedup: float
     rate: float | None
-    time_s: float | None
-    cost: float | None
     unknown: str = ""
+    seen: bool = False
+    global_batch_size: int = 0
+    accumulation_steps: int = 0
+    throughput: float = math.nan
+    efficiency: float = math.nan
+    goodput: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    speedup: float = math.nan
+    time_s: float | None = None
+    cost: float | None = None
 
 
 def forecast(
@@ -113,13 +113,7 @@ def forecast(
         rate = None if None in rates else sum(p for p in rates if p is not None)
         unknown = _why_unknown(evidence, used)
         if unknown:
-            nan = math.nan
-            found.append(
-                Forecast(
-                    *(number, ranks, False, 0, 0, nan, nan, nan, nan, nan, nan),
-                    *(rate, None, None, unknown),
-                )
-            )
+            found.append(Forecast(number, ranks, rate, unknown))
             continue
         alone = best.goodput if math.isnan(alone) else alone
         spread = math.exp(_SPREAD * math.hypot(best.uncertainty, model.noise))

@@ -63,7 +63,9 @@ def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
     """Where report.js draws the charts of the page's data, in their order."""
     boxes = []
     for chart in charts:
-        button = '<button type="button" aria-pressed="false">log</button>' if chart["log"] else ""
+        button = (
+            '<button type="button" aria-pressed="false">log</button>' if chart.get("log") else ""
+        )
         boxes.append(
             f'<div class="chart" data-name="{escape(chart["name"])}"><div class="chart-head">'
             f'<h3>{escape(chart["title"])}</h3><span class="unit">{escape(chart["unit"])}</span>'

@@ -127,11 +127,8 @@ def _chart(
         "y": _short(values),
         "low": _short(low),
         "high": _short(high),
-        "stepped": False,
-        "whole": False,
         "from_zero": True,
         "height": 220,
-        "log": False,
         "summary": f"{number_words(values[-1])} with {count(sizes[-1], noun[:-1])}",
     }
 

@@ -193,7 +193,6 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
         "whole": True,
         "from_zero": True,
         "height": 150,
-        "log": False,
         "summary": f"at most {summary.largest_size}",
     }
 
@@ -211,7 +210,6 @@ def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
         "x": _rounded(x),
         "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in y],
         "stepped": name == "global_batch_size",
-        "whole": False,
         "from_zero": name in _FROM_ZERO,
         "height": 200,
         "log": name not in _FROM_ZERO and min(finite) > 0,
