@@ -1,4 +1,4 @@
-"""``hvd-elastic build-horovod``: compile Horovod for this Python environment and install it."""
+"""Implement ``hvd-elastic build-horovod``: compile Horovod for this environment, install it."""
 
 from __future__ import annotations
 

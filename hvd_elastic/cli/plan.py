@@ -1,4 +1,4 @@
-"""``hvd-elastic plan``: what other numbers of hosts would bring a run."""
+"""Implement ``hvd-elastic plan``: predict the performance of a run on other numbers of hosts."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _probed(
 
 
 def _offers(folder: RunFolder) -> list[HostOffer]:
-    """The run's hosts; their prices too while its hostfile is there."""
+    """Return the run's hosts, with their prices if its hostfile can still be read."""
     from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.policy.snapshot import HostOffer
     from hvd_elastic.records.summary import summarize
@@ -152,7 +152,7 @@ def _offers(folder: RunFolder) -> list[HostOffer]:
 
 
 def _todo(folder: RunFolder, evidence: Evidence) -> float | None:
-    """What is left of the run's own target; None: it has none, or has reached it."""
+    """Return the rest of the run's own target; None if it has none or has reached it."""
     target = folder.read_run().get("target_examples")
     if not target or target <= evidence.done:
         return None
@@ -214,7 +214,7 @@ def _as_json(
 
 
 def _entry_as_json(entry: Forecast) -> dict[str, Any]:
-    """Figures of an entry; those that are not known are null, for JSON has no NaN."""
+    """Return the fields of a forecast, with None for NaN, which JSON lacks."""
     fields = dataclasses.asdict(entry)
     if entry.unknown:
         fields |= {"global_batch_size": None, "accumulation_steps": None}

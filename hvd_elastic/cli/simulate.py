@@ -1,4 +1,4 @@
-"""``hvd-elastic simulate``: a day of training in a second, with the policy of a real run."""
+"""Implement ``hvd-elastic simulate``: try the policy of real runs in virtual time."""
 
 from __future__ import annotations
 

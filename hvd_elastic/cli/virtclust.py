@@ -1,4 +1,4 @@
-"""``virtclust``: a private cluster on one machine, whose hosts can be cut off and crashed."""
+"""Implement ``virtclust``: a private cluster on one machine whose hosts can be made to fail."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def run(
 
     cluster, full_name = VirtualCluster.find_host(host, name)
     words = list(command or [])
-    # Kept by the parser, since options after the host are the command's own.
+    # The parser keeps this separator, since options after the host belong to the command.
     if words[:1] == ["--"]:
         del words[0]
     line = words[0] if len(words) == 1 else shlex.join(words)
@@ -338,7 +338,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``virtclust``."""
-    # A terminated "up" cleans up as an interrupted one does.
+    # SIGTERM and SIGHUP raise SystemExit, so that a terminated "up" cleans up too.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     enter("virtclust", typer.main.get_command(app), argv)

@@ -184,11 +184,11 @@ class TimedTwice(NamedTuple):
 def constant_examples(seen: Sequence[TimedTwice]) -> float | None:
     """Return the number of examples whose compute time equals the fixed cost of one pass.
 
-    A rank of slowness s takes ``t = s (alpha n + beta m)`` for m examples in n passes. Two such
-    times of one rank give ``alpha / beta`` for any s, since ``(alpha / beta n + m) / t`` is
-    the same in both: ``x alpha / beta = y`` with ``x = n / t - n' / t'`` and ``y = m' / t' - m / t``. Both x
-    and y are measured, so the line is fitted with errors in both (total least squares). The result
-    is at most 49 times the number of examples in a pass.
+    A rank of slowness s takes ``t = s (alpha n + beta m)`` for m examples in n passes. In two such
+    times of one rank ``(alpha / beta n + m) / t`` is the same, so they give ``alpha / beta``
+    whatever s is: ``x alpha / beta = y`` with ``x = n / t - n' / t'`` and ``y = m' / t' - m / t``.
+    Both x and y are measured, so the line is fitted with errors in both (total least squares). The
+    result is at most 49 times the number of examples in a pass.
 
     Returns:
         The number of examples; None if no number of examples changed by a fifth or more, since the

@@ -14,8 +14,8 @@
                   {"at_s": 9900, "remove": ["n2"]}]
     }
 
-``link`` multiplies the times of the reduction across hosts, ``slow`` the times of a host's passes,
-both against their first values. Times are in seconds.
+``link`` multiplies the times of the all-reduce across hosts and ``slow`` those of a host's passes,
+both relative to their first values. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _Whole = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, as it truly is; the policy only sees its measurements.
+    """The true properties of a training; the policy only gets measurements of them.
 
     Attributes:
-        alpha_c, beta_c, alpha_r, beta_r, alpha_n, beta_n, gamma: of the step time; see
+        alpha_c, beta_c, alpha_r, beta_r, alpha_n, beta_n, gamma: parameters of the step time; see
             :class:`hvd_elastic.model.step_time.StepTimeModel`.
-        limits: of the batch plan.
-        noise_scale: at the start and once ``examples`` are done [examples]; between, its
-            logarithm is linear in the progress.
-        examples: useful examples of the whole training.
+        limits: limits of the batch plan.
+        noise_scale: gradient noise scale at the start and after ``examples`` [examples]; its
+            logarithm is linear in between.
+        examples: number of useful examples of the whole training.
     """
 
     alpha_c: float
@@ -69,7 +69,7 @@ class Workload:
     examples: float
 
     def model(self, link: float = 1.0) -> StepTimeModel:
-        """Its true step times, with the reduction across hosts ``link`` times as slow."""
+        """Return the true step-time model, with a factor on the all-reduce across hosts."""
         return StepTimeModel(
             self.alpha_c,
             self.beta_c,
@@ -83,21 +83,21 @@ class Workload:
         )
 
     def noise_at(self, done: float) -> float:
-        """Noise scale after so many useful examples [examples]."""
+        """Return the noise scale after a number of useful examples [examples]."""
         first, last = self.noise_scale
         return float(first * (last / first) ** min(done / self.examples, 1.0))
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something happens to the cluster.
+    """A change of the cluster.
 
     Attributes:
-        at_s: when [s].
-        link: factor on the times of the reduction across hosts from now on; None: as before.
-        slow: factors on the passes of hosts from now on, by name.
-        add: hosts that appear.
-        remove: names of hosts that go.
+        at_s: time of the change [s].
+        link: new factor on the times of the all-reduce across hosts; None: as before.
+        slow: new factors on the passes of hosts, by name.
+        add: hosts that are added.
+        remove: names of hosts that are removed.
     """
 
     at_s: float
@@ -109,17 +109,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Trace:
-    """All that a simulation needs.
+    """Input of a simulation.
 
     Attributes:
-        hosts: with their true slowness.
-        workload: what is trained.
-        duration_s: virtual time [s].
-        np: slots at the start.
-        min_np, max_np: bounds.
+        hosts: hosts with their true slowness.
+        workload: the training.
+        duration_s: virtual time to simulate [s].
+        np: number of slots at the start.
+        min_np, max_np: bounds of the number of slots; None: no upper bound.
         pause_s: typical pause of a rescale [s].
         jitter: relative standard deviation of measured step times, pauses and noise scales.
-        changes: in order of time.
+        changes: changes of the cluster, in order of time.
         unequal_shares: whether slow ranks get fewer examples of a step, as in a real job whose
             batch adapts; else all wait for the slowest.
     """
