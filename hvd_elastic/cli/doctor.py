@@ -102,9 +102,9 @@ def diagnose() -> list[Finding]:
 def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of lines."),
 ) -> None:
-    """Say what is installed, built and missing, and the command that mends it.
+    """Report what is installed, built and missing, with the command that fixes it.
 
-    Ends with status 1 when something is missing without which training cannot run.
+    The exit status is 1 if something is missing without which training cannot run.
 
     Examples:
       hvd-elastic doctor
@@ -282,7 +282,7 @@ def _disk(name: str, folder: Path) -> Finding:
 def _login_shell() -> Finding:
     account = _account()
     if account is None:
-        found = f"user id {os.geteuid()} has no entry in /etc/passwd: nobody can log in as it"
+        found = f"user id {os.geteuid()} has no entry in /etc/passwd: no login is possible"
         return Finding("login shell", Health.OPTIONAL, found, "work as a named user")
     fault = why_no_commands(account)
     if fault is None:

@@ -138,8 +138,8 @@ class ScalingOptions:
             raise UsageError("--objective cost needs a --budget, or a --deadline")
         if (self.deadline is None) != (self.target_examples is None):
             raise UsageError(
-                "--deadline and --target-examples belong together: without the target nobody knows "
-                "what has to be done by then"
+                "--deadline and --target-examples belong together: the target says what to do "
+                "by the deadline"
             )
         if (self.min_speedup_per_slot or 0.0) > 1:
             raise UsageError(

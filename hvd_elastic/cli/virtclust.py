@@ -29,7 +29,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")
 _JSON = typer.Option(False, "--json", help="Print one JSON object.")
 _SHARE = typer.Option(
-    [], help="A file or folder under /tmp, /data or /run that the hosts shall see; repeatable."
+    [], help="A file or folder under /tmp, /data or /run that the hosts see; repeatable."
 )
 _Cpus = Annotated[
     float | None,

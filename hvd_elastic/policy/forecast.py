@@ -95,8 +95,8 @@ def forecast(
     noise = evidence.noise
     if math.isnan(noise):
         raise ValueError(
-            "the gradient noise scale of this run is not known yet, so nobody can say what larger "
-            "batches would bring; let it train on for a minute"
+            "the gradient noise scale of this run is not known yet, so the gain of larger batches "
+            "cannot be predicted; let the run train for another minute"
         )
     offers = _offers(evidence, hosts, most_hosts, slots, price)
     found: list[Forecast] = []

@@ -182,7 +182,7 @@ def _charts(summary: RunSummary) -> tuple[list[dict[str, Any]], list[dict[str, A
 
 
 def _size_chart(summary: RunSummary) -> dict[str, Any]:
-    # The last size holds until the last event, and there was nobody before the first.
+    # The last size holds until the last event, and there is no process before the first.
     x = [0.0, *(at_s for at_s, _ in summary.sizes), summary.duration_s]
     y = [0.0, *(float(size) for _, size in summary.sizes), float(summary.sizes[-1][1])]
     x, y = downsample(x, y)
