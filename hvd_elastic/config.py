@@ -1,4 +1,4 @@
-"""Where the project keeps its files."""
+"""Locate the folders in which the package keeps its files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["home", "runs_folder"]
 
 
 def home() -> Path:
-    """The project's folder of this user: ``$HVD_ELASTIC_HOME``, else ``~/.hvd_elastic``."""
+    """Return the package's folder of this user: ``$HVD_ELASTIC_HOME``, else ``~/.hvd_elastic``."""
     configured = os.environ.get("HVD_ELASTIC_HOME")
     return Path(configured) if configured else Path.home() / ".hvd_elastic"
 
 
 def runs_folder() -> Path:
-    """The folder that holds one folder for each run."""
+    """Return the folder that holds one folder for each run."""
     return home() / "runs"

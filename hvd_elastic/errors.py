@@ -1,8 +1,8 @@
-"""Errors a user can meet, as one tree.
+"""Define the errors that a user can get, as one class hierarchy.
 
     HvdElasticError
     ├── UsageError             wrong flags or arguments (exit status 2)
-    ├── SeveralErrors          several of these, found at the same time
+    ├── SeveralErrors          several errors, found at the same time
     ├── HostfileError          a line of a hostfile cannot be read
     ├── SshError               a host cannot be used over ssh
     │   ├── HostUnreachableError   no connection
@@ -25,7 +25,11 @@ from collections.abc import Sequence
 
 
 class HvdElasticError(Exception):
-    """Base of all errors that are the user's to mend; ``exit_status`` is the command's."""
+    """Base class of all errors that the user can fix.
+
+    Attributes:
+        exit_status: exit status of a command that ends with the error.
+    """
 
     exit_status = 1
 
@@ -37,7 +41,7 @@ class UsageError(HvdElasticError):
 
 
 class SeveralErrors(HvdElasticError):  # noqa: N818  # the plural says what it is
-    """Errors that were found together, each of which is the user's to mend."""
+    """Several errors that were found at the same time."""
 
     def __init__(self, errors: Sequence[HvdElasticError]) -> None:
         # The command line puts the first "error: " before it.
@@ -50,7 +54,11 @@ class HostfileError(HvdElasticError):
 
 
 class SshError(HvdElasticError):
-    """A host cannot be used over ssh; ``brief`` says it after the name of one host or several."""
+    """A host cannot be used over ssh.
+
+    Attributes:
+        brief: predicate of a sentence whose subject is one host or several.
+    """
 
     brief = "cannot be used over ssh"
 

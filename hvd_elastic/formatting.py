@@ -1,4 +1,4 @@
-"""Formats numbers, times and names for messages to the user."""
+"""Format numbers, times and names for messages to the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMED_AT_MOST = 4
 
 
 def plural(noun: str, number: object) -> str:
-    """The noun as it stands after that number.
+    """Return a noun in singular or plural form, as needed after a number.
 
     >>> plural("slot", 1), plural("slot", 0), plural("process", 2), plural("try", 4)
     ('slot', 'slots', 'processes', 'tries')
@@ -26,7 +26,7 @@ def plural(noun: str, number: object) -> str:
 
 
 def count(number: object, noun: str) -> str:
-    """A number with its noun.
+    """Return a number with its noun.
 
     >>> count(1, "host"), count(3, "process")
     ('1 host', '3 processes')
@@ -35,7 +35,7 @@ def count(number: object, noun: str) -> str:
 
 
 def hosts_named(names: Iterable[str]) -> str:
-    """Hosts by name, the first of many.
+    """Return the names of hosts, of many only the first.
 
     >>> hosts_named(["a"]), hosts_named("abc"), hosts_named("abcdefg")
     ('host a', 'hosts a, b, c', 'hosts a, b, c and 4 more')
@@ -48,7 +48,7 @@ def hosts_named(names: Iterable[str]) -> str:
 
 
 def worker_name(host: object, slot: object) -> str:
-    """The one name that users see of a worker.
+    """Return the name of a worker that users see.
 
     >>> worker_name("node2", 0)
     'node2:0'

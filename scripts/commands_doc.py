@@ -40,8 +40,7 @@ def all_commands() -> dict[str, Any]:
             add(f"{name} {child_name}", child)
 
     for name, entry in COMMANDS.items():
-        if entry.available():
-            add(f"hvd-elastic {name}", entry.load(name))
+        add(f"hvd-elastic {name}", entry.load(name))
     programs = {"runclust": "run", "copyclust": "copy", "killclust": "kill", "checkclust": "check"}
     for program, name in programs.items():
         found[program] = found[f"hvd-elastic cluster {name}"]

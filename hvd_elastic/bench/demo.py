@@ -1,9 +1,9 @@
 """Train on three virtual hosts of one machine while hosts join, leave and fail.
 
-A convolutional network learns handwritten digits on two hosts; the third joins, one is asked to
-leave and comes back, and a worker is killed with ``kill -9``. At the end the demo shows the
-accuracy, the proof that every example was used exactly once an epoch, each rescale with its pause,
-and a report to open in a browser.
+A convolutional network learns handwritten digits on two hosts. The third host joins, one is asked
+to leave and comes back, and a worker is killed with ``kill -9``. At the end the demo prints the
+accuracy, whether every example was used exactly once in each epoch, the pause of each rescale, and
+the path of an HTML report.
 """
 
 from __future__ import annotations
@@ -41,15 +41,24 @@ from hvd_elastic.virtual import VirtualCluster
 __all__ = ["play"]
 
 _TRAINING = Path(__file__).with_name("digits.py")
-"""The script; in a checkout a link to the example of that name."""
+"""The training script; in a checkout a link to the example of that name."""
 ACCURACY_WANTED = 0.97
-_DEADLINE_S = 600.0  # two minutes on two idle cores; for a job that hangs
+_DEADLINE_S = 600.0
+"""Time limit for a job that hangs; the demo takes two minutes on two idle cores."""
 _STEPS_BETWEEN = 60
+"""Training steps between two changes of the cluster."""
 
 
 @dataclass
 class Act:
-    """One thing that happens to the cluster, and how to see that training has dealt with it."""
+    """A change of the cluster.
+
+    Attributes:
+        title: description of the change.
+        do: function that makes the change.
+        size_after: number of processes once training has adapted to it.
+        generations: number of rescales until then.
+    """
 
     title: str
     do: Callable[[], None]
@@ -58,7 +67,7 @@ class Act:
 
 
 class Story:
-    """Watches a run's events and makes the acts happen one after the other."""
+    """Follows the events of a run and makes the changes of the cluster one after the other."""
 
     def __init__(self, folder: RunFolder, acts: list[Act], say: Callable[[str], None]) -> None:
         self._events = EventFollower(folder.events)
@@ -72,11 +81,11 @@ class Story:
 
     @property
     def over(self) -> bool:
-        """Whether every act has been played and dealt with."""
+        """Whether training has adapted to every change."""
         return not self._acts and self._current is None
 
     def look(self) -> None:
-        """Take in new events; begin the next act when training has gone on for a while."""
+        """Read new events; begin the next act when training has gone on for a while."""
         for event in self._events.poll():
             kind = event["kind"]
             if kind == "rescale_finished":
@@ -105,7 +114,17 @@ class Story:
 
 
 def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
-    """Make the hosts, run the job with its story, show what came of it."""
+    """Create the hosts, run the job, and print the result.
+
+    Args:
+        console: console to print to.
+        loopback: whether to use loopback addresses instead of network namespaces.
+        epochs: number of epochs to train.
+        as_json: whether to print the summary as JSON.
+
+    Returns:
+        The exit status.
+    """
 
     def say(text: str) -> None:
         console.print(f"[bold cyan]demo[/]  {text}")
@@ -167,12 +186,12 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
                 if time.monotonic() - begin > _DEADLINE_S:
                     raise RunError(f"the demo did not end within {_DEADLINE_S:.0f} s; see {run_id}")
         result = write_report(RunFolder.open(run_id))
-        told = story is not None and story.over
-    return show(console, result.summary, result.audit, result.path, told, as_json)
+        complete = story is not None and story.over
+    return show(console, result.summary, result.audit, result.path, complete, as_json)
 
 
 def prepare_data(folder: Path, target: Path, cluster: VirtualCluster) -> None:
-    """Write the arrays and copy them to every host."""
+    """Write the data set and copy it to every host."""
     write_digits(folder)
     hosts = parse_hostfile(cluster.hostfile).hosts
     options = SshOptions(config_path=cluster.ssh_config)
@@ -183,9 +202,9 @@ def prepare_data(folder: Path, target: Path, cluster: VirtualCluster) -> None:
 
 @contextlib.contextmanager
 def leader(command: list[str], *, quiet: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """The leader as a process of its own; ended with the demo."""
+    """Run the leader in another process, which ends with the context."""
     output = subprocess.DEVNULL if quiet else None
-    # The virtual hosts share this machine's cores: threads of three workers would fight for them.
+    # The virtual hosts share the cores of this machine, so each worker gets one thread.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(command, stdout=output, env=environment)
     try:
@@ -200,7 +219,7 @@ def leader(command: list[str], *, quiet: bool) -> Iterator[subprocess.Popen[byte
 
 
 def worker_on(cluster: VirtualCluster, host: str) -> int:
-    """Process id of the training worker on a host."""
+    """Return the process id of the training worker on a host."""
     for pid in sorted(cluster.pids(host)):
         if environment(pid).get("HVD_ELASTIC_HOST") == host:
             return pid
@@ -212,13 +231,13 @@ def show(
     summary: RunSummary,
     audit: AuditResult,
     report: Path,
-    told: bool,
+    complete: bool,
     as_json: bool,
 ) -> int:
-    """Print the summary; returns the exit status."""
+    """Print the summary and return the exit status."""
     accuracy = summary.final_metrics().get("test_accuracy")
     accurate = accuracy is not None and accuracy >= ACCURACY_WANTED
-    good = summary.status == "succeeded" and audit.ok and accurate and told
+    good = summary.status == "succeeded" and audit.ok and accurate and complete
     if as_json:
         content: dict[str, Any] = {
             "ok": good,
@@ -246,6 +265,6 @@ def show(
         )
     table.add_row("report", str(report))
     console.print(table)
-    if not told:
+    if not complete:
         console.print("[red]training ended before everything of the demo had happened[/]")
     return 0 if good else 1

@@ -1,7 +1,7 @@
-"""The handwritten digits that the demo trains on: 1,797 images of 8 x 8, in ``digits.npz`` here.
+"""Write the data set of the demo: 1,797 images of handwritten digits of 8 x 8 pixels.
 
 They are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak
-(UCI Machine Learning Repository, CC BY 4.0), the same that scikit-learn ships.
+(UCI Machine Learning Repository, CC BY 4.0), which scikit-learn ships too, in ``digits.npz`` here.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 __all__ = ["TEST_SHARE", "write_digits"]
 
 TEST_SHARE = 5
-"""Every fifth image is for testing."""
+"""One of so many images is for testing."""
 _DIGITS = Path(__file__).with_name("digits.npz")
 
 
 def write_digits(folder: Path, sample: int | None = None) -> tuple[int, int]:
-    """Write the arrays as ``train.npz`` and ``test.npz``.
+    """Write the data set as ``train.npz`` and ``test.npz``.
 
-    Each has ``images`` (N, 1, 8, 8; float32 in 0..1) and ``labels`` (N; int64).
+    Each has ``images``, shape (N, 1, 8, 8), float32 from 0 to 1, and ``labels``, shape (N,), int64.
 
     Args:
-        folder: is made if it does not exist.
-        sample: use only so many images.
+        folder: folder to write to; it is created if it does not exist.
+        sample: number of images to use; None: all.
 
     Returns:
         The numbers of training and of test images.

@@ -1,14 +1,13 @@
-"""``hvd-elastic``: the table of its commands, each loaded only when it is called.
+"""Define ``hvd-elastic``: the table of its commands, each of which is imported when it is called.
 
-``hvd-elastic --help`` must answer at once on a leader that holds torch and fabric on a slow disk,
-so the list below knows each command's module and summary; the module is imported when the command
-runs or its own ``--help`` is asked for.
+``hvd-elastic --help`` must answer at once even if torch and fabric lie on a slow disk. So the table
+holds each command's module and summary, and the module is imported only to run the command or to
+show its own help.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,23 +26,19 @@ _PASS_ON = {"allow_interspersed_args": False}
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command known by name: where it is implemented, and one line about it.
+    """A command that is imported when it is called.
 
     Attributes:
-        module: dotted module name.
-        attribute: a function with typer annotations, or a ``typer.Typer`` (a group of commands).
-        summary: the line in ``hvd-elastic --help``.
-        context_settings: given to the command parser.
+        module: name of the module that implements it.
+        attribute: name of a function with typer annotations, or of a ``typer.Typer``.
+        summary: line in ``hvd-elastic --help``.
+        context_settings: settings of the command parser.
     """
 
     module: str
     attribute: str
     summary: str
     context_settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def available(self) -> bool:
-        """Whether this version has the module (looked up without importing it)."""
-        return importlib.util.find_spec(self.module) is not None
 
     def load(self, name: str) -> Any:
         """Import the module and return the command ready to be invoked as ``name``."""
@@ -105,19 +100,17 @@ COMMANDS: dict[str, LazyCommand] = {
 
 
 class LazyGroup(typer.core.TyperGroup):
-    """The group behind ``hvd-elastic``: stubs for the list, the real thing for a call."""
+    """Command group that uses stubs for the list of commands and imports a command to call it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for name, entry in COMMANDS.items() if entry.available()]
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         entry = COMMANDS.get(cmd_name)
-        if entry is None or not entry.available():
-            return None
-        return typer.core.TyperCommand(cmd_name, help=entry.summary)
+        return None if entry is None else typer.core.TyperCommand(cmd_name, help=entry.summary)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        # Typer suggests what resembles a mistyped name from among these.
+        # For a mistyped name Typer suggests a similar one of these.
         self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else COMMANDS[name].load(name), rest

@@ -1,4 +1,4 @@
-"""Asking a person, once, whether hosts are to be trusted and given the leader's key."""
+"""Ask the user once whether to accept host keys and to install the leader's key on hosts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 
 def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey]:
-    """Shows the hosts' unknown keys, asks once, and accepts them.
+    """Show the unknown keys of the hosts, ask once, and accept them.
 
     Args:
-        chosen: what came of the shared options.
-        yes: do not ask.
-        also: what else the answer is about, such as "let …"; then it is asked in any case.
+        chosen: the shared options.
+        yes: whether to accept without asking.
+        also: a further action that the answer is about, such as "let …"; with it, the question is
+            asked even if all keys are known.
 
     Returns:
-        One entry a host.
+        One entry for each host.
 
     Raises:
         typer.Exit: the answer to ``also`` alone was no.
@@ -75,10 +76,10 @@ def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey
 
 
 def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
-    """Host keys accepted, the leader's key brought to the hosts that lack it.
+    """Accept host keys and install the leader's key on the hosts that lack it.
 
     Raises:
-        typer.Exit: the keys were declined.
+        typer.Exit: the user declined.
     """
     key = find_leader_key(chosen.hosts, chosen.ssh)
     what = key.fingerprint or "a new one"
@@ -92,10 +93,10 @@ def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
     fit = {entry.host for entry in shown if entry.state not in REFUSED}
     hosts = [host for host in chosen.hosts if host.name in fit]
 
-    def ask_password(shut: Sequence[Host]) -> str | None:
+    def ask_password(refusing: Sequence[Host]) -> str | None:
         if chosen.as_json or not sys.stdin.isatty():
             return None
-        names = fold_hosts([host.name for host in shut])
+        names = fold_hosts([host.name for host in refusing])
         return getpass.getpass(f"Password for {names} (used once, not kept): ") or None
 
     results = bring_key(hosts, key, chosen.ssh, ask_password, chosen.fanout)

@@ -1,4 +1,4 @@
-"""``hvd-elastic build-horovod``: compile Horovod for this Python environment and install it."""
+"""Implement ``hvd-elastic build-horovod``: compile Horovod for this environment, install it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_elastic.errors import BuildError
 
 def build_horovod(
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="build even if a wheel is kept")
+        bool, typer.Option("--rebuild", help="build even if a wheel exists")
     ] = False,
     without_mpi: Annotated[bool, typer.Option("--without-mpi", help="leave Open MPI out")] = False,
     without_tensorflow: Annotated[
@@ -31,9 +31,9 @@ def build_horovod(
 ) -> None:
     """Build Horovod for this Python environment, keep the wheel, install it.
 
-    Horovod is compiled against the PyTorch that is installed here, with a patch. That takes some
-    minutes once; the wheel is kept in your cache folder, and the next environment with the same
-    PyTorch has it in seconds.
+    Horovod is patched and compiled against the installed PyTorch. That takes some minutes once; the
+    wheel is kept in your cache folder, and another environment with the same PyTorch installs it in
+    seconds.
 
     Examples:
       hvd-elastic build-horovod

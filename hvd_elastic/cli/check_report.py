@@ -1,4 +1,4 @@
-"""What ``checkclust`` shows: what is wrong on each host, what to do, the network in a line."""
+"""Print the results of ``checkclust``: the problems of each host, and the network in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_elastic.hosts.fanout import HostResult
 
 
 def describe_health(result: HostResult[HostHealth]) -> dict[str, Any]:
-    """What the JSON object of a host has besides the outcome."""
+    """Return the fields of this tool in the JSON object of a host."""
     checks = result.value.checks if result.value else ()
     return {
         "checks": [
@@ -23,7 +23,7 @@ def describe_health(result: HostResult[HostHealth]) -> dict[str, Any]:
 
 
 def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool) -> None:
-    """A line for the host, and one for each thing that is not well there."""
+    """Print a line for the host, and one for each problem on it."""
     if result.value is None:
         printer.lines(result.host, "stdout", f"NOT fit: {result.error}")
         return
@@ -37,7 +37,7 @@ def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool)
 
 
 def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
-    """The network between the hosts: how fast from the slowest to the fastest direction."""
+    """Print the range of bandwidth and latency between the hosts; with ``as_json`` every link."""
     if as_json:
         for link in links:
             print_json(

@@ -1,4 +1,4 @@
-"""What ``runclust`` shows: its plan, its output gathered from many hosts, its JSON."""
+"""Print what ``runclust`` reports: the plan, the gathered output of hosts, and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULE = "-" * 15
 
 
 def show_plan(chosen: Chosen, text: str, how: HowToRun) -> None:
-    """What would run where; of the environment only the names."""
+    """Print what would run on which host; of the environment only the names."""
     for host in chosen.hosts:
         way = "here" if is_local(host, chosen.ssh) else "ssh"
         if chosen.as_json:
@@ -41,7 +41,7 @@ def show_plan(chosen: Chosen, text: str, how: HowToRun) -> None:
 
 
 def describe_command(result: HostResult[CommandResult]) -> dict[str, Any]:
-    """What the JSON object of a host has besides the outcome."""
+    """Return the fields of this tool in the JSON object of a host."""
     value = result.value
     return {
         "exit_status": value.exit_status if value and not value.timed_out else None,
@@ -52,11 +52,11 @@ def describe_command(result: HostResult[CommandResult]) -> dict[str, Any]:
 
 
 def show_gathered(hosts: Sequence[Host], results: Sequence[HostResult[CommandResult]]) -> None:
-    """Each output once, under the names of all hosts that wrote it; stderr goes to stderr.
+    """Print each distinct output once, under the names of its hosts; stderr goes to stderr.
 
     Args:
-        hosts: the order in which hosts are looked at.
-        results: of those that answered, in any order.
+        hosts: all hosts, in the order of the output.
+        results: results of the hosts that answered, in any order.
     """
     by_name = {result.host.name: result for result in results if result.value is not None}
     outputs: dict[tuple[str, int, bytes], list[HostResult[CommandResult]]] = {}
@@ -73,7 +73,7 @@ def show_gathered(hosts: Sequence[Host], results: Sequence[HostResult[CommandRes
         if value.stdout:
             why = "" if some[0].ok else f": {some[0].error}"
             print(f"{RULE}\n{_fold(some)} ({len(some)}){why}\n{RULE}", flush=True)
-            # As it was written: a terminal may know more than UTF-8.
+            # Write the original bytes, which need not be UTF-8.
             sys.stdout.buffer.write(value.stdout.removesuffix(b"\n") + b"\n")
             sys.stdout.buffer.flush()
     for some in errors.values():

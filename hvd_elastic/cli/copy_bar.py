@@ -1,4 +1,4 @@
-"""What a terminal shows while a copy goes on: total, rate, time left, and how far each host is."""
+"""Show the progress of a copy on a terminal: total, rate, time left, and state of each host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_NAMED = 8
 
 @contextlib.contextmanager
 def copy_bar(*, quiet: bool) -> Iterator[Callable[[CopyProgress], None] | None]:
-    """Gives what shows a :class:`CopyProgress`; None off a terminal, where nothing is shown."""
+    """Return a context with a function that shows a :class:`CopyProgress`; None off a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -52,7 +52,7 @@ def copy_bar(*, quiet: bool) -> Iterator[Callable[[CopyProgress], None] | None]:
 
 
 def states_in_words(states: dict[str, str]) -> str:
-    """Each host's state; of many hosts how many are in which, shares by tens.
+    """Return the state of each host; for many hosts the number in each state, in steps of 10 %.
 
     >>> states_in_words({"a": "done", "b": "42%"})
     'a done, b 42%'

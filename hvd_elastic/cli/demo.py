@@ -1,4 +1,4 @@
-"""``hvd-elastic demo``: elastic training on virtual hosts of this machine."""
+"""Implement ``hvd-elastic demo``: elastic training on virtual hosts of this machine."""
 
 from __future__ import annotations
 

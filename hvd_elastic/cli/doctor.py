@@ -1,7 +1,7 @@
-"""``hvd-elastic doctor``: what is installed, built and missing, and the command that mends it.
+"""Implement ``hvd-elastic doctor``: what is installed and missing, and the command that fixes it.
 
-Nothing heavy is imported here; Horovod, whose library may crash on import, is asked in a process of
-its own.
+Nothing large is imported here. Horovod, whose library may crash on import, is imported in another
+process.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ print(json.dumps({
 
 
 class Health(str, Enum):
-    """How a finding counts."""
+    """Severity of a finding."""
 
     GOOD = "ok"
     OPTIONAL = "optional"
-    """Not there; only what its line names cannot be done."""
+    """Missing, but training can run without it."""
     MISSING = "missing"
-    """Not there or broken, and training cannot run without it."""
+    """Missing or broken, and training cannot run without it."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Finding:
     """One line of the diagnosis.
 
     Attributes:
-        name: what was looked at.
-        health: how it counts.
-        found: what there is, or why it does not work.
-        mend: the command or step that mends it; empty when nothing is to be done.
+        name: name of the checked item.
+        health: severity.
+        found: what was found, or why it does not work.
+        mend: command or step that fixes it; empty if nothing needs to be done.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Look at everything; the order is that of the printed lines."""
+    """Check everything and return the findings in the order of the printed lines."""
     return [
         Finding(
             "hvd_elastic", Health.GOOD, f"{__version__} in {Path(__file__).resolve().parents[1]}"
@@ -105,9 +105,9 @@ def diagnose() -> list[Finding]:
 def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of lines."),
 ) -> None:
-    """Say what is installed, built and missing, and the command that mends it.
+    """Report what is installed, built and missing, with the command that fixes it.
 
-    Ends with status 1 when something is missing without which training cannot run.
+    The exit status is 1 if something is missing without which training cannot run.
 
     Examples:
       hvd-elastic doctor
@@ -124,7 +124,7 @@ def doctor(
 
 
 def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
-    """The lines for a terminal; what is to be mended stands under its finding.
+    """Return the lines for a terminal, with each fix under its finding.
 
     >>> print(render([Finding("torch", Health.MISSING, "not installed", "pip install torch")]))
     missing   torch  not installed
@@ -188,7 +188,7 @@ def _horovod() -> Finding:
     if not built.get("gloo"):
         return Finding("horovod", Health.MISSING, f"{found}; elastic runs need gloo", _BUILD_WITH)
     if not build:
-        # works, but a process whose initialisation failed once cannot join again
+        # It works, but a process whose initialisation failed once cannot join again.
         return Finding("horovod", Health.OPTIONAL, f"{found}; not our patched build", _BUILD_WITH)
     return Finding("horovod", Health.GOOD, found)
 
@@ -196,7 +196,7 @@ def _horovod() -> Finding:
 def _built_with(
     python: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
 ) -> tuple[dict[str, bool] | None, str]:
-    """What the installed Horovod says of itself, or why it cannot."""
+    """Return what the installed Horovod was built with, or None and the reason of its failure."""
     try:
         done = run(
             [python, "-c", _ASK_HOROVOD],
@@ -220,7 +220,7 @@ def _prerequisite(item: Prerequisite) -> Finding:
     if found is not None:
         return Finding(item.name, Health.GOOD, found)
     mend = apt_command([item], sudo=os.geteuid() != 0) if has_apt() else f"install {item.name}"
-    # a host that only runs workers needs no compiler, and needs no local sshd to be the leader
+    # A host that only runs workers needs no compiler, and a leader needs no sshd.
     needed = item.purpose is Purpose.CLUSTER and not item.optional and item.name == "ssh"
     health = Health.MISSING if needed else Health.OPTIONAL
     return Finding(
@@ -268,12 +268,12 @@ def _disk(name: str, folder: Path) -> Finding:
 def _login_shell() -> Finding:
     account = _account()
     if account is None:
-        found = f"user id {os.geteuid()} has no entry in /etc/passwd: nobody can log in as it"
+        found = f"user id {os.geteuid()} has no entry in /etc/passwd: no login is possible"
         return Finding("login shell", Health.OPTIONAL, found, "work as a named user")
     fault = why_no_commands(account)
     if fault is None:
         return Finding("login shell", Health.GOOD, account.pw_shell or "/bin/sh")
-    # training on this machine alone needs no login
+    # Training on this machine alone needs no login.
     found = f"{fault}: no virtual hosts, and no other machine can use this one as a host"
     return Finding("login shell", Health.OPTIONAL, found, how_to_mend_shell(account))
 

@@ -1,7 +1,7 @@
-"""How every program is entered: arguments to a command, its end to an exit status.
+"""Run a command with its arguments and turn its result into an exit status, for every program.
 
-A user's mistake ends in a line that begins with ``error:``, whoever found it: the project, or the
-parser of the command line. A defect of ours keeps its traceback.
+A mistake of the user is printed as one line that begins with ``error:``, whether this package or
+the parser of the command line found it. A bug shows its traceback.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ import typer
 from hvd_elastic.cli.start import INTERRUPTED, raise_at_interrupt
 from hvd_elastic.errors import HvdElasticError
 
-# typer has click inside, or beside it, and gives only this one of its errors a name of its own.
+__all__ = ["enter", "flow_help"]
+
+# The base class of parser errors has no public name in typer, which may bundle click.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def enter(program: str, command: Any, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run ``command`` with the arguments (without: those of this process) and exit.
+    """Run a command and exit.
 
     Args:
-        program: the name it is called by, for help and messages.
-        command: what typer made.
-        arguments: words after the name.
+        program: name of the program, for help and messages.
+        command: command made by typer.
+        arguments: arguments of the program; None: those of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     raise SystemExit(_status_of(program, command, words))
 
 
 def flow_help(command: Any) -> Any:
-    """Has a narrow terminal break the lines of a help text, and not the source as well.
+    """Join the lines of each paragraph of a command's help, so that the terminal breaks them.
 
     Args:
-        command: what typer made; its subcommands are looked at too.
+        command: command made by typer; its subcommands are changed too.
+
+    Returns:
+        The same command.
     """
     command.help = _join_lines(inspect.cleandoc(command.help or ""))
     for each in getattr(command, "commands", {}).values():
@@ -47,7 +52,7 @@ def flow_help(command: Any) -> Any:
 
 
 def _join_lines(text: str) -> str:
-    r"""Each paragraph as one line; lines that are set in stay apart.
+    r"""Return the text with each paragraph on one line; indented lines are kept.
 
     >>> _join_lines("Do it\nnow.\n\nFor example:\n  one\n  two")
     'Do it now.\n\nFor example:\n  one\n  two'
@@ -72,7 +77,7 @@ def _status_of(program: str, command: Any, words: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away (| head): nothing can be shown any more.
+        # The reader of the output has gone (| head).
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
         return 1
     return 0

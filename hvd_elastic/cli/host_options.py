@@ -1,4 +1,4 @@
-"""What all tools over hosts take: a hostfile, which of its hosts, and how to reach them."""
+"""Define the options that all cluster tools share: hostfile, selection of hosts, connection."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ _VERBOSE = Annotated[bool, typer.Option("--verbose", "-v", help="Say more of wha
 
 @dataclass(frozen=True)
 class Chosen:
-    """What came of the shared options.
+    """The shared options, evaluated.
 
     Attributes:
-        hostfile: where they are named.
-        choose: reads it again and chooses in the same way.
-        hosts: those to work on, in the order of the hostfile.
-        ssh: how to connect.
-        fanout: how many at a time.
-        dry_run: show only what would be done.
-        as_json: JSON lines instead of text.
-        verbose: say more.
+        hostfile: path of the hostfile.
+        choose: function that reads the hostfile again and returns the selected hosts.
+        hosts: selected hosts, in the order of the hostfile.
+        ssh: options of the connections.
+        fanout: number of hosts to work on at the same time.
+        dry_run: whether to show only what would be done.
+        as_json: whether to print JSON lines instead of text.
+        verbose: whether to print more.
     """
 
     hostfile: Path
@@ -83,10 +83,12 @@ class Chosen:
 def over_hosts(
     without: Sequence[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the hostfile and the shared options, read, as its first argument.
+    """Return a decorator that adds the shared options to a command.
+
+    The command gets them as a :class:`Chosen`, its first argument.
 
     Args:
-        without: names of shared options that make no sense for this command.
+        without: names of shared options that this command does not have.
     """
     shared: dict[str, tuple[Any, Any]] = {
         "fanout": (_FANOUT, DEFAULT_FANOUT),
@@ -128,7 +130,7 @@ def _choose(hostfile: Path, given: Mapping[str, Any]) -> Chosen:
     """What the shared options, by name, come to."""
     if given["verbose"]:
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
-        # paramiko tells every packet, invoke all settings of each connection.
+        # At level DEBUG paramiko logs every packet, and invoke all settings of a connection.
         for name in ("paramiko", "invoke"):
             logging.getLogger(name).setLevel(logging.INFO)
 

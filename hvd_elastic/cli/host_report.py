@@ -1,4 +1,4 @@
-"""What a tool over many hosts shows: lines as they come, each host's result, a summary."""
+"""Print the output of a tool over many hosts: lines as they come, results, and a summary."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
-# Who is waited for is named when it has taken so long.
 PATIENCE_S = 1.0
+"""Time after which a host that others wait for is named."""
 _WHO = re.compile(r"host \S+( \([^)]*\))?: ")
 _CLEAR = "\r\x1b[K"
 
 
 class Printer:
-    """Lines of many hosts on one terminal, whole lines only.
+    """Prints lines of many hosts to one terminal, without mixing them.
 
     Attributes:
-        gone: whether nothing can be shown any more, as when the reader went away (``| head``).
+        gone: whether output is not possible any more, since its reader has gone (``| head``).
     """
 
     def __init__(self, hosts: Sequence[Host]) -> None:
@@ -50,23 +50,24 @@ class Printer:
         }
 
     def lines(self, host: Host, stream: str, text: str) -> None:
-        """Lines of a host's output, each under its name; at once, since each write takes time."""
-        prefix = self._prefix.get(host.name, f"{host.name}: ")  # one that joined later has none
+        """Print lines of a host, each after its name, in one write."""
+        # A host that joined later has no prefix.
+        prefix = self._prefix.get(host.name, f"{host.name}: ")
         self._print(prefix + text.replace("\n", f"\n{prefix}"), stream)
 
     def note(self, text: str) -> None:
-        """One line of our own."""
+        """Print a line of the tool itself."""
         self._print(text, "stderr")
 
     def waiting(self, running: Mapping[str, float], queued: int) -> None:
-        """Names those that keep everybody waiting, on a terminal, in a line that goes away again.
+        """Show the hosts that take long, on a terminal, in a line that the next one replaces.
 
         Args:
-            running: seconds since the start of each host that is at it.
-            queued: hosts that have not begun.
+            running: time since the start of each host that has begun and not ended [s].
+            queued: number of hosts that have not begun.
 
         Raises:
-            BrokenPipeError: nobody reads what is shown.
+            BrokenPipeError: the reader of the output has gone.
         """
         if self.gone:
             raise BrokenPipeError
@@ -79,7 +80,7 @@ class Printer:
         self.passing(text)
 
     def passing(self, text: str) -> None:
-        """On a terminal, a line that the next one takes away."""
+        """Show a line that the next one replaces; only on a terminal."""
         if not sys.stderr.isatty():
             return
         with self._lock:
@@ -88,14 +89,15 @@ class Printer:
             self._passes = True
 
     def clear(self) -> None:
-        """Takes the passing line away."""
+        """Remove the line of :meth:`passing`."""
         with self._lock:
             self._clear()
 
     def close(self) -> None:
-        """Nothing more is shown: a host that was given up may still have lines.
+        """Drop all further output.
 
-        One that is being written while the interpreter ends would abort it.
+        A thread of a host that was given up could otherwise write while the interpreter ends,
+        which would abort it.
         """
         with self._lock:
             self.gone = True
@@ -113,7 +115,7 @@ class Printer:
             try:
                 print(text, file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
             except BrokenPipeError:
-                # In a host's thread, where nobody would hear of it.
+                # An exception in the thread of a host would get lost.
                 self.gone = True
 
 
@@ -125,15 +127,15 @@ def show_result(
     word: Callable[[HostResult[Any]], str] | None = None,
     tell_failures: bool = True,
 ) -> None:
-    """Shows how one host ended.
+    """Print the result of one host.
 
     Args:
-        result: of the host.
-        printer: where to.
-        as_json: one JSON object a line instead of text.
-        describe: what the JSON object has of this tool.
-        word: the line for a host where all is well; None: no line.
-        tell_failures: a line for a host that failed.
+        result: result of the host.
+        printer: printer of the tool.
+        as_json: whether to print a JSON object instead of text.
+        describe: function that returns the tool's fields of the JSON object.
+        word: function that returns the line for a success; None: no line.
+        tell_failures: whether to print a line for a failure.
     """
     if as_json:
         print_json(
@@ -167,15 +169,15 @@ def finish(
     gather: Callable[[list[HostResult[Any]]], None] | None = None,
     tell_reasons: bool = False,
 ) -> None:
-    """Shows results as they come, then the summary; ends the command with its exit status.
+    """Print results as they come and a summary, then end the command with its exit status.
 
     Args:
-        chosen: what came of the shared options.
-        results: of the hosts, as they end.
-        printer: where to.
+        chosen: the shared options.
+        results: results of the hosts, as they end.
+        printer: printer of the tool.
         describe, word: see :func:`show_result`.
-        gather: shows all results at the end, instead of each failure as it comes.
-        tell_reasons: whether the summary says why, and after how long, hosts failed.
+        gather: function that prints all results at the end, instead of failures as they come.
+        tell_reasons: whether the summary lists the reasons and times of failures.
     """
     seen: list[HostResult[Any]] = []
     interrupted = False
@@ -183,12 +185,12 @@ def finish(
     try:
         try:
             for result in results:
-                # First: a host whose line is out when Ctrl-C comes has ended, and counts so.
+                # Append first, so that after Ctrl-C a printed host counts as ended.
                 seen.append(result)
                 show_result(result, printer, chosen.as_json, describe, word, gather is None)
         except KeyboardInterrupt:
             interrupted = True
-            # Ends the generator, and with it what it started on the hosts.
+            # Closing the generator ends what it has started on the hosts.
             getattr(results, "close", lambda: None)()
         printer.clear()
         if gather is not None:
@@ -202,7 +204,7 @@ def finish(
 
 
 def reasons_in_words(results: Sequence[HostResult[Any]]) -> list[str]:
-    """Who failed, why, and after how long: a line for each reason.
+    """Return a line for each reason of failures, with the hosts and times.
 
     >>> from hvd_elastic.hosts.hostfile import Host
     >>> reasons_in_words(
@@ -213,7 +215,7 @@ def reasons_in_words(results: Sequence[HostResult[Any]]) -> list[str]:
     groups: dict[tuple[str, str], list[HostResult[Any]]] = {}
     for result in results:
         if not result.ok:
-            # What to do about it was said when it happened.
+            # The advice in the error was printed when it happened.
             reason = _WHO.sub("", result.error, count=1).partition(". ")[0]
             groups.setdefault((result.outcome.value, reason), []).append(result)
     lines = []
@@ -232,7 +234,7 @@ def conclude(
     interrupted: bool = False,
     seconds: float | None = None,
 ) -> None:
-    """The summary and the exit status."""
+    """Print the summary and end the command with its exit status."""
     names: dict[str, list[str]] = {}
     for result in results:
         names.setdefault(result.outcome.value, []).append(result.host.name)
@@ -263,5 +265,5 @@ def conclude(
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on a line of its own."""
+    """Print a JSON object as one line."""
     print(json.dumps(value, ensure_ascii=False), flush=True)

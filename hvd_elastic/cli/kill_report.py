@@ -1,4 +1,4 @@
-"""What ``killclust`` shows: processes, files, and who still holds GPU memory."""
+"""Print the results of ``killclust``: processes, files, and holders of GPU memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_elastic.hosts.fanout import HostResult
 
 
 def describe_ended(result: HostResult[Ended]) -> dict[str, Any]:
-    """What the JSON object of a host has besides the outcome."""
+    """Return the fields of this tool in the JSON object of a host."""
     value = result.value
     return {
         "processes": [vars(process) for process in value.processes] if value else [],
@@ -21,7 +21,7 @@ def describe_ended(result: HostResult[Ended]) -> dict[str, Any]:
 
 
 def show_ended(result: HostResult[Ended], printer: Printer, dry_run: bool) -> str:
-    """A line for each process, file and holder of GPU memory; returns the sum of them."""
+    """Print a line for each process, file and holder of GPU memory; return the summary."""
     ended = result.answer
     for process in ended.processes:
         done = {"": "found", "left": "NOT ended"}.get(process.ended, f"{process.ended} ended")

@@ -1,4 +1,4 @@
-"""Hosts that somebody adds to the hostfile while a command is at work."""
+"""Find hosts that are added to the hostfile while a command runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hvd_elastic.hosts.hostfile import Host
 
 
 class Newcomers:
-    """Gives, when it is called, the hosts that the hostfile has had since the last call.
+    """A call returns the hosts that were added to the hostfile since the last call.
 
     Args:
-        chosen: the hosts at the beginning, and how they are chosen.
-        note: told who joins, and what is wrong with a hostfile.
+        chosen: the shared options, with the hosts at the start.
+        note: function that prints messages about new hosts and mistakes in the hostfile.
 
     Attributes:
-        hosts: all hosts so far; it grows.
+        hosts: all hosts so far; this list grows in place.
     """
 
     def __init__(self, chosen: Chosen, note: Callable[[str], None]) -> None:
@@ -44,7 +44,7 @@ class Newcomers:
         return new
 
     def _look(self) -> tuple[int, int, int] | None:
-        """What changes when the file does; None where there is none to read again (a pipe)."""
+        """Return time, size and inode of the hostfile; None if it cannot be read again (a pipe)."""
         try:
             if not self._chosen.hostfile.is_file():
                 return None

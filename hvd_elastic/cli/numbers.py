@@ -1,4 +1,4 @@
-"""Options and arguments that take a number, and say which when they are given something else."""
+"""Parse numbers of options and arguments, with errors that name the valid values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_whole_number(name: str, value: object, least: int = 1, instead: str = "") -> int:
-    """The number that ``value`` says.
+    """Return the integer that ``value`` represents.
 
     Args:
-        name: what it is given as, for the message.
-        value: a text, or a default that is a number already.
-        least: the smallest that makes sense.
-        instead: what else is taken, for the message.
+        name: name of the option or argument, for the message.
+        value: text, or a default that is a number already.
+        least: smallest valid number.
+        instead: further valid values in words, for the message.
 
     Raises:
-        UsageError: says what is taken.
+        UsageError: the value is not valid; names the valid ones.
 
     >>> parse_whole_number("--np", "4")
     4
@@ -43,7 +43,16 @@ def parse_whole_number(name: str, value: object, least: int = 1, instead: str = 
 
 
 def parse_number(name: str, value: object, least: float = 0.0, above: bool = False) -> float:
-    """As :func:`parse_whole_number`; with ``above``, ``least`` itself is too small."""
+    """Return the number that ``value`` represents.
+
+    Args:
+        name, value: see :func:`parse_whole_number`.
+        least: smallest valid number; with ``above`` it is not valid itself.
+        above: whether the number must be above ``least``.
+
+    Raises:
+        UsageError: the value is not valid; names the valid ones.
+    """
     try:
         number = float(str(value))
     except ValueError:
@@ -55,10 +64,10 @@ def parse_number(name: str, value: object, least: float = 0.0, above: bool = Fal
 
 
 def parse_duration(name: str, text: str) -> float:
-    """Seconds.
+    """Return a duration in seconds.
 
     Raises:
-        UsageError: says what is taken.
+        UsageError: the text is not valid; gives examples.
 
     >>> parse_duration("--deadline", "1.5h"), parse_duration("--deadline", "1h30m")
     (5400.0, 5400.0)
@@ -71,7 +80,7 @@ def parse_duration(name: str, text: str) -> float:
 
 
 def whole_number_option(*names: str, least: int = 1, help: str) -> Any:  # noqa: A002
-    """An option for a whole number, by its spellings."""
+    """Return a typer option for an integer."""
     return _option(lambda value: parse_whole_number(names[0], value, least), names, "N", help)
 
 
@@ -82,7 +91,7 @@ def number_option(
     metavar: str = "NUMBER",
     help: str,  # noqa: A002
 ) -> Any:
-    """An option for any number, by its spellings."""
+    """Return a typer option for a number."""
     return _option(lambda value: parse_number(names[0], value, least, above), names, metavar, help)
 
 

@@ -1,4 +1,4 @@
-"""``hvd-elastic plan``: what other numbers of hosts would bring a run."""
+"""Implement ``hvd-elastic plan``: predict the performance of a run on other numbers of hosts."""
 
 from __future__ import annotations
 
@@ -34,34 +34,35 @@ def plan(
         int | None,
         whole_number_option(
             "--hosts",
-            help="up to so many hosts, there or not (default: the sizes that the hostfile allows)",
+            help="predict 1 to N hosts (default: the sizes that the hostfile allows)",
         ),
     ] = None,
     slots: Annotated[
         int | None,
-        whole_number_option("--slots", help="of each host (default: those of the run's hosts)"),
+        whole_number_option("--slots", help="slots of each host (default: as the run's hosts)"),
     ] = None,
     price: Annotated[
         float | None,
-        number_option("--price", help="of each host per hour (default: those of the hostfile)"),
+        number_option("--price", help="price of each host per hour (default: as in the hostfile)"),
     ] = None,
     target_examples: Annotated[
         float | None,
         number_option(
-            "--target-examples", above=True, help="useful examples still to be made, such as 5e7"
+            "--target-examples", above=True, help="useful examples still to process, such as 5e7"
         ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="where to write the plots (default: in the run folder)")
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="train on some sizes first; the command stands after --")
+        bool,
+        typer.Option("--probe", help="train on some sizes first; the command follows after --"),
     ] = False,
     hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", "-H", help="of --probe: hosts and slots")
+        Path | None, typer.Option("--hostfile", "-H", help="hosts and slots for --probe")
     ] = None,
     probe_for: Annotated[
-        str, typer.Option(metavar="TIME", help="of --probe: how long to train in all")
+        str, typer.Option(metavar="TIME", help="total training time of --probe")
     ] = "2m",
     ssh_config: Annotated[
         Path | None,
@@ -69,15 +70,15 @@ def plan(
             "--ssh-config",
             "-F",
             envvar="HVD_ELASTIC_SSH_CONFIG",
-            help="of --probe: ssh configuration (default: ~/.ssh/config)",
+            help="ssh configuration for --probe (default: ~/.ssh/config)",
         ),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Predict throughput, goodput, time and cost of other sizes, and how sure that is.
+    """Predict throughput, goodput, time and cost of other sizes, with 80 % ranges.
 
-    It rests on the step times and the gradient noise that the run has measured. Sizes that were
-    timed are marked with *.
+    The prediction is based on the step times and the gradient noise measured in the run. Sizes that
+    were timed are marked with *.
 
     Examples:
       hvd-elastic plan digits-3 --hosts 16
@@ -135,7 +136,7 @@ def _probed(
 
 
 def _offers(folder: RunFolder) -> list[HostOffer]:
-    """The run's hosts; their prices too while its hostfile is there."""
+    """Return the run's hosts, with their prices if its hostfile can still be read."""
     from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.policy.snapshot import HostOffer
     from hvd_elastic.records.summary import summarize
@@ -152,7 +153,7 @@ def _offers(folder: RunFolder) -> list[HostOffer]:
 
 
 def _todo(folder: RunFolder, evidence: Evidence) -> float | None:
-    """What is left of the run's own target; None: it has none, or has reached it."""
+    """Return the rest of the run's own target; None if it has none or has reached it."""
     target = folder.read_run().get("target_examples")
     if not target or target <= evidence.done:
         return None
@@ -213,7 +214,7 @@ def _as_json(
 
 
 def _entry_as_json(entry: Forecast) -> dict[str, Any]:
-    """Figures of an entry; those that are not known are null, for JSON has no NaN."""
+    """Return the fields of a forecast, with None for NaN, which JSON lacks."""
     fields = dataclasses.asdict(entry)
     if entry.unknown:
         fields |= {"global_batch_size": None, "accumulation_steps": None}

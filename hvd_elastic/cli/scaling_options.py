@@ -1,4 +1,4 @@
-"""The options of ``run`` and ``simulate`` that say what the policy is after."""
+"""Check the options of ``run`` and ``simulate`` that set the objective of the policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
 
 
 def parse_budget(text: str) -> float:
-    """Currency per hour.
+    """Return a price [currency per hour].
 
     >>> parse_budget("40/h"), parse_budget("2.5")
     (40.0, 2.5)
@@ -37,7 +37,7 @@ def parse_budget(text: str) -> float:
 
 @dataclass(frozen=True)
 class ScalingOptions:
-    """As given on the command line; None: not given."""
+    """The options as given on the command line; None: not given."""
 
     policy: str
     objective: str | None
@@ -55,24 +55,24 @@ class ScalingOptions:
         pinned: Sequence[PricedHost] = (),
         np: int | None = None,
     ) -> None:
-        """Refuse what cannot work, before anything is begun.
+        """Check the options before the run starts.
 
         Args:
-            hostfile: of the run.
-            mpi: whether it is a job under mpirun.
-            hosts: where they do not stand in a hostfile.
+            hostfile: hostfile of the run.
+            mpi: whether the job runs under mpirun.
+            hosts: the hosts, if they are not those of a hostfile.
             min_np: fewest slots.
             pinned: hosts that are used as a whole.
-            np: slots to begin with; None: the fewest.
+            np: number of slots at the start; None: the fewest.
 
         Raises:
-            UsageError: says what and what is valid.
+            UsageError: the options are not valid; says what is.
         """
         if self.policy in ("fixed", "adaptdl"):
             self._refuse_what_belongs_to_goodput()
             return
         if self.policy != "goodput":
-            return  # said elsewhere
+            return  # the caller refuses an unknown policy
         if mpi:
             raise UsageError("a job under --mpi has a fixed size: leave --policy goodput out")
         self.as_objective()
@@ -82,7 +82,7 @@ class ScalingOptions:
             self._check_prices(hosts, min_np, pinned, np)
 
     def as_objective(self) -> Objective:
-        """What the policy is after.
+        """Return the objective of the policy.
 
         Raises:
             UsageError: the options do not fit together.
@@ -91,19 +91,16 @@ class ScalingOptions:
 
         fields = self.fields()
         self._refuse_what_does_not_belong(fields["objective"])
-        try:
-            return Objective(
-                kind=fields["objective"],
-                min_speedup_per_slot=fields["min_speedup_per_slot"],
-                budget=fields["budget"],
-                deadline_s=fields["deadline_s"],
-                target=fields["target_examples"],
-            )
-        except ValueError as error:
-            raise UsageError(f"--objective {fields['objective']}: {error}") from error
+        return Objective(
+            kind=fields["objective"],
+            min_speedup_per_slot=fields["min_speedup_per_slot"],
+            budget=fields["budget"],
+            deadline_s=fields["deadline_s"],
+            target=fields["target_examples"],
+        )
 
     def fields(self) -> dict[str, Any]:
-        """For a :class:`RunSpec`."""
+        """Return the fields of a :class:`RunSpec`."""
         share = self.min_speedup_per_slot
         return {
             "policy": self.policy,
@@ -141,8 +138,8 @@ class ScalingOptions:
             raise UsageError("--objective cost needs a --budget, or a --deadline")
         if (self.deadline is None) != (self.target_examples is None):
             raise UsageError(
-                "--deadline and --target-examples belong together: without the target nobody knows "
-                "what has to be done by then"
+                "--deadline and --target-examples belong together: the target says what to do "
+                "by the deadline"
             )
         if (self.min_speedup_per_slot or 0.0) > 1:
             raise UsageError(

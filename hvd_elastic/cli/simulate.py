@@ -1,4 +1,4 @@
-"""``hvd-elastic simulate``: a day of training in a second, with the policy of a real run."""
+"""Implement ``hvd-elastic simulate``: try the policy of real runs in virtual time."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _POLICIES = ("fixed", "goodput", "adaptdl")
 def simulate(
     trace: Annotated[Path, typer.Option(help="cluster, workload and changes, as JSON")],
     policy: Annotated[
-        str, typer.Option(help="fixed (the trace's np), goodput, or adaptdl: that rule beside ours")
+        str, typer.Option(help="fixed (the trace's np), goodput, or adaptdl (AdaptDL's rule)")
     ] = "goodput",
     objective: Annotated[
         str | None, typer.Option(help="goodput, efficiency or cost (default: goodput)")
     ] = None,
     min_speedup_per_slot: Annotated[
         float | None,
-        number_option("--min-speedup-per-slot", above=True, help="of --objective efficiency"),
+        number_option("--min-speedup-per-slot", above=True, help="for --objective efficiency"),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="of --objective cost, such as 40/h", metavar="PRICE/h")
+        str | None, typer.Option(help="for --objective cost, such as 40/h", metavar="PRICE/h")
     ] = None,
     deadline: Annotated[
-        str | None, typer.Option(help="of --objective cost, such as 6h", metavar="TIME")
+        str | None, typer.Option(help="for --objective cost, such as 6h", metavar="TIME")
     ] = None,
-    seed: Annotated[int, whole_number_option("--seed", least=0, help="of the jitter")] = 0,
+    seed: Annotated[int, whole_number_option("--seed", least=0, help="seed of the jitter")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Try a policy on a trace in virtual time: what it decides, when, and why.
 
-    The controller is that of a real run. Its goodput is set against the best fixed number of slots
-    and batch, found by trying all of them. docs/autoscaling.md has the form of a trace.
+    The controller is that of a real run. Its goodput is compared with the best fixed size and
+    batch, found by exhaustive search. docs/autoscaling.md describes the format of a trace.
 
     Examples:
       hvd-elastic simulate --trace day.json

@@ -1,7 +1,7 @@
-"""Where every program starts: Ctrl-C is answered before anything large is imported.
+"""Start every program, and handle Ctrl-C before large modules are imported.
 
-A KeyboardInterrupt in the middle of an import shows its traceback, or is lost in a callback of the
-import system. Until a command begins there is nothing to clean up, so the process just ends.
+A KeyboardInterrupt during an import shows a traceback or gets lost in a callback of the import
+system. Before a command begins there is nothing to clean up, so Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import importlib
 import os
 import signal
 import sys
+from functools import partial
 from types import FrameType
 
 INTERRUPTED = 130
 
 
 def end_at_interrupt() -> None:
-    """From now on Ctrl-C ends the process at once; where it is ignored or handled, it stays so."""
+    """Let Ctrl-C end the process at once, unless SIGINT is ignored or handled."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_at_interrupt() -> None:
-    """Undoes :func:`end_at_interrupt`: Ctrl-C raises KeyboardInterrupt again."""
+    """Undo :func:`end_at_interrupt`: Ctrl-C raises KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +35,7 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def _open_streams() -> None:
-    """Redirects closed standard streams (``2>&-``) to /dev/null.
+    """Redirect closed standard streams (``2>&-``) to /dev/null.
 
     Otherwise the next file that is opened would get their descriptor.
     """
@@ -48,7 +49,7 @@ def _open_streams() -> None:
 def _start(module: str, function: str) -> None:
     _open_streams()
     end_at_interrupt()
-    # Imported modules stay; collecting garbage among them would take a tenth of the start.
+    # Garbage collection during imports would take a tenth of the start-up time.
     gc.disable()
     begin = getattr(importlib.import_module(module), function)
     gc.freeze()
@@ -56,31 +57,10 @@ def _start(module: str, function: str) -> None:
     begin()
 
 
-def hvd_elastic() -> None:
-    """Entry point of ``hvd-elastic``."""
-    _start("hvd_elastic.cli.app", "main")
-
-
-def runclust() -> None:
-    """Entry point of ``runclust``."""
-    _start("hvd_elastic.cli.cluster_tools", "runclust_main")
-
-
-def copyclust() -> None:
-    """Entry point of ``copyclust``."""
-    _start("hvd_elastic.cli.cluster_tools", "copyclust_main")
-
-
-def killclust() -> None:
-    """Entry point of ``killclust``."""
-    _start("hvd_elastic.cli.cluster_tools", "killclust_main")
-
-
-def checkclust() -> None:
-    """Entry point of ``checkclust``."""
-    _start("hvd_elastic.cli.cluster_tools", "checkclust_main")
-
-
-def virtclust() -> None:
-    """Entry point of ``virtclust``."""
-    _start("hvd_elastic.cli.virtclust", "main")
+# The entry points of the programs.
+hvd_elastic = partial(_start, "hvd_elastic.cli.app", "main")
+runclust = partial(_start, "hvd_elastic.cli.cluster_tools", "runclust_main")
+copyclust = partial(_start, "hvd_elastic.cli.cluster_tools", "copyclust_main")
+killclust = partial(_start, "hvd_elastic.cli.cluster_tools", "killclust_main")
+checkclust = partial(_start, "hvd_elastic.cli.cluster_tools", "checkclust_main")
+virtclust = partial(_start, "hvd_elastic.cli.virtclust", "main")

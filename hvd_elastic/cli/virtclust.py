@@ -1,4 +1,4 @@
-"""``virtclust``: a private cluster on one machine, whose hosts can be cut off and crashed."""
+"""Implement ``virtclust``: a private cluster on one machine whose hosts can be made to fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")
 _JSON = typer.Option(False, "--json", help="Print one JSON object.")
 _SHARE = typer.Option(
-    [], help="A file or folder under /tmp, /data or /run that the hosts shall see; repeatable."
+    [], help="A file or folder under /tmp, /data or /run that the hosts see; repeatable."
 )
 _Cpus = Annotated[
     float | None,
@@ -294,7 +294,7 @@ def run(host: str = _HOST, command: list[str] = _COMMAND, name: str | None = _NA
     """Run a command on a host through ssh; its exit status is the command's."""
     cluster, full_name = VirtualCluster.find_host(host, name)
     words = list(command or [])
-    # Kept by the parser, since options after the host are the command's own.
+    # The parser keeps this separator, since options after the host belong to the command.
     if words[:1] == ["--"]:
         del words[0]
     line = words[0] if len(words) == 1 else shlex.join(words)
@@ -310,7 +310,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``virtclust``."""
-    # A terminated "up" cleans up as an interrupted one does.
+    # SIGTERM and SIGHUP raise SystemExit, so that a terminated "up" cleans up too.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     enter("virtclust", typer.main.get_command(app), argv)

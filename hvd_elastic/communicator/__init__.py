@@ -1,1 +1,1 @@
-"""Horovod's ring: its life cycle, and what ranks exchange through it, for every frontend."""
+"""The ring of Horovod: its life cycle and its collectives, for every frontend."""

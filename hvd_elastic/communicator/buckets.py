@@ -1,4 +1,4 @@
-"""Cuts the bytes of many arrays into messages of a fixed size, and puts messages back.
+"""Cut the bytes of many arrays into messages of a fixed size, and write messages back.
 
 Arrays are flat and of type uint8: numpy arrays, or tensors with the same ``len``, slices and
 assignment to slices.
@@ -12,7 +12,8 @@ from typing import Any
 __all__ = ["cut_into_buckets", "scatter", "share_of"]
 
 BUCKET_BYTES = 16 << 20
-"""Keeps a link busy, while the copies of a bucket overlap with the messages of the next ones."""
+"""Large enough for the full bandwidth of a link, and small enough that copying one bucket overlaps
+with sending the next."""
 
 
 def cut_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
@@ -33,7 +34,7 @@ def cut_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def share_of(bucket: Sequence[Any], index: int, shares: int) -> list[Any]:
-    """Return the slices that make up one of so many equal shares of a bucket.
+    """Return the slices of share ``index`` when a bucket is divided into ``shares`` equal shares.
 
     >>> share_of([b"abc", b"defgh"], 1, 2)
     [b'efgh']

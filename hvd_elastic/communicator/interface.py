@@ -1,4 +1,4 @@
-"""What training needs of a communicator, and what a frontend supplies to make one."""
+"""Define the interface of a communicator, and what a frontend supplies to make one."""
 
 from __future__ import annotations
 
@@ -22,81 +22,89 @@ __all__ = [
 GRADIENTS = "the gradients"
 BARRIER = "the end of training (its training function has returned)"
 GRADIENT_PREFIX = "gradient."
-"""Names of reductions that begin so are gradients; together they count as one collective."""
+"""Prefix of the names of gradient reductions, which count as one collective together."""
 USER_PREFIX = "user."
-"""Begins the names of collectives that the script asked for; messages leave it out."""
+"""Prefix of the names of collectives that the script called; messages omit it."""
 
 Array: TypeAlias = Any
-"""A numpy array or a tensor of the frontend; a collective returns the kind that it was given."""
+"""A numpy array or a tensor of the frontend; a collective returns the type that it is given."""
 
 
 class GenerationBrokenError(RuntimeError):
-    """A collective failed because a member of the generation is gone; the state is whole."""
+    """A collective failed because a member of the generation is lost; the state is consistent."""
 
 
 class Communicator(Protocol):
-    """What training needs of a communicator."""
+    """Interface of a communicator of the ranks of a generation."""
 
     rank: int
     size: int
     waiting_since: float | None
-    """When the current wait for other ranks began [s, monotonic]; None: not waiting."""
+    """Time when the current wait for other ranks began [s, monotonic]; None: not waiting."""
     waiting_for: str
-    """The collective of the current wait, or of the last one."""
+    """Name of the collective of the current or the last wait."""
     longest_wait_s: float
-    """The longest wait that succeeded."""
+    """Longest wait of a collective that succeeded."""
     waited_s: float
     """Total time spent waiting for other ranks."""
     broken: bool
-    """Whether a collective has failed since the ring was made."""
+    """Whether a collective has failed since the ring was built."""
 
     def check_device(self, local_rank: int, devices: int) -> None:
-        """Check that slot ``local_rank`` of a host with so many GPUs can exchange GPU tensors.
+        """Check that this slot has a GPU that it can exchange tensors of.
+
+        Args:
+            local_rank: slot on the host.
+            devices: number of GPUs of the host.
 
         Raises:
-            ScriptError: it cannot; says what to change.
+            ScriptError: it has none; says what to change.
         """
 
     def warm(self) -> None:
-        """Do in advance what is slow the first time and needs no other rank."""
+        """Run slow first-time initialisation that needs no other rank."""
 
     def start(self, env: Mapping[str, str]) -> None:
-        """Meet the other members; ``env`` holds the rank variables of the generation.
+        """Build the ring with the other members.
+
+        Args:
+            env: Horovod's rank variables of the generation.
 
         Raises:
-            GenerationBrokenError: a member did not come.
+            GenerationBrokenError: a member is missing.
         """
 
     def stop(self, *, broken: bool = False) -> None:
         """Leave the ring; the process can start another one.
 
         Args:
-            broken: a member is gone, so do not wait for an orderly shutdown of all.
+            broken: whether a member is lost, so that an orderly shutdown is not possible.
         """
 
     def refresh(self) -> None:
-        """Read rank and size again, after another library has made a new ring."""
+        """Read rank and size again after another library has built a new ring."""
 
     def abort(self) -> None:
-        """Make every blocked or later collective of this ring fail; from any thread."""
+        """Make every pending and later collective of this ring fail. Thread-safe."""
 
     def begun(self) -> dict[str, int]:
-        """Return how often this rank has begun its latest collectives in this ring.
+        """Return by name how often this rank has begun its latest collectives in this ring.
 
-        All gradients count as one collective, `GRADIENTS`, once a step; from any thread.
+        All gradients of a step count as one collective, `GRADIENTS`. Thread-safe.
         """
 
     def reduce_async(self, array: Array, name: str) -> Any:
         """Begin averaging ``array`` over all ranks and return a handle for `wait`.
 
-        The array may be overwritten; PyTorch's tensors and numpy arrays on them are.
+        The array may be overwritten, as PyTorch's tensors are, and numpy arrays that share their
+        memory.
         """
 
     def wait(self, handle: Any) -> Array:
-        """Return the result of a collective that was begun.
+        """Wait for a collective and return its result.
 
         Raises:
-            GenerationBrokenError: a member is gone.
+            GenerationBrokenError: a member is lost.
             ScriptError: the ranks gave arrays of different types or shapes.
         """
 
@@ -107,14 +115,14 @@ class Communicator(Protocol):
         """Overwrite ``arrays`` in place with the root's, in few large messages."""
 
     def hand_over(self, arrays: Sequence[Array], lacking: Sequence[bool]) -> None:
-        """Overwrite ``arrays`` on the ranks that lack them with those of the others.
+        """Overwrite ``arrays`` on the ranks that lack them with those of the other ranks.
 
         Every rank that has them sends an equal share to every rank that lacks them, all at the
-        same time; nothing is sent to ranks that have them.
+        same time; ranks that have them receive nothing.
 
         Args:
-            arrays: of the same shapes and types on all ranks.
-            lacking: for each rank, whether it lacks them; at least one does not.
+            arrays: arrays of the same shapes and types on all ranks.
+            lacking: for each rank, whether it lacks them; at least one rank has them.
         """
 
     def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
@@ -125,10 +133,10 @@ class Communicator(Protocol):
 
 
 class Collectives(Protocol):
-    """What a frontend supplies: Horovod for its framework, with collectives on its tensors.
+    """Interface that a frontend supplies: Horovod for its framework, collectives on its tensors.
 
-    A collective is begun without waiting: it returns a handle, and :meth:`synchronize` returns its
-    result. Both raise Horovod's ``HorovodInternalError`` with Horovod's text.
+    Collectives are asynchronous: they return a handle, and :meth:`synchronize` returns the result.
+    Both raise Horovod's ``HorovodInternalError`` with Horovod's text.
     """
 
     framework: str
@@ -136,7 +144,7 @@ class Collectives(Protocol):
     horovod: Any
     """Horovod's module for the framework, from :func:`~hvd_elastic.communicator.ring.load_horovod`.
 
-    The life cycle uses its ``init``, ``shutdown``, ``rank``, ``size``, ``nccl_built`` and the
+    The communicator uses its ``init``, ``shutdown``, ``rank``, ``size``, ``nccl_built`` and the
     extension behind ``mpi_ops``.
     """
 
@@ -147,17 +155,18 @@ class Collectives(Protocol):
         """Return a tensor with the content of ``array``; it may share the memory."""
 
     def to_numpy(self, tensor: Any) -> np.ndarray:
-        """Return the content of a tensor on the host; it may share the memory."""
+        """Return the content of a tensor in host memory; it may share the memory."""
 
     def as_bytes(self, tensors: Sequence[Any]) -> AbstractContextManager[list[list[Any]]]:
-        """Give the bytes of tensors, to read and to overwrite until the context ends.
+        """Return a context with the bytes of tensors, readable and writable until it ends.
 
-        One list for each device, in the same order on all ranks, of flat uint8 arrays: tensors or
-        numpy arrays. They support ``len``, slices as views, and assignment to slices.
+        It has one list for each device, in the same order on all ranks. A list holds flat uint8
+        arrays, tensors or numpy arrays, that support ``len``, slices as views, and assignment to
+        slices.
         """
 
     def join(self, pieces: Sequence[Any]) -> Any:
-        """Return flat arrays of :meth:`as_bytes` as one, a copy."""
+        """Return a copy of flat arrays of :meth:`as_bytes`, joined to one."""
 
     def average_async(self, tensor: Any, name: str) -> Any:
         """Begin averaging ``tensor`` over all ranks, in place where tensors can be changed."""

@@ -1,4 +1,4 @@
-"""The communicator of a single process, which needs neither Horovod nor a framework."""
+"""Implement the communicator of a single process, without Horovod or a framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ __all__ = ["LocalCommunicator"]
 
 
 class LocalCommunicator:
-    """One process on its own: every collective is the identity."""
+    """A :class:`~hvd_elastic.communicator.interface.Communicator` of one process.
+
+    Every collective returns what it is given.
+    """
 
     rank = 0
     size = 1
@@ -22,48 +25,43 @@ class LocalCommunicator:
     broken = False
 
     def check_device(self, local_rank: int, devices: int) -> None:
-        """Nothing is exchanged."""
+        pass
 
     def warm(self) -> None:
-        """Nothing is slow."""
+        pass
 
     def start(self, env: Mapping[str, str]) -> None:
-        """Nothing to meet."""
+        pass
 
     def stop(self, *, broken: bool = False) -> None:
-        """Nothing to leave."""
+        pass
 
     def refresh(self) -> None:
-        """The ranks cannot change."""
+        pass
 
     def abort(self) -> None:
-        """Nothing can block."""
+        pass
 
     def begun(self) -> dict[str, int]:
-        """Nothing is counted."""
         return {}
 
     def reduce_async(self, array: Array, name: str) -> Any:
-        """The average of one is itself."""
         return array
 
     def wait(self, handle: Any) -> Array:
-        """Always done."""
         return handle
 
     def gather(self, array: Array, name: str) -> Array:
-        """Only one rank's."""
         return array
 
     def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
-        """Already the root's."""
+        pass
 
     def hand_over(self, arrays: Sequence[Array], lacking: Sequence[bool]) -> None:
-        """Nobody to give them to."""
+        pass
 
     def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
-        """Already the root's."""
         return data
 
     def barrier(self) -> None:
-        """Alone."""
+        pass

@@ -1,4 +1,4 @@
-"""Horovod's ring, made and torn down as generations come and go."""
+"""Build and tear down Horovod's ring for each generation, and run its collectives."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from hvd_elastic.formatting import count
 __all__ = ["HorovodCommunicator", "load_horovod"]
 
 _COUNTED = 32
-"""Collectives whose count is kept: ranks that wait for each other differ in one or two."""
+"""Number of collectives whose count is kept; ranks that wait for each other differ in the last."""
 _IN_FLIGHT = 3
-"""Buckets that travel at the same time."""
+"""Number of buckets that are sent at the same time."""
 _SHORT_BYTES, _LENGTH_BYTES = 16 << 10, 8
-"""First message of `broadcast_bytes`; a decision about the batch fits into it."""
+"""Size of the first message of `broadcast_bytes`, which holds a decision about the batch, and
+of the length in it."""
 
 
 def load_horovod(framework: str) -> Any:
     """Import Horovod's module for a framework (``torch``, ``tensorflow``) and return it.
 
-    That takes a second or more: a standby worker does it before it is announced.
+    The import takes a second or more, so a standby worker does it before it is announced.
 
     Raises:
         ScriptError: it cannot be imported.
@@ -55,8 +56,6 @@ def load_horovod(framework: str) -> Any:
 
 
 class _Begun(NamedTuple):
-    """A collective that was begun."""
-
     handle: Any
     name: str
     is_numpy: bool
@@ -76,7 +75,7 @@ class HorovodCommunicator:
         self._collectives = collectives
         self._horovod = collectives.horovod
         self._sockets = RingSockets()
-        # Buckets on their way: after a failure Horovod may use them until it is shut down.
+        # Buckets being sent. After a failure Horovod may use them until it is shut down.
         self._in_flight: deque[tuple[list[Any], _Begun]] = deque()
         self.rank = 0
         self.size = 1
@@ -85,14 +84,14 @@ class HorovodCommunicator:
         self.longest_wait_s = 0.0
         self.waited_s = 0.0
         self.broken = False
-        # How often each was begun; the others in the order of their last time.
+        # Number of times that each collective was begun; the others ordered by their last time.
         self._gradients: dict[str, int] = {}
         self._others: dict[str, int] = {}
 
     # -- life cycle ------------------------------------------------------------------------
 
     def check_device(self, local_rank: int, devices: int) -> None:
-        """See :class:`Communicator`: NCCL refuses two ranks of a machine on one GPU."""
+        # NCCL refuses two ranks of a machine on one GPU.
         if local_rank < devices or "NCCL_HOSTID" in os.environ or not self._horovod.nccl_built():
             return
         raise ScriptError(
@@ -104,11 +103,10 @@ class HorovodCommunicator:
         )
 
     def warm(self) -> None:
-        """See :class:`Communicator`."""
         self._collectives.warm()
 
     def start(self, env: Mapping[str, str]) -> None:
-        """See :class:`Communicator`; an empty ``env`` leaves the variables of the launcher."""
+        """Build the ring; an empty ``env`` keeps the variables set by the launcher."""
         os.environ.update(env)
         self._gradients, self._others = {}, {}
         with self._sockets.opening():
@@ -122,14 +120,12 @@ class HorovodCommunicator:
         self.refresh()
 
     def refresh(self) -> None:
-        """See :class:`Communicator`."""
         self.rank, self.size = self._horovod.rank(), self._horovod.size()
         self.broken = False
 
     def stop(self, *, broken: bool = False) -> None:
-        """See :class:`Communicator`."""
-        # Horovod keeps a finished generation's sockets open until the next one; peers that have
-        # not heard of the end yet would wait for 30 s on them.
+        # Horovod keeps the sockets of a finished generation open until the next one. Peers that do
+        # not know of the end yet would wait on them for 30 s.
         if broken:
             self._abort_nccl()
             self._sockets.shut()
@@ -138,7 +134,7 @@ class HorovodCommunicator:
         self._in_flight.clear()
 
     def abort(self) -> None:
-        """See :class:`Communicator`: Gloo's sockets are shut down, NCCL has a call."""
+        # Gloo's sockets are shut down; NCCL has a function for it.
         self._abort_nccl()
         self._sockets.abort()
 
@@ -150,7 +146,6 @@ class HorovodCommunicator:
     # -- counts and waits ------------------------------------------------------------------
 
     def begun(self) -> dict[str, int]:
-        """See :class:`Communicator`."""
         return {GRADIENTS: max(self._gradients.copy().values(), default=0), **self._others.copy()}
 
     def _count(self, name: str) -> str:
@@ -160,7 +155,7 @@ class HorovodCommunicator:
         return name
 
     def _begin(self, name: str, collective: Callable[..., Any], array: Array, *args: Any) -> _Begun:
-        """Begin a collective that waits are told of by ``name``."""
+        """Begin a collective; ``name`` describes it in messages about waits."""
         is_numpy = isinstance(array, np.ndarray)
         tensor = self._collectives.from_numpy(array) if is_numpy else array
         try:
@@ -168,20 +163,17 @@ class HorovodCommunicator:
         except self._failure as error:
             raise self._translated(error) from error
 
-    def wait(self, handle: _Begun) -> Array:
-        """See :class:`Communicator`."""
-        return self._finish(handle)
-
-    def _finish(self, begun: _Begun, *, is_usual: bool = True) -> Array:
+    def wait(self, handle: _Begun, *, is_usual: bool = True) -> Array:
+        """Wait for a collective; an unusual wait does not count in the statistics of waits."""
         result = self._waited(
-            begun.name, self._collectives.synchronize, begun.handle, is_usual=is_usual
+            handle.name, self._collectives.synchronize, handle.handle, is_usual=is_usual
         )
-        return self._collectives.to_numpy(result) if begun.is_numpy else result
+        return self._collectives.to_numpy(result) if handle.is_numpy else result
 
     def _waited(
         self, name: str, wait: Callable[..., Any], *args: Any, is_usual: bool = True
     ) -> Any:
-        """Call ``wait``, time it and translate its errors; an unusual wait is not added up."""
+        """Call ``wait``, measure its time and translate its errors."""
         self.waiting_for = name
         self.waiting_since = begin = time.monotonic()
         try:
@@ -198,7 +190,7 @@ class HorovodCommunicator:
 
     def _translated(self, error: BaseException) -> GenerationBrokenError | ScriptError:
         line = str(error).strip().split("\n")[0]
-        if line.startswith("Mismatched"):  # told to all ranks, none of which is gone
+        if line.startswith("Mismatched"):  # all ranks get this error, and none is lost
             return ScriptError(
                 f"what the ranks exchange does not fit together: {line} All have to call the same "
                 "collectives under the same names, with tensors of one type and shape"
@@ -209,37 +201,33 @@ class HorovodCommunicator:
     # -- collectives -----------------------------------------------------------------------
 
     def reduce_async(self, array: Array, name: str) -> _Begun:
-        """See :class:`Communicator`."""
         if name.startswith(GRADIENT_PREFIX):
             begun = self._begin(GRADIENTS, self._collectives.average_async, array, name)
             self._gradients[name] = self._gradients.get(name, 0) + 1
             return begun
-        told = self._count(f"allreduce {_user_name(name)}")
-        return self._begin(told, self._collectives.average_async, array, name)
+        shown = self._count(f"allreduce {_user_name(name)}")
+        return self._begin(shown, self._collectives.average_async, array, name)
 
     def gather(self, array: Array, name: str) -> Array:
-        """See :class:`Communicator`."""
-        told = self._count(f"allgather {_user_name(name)}")
-        return self._finish(self._begin(told, self._collectives.allgather_async, array, name))
+        shown = self._count(f"allgather {_user_name(name)}")
+        return self.wait(self._begin(shown, self._collectives.allgather_async, array, name))
 
     def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
-        """See :class:`Communicator`."""
 
         def begin(bucket: list[Any], number: int) -> _Begun:
             message = self._joined(bucket)
             name = f"hvd_elastic.state.{number}"
-            told = self._count("the state")
-            return self._begin(told, self._collectives.broadcast_async, message, name, root_rank)
+            shown = self._count("the state")
+            return self._begin(shown, self._collectives.broadcast_async, message, name, root_rank)
 
         def end(bucket: list[Any], message: Any) -> None:
-            # A single slice may have been overwritten where it lies.
+            # A message of one slice may have been overwritten in place.
             if self.rank != root_rank and message is not bucket[0]:
                 scatter(message, bucket)
 
         self._stream(arrays, begin, end)
 
     def hand_over(self, arrays: Sequence[Array], lacking: Sequence[bool]) -> None:
-        """See :class:`Communicator`."""
         holders = [rank for rank, lacks in enumerate(lacking) if not lacks]
 
         def begin(bucket: list[Any], number: int) -> _Begun:
@@ -250,8 +238,8 @@ class HorovodCommunicator:
             copies = self._joined(share * sum(lacking)) if size else bucket[0][:0]
             splits = [size if lacks else 0 for lacks in lacking]
             name = f"hvd_elastic.share.{number}"
-            told = self._count("the state")
-            return self._begin(told, self._collectives.alltoall_async, copies, name, splits)
+            shown = self._count("the state")
+            return self._begin(shown, self._collectives.alltoall_async, copies, name, splits)
 
         def end(bucket: list[Any], message: Any) -> None:
             if lacking[self.rank]:
@@ -268,17 +256,17 @@ class HorovodCommunicator:
         begin: Callable[[list[Any], int], _Begun],
         end: Callable[[list[Any], Any], None],
     ) -> None:
-        """Send arrays bucket by bucket; while one is put in its place, the next ones travel.
+        """Exchange arrays bucket by bucket; several buckets are in flight at the same time.
 
         Args:
-            arrays: in the same order on all ranks.
-            begin: begins the collective of a bucket, given its number.
-            end: is given a bucket and the result of its collective.
+            arrays: arrays in the same order on all ranks.
+            begin: function that begins the collective of a bucket, given the bucket and its number.
+            end: function that is called with a bucket and the result of its collective.
         """
 
         def finish_first() -> None:
             bucket, begun = self._in_flight.popleft()
-            end(bucket, self._finish(begun))
+            end(bucket, self.wait(begun))
 
         with self._collectives.as_bytes(arrays) as devices:
             buckets = itertools.chain.from_iterable(map(cut_into_buckets, devices))
@@ -290,14 +278,14 @@ class HorovodCommunicator:
                 finish_first()
 
     def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
-        """See :class:`Communicator`: short data is one message, with its length before it."""
-        told = self._count("a broadcast")
+        # Short data is one message, which begins with its length.
+        shown = self._count("a broadcast")
 
         def broadcast(message: np.ndarray) -> bytes:
             collective = self._collectives.broadcast_async
-            begun = self._begin(told, collective, message, "hvd_elastic.bytes", root_rank)
-            # The root may load a checkpoint first, which says nothing about usual waits.
-            result: np.ndarray = self._finish(begun, is_usual=False)
+            begun = self._begin(shown, collective, message, "hvd_elastic.bytes", root_rank)
+            # The root may load a checkpoint first, so the wait can be unusually long.
+            result: np.ndarray = self.wait(begun, is_usual=False)
             return result.tobytes()
 
         framed = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little") + data, np.uint8)
@@ -314,7 +302,6 @@ class HorovodCommunicator:
         return received[_LENGTH_BYTES:end]
 
     def barrier(self) -> None:
-        """See :class:`Communicator`."""
         self._waited(self._count(BARRIER), self._collectives.barrier)
 
 

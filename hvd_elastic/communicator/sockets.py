@@ -1,7 +1,7 @@
-"""Finds the sockets of a ring and shuts them down, which makes its collectives fail at once.
+"""Find the sockets of a ring and shut them down, which makes its collectives fail at once.
 
-Gloo has no call that aborts a collective. To Gloo, a socket that this process shuts down looks as
-if the peer had closed it.
+Gloo has no function that aborts a collective. A socket that this process shuts down looks to Gloo
+as if the peer had closed it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 __all__ = ["RingSockets"]
 
 _REPEAT_S = 0.05
-"""Pause between two shutdowns of an unfinished ring's sockets: short, since it opens more."""
+"""Time between two shutdowns of the sockets of a ring that is being built and opens more."""
 
 
 class RingSockets:
-    """The sockets that this process opened while its ring was made."""
+    """The sockets that this process opened while its ring was built."""
 
     def __init__(self) -> None:
         self._before: set[str] = set()
@@ -31,7 +31,7 @@ class RingSockets:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """Take every socket that is opened in this context for the ring's."""
+        """Record the sockets that are opened in this context as those of the ring."""
         if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
             port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
             self._store = (os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], port)
@@ -44,7 +44,10 @@ class RingSockets:
             self._made.set()
 
     def abort(self) -> None:
-        """Shut them down, from any thread; while the ring is being made, until it is made."""
+        """Shut the sockets down; if the ring is being built, repeat until it is built.
+
+        Thread-safe.
+        """
 
         def repeat() -> None:
             while not self._made.wait(_REPEAT_S):
@@ -56,7 +59,7 @@ class RingSockets:
             threading.Thread(target=repeat, name="hvd_elastic-abort", daemon=True).start()
 
     def shut(self) -> None:
-        """Shut down those that are open now."""
+        """Shut down the sockets that are open now."""
         made = self._made.is_set()
         for descriptor, name in _sockets().items():
             if name not in self._own if made else name in self._before:
@@ -69,15 +72,15 @@ class RingSockets:
                         duplicate.family not in (socket.AF_INET, socket.AF_INET6)
                     ):
                         continue
-                    # The rendezvous store ends its requests itself; Horovod repeats a broken one
-                    # after 0.5 s.
+                    # The rendezvous store ends its requests by itself, and Horovod would repeat a
+                    # broken request after 0.5 s.
                     if not made and self._store and _peer(duplicate) == self._store:
                         continue
                     duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> dict[int, str]:
-    """Return descriptor → ``socket:[inode]`` of every open socket of this process."""
+    """Return ``socket:[inode]`` by descriptor of every open socket of this process."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -88,7 +91,7 @@ def _sockets() -> dict[int, str]:
 
 
 def _peer(connection: socket.socket) -> tuple[str, int] | None:
-    """Return address and port of the other end; None while there is none."""
+    """Return address and port of the peer; None if not connected."""
     try:
         address, port = connection.getpeername()[:2]
     except OSError:

@@ -1,4 +1,4 @@
-"""Goodput: useful examples per second, and the batch plan that makes the most of given slots."""
+"""Compute goodput (useful examples per second) and find the batch plan with the most of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ __all__ = ["ACCUMULATION_STEPS", "BatchLimits", "BatchPlan", "ScoredPlan", "best
 __all__ += ["nearest_plan", "score_plan", "statistical_efficiency"]
 
 ACCUMULATION_STEPS = (0, 1, 2, 3, 5, 7, 11, 15)
-"""Extra passes that a plan may have; who predicts what a plan brings tries the same ones."""
+"""Numbers of extra passes that are tried."""
 _CANDIDATES = 64
+"""Global batch sizes that are tried, on a geometric grid."""
 
 SlownessOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -23,12 +24,12 @@ SlownessOf = Callable[[np.ndarray, np.ndarray], np.ndarray]
 def statistical_efficiency(
     noise_scale: ArrayLike, initial_batch_size: int, global_batch_size: ArrayLike
 ) -> np.ndarray:
-    """Progress per example, relative to training at the initial batch size.
+    """Return the progress per example, relative to training at the initial batch size.
 
     Args:
-        noise_scale: gradient noise scale now [examples], >= 0; may be infinite. Any shape that
+        noise_scale: current gradient noise scale [examples], >= 0; may be infinite. Any shape that
             broadcasts with S.
-        initial_batch_size: batch size the user tuned for [examples].
+        initial_batch_size: global batch size that the user tuned for [examples].
         global_batch_size: candidates [examples], any shape S,
             each >= initial_batch_size.
 
@@ -50,24 +51,24 @@ def statistical_efficiency(
         raise ValueError(
             f"global_batch_size {sizes.min():g} is below initial_batch_size {initial_batch_size}"
         )
-    # As one less a fraction, an infinite noise scale gives 1 without being a case of its own.
+    # In this form an infinite noise scale gives 1 without a special case.
     return np.asarray(1 - (sizes - initial_batch_size) / (noise + sizes))
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How large a global batch is, and in how many passes each rank makes its share of it.
+    """A global batch size and the number of passes in which each rank processes its share.
 
     Attributes:
-        global_batch_size: examples of a step over all ranks.
-        accumulation_steps: extra passes before the reduction, 0 = none.
+        global_batch_size: number of examples of a step over all ranks.
+        accumulation_steps: number of extra passes before the all-reduce; 0: none.
     """
 
     global_batch_size: int
     accumulation_steps: int = 0
 
     def atomic_batch_size(self, ranks: int) -> int:
-        """Examples in the largest pass of a step on ``ranks`` ranks.
+        """Return the number of examples in the largest pass of a step on ``ranks`` ranks.
 
         >>> BatchPlan(100, accumulation_steps=1).atomic_batch_size(ranks=4)
         13
@@ -78,14 +79,14 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """What a batch plan must keep to.
+    """Limits of a batch plan.
 
     Attributes:
-        initial_batch_size: smallest global batch, the one the user tuned for.
-        max_batch_size: largest global batch.
-        min_atomic_batch_size, max_atomic_batch_size: of one pass on one rank; the upper one is
-            the user's or what fits into memory.
-        max_accumulation_steps: most extra passes.
+        initial_batch_size: smallest global batch size, the one that the user tuned for.
+        max_batch_size: largest global batch size.
+        min_atomic_batch_size, max_atomic_batch_size: fewest and most examples of one pass on one
+            rank; the most is what the user allows or what fits into memory. None: no limit.
+        max_accumulation_steps: largest number of extra passes.
     """
 
     initial_batch_size: int
@@ -94,8 +95,13 @@ class BatchLimits:
     max_atomic_batch_size: int | None = None
     max_accumulation_steps: int = ACCUMULATION_STEPS[-1]
 
+    @property
+    def accumulation_choices(self) -> list[int]:
+        """Numbers of extra passes to try."""
+        return [steps for steps in ACCUMULATION_STEPS if steps <= self.max_accumulation_steps]
+
     def allow_passes(self, atomic_batch_size: np.ndarray) -> np.ndarray:
-        """Whether passes of these mean sizes [examples] keep to the bounds, rounded either way."""
+        """Return whether passes of these mean sizes [examples], rounded either way, are allowed."""
         allowed = np.floor(atomic_batch_size) >= self.min_atomic_batch_size
         if self.max_atomic_batch_size is not None:
             allowed &= np.ceil(atomic_batch_size) <= self.max_atomic_batch_size
@@ -104,14 +110,14 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class ScoredPlan:
-    """A plan with what is expected of it.
+    """A batch plan with its predicted performance.
 
     Attributes:
-        plan: the plan.
-        throughput: [examples/s].
+        plan: the batch plan.
+        throughput: predicted throughput [examples/s].
         efficiency: statistical efficiency, in (0, 1].
-        goodput: their product.
-        uncertainty: standard deviation of the logarithm of the step time.
+        goodput: product of the two [useful examples/s].
+        uncertainty: standard deviation of the logarithm of the predicted step time.
     """
 
     plan: BatchPlan
@@ -122,17 +128,17 @@ class ScoredPlan:
 
 
 def nearest_plan(limits: BatchLimits, global_batch_size: int, ranks: int) -> BatchPlan:
-    """The plan within the limits that is nearest to a wanted global batch size.
+    """Return the plan within the limits that is nearest to a wanted global batch size.
 
-    Where the limits exclude each other on so many ranks, memory comes first, then the largest
-    batch, then the smallest pass.
+    If no plan keeps to all limits on this number of ranks, ``max_atomic_batch_size`` has priority,
+    then ``max_batch_size``, then ``min_atomic_batch_size``.
 
     >>> nearest_plan(BatchLimits(64, 512, max_atomic_batch_size=16), 64, ranks=2)
     BatchPlan(global_batch_size=64, accumulation_steps=1)
     """
     size = max(global_batch_size, limits.initial_batch_size, ranks * limits.min_atomic_batch_size)
     size = min(size, limits.max_batch_size)
-    extras = [s for s in ACCUMULATION_STEPS if s <= limits.max_accumulation_steps]
+    extras = limits.accumulation_choices
     if limits.max_atomic_batch_size is None:
         return BatchPlan(size)
     for extra in extras:
@@ -150,7 +156,7 @@ def score_plan(
     ranks: int,
     slowness: float | SlownessOf = 1.0,
 ) -> ScoredPlan:
-    """Throughput, efficiency and goodput of one plan; see :func:`best_batch_plan`."""
+    """Return the predicted performance of one plan; see :func:`best_batch_plan`."""
     atomic = np.asarray(plan.global_batch_size / ranks / (plan.accumulation_steps + 1))
     extra = np.asarray(plan.accumulation_steps)
     slow = slowness(atomic, extra) if callable(slowness) else slowness
@@ -175,29 +181,29 @@ def best_batch_plan(
     slowness: float | SlownessOf = 1.0,
     optimism: float = 0.0,
 ) -> ScoredPlan | None:
-    """The plan with the most goodput on given hosts and ranks.
+    """Return the batch plan with the most goodput on given hosts and ranks.
 
-    Global batch sizes on a geometric grid, each with several numbers of accumulation passes, are
-    scored at once. Accumulation is chosen where the model finds it worth it or memory demands it.
+    Scores global batch sizes on a geometric grid, each with several numbers of extra passes.
+    Gradients are accumulated where the model predicts a gain or memory demands it.
 
     Args:
-        model: of the step time.
-        noise_scale: gradient noise scale now [examples].
-        limits: what the plan must keep to.
-        hosts, ranks: that train together.
-        slowness: of the slowest rank; where shares are unequal a function that gives it for mean
-            sizes of a pass and numbers of extra passes.
-        optimism: goodput is judged as if a step were this many standard deviations faster:
-            above 0, what was never tried is tried.
+        model: step-time model.
+        noise_scale: current gradient noise scale [examples].
+        limits: limits of the plan.
+        hosts, ranks: number of hosts and ranks that train together.
+        slowness: slowness of the slowest rank. With unequal shares, a function of the mean sizes of
+            a pass and the numbers of extra passes.
+        optimism: plans are compared as if a step were faster by this many standard deviations of
+            the prediction; above 0, plans that were never measured get tried.
 
     Returns:
-        The best; None if no plan keeps to the limits.
+        The best plan; None if no plan keeps to the limits.
 
     Source: Pollux, OSDI 2021, section 3.3.
     """
     smallest = max(limits.initial_batch_size, ranks * limits.min_atomic_batch_size)
     largest = limits.max_batch_size
-    extras = [s for s in ACCUMULATION_STEPS if s <= limits.max_accumulation_steps]
+    extras = limits.accumulation_choices
     if limits.max_atomic_batch_size is not None:
         largest = min(largest, ranks * limits.max_atomic_batch_size * (extras[-1] + 1))
     if smallest > largest:
@@ -207,7 +213,7 @@ def best_batch_plan(
     share = -(-size // ranks)
     atomic = -(-share // (extra + 1))
     allowed = (size // ranks) // (extra + 1) >= limits.min_atomic_batch_size
-    # A rank that has fewer examples than passes would leave some empty.
+    # With fewer examples than passes a rank would have empty passes, so allow one pass only.
     allowed |= (extra == 0) & (limits.min_atomic_batch_size <= 1)
     if limits.max_atomic_batch_size is not None:
         allowed &= atomic <= limits.max_atomic_batch_size

@@ -1,8 +1,7 @@
-"""What a change of the batch size means for the learning rate, as pure functions.
+"""Learning-rate scaling rules: how the learning rate follows the batch size, as pure functions.
 
-Every rule answers with an :class:`Adjustment`: a factor on the learning rate that the user's
-schedule gives, and for Adam new betas and epsilon. Progress is counted in steps of the initial
-batch size.
+Every rule returns an :class:`Adjustment`: a factor on the learning rate of the user's schedule and,
+for Adam, a change of betas and epsilon. Progress is counted in steps of the initial batch size.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ __all__ = ["RULES", "Adjustment", "Situation", "adascale_gain", "rule_named"]
 
 @dataclass(frozen=True)
 class Situation:
-    """What a rule may look at.
+    """Input of a rule.
 
     Attributes:
-        scale: global batch size now over the initial one, above 0.
-        squared_norm: ``|G|^2`` of the parameter group.
+        scale: ratio of the present global batch size to the initial one, above 0.
+        squared_norm: squared norm ``|G|^2`` of the true gradient of the parameter group.
         variance: ``tr(Sigma)`` of a mean gradient at the *initial batch size*.
         epochs: progress so far, in passes over the data at the initial batch size.
     """
@@ -33,13 +32,13 @@ class Situation:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """What to do to an optimizer for one step.
+    """Output of a rule: how to adjust an optimizer for one step.
 
     Attributes:
-        factor: on the learning rate.
+        factor: factor on the learning rate.
         rate: ``kappa`` of Adam's betas and epsilon: each beta becomes ``1 - kappa (1 - beta)``,
-            epsilon is divided by ``sqrt(kappa)``; 1 leaves them.
-        gain: steps of the initial batch size that this step is worth.
+            epsilon is divided by ``sqrt(kappa)``; 1 leaves them unchanged.
+        gain: number of steps of the initial batch size that this step is worth.
     """
 
     factor: float
@@ -56,15 +55,15 @@ def _require_warmup(name: str, epochs: float) -> None:
 
 
 def adascale_gain(scale: float, squared_norm: float, variance: float) -> float:
-    """AdaScale's gain ratio ``(var + sqr) / (var / scale + sqr)``, from 1 to ``scale``.
+    """Return AdaScale's gain ratio ``(var + sqr) / (var / scale + sqr)``, from 1 to ``scale``.
 
     Args:
-        scale: global batch size over the initial one; below 1 the gain is below 1 as well.
-        squared_norm: ``|G|^2``; below 0 (noise of its estimate) counts as 0.
-        variance: of a mean gradient at the initial batch size; below 0 counts as 0.
+        scale: ratio of the global batch size to the initial one; below 1 the gain is below 1 too.
+        squared_norm: ``|G|^2``; an estimate below 0 counts as 0.
+        variance: ``tr(Sigma)`` of a mean gradient at the initial batch size; below 0 counts as 0.
 
     Returns:
-        1 where both are 0: nothing is known.
+        The gain ratio; 1 where both are 0.
 
     Source: Johnson et al., AdaScale SGD, ICML 2020, section 3.1.
 
@@ -77,7 +76,7 @@ def adascale_gain(scale: float, squared_norm: float, variance: float) -> float:
 
 
 def adascale(now: Situation) -> Adjustment:
-    """The learning rate grows by the gain, and a step counts for as many.
+    """Multiply the learning rate by AdaScale's gain; a step counts for that many steps.
 
     Source: Johnson et al., AdaScale SGD, ICML 2020, algorithm 1.
     """
@@ -86,7 +85,7 @@ def adascale(now: Situation) -> Adjustment:
 
 
 def linear(warmup_epochs: float = 5.0) -> Rule:
-    """Proportional to the batch size, reached gradually over the first epochs.
+    """Return the linear scaling rule, with a gradual warm-up over the first epochs.
 
     Source: Goyal et al. 2017, sections 2.1 and 2.2.
 
@@ -103,7 +102,7 @@ def linear(warmup_epochs: float = 5.0) -> Rule:
 
 
 def square_root(now: Situation) -> Adjustment:
-    """Proportional to the square root of the batch size.
+    """Scale the learning rate with the square root of the batch size.
 
     Source: Krizhevsky 2014, section 5; Hoffer et al. 2017, section 7.
     """
@@ -111,7 +110,7 @@ def square_root(now: Situation) -> Adjustment:
 
 
 def adam_square_root(now: Situation) -> Adjustment:
-    """The square root rule for Adam, with betas and epsilon changed alongside.
+    """Apply the square root scaling rule of Adam, which changes betas and epsilon too.
 
     Source: Malladi et al., On the SDEs and scaling rules for adaptive gradient algorithms,
     NeurIPS 2022, definition 5.2.
@@ -123,7 +122,7 @@ def adam_square_root(now: Situation) -> Adjustment:
 
 
 def scaled_betas(betas: tuple[float, float], rate: float) -> tuple[float, float]:
-    """Adam's betas for a batch ``rate`` times as large; none falls below 0.
+    """Return Adam's betas for a batch that is ``rate`` times as large; none falls below 0.
 
     >>> scaled_betas((0.9, 0.999), 4.0)
     (0.6, 0.996)
@@ -133,7 +132,7 @@ def scaled_betas(betas: tuple[float, float], rate: float) -> tuple[float, float]
 
 
 def legw(warmup_epochs: float) -> Rule:
-    """Square root, after a linear warm-up from 0 whose epochs grow with the batch size.
+    """Return LEGW: the square root rule, with a linear warm-up that grows with the batch size.
 
     Source: You et al., Large-batch training for LSTM and beyond, 2019, section 3 (LEGW).
 
@@ -151,7 +150,7 @@ def legw(warmup_epochs: float) -> Rule:
 
 
 def unchanged(now: Situation) -> Adjustment:
-    """The learning rate stays as the user's schedule has it."""
+    """Leave the learning rate as the user's schedule has it."""
     return Adjustment(1.0, gain=now.scale)
 
 
@@ -162,14 +161,14 @@ RULES: dict[str, Rule] = {
     "adam_sqrt": adam_square_root,
     "none": unchanged,
 }
-"""The rules without parameters, by name."""
+"""Rules that need no parameters, by name."""
 
 
 def rule_named(rule: str | Rule) -> Rule:
-    """A rule by its name, or the user's own.
+    """Return the rule of a name; a rule of the user's own is returned as it is.
 
     Raises:
-        ValueError: there is none of that name; names those there are.
+        ValueError: the name is not known; lists the valid ones.
     """
     if callable(rule):
         return rule

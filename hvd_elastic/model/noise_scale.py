@@ -1,8 +1,8 @@
-"""How noisy gradients are: the gradient noise scale, estimated from norms that training has anyway.
+"""Estimate the gradient noise scale from squared norms of gradients.
 
-A step takes the mean gradient of C passes, one for each rank and accumulation step. The mean of
-fewer examples is longer than that of more, by an amount that says how much single examples differ.
-All here is a pure function of a few norms, and the smoothing of their noisy results.
+A step averages the gradients of C passes, one for each rank and accumulation step. The gradient of
+one pass has a larger expected squared norm than their average, and the difference shows how much
+the gradients of single examples vary. Single steps give noisy estimates, which are smoothed here.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from numpy.typing import ArrayLike
 __all__ = ["NoiseTracker", "gradient_noise_scale", "squared_norm_and_variance"]
 
 _SIZE_STEPS = 4
+"""Steps over which the squared norm that later steps are divided by is smoothed."""
 _OUTLIER = 10.0
-"""A step whose squared gradient is more than this many times those before counts as if it were."""
+"""Largest ratio of a step's squared norm to that of the steps before; more is scaled down to it."""
 _FEWEST = 8
-"""Steps before the filters begin: fewer that happen to agree prove nothing."""
+"""Steps before the filters begin: a few steps may agree by chance."""
 _WANDERS = (0.001, 0.005, 0.02, 0.1)
-"""How far the ratio may wander in a step of the initial batch size, by filter; relative."""
+"""Random walk of the ratio in a step of the initial batch size, by filter; relative."""
 _TRENDS = (0.0, 0.0015)
-"""How steady a growth in such a step may be, by filter; relative."""
-_RESTLESS, _RESTLESS_BY = 3.0, 0.033
-"""The prior probability of a filter falls with how far the ratio may wander, with this power of one
-more than its multiple of the second number: mostly the noise of the norms looks like a change."""
+"""Trend of the ratio in such a step, by filter; relative."""
+_PRIOR_POWER, _PRIOR_WANDER = 3.0, 0.033
+"""Prior probability of a filter: ``(1 + wander / _PRIOR_WANDER) ** -_PRIOR_POWER``, since what
+looks like a change of the ratio is mostly noise of the norms."""
 _DAMPING = 0.995
-"""Share of a trend that is left after such a step."""
+"""Part of a trend that is left after such a step."""
 _MEMORY = 0.995
-"""Share of what a filter was right about that still counts after such a step."""
+"""Weight of a filter's log-likelihood after such a step, so that recent steps count more."""
 _NOISE_STEPS = 100
 _VARIANCE_STEPS = 20
-"""Steps that the noise of the norms, and the variance, are smoothed over."""
+"""Steps over which the noise of the norms, and the variance, are smoothed."""
 _FAR = 4.0
-"""Standard deviations beyond which what a step says counts as if it were there."""
+"""Standard deviations at which an innovation is clipped."""
 _LEAST_NOISE = 1e-6
-"""Relative noise of the norms where they seem to have none."""
+"""Least relative noise of the norms."""
 _TINY = 1e-100
 
 
@@ -49,30 +50,31 @@ def squared_norm_and_variance(
     passes: ArrayLike,
     population: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The squared norm of the true gradient, and the variance of one example's, from one step.
+    """Estimate the squared norm of the true gradient and the variance of one example's gradient.
 
-    Passes may have different numbers of examples, as those of ranks with unequal shares do. Let
-    pass i have m_i of the step's M, ``w_i = m_i / M``, and g_i be its mean gradient. The mean of
-    m_i examples varies by ``tr / m_i``, so ``E[|g_i|^2] = |G|^2 + tr / m_i``, and since
+    Passes may have different numbers of examples, as with unequal shares. Let pass i have m_i of
+    the step's M examples, ``w_i = m_i / M``, and let g_i be its mean gradient. The mean over m_i
+    examples has variance ``tr / m_i``, so ``E[|g_i|^2] = |G|^2 + tr / m_i``, and since
     ``w_i / m_i = 1 / M`` for a pass of any size, ``E[sum w_i |g_i|^2] = |G|^2 + C tr / M``. The
-    gradient of the step is ``g = sum w_i g_i``, the mean of all M, so
-    ``E[|g|^2] = |G|^2 + tr / M``. These two equations are solved. Equal passes are the case
+    gradient of the step is ``g = sum w_i g_i``, the mean over all M, so
+    ``E[|g|^2] = |G|^2 + tr / M``. The function solves these two equations. With equal passes,
     ``w_i = 1 / C``. Both results are unbiased and noisy: each can be negative. Smooth them
     separately, then divide.
 
     Args:
         local: sum over passes of w_i |g_i|^2; any shape S.
         total: |g|^2 of the mean gradient; shape S.
-        global_batch_size: examples of the step, M; broadcastable to S.
-        passes: C, at least 2; broadcastable to S.
-        population: examples in the data set from which the step was drawn without replacement;
-            the gradient sought is then that of this data set. None: drawn from a distribution.
+        global_batch_size: M, the number of examples of the step; broadcastable to S.
+        passes: C, the number of passes, at least 2; broadcastable to S.
+        population: number of examples in the data set from which the step was drawn without
+            replacement; the true gradient is then that of this data set. None: the step was drawn
+            from a distribution.
 
     Returns:
-        ``|G|^2`` and ``tr(Sigma)``, the latter for single examples; shape S, float64.
+        ``|G|^2``, and ``tr(Sigma)`` of single examples; shape S, float64.
 
     Raises:
-        ValueError: fewer than two passes: their difference is what is measured.
+        ValueError: there are fewer than two passes.
 
     Source: McCandlish et al. 2018, appendix A.1; weights and finite population: own derivation.
 
@@ -94,11 +96,13 @@ def squared_norm_and_variance(
 
 
 def gradient_noise_scale(squared_norm: ArrayLike, variance: ArrayLike) -> np.ndarray:
-    """The batch size at which noise and gradient weigh the same, ``tr(Sigma) / |G|^2`` [examples].
+    """Return the gradient noise scale ``tr(Sigma) / |G|^2`` [examples].
+
+    It is the batch size at which the noise of the mean gradient is as large as the gradient.
 
     Args:
-        squared_norm: smoothed ``|G|^2``; any shape S. Where it is not positive the gradient
-            drowns in noise, and the result is infinite.
+        squared_norm: smoothed ``|G|^2``; any shape S. Where it is not positive the gradient cannot
+            be told from noise, and the result is infinite.
         variance: smoothed ``tr(Sigma)``; shape S. Where it is not positive the result is 0.
 
     Source: McCandlish et al. 2018, section 2.2 (B_simple).
@@ -115,20 +119,19 @@ def gradient_noise_scale(squared_norm: ArrayLike, variance: ArrayLike) -> np.nda
 
 
 class _Filters:
-    """Follows the ratio ``|G|^2 / tr`` of some quantities through time, each by several filters.
+    """Tracks the ratio ``|G|^2 / tr`` of several quantities, each by a bank of Kalman filters.
 
-    A step's squared norm is the ratio times its variance, plus noise. A Kalman filter that takes
-    the ratio to change by a trend that dies away (Gardner and McKenzie 1985), and to wander beside
-    it, says what it is now and how sure that is. How much it changes nobody knows, so there is a
-    filter for each of several beliefs, and their mean is told, weighted by how likely each has made
-    what was seen, lately more than long ago (Magill 1965). So what lasts is averaged over all of
-    the past, a trend is followed without delay, and after a change the filters that believe in
-    changes take over.
+    The model of a filter: the squared norm of a step is the ratio times the variance, plus noise,
+    and the ratio follows a damped trend (Gardner and McKenzie 1985) and a random walk. How fast the
+    ratio changes is not known, so there is one filter for each of several assumptions. The estimate
+    is their mean, weighted by the likelihood of the past steps, of which recent ones count more
+    (Magill 1965). So a constant ratio is averaged over the whole past, a trend is followed without
+    delay, and after a change the filters that assume fast changes dominate.
 
-    The gain of a step rests on steps before it alone: were its own noise in it, the ratio would be
-    biased, since squared norm and variance of one step share theirs.
+    The gain of a step depends only on earlier steps. Squared norm and variance of one step share
+    their noise, so a gain that depended on them would bias the ratio.
 
-    Arrays have an axis of filters and one of quantities. Time and weights are in steps of the
+    Arrays have one axis of filters and one of quantities. Time and weights are in steps of the
     initial batch size.
 
     Source: Kalman 1960; Harvey 1989, sections 2.3 and 3.2 (trends); the rest as above.
@@ -137,7 +140,7 @@ class _Filters:
     def __init__(self, quantities: int) -> None:
         wanders, trends = (each.ravel()[:, None] for each in np.meshgrid(_WANDERS, _TRENDS))
         self._wander, self._trend = wanders**2, trends**2
-        self._doubt = _RESTLESS * np.log1p(wanders / _RESTLESS_BY)
+        self._log_prior = -_PRIOR_POWER * np.log1p(wanders / _PRIOR_WANDER)
         shape = (len(wanders), quantities)
         self.first: list[list[list[float]]] = []
         self.level, self.slope = np.zeros(shape), np.zeros(shape)
@@ -147,7 +150,7 @@ class _Filters:
         self.steps = 0
 
     def add(self, norm: np.ndarray, variance: np.ndarray, weight: float, age: float) -> None:
-        """Take a step's squared norm and variance, ``age`` after the one before."""
+        """Add a step's squared norm and variance, ``age`` after the step before."""
         self.steps += 1
         if self.steps <= _FEWEST:
             weights = [weight] * len(norm)
@@ -155,29 +158,28 @@ class _Filters:
             if self.steps == _FEWEST:
                 self._begin()
             return
-        self._get_older(age)
+        self._predict(age)
         noise = self.noise / weight
-        expected = self.level * variance
         spread = self.variance**2 * self.level_error + noise
-        off = norm - expected
-        mixed = (self.shares() * off).sum(0)
+        innovation = norm - self.level * variance
+        mean_innovation = (self.weights() * innovation).sum(0)
         self.likely *= _MEMORY**age
-        self.likely -= (np.log(spread) + np.minimum(off**2 / spread, _FAR**2)) / 2
-        reach = _FAR * np.sqrt(spread)
-        off = np.clip(off, -reach, reach)
+        self.likely -= (np.log(spread) + np.minimum(innovation**2 / spread, _FAR**2)) / 2
+        limit = _FAR * np.sqrt(spread)
+        innovation = np.clip(innovation, -limit, limit)
         gain = self.level_error * self.variance / spread
         slope_gain = self.both_error * self.variance / spread
-        self.level += gain * off
-        self.slope += slope_gain * off
+        self.level += gain * innovation
+        self.slope += slope_gain * innovation
         self.slope_error -= slope_gain * self.variance * self.both_error
         self.slope_error = np.maximum(self.slope_error, 0.0)  # rounding
         self.both_error *= noise / spread
         self.level_error *= noise / spread
         before = self.noise
-        self.noise = before + (weight * mixed**2 - before) / min(self.steps, _NOISE_STEPS)
+        self.noise = before + (weight * mean_innovation**2 - before) / min(self.steps, _NOISE_STEPS)
         self.noise = np.maximum(self.noise, self._least_noise())
         if self.steps < _NOISE_STEPS:
-            # How sure a filter is was told in a noise that was not known yet.
+            # The errors were computed with an earlier estimate of the noise.
             for errors in (self.level_error, self.both_error, self.slope_error):
                 errors *= self.noise / before
         self.variance += (variance - self.variance) / min(self.steps, _VARIANCE_STEPS)
@@ -195,10 +197,10 @@ class _Filters:
         self.slope_error[:] = self._trend * self._scale()
         self.first.clear()
 
-    def _get_older(self, age: float) -> None:
-        """What is believed, an ``age`` later."""
+    def _predict(self, age: float) -> None:
+        """Advance the state of the filters by ``age``."""
         scale, kept = self._scale(), _DAMPING**age
-        ahead = (1 - kept) / (1 - _DAMPING)  # steps' worth of the trend
+        ahead = (1 - kept) / (1 - _DAMPING)  # sum of the damped trend over the steps
         self.level = self.level + ahead * self.slope
         self.slope = kept * self.slope
         self.level_error = self.level_error + self._wander * age * scale
@@ -208,28 +210,25 @@ class _Filters:
         self.slope_error = kept**2 * self.slope_error + (1 - kept**2) * self._trend * scale
 
     def _scale(self) -> np.ndarray:
-        """Squares that changes are relative to: a ratio that may be 0 is as large as its error."""
-        found: np.ndarray = np.maximum(self.level**2, self.level_error)
-        return found
+        """Return the squares that changes are relative to; for a ratio near 0 its error."""
+        return np.asarray(np.maximum(self.level**2, self.level_error))
 
     def _least_noise(self) -> np.ndarray:
-        seen = np.abs(self.level).mean(0) * self.variance
-        found: np.ndarray = np.maximum((_LEAST_NOISE * seen) ** 2, _TINY)
-        return found
+        norm = np.abs(self.level).mean(0) * self.variance
+        return np.asarray(np.maximum((_LEAST_NOISE * norm) ** 2, _TINY))
 
     def _first_ratio(self) -> np.ndarray:
         norms, variances, weights = np.moveaxis(np.array(self.first), 1, 0)
         return _ratio((weights * norms).sum(0), (weights * variances).sum(0))
 
-    def shares(self) -> np.ndarray:
-        """How likely each filter is right."""
-        likely = self.likely - self._doubt
-        shares = np.exp(likely - likely.max(0))
-        found: np.ndarray = shares / shares.sum(0)
-        return found
+    def weights(self) -> np.ndarray:
+        """Return the posterior probability of each filter."""
+        log_posterior = self.likely + self._log_prior
+        weights = np.exp(log_posterior - log_posterior.max(0))
+        return np.asarray(weights / weights.sum(0))
 
-    def now(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The ratio, its standard error (infinite if unknown), and the variance; by quantity."""
+    def estimate(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return ratio, its standard error (infinite: unknown) and variance, by quantity."""
         if not self.steps:
             nothing = np.zeros(len(self.noise))
             return nothing, np.full(len(nothing), np.inf), nothing
@@ -237,13 +236,13 @@ class _Filters:
             _, variances, weights = np.moveaxis(np.array(self.first), 1, 0)
             variance = (weights * variances).sum(0) / weights.sum(0)
             return self._first_ratio(), np.full(len(variance), np.inf), variance
-        shares = self.shares()
-        ratio = (shares * self.level).sum(0)
-        square = (shares * (self.level_error + (self.level - ratio) ** 2)).sum(0)
+        weights = self.weights()
+        ratio = (weights * self.level).sum(0)
+        square = (weights * (self.level_error + (self.level - ratio) ** 2)).sum(0)
         return ratio, np.sqrt(square), self.variance
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists."""
+        """Return the state as numbers and lists."""
         return {
             name: value.tolist() if isinstance(value, np.ndarray) else value
             for name, value in vars(self).items()
@@ -251,7 +250,7 @@ class _Filters:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """What :meth:`state_dict` gave; whether it is of as many quantities and filters."""
+        """Load a :meth:`state_dict`; return False if it has other numbers of filters."""
         if np.shape(state["level"]) != self.level.shape:
             return False
         for name, value in state.items():
@@ -261,23 +260,27 @@ class _Filters:
 
 
 def _ratio(value: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """0 where there is nothing to divide by."""
-    found: np.ndarray = np.divide(value, by, out=np.zeros(by.shape), where=by > _TINY)
-    return found
+    """Return ``value / by``; 0 where ``by`` is 0."""
+    return np.asarray(np.divide(value, by, out=np.zeros(by.shape), where=by > _TINY))
 
 
 @dataclass
 class NoiseTracker:
-    """Smooths what single steps say, over as long as their noise asks for and no longer.
+    """Smooths the gradient statistics of single steps, by an amount that adapts to their noise.
 
-    Gradients can shrink by orders of magnitude while their noise scale changes little. So each step
-    is divided by how large the ones just before it were: squared norm and variance are relative to
-    that, and only their ratio has a meaning. It is followed by :class:`_Filters`.
+    Gradients can shrink by orders of magnitude while their noise scale changes little. So the
+    squared norms of a step are divided by those of the steps just before it. Squared norm and
+    variance are relative to that, and only their ratio has a meaning; :class:`_Filters` tracks it.
 
     Args:
-        quantities: parameter groups; the statistics of all together are kept besides.
-        initial_batch_size: what ages of steps are counted in [examples].
+        quantities: number of parameter groups; statistics of all together are kept in addition.
+        initial_batch_size: global batch size that the user tuned for [examples]; ages of steps are
+            counted in steps of it.
         population: see :func:`squared_norm_and_variance`.
+
+    Attributes:
+        steps: number of steps added.
+        skipped: number of steps whose norms were not finite.
 
     >>> tracker = NoiseTracker(quantities=1, initial_batch_size=8, population=None)
     >>> for _ in range(50):
@@ -306,13 +309,13 @@ class NoiseTracker:
         passes: float,
         step: int | None = None,
     ) -> None:
-        """Take one step's norms; numbers that are not finite are skipped.
+        """Add the norms of one step; a step with norms that are not finite is skipped.
 
         Args:
             local, total: see :func:`squared_norm_and_variance`; shape (quantities,).
-            global_batch_size, passes: of the step.
-            step: its number. What lies between it and the one taken before makes that one older
-                too, or a trend would be bent where fewer steps are sampled. None: the next one.
+            global_batch_size, passes: batch size and number of passes of the step.
+            step: number of the step, which tells how many steps were not sampled since the one
+                added before. None: none.
         """
         local, total = np.asarray(local, np.float64), np.asarray(total, np.float64)
         if not (np.isfinite(local).all() and np.isfinite(total).all()):
@@ -321,10 +324,10 @@ class NoiseTracker:
         local, total = np.append(local, local.sum()), np.append(total, total.sum())
         found = squared_norm_and_variance(local, total, global_batch_size, passes, self.population)
         size = float(np.log(max(float(local[-1]), 1e-300)))
-        # Its own size would bias a step: long gradients would count less.
+        # Dividing by the step's own norm would bias it: long gradients would count less.
         before = size if self._log_size is None else self._log_size
         self._log_size = before + (size - before) / _SIZE_STEPS
-        # A gradient out of all proportion must not be all that is remembered.
+        # One gradient of exceptional size must not outweigh all others.
         norm, variance = (each / np.exp(max(before, size - np.log(_OUTLIER))) for each in found)
         batch = global_batch_size / self.initial_batch_size
         passed = 1 if step is None or self._step is None else step - self._step
@@ -333,43 +336,46 @@ class NoiseTracker:
         self.steps += 1
 
     def squared_norm(self) -> np.ndarray:
-        """``|G|^2`` for each parameter group, and for all together at the end; relative."""
-        ratio, _, variance = self._filters.now()
+        """Return the relative ``|G|^2`` of each parameter group, and of all together at the end."""
+        ratio, _, variance = self._filters.estimate()
         return ratio * variance
 
     def variance(self) -> np.ndarray:
-        """``tr(Sigma)`` of one example for each group, and for all together; relative."""
-        return self._filters.now()[2]
+        """Return the relative ``tr(Sigma)`` of one example, by group and of all at the end."""
+        return self._filters.estimate()[2]
 
     def noise_scale(self) -> float:
-        """Of all parameters together [examples]; NaN before the first step."""
+        """Return the noise scale of all parameters [examples]; NaN before the first step."""
         if not self.steps:
             return float("nan")
         return float(gradient_noise_scale(self.squared_norm()[-1], self.variance()[-1]))
 
     def cautious_noise_scale(self) -> float:
-        """As :meth:`noise_scale`, with a squared norm one standard error longer [examples].
+        """Return :meth:`noise_scale` with the squared norm one standard error larger [examples].
 
-        A batch that grows because noise passed for noise is harder to mend than one that waits.
+        An underestimate only delays the growth of the batch; an overestimate harms training.
         """
         if not self.steps:
             return float("nan")
-        ratio, error, variance = (float(each[-1]) for each in self._filters.now())
+        ratio, error, variance = (float(each[-1]) for each in self._filters.estimate())
         return float(gradient_noise_scale((max(ratio, 0.0) + error) * variance, variance))
 
     def uncertainty(self) -> float:
-        """Standard error of the squared norm of all together, relative; infinite if unknown."""
-        ratio, error, _ = (float(each[-1]) for each in self._filters.now())
+        """Return the relative standard error of the squared norm of all parameters together.
+
+        It is infinite if it is not known.
+        """
+        ratio, error, _ = (float(each[-1]) for each in self._filters.estimate())
         return error / ratio if ratio > 0 else math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists."""
+        """Return the state as numbers and lists."""
         kept = {"steps": self.steps, "skipped": self.skipped, "step": self._step}
         return {**kept, "log_size": self._log_size, "filters": self._filters.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What :meth:`state_dict` gave; another number of groups begins anew."""
-        # A checkpoint of before has sums instead.
+        """Load a :meth:`state_dict`; one of another number of groups is ignored."""
+        # Early checkpoints have sums instead of filters.
         if "filters" not in state or not self._filters.load_state_dict(state["filters"]):
             return
         self.steps, self.skipped = state["steps"], state["skipped"]

@@ -1,9 +1,9 @@
-"""Who reads which examples: an epoch as one fixed order, cut into global steps and shares.
+"""Determine which rank reads which examples: the order of an epoch, global steps, and shares.
 
-An epoch is a permutation fixed by (seed, epoch), computed position by position, so that its cost
-does not depend on the size of the data set. Progress in it is one number, the position.
-Everything here is a pure function of a few whole numbers, so ranks that agree on those agree on
-every share without a message, at any world size and after any change of it.
+The order of an epoch is a permutation fixed by (seed, epoch). It is computed position by position,
+so its cost does not depend on the size of the data set. Progress in an epoch is one number, the
+position. All functions are pure functions of a few integers, so ranks that agree on these agree on
+every share without communication, at any world size and after any change of it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = [
 ]
 
 Order = Callable[[np.ndarray], np.ndarray]
-"""Gives the dataset indices at positions of an epoch; both int64, of the same shape (k,)."""
+"""Maps positions of an epoch to dataset indices; both int64, of the same shape (k,)."""
 
 LATEST_ORDER = 2
-"""The version of :func:`epoch_order` that new runs use. A run keeps the one it began with."""
+"""Version of :func:`epoch_order` that new runs use. A run keeps the version it began with."""
 
-# Up to here an order is a sorted table: 0.5 MB, made in 5 ms, and all permutations are equally
-# likely, which a cipher cannot promise of few examples.
 _TABLE_EXAMPLES = 1 << 16
+"""Most examples whose order is a sorted table (0.5 MB, made in 5 ms). In a table all permutations
+are equally likely, which a cipher cannot guarantee for few examples."""
 
-# With 4 rounds, a chi-squared test of an epoch shows that examples one row apart are related, and
-# with 6 it sometimes does; with 8 it finds no difference from a sorted table.
 _CIPHER_ROUNDS = 8
+"""With 4 rounds a chi-squared test finds that examples one row apart are related, with 6 it
+sometimes does; with 8 it finds no difference from a sorted table."""
 
 
 def epoch_order(
@@ -46,15 +46,15 @@ def epoch_order(
 ) -> Order:
     """Return the order in which an epoch reads a dataset, as a function of positions.
 
-    Time and memory are those of the positions asked for, for any ``n``.
+    Time and memory of a call depend on the number of positions, not on ``n``.
 
     Args:
-        seed: the run's data seed, >= 0.
+        seed: data seed of the run, >= 0.
         epoch: number of the epoch, >= 0.
-        n: examples in the dataset, 0 to 2^63 - 1.
-        shuffle: False gives 0, 1, 2, ...
-        version: 1 is :func:`permutation` at any ``n``, which takes the memory of the whole order;
-            2 is the same up to 65,536 examples and a cipher beyond.
+        n: number of examples in the dataset, 0 to 2^63 - 1.
+        shuffle: whether the order is random; False: it is 0, 1, 2, ...
+        version: 1 is :func:`permutation` at any ``n``, which holds the whole order in memory; 2 is
+            the same up to 65,536 examples and a cipher beyond.
 
     Raises:
         ValueError: a number is out of range; names it.
@@ -70,8 +70,8 @@ def epoch_order(
         raise ValueError(f"n is {n}, it must be below 2^63")
     if not 1 <= version <= LATEST_ORDER:
         raise ValueError(
-            f"version is {version}, it must be from 1 to {LATEST_ORDER}; what asks for a later "
-            "one was made by a later release of hvd_elastic"
+            f"version is {version}, it must be from 1 to {LATEST_ORDER}; a checkpoint with a "
+            "later one was written by a later release of hvd_elastic"
         )
     if not shuffle:
         return lambda positions: positions
@@ -81,15 +81,16 @@ def epoch_order(
 
 
 def block_order(seed: int, epoch: int, sizes: Sequence[int], window: int = 1) -> Order:
-    """Return an order that stays inside few blocks of the dataset (the files of it) at a time.
+    """Return an order that reads a dataset of blocks (such as files) a few blocks at a time.
 
-    Blocks are shuffled, each ``window`` of them that follow each other form a group, and the
-    examples of a group are shuffled. Memory is that of ``sizes``, whatever the blocks hold.
+    The blocks are shuffled, every ``window`` consecutive blocks form a group, and the examples of
+    a group are shuffled. Memory depends on the number of blocks, not on the number of examples.
 
     Args:
         seed, epoch: as in :func:`epoch_order`.
-        sizes: examples of each block, in the order of the dataset; each >= 0.
-        window: blocks in a group, >= 1. More mix better, and need more files open at a time.
+        sizes: number of examples of each block, in the order of the dataset; each >= 0.
+        window: number of blocks in a group, >= 1. A larger window mixes better and needs more files
+            open at the same time.
 
     Raises:
         ValueError: a number is out of range; names it.
@@ -115,7 +116,7 @@ def block_order(seed: int, epoch: int, sizes: Sequence[int], window: int = 1) ->
         return start, _shuffled((seed, epoch, 1 + group), end - start)
 
     def order(positions: np.ndarray) -> np.ndarray:
-        # Of blocks with one start, all but the last are empty.
+        # Empty blocks share their start with the next block; "right" finds the last of them.
         group_of = np.searchsorted(group_starts, positions, side="right") - 1
         mixed = np.empty_like(positions)
         for group in np.unique(group_of).tolist():
@@ -129,17 +130,17 @@ def block_order(seed: int, epoch: int, sizes: Sequence[int], window: int = 1) ->
 
 
 def _shuffled(entropy: tuple[int, ...], n: int) -> Order:
-    """A random permutation of 0 to n - 1 fixed by ``entropy``."""
+    """Return a random permutation of 0 to n - 1 fixed by ``entropy``."""
     return (_sorted(entropy, n) if n <= _TABLE_EXAMPLES else _Cipher(entropy, n)).__getitem__
 
 
 class _Cipher:
     """A random permutation of 0 to n - 1, computed element by element.
 
-    A generalised Feistel network: a number below ``rows * columns`` is a row and a column, and
-    each round adds a hash of the one to the other. The few numbers from ``n`` on are no examples:
-    where one comes out, it is enciphered in its turn until an example does (cycle walking), which
-    keeps this a permutation. Whole numbers of 64 bits alone, so every host computes the same.
+    A generalised Feistel network: a number below ``rows * columns`` is split into row and column,
+    and each round adds a hash of one to the other. A result of ``n`` or more is enciphered again
+    until it is below ``n`` (cycle walking), which keeps this a permutation. Only 64-bit integers
+    are used, so every host computes the same.
 
     Source: Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002. The hash is the
     output function of SplitMix64.
@@ -181,14 +182,13 @@ def _add_hash(numbers: np.ndarray, bits: np.ndarray, modulus: np.uint64) -> np.n
     return bits
 
 
-def permutation(seed: int, epoch: int, n: int, shuffle: bool = True) -> np.ndarray:
-    """The order in which an epoch reads a dataset, as a whole (version 1 of :func:`epoch_order`).
+def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
+    """Return the whole order in which an epoch reads a dataset (version 1 of :func:`epoch_order`).
 
     Args:
-        seed: the run's data seed, >= 0.
+        seed: data seed of the run, >= 0.
         epoch: number of the epoch, >= 0.
-        n: examples in the dataset, >= 0.
-        shuffle: False gives 0, 1, 2, ...
+        n: number of examples in the dataset, >= 0.
 
     Returns:
         Shape (n,), int64; every index below n once.
@@ -198,19 +198,15 @@ def permutation(seed: int, epoch: int, n: int, shuffle: bool = True) -> np.ndarr
 
     >>> permutation(seed=7, epoch=0, n=6).tolist()
     [3, 4, 0, 2, 5, 1]
-    >>> permutation(seed=7, epoch=0, n=4, shuffle=False).tolist()
-    [0, 1, 2, 3]
     """
     _require_not_negative(seed=seed, epoch=epoch, n=n)
-    if not shuffle:
-        return np.arange(n, dtype=np.int64)
     return _sorted((seed, epoch), n)
 
 
 def _sorted(entropy: tuple[int, ...], n: int) -> np.ndarray:
-    # Hosts may run different NumPy versions, and all must draw the same order: NumPy promises
-    # unchanged streams for SeedSequence and PCG64's raw output, not for Generator.permutation
-    # (NEP 19). A stable sort makes equal keys no matter of the processor either.
+    # Hosts with different NumPy versions must compute the same order: NumPy guarantees unchanged
+    # streams for SeedSequence and PCG64's raw output, not for Generator.permutation (NEP 19). A
+    # stable sort orders equal keys alike on every processor.
     keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(n)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
@@ -226,12 +222,14 @@ class Slice:
     """One rank's share of one global step, as positions in the epoch's order.
 
     Attributes:
-        start, stop: the positions this rank reads, [start, stop); never empty.
+        start, stop: range of positions that this rank reads, [start, stop); never empty.
         step_start: first position of the global step.
-        step_examples: examples of the global step over all ranks; progress moves by this.
-        weight: factor on this rank's mean gradient before a plain average over all ranks, so that
-            the average is the mean gradient over the step: own examples x ranks / step_examples.
-        padding: True if this rank has no example of its own; it reads some of the step's again
+        step_examples: number of examples of the global step over all ranks; progress advances by
+            this.
+        weight: factor on this rank's mean gradient before the plain average over all ranks, which
+            makes that average the mean gradient over the step: own examples x ranks /
+            step_examples.
+        padding: whether this rank has no example of its own. It then reads examples of other ranks
             with weight 0, because every rank must take part in the all-reduce.
     """
 
@@ -244,7 +242,7 @@ class Slice:
 
     @property
     def step_stop(self) -> int:
-        """The position at which the next global step starts."""
+        """Position at which the next global step starts."""
         return self.step_start + self.step_examples
 
 
@@ -258,28 +256,26 @@ def step_slice(
     *,
     parts: Sequence[int] = (),
 ) -> Slice:
-    """This rank's share of the global step that starts at ``position``.
+    """Return a rank's share of the global step that starts at ``position``.
 
-    The step takes the next ``global_batch_size`` positions. It takes the rest of the epoch too if
-    that would be fewer than ``min_share`` for each rank, so a last step is never too small to go
-    round. Shares are contiguous in rank order and differ by at most one, the larger ones first,
-    unless ``parts`` says otherwise.
-    If the step is smaller than ``min_share`` for each rank (a dataset smaller than the world, or a
-    restart at a larger world close to the end of an epoch), fewer ranks get examples and the
-    others padding.
+    The step takes the next ``global_batch_size`` positions. If fewer than ``min_share`` examples
+    for each rank would remain in the epoch after it, it takes these too. Shares are contiguous in
+    rank order. Without ``parts`` they differ by at most one, the larger ones first.
+    If the step has fewer than ``min_share`` examples for each rank (a dataset smaller than the
+    world, or a restart at a larger world close to the end of an epoch), fewer ranks get examples
+    and the others get padding.
 
     Args:
-        position: examples of the epoch consumed so far, 0 <= position < n.
-        n: examples in the epoch.
-        global_batch_size: examples in a step over all ranks, >= 1.
-        rank: 0 <= rank < world_size.
-        world_size: ranks, >= 1.
-        min_share: examples a rank should get at the least, >= 1. 2 suits layers that cannot train
-            on one example (batch normalisation). Where the global batch itself has fewer for each
-            rank, that number is used.
-        parts: examples of each rank in a step of ``sum(parts)``; each at least ``min_share``. In
-            other steps what is left when each has ``min_share`` is shared out in proportion.
-            Empty, or for another number of ranks: equal shares.
+        position: number of examples of the epoch consumed so far, 0 <= position < n.
+        n: number of examples in the epoch.
+        global_batch_size: number of examples of a step over all ranks, >= 1.
+        rank: rank, 0 <= rank < world_size.
+        world_size: number of ranks, >= 1.
+        min_share: fewest examples of a rank, >= 1. 2 suits layers that cannot train on one example
+            (batch normalisation). If the global batch has fewer for each rank, that number is used.
+        parts: number of examples of each rank in a step of ``sum(parts)`` examples, each at least
+            ``min_share``. In other steps each rank gets ``min_share``, and the rest is divided in
+            proportion. Empty, or for another number of ranks: equal shares.
 
     Raises:
         ValueError: an argument is out of range; names it and the limit.
@@ -306,10 +302,10 @@ def step_slice(
 
     readers = min(world_size, max(1, step_examples // share_floor))
     if rank >= readers:
-        # Padding reads as many examples as a real share would, for the same layers' sake.
-        again = min(share_floor, step_examples)
+        # Padding has as many examples as the smallest share, which batch normalisation needs.
+        size = min(share_floor, step_examples)
         stop = position + step_examples
-        return Slice(stop - again, stop, position, step_examples, 0.0, True)
+        return Slice(stop - size, stop, position, step_examples, 0.0, True)
     if len(parts) == readers == world_size:
         first, last = _cuts(step_examples, share_floor, parts, rank)
     else:
@@ -321,9 +317,9 @@ def step_slice(
 
 
 def _cuts(step_examples: int, share_floor: int, parts: Sequence[int], rank: int) -> tuple[int, int]:
-    """Where the share of a rank begins and ends in a step that has the floor for all.
+    """Return where the share of a rank begins and ends in a step that has enough examples for all.
 
-    Whole numbers alone, so that every host comes to the same.
+    It uses integers only, so that every host computes the same.
     """
     beyond = [max(0, part - share_floor) for part in parts]
     spare, whole = step_examples - share_floor * len(parts), sum(beyond)
@@ -339,9 +335,9 @@ def _cuts(step_examples: int, share_floor: int, parts: Sequence[int], rank: int)
 def steps_left(
     position: int, n: int, global_batch_size: int, world_size: int, min_share: int = 1
 ) -> int:
-    """Global steps from ``position`` to the end of the epoch, if the world stays as it is.
+    """Return the number of global steps from ``position`` to the end of the epoch.
 
-    Args as in :func:`step_slice`, but ``position`` may be ``n`` or more (0 steps).
+    The arguments are those of :func:`step_slice`, but ``position`` may be ``n`` or more (0 steps).
 
     >>> steps_left(0, 100, 32, world_size=4), steps_left(0, 100, 32, world_size=8)
     (4, 3)
@@ -363,5 +359,5 @@ def _share_floor(global_batch_size: int, world_size: int, min_share: int) -> int
     ):
         if value < 1:
             raise ValueError(f"{name} is {value}, it must be 1 or more")
-    # A user who asks for one example a rank gets that on all ranks, not two on half of them.
+    # A global batch of one example for each rank is divided so, not as two on half of the ranks.
     return min(min_share, max(1, global_batch_size // world_size))

@@ -1,8 +1,8 @@
-"""Unequal shares of a global batch: how many examples each rank gets, by how fast it is.
+"""Divide a global batch into unequal shares by the speeds of the ranks.
 
-A synchronous step waits for its slowest rank. Where ranks differ, a slow one gets fewer examples
-and a fast one more, so that all are ready at the same time. Gradients are averaged by examples, so
-the step stays the one of the global batch.
+A synchronous step waits for its slowest rank. If ranks differ in speed, slow ranks get fewer
+examples and fast ones more, so that all finish at the same time. Gradients are weighted by
+examples, so the step remains that of the global batch.
 """
 
 from __future__ import annotations
@@ -22,25 +22,29 @@ __all__ = ["LEAST_SHARE", "ShareBalance", "TimedTwice", "balanced_shares", "bala
 __all__ += ["constant_examples", "effective_slowness", "shares_in_passes"]
 
 LEAST_SHARE = 2
-"""Examples of a rank at the least, for layers that cannot train on one."""
-_WORTH_IT = 1.1
-"""Steps have to become this many times as fast before shares change."""
+"""Fewest examples of a rank, for layers that cannot train on one example."""
+_MIN_SPEEDUP = 1.1
+"""Least predicted speedup of a step for which shares change."""
 _PATIENCE = 3
-"""Reviews running in which a rank has to be slow."""
-_SECOND_LOOK = 12
-"""Reviews with unequal shares, after which their mean tells what three could not."""
-_WORTH_IT_THEN = 1.03
+"""Consecutive reviews in which a rank has to be slow."""
+_REFINE_AFTER = 12
+"""Reviews with unequal shares after which the shares are refined, by the mean of them all."""
+_MIN_SPEEDUP_REFINED = 1.03
+"""Least predicted speedup of a step for which shares are refined."""
 _NEARLY_EQUAL = 1.05
-"""Equal shares are preferred where the slowest rank needs at most this much longer with them."""
+"""Equal shares are preferred if the slowest rank takes at most this many times as long."""
 _HELPED = 1.03
-"""The slowest rank has to become this many times as fast, or a change was in vain."""
+"""Least speedup of the slowest rank for which a change of shares has not failed."""
 _SAME_TIMES = 1.2
-"""Ranks are as fast as they were where no time differs by more than this factor."""
+"""Times that differ by at most this factor count as unchanged."""
 _PAUSE = 50
-"""Reviews without a change after one in vain; doubled with each further one."""
-_TELLS_NOTHING = 1.2
+"""Reviews without a change after a failed one; doubled with each further failure."""
+_MIN_CHANGE = 1.2
+"""Least factor by which examples must have changed for a comparison; below it, times scatter."""
 _PARTS = np.linspace(0.0, 0.98, 50)
+"""Fixed parts of a pass that are tried in the fit of the fixed cost."""
 _BISECTIONS = 60
+"""Steps of bisection; more would not change a float."""
 
 
 def balanced_shares(
@@ -50,17 +54,18 @@ def balanced_shares(
     high: int | None = None,
     constant: float = 0.0,
 ) -> tuple[int, ...]:
-    """Shares with which all ranks end at the same time, within bounds.
+    """Return the shares with which all ranks finish at the same time, within bounds.
 
     Args:
-        examples: of all ranks together.
-        speeds: of each rank [examples/s], above 0, those of ``constant`` included.
+        examples: number of examples of all ranks together.
+        speeds: speed of each rank [examples/s], above 0; its fixed cost counts as ``constant``
+            examples.
         low, high: fewest and most examples of a rank; high None: no bound.
-        constant: so many examples take as long as what a rank does for any share.
+        constant: number of examples whose compute time equals the fixed cost of a step.
 
     Returns:
-        Whole numbers whose sum is ``examples``. Where the bounds exclude each other, shares are
-        equal but for one example.
+        Number of examples of each rank; the sum is ``examples``. If no shares keep to the bounds,
+        they differ by at most one.
 
     >>> balanced_shares(32, [3.0, 1.0])
     (24, 8)
@@ -74,15 +79,14 @@ def balanced_shares(
     if not ranks * low <= examples <= ranks * most:
         return _equal_shares(examples, ranks)
 
-    # What all have done after some time grows with it: look for the time at which it is enough.
+    # Bisect for the time after which all ranks together have processed enough examples.
     pace = np.asarray(speeds, np.float64)
     short, long = 0.0, (most + constant) / float(pace.min())
     for _ in range(_BISECTIONS):
         middle = (short + long) / 2
         done = np.clip(pace * middle - constant, low, most).sum()
         short, long = (middle, long) if done < examples else (short, middle)
-    # The time is one in which a little too much is done: whole examples that fit into it, and the
-    # rest where the next one is done first. A slow rank's example takes as long as many others.
+    # Round down, then give each missing example to the rank that would finish it first.
     found = np.floor(np.clip(pace * short - constant, low, most)).astype(np.int64)
     for _ in range(examples - int(found.sum())):
         after = np.where(found < most, (found + 1 + constant) / pace, np.inf)
@@ -96,15 +100,15 @@ def _equal_shares(examples: int, ranks: int) -> tuple[int, ...]:
 
 
 def shares_in_passes(low: int, high: int, passes: int, share: int) -> tuple[int, int]:
-    """The shares around one that all can be made in passes within bounds.
+    """Return a range of shares, all of which can be divided into passes within bounds.
 
     Args:
         low, high: fewest and most examples of a pass, low <= high.
-        passes: at the most.
-        share: an equal one.
+        passes: largest number of passes.
+        share: an equal share.
 
     Returns:
-        The fewest and the most examples; not around ``share`` where that cannot be made itself.
+        Fewest and most examples. The range contains ``share``, unless that cannot be divided.
 
     >>> shares_in_passes(10, 13, passes=8, share=12)  # 14 to 19 are too many for one, too few for 2
     (10, 13)
@@ -127,23 +131,23 @@ def balanced_slowness(
     constant: ArrayLike = 0.0,
     least: ArrayLike = 0.0,
 ) -> np.ndarray:
-    """The slowness at which equal shares would take as long as balanced ones do.
+    """Return the slowness at which equal shares would take as long as balanced shares do.
 
-    A rank of slowness ``s_i`` makes ``m_i`` of M examples in ``s_i (alpha + beta m_i)``. Where all
-    end at the same time T, ``m_i = (T / s_i - alpha) / beta`` and so, summed over K ranks,
-    ``T = K / sum(1 / s_i) (alpha + beta M / K)``: the harmonic mean of the ranks' slowness takes
-    the place of the largest one, which counts where shares are equal. A rank so slow that even
-    the least share takes it longer gets that one; the others make the rest, and wait.
+    A rank of slowness ``s_i`` takes ``s_i (alpha + beta m_i)`` for ``m_i`` of M examples. If all
+    finish at the same time T, then ``m_i = (T / s_i - alpha) / beta``, and the sum over K ranks
+    gives ``T = K / sum(1 / s_i) (alpha + beta M / K)``. So the harmonic mean of the slowness takes
+    the place of the largest one, which counts with equal shares. A rank that takes longer than T
+    for the smallest share gets that share; the others process the rest and wait.
 
     Args:
-        slowness: of each host.
-        ranks: on each host.
+        slowness: slowness of each host.
+        ranks: number of ranks on each host.
         constant: ``alpha / (alpha + beta M / K)``, the part of a pass with an equal share that
-            does not depend on its examples; any shape.
-        least: the smallest share of a rank, relative to an equal one; the same shape.
+            does not depend on its examples; any shape S.
+        least: smallest share of a rank, relative to an equal one; shape S.
 
     Returns:
-        Shape of ``constant``.
+        The slowness; shape S.
 
     >>> float(balanced_slowness([1.0, 3.0], [1, 1]))
     1.5
@@ -154,8 +158,7 @@ def balanced_slowness(
     order = np.argsort(slowness, kind="stable")
     slow, number = np.asarray(slowness, np.float64)[order], np.asarray(ranks)[order]
     total = number.sum()
-    # With so many of the fastest hosts, and the least shares for all others: the least of these is
-    # the time at which everything is done.
+    # Times if the n fastest hosts are balanced and all others have the smallest share, for each n.
     rate, working = np.cumsum(number / slow), np.cumsum(number)
     made = total - small[..., None] * (total - working)
     alone = ((1 - part)[..., None] * made + part[..., None] * working) / rate
@@ -163,11 +166,11 @@ def balanced_slowness(
 
 
 class TimedTwice(NamedTuple):
-    """A rank that made another number of examples, or in other passes, than before.
+    """Two timings of one rank, with different numbers of examples or passes.
 
     Attributes:
-        passes, examples, own_s: then: own time of a step [s].
-        new_passes, new_examples, new_own_s: now.
+        passes, examples, own_s: passes, examples and compute time [s] of a step before.
+        new_passes, new_examples, new_own_s: the same now.
     """
 
     passes: int
@@ -179,16 +182,17 @@ class TimedTwice(NamedTuple):
 
 
 def constant_examples(seen: Sequence[TimedTwice]) -> float | None:
-    """How many examples take as long as what is constant in a pass.
+    """Return the number of examples whose compute time equals the fixed cost of one pass.
 
-    A rank of slowness s takes ``t = s (alpha n + beta m)`` for m examples in n passes. Two such
-    times of one rank give ``alpha / beta`` whatever s is, since ``(alpha / beta n + m) / t`` stays:
-    ``x alpha / beta = y`` with ``x = n / t - n' / t'`` and ``y = m' / t' - m / t``. Both sides are
-    measured, so the line is fitted with errors in both (total least squares), to at most 49 times
-    the examples of a pass.
+    A rank of slowness s takes ``t = s (alpha n + beta m)`` for m examples in n passes. In two such
+    times of one rank ``(alpha / beta n + m) / t`` is the same, so they give ``alpha / beta``
+    whatever s is: ``x alpha / beta = y`` with ``x = n / t - n' / t'`` and ``y = m' / t' - m / t``.
+    Both x and y are measured, so the line is fitted with errors in both (total least squares). The
+    result is at most 49 times the number of examples in a pass.
 
     Returns:
-        None where no number of examples changed by a fifth: times scatter.
+        The number of examples; None if no number of examples changed by a fifth or more, since the
+        times scatter.
 
     >>> round(constant_examples([TimedTwice(1, 16, 0.26, 1, 24, 0.34)]))
     10
@@ -196,7 +200,7 @@ def constant_examples(seen: Sequence[TimedTwice]) -> float | None:
     found = [
         pair
         for pair in seen
-        if not 1 / _TELLS_NOTHING < pair.new_examples / pair.examples < _TELLS_NOTHING
+        if not 1 / _MIN_CHANGE < pair.new_examples / pair.examples < _MIN_CHANGE
     ]
     if not found:
         return None
@@ -209,15 +213,15 @@ def constant_examples(seen: Sequence[TimedTwice]) -> float | None:
 
 
 def effective_slowness(own_s: Sequence[float], shares: Sequence[int]) -> float:
-    """The slowness at which equal shares would take as long as these do.
+    """Return the slowness at which equal shares would take as long as these shares do.
 
-    The slowest rank's time, relative to that of a typical rank (the median of the times for an
-    example) with an equal share: the largest slowness where shares are equal, and
-    :func:`balanced_slowness` where all end at the same time.
+    It is the time of the slowest rank, relative to that of a typical rank (by the median of the
+    times for one example) with an equal share. With equal shares this is the largest slowness, and
+    with balanced shares :func:`balanced_slowness`.
 
     Args:
-        own_s: own time of each rank for a step, without waiting [s].
-        shares: examples of each rank in it.
+        own_s: compute time of each rank for a step [s].
+        shares: number of examples of each rank in a step.
 
     >>> effective_slowness([1.0, 1.0, 3.0], [16, 16, 16])
     3.0
@@ -230,14 +234,14 @@ def effective_slowness(own_s: Sequence[float], shares: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class _Change:
-    """A change of shares, until it is known what it brought.
+    """A change of shares whose effect is not known yet.
 
     Attributes:
-        speeds, constant: by which shares were cut before.
-        example_s: what an example took each rank before [s].
-        shares: of each rank before.
-        examples: of a step.
-        limit_s: the slowest rank must not take longer than this now [s].
+        speeds, constant: values that determined the shares before.
+        example_s: time for an example on each rank before [s].
+        shares: number of examples of each rank before.
+        examples: number of examples of a step.
+        limit_s: longest time of the slowest rank for which the change has not failed [s].
     """
 
     speeds: tuple[float, ...]
@@ -250,37 +254,39 @@ class _Change:
 
 @dataclass
 class ShareBalance:
-    """Decides who gets how much, from how long each rank's own work took.
+    """Chooses the share of each rank from the ranks' compute times.
 
-    At first shares are cut in proportion to the ranks' speeds ``m_i / t_i``, as if no part of the
-    time ``t_i`` for ``m_i`` examples were constant: that lies between where they are and where all
-    ranks end together. What comes of it shows how large that part is
-    (:func:`constant_examples`), and the next cut is the right one.
+    The first unequal shares are proportional to the ranks' speeds ``m_i / t_i``, as if the time
+    ``t_i`` for ``m_i`` examples had no fixed part. They lie between equal shares and those with
+    which all ranks finish together. Their effect shows how large the fixed part is
+    (:func:`constant_examples`), so the next shares are the right ones.
 
-    Times are chance in part, and of many ranks one is always the slowest. So a rank counts as slow
-    by the least time that it took in three reviews running, while shares are cut by the means of
-    the three. They change where steps would become 1.1 times as fast, and become equal again where
-    nobody would need 5 % longer for it. Once twelve reviews have seen unequal shares they are cut
-    by the means of those, if that makes steps 1.03 times as fast.
+    Times scatter, and one of many ranks is always the slowest. So a rank counts as slow by its
+    shortest time in three consecutive reviews, and shares follow the means of the three. Shares
+    change if that makes steps 1.1 times as fast, and become equal again if the slowest rank takes
+    at most 5 % longer with equal ones. After twelve reviews with unequal shares they are refined
+    by the means of all twelve, if that makes steps 1.03 times as fast.
 
-    Not all work grows with its examples: a processor that works in blocks takes as long for 17 as
-    for 32. So a change has to show that it helped. Where it did not, the shares are again what they
-    were, and stay that until the ranks' times are others, or for some time: longer each time, since
-    it may have been something else that disturbed it.
+    Time does not always grow with the number of examples: a processor that works in blocks may
+    take as long for 17 as for 32. So the effect of a change is checked. If it did not help, the
+    shares before are restored and kept until the ranks' times differ, or for a number of reviews.
+    That number doubles each time, and is finite because something else may have disturbed the
+    measurement.
 
     Attributes:
-        parts: examples of each rank in a full step; empty: equal shares.
-        speeds: by which they were cut, of each rank [examples/s]; empty: equal shares.
-        constant: so many examples were taken to take as long as what a rank does for any share.
-        learnt: as many do, by what the last change brought.
-        seen: own time of each rank for an example in the last reviews with these shares [s].
-        reviews: of steps of ``examples``, since such a change.
-        examples: of a step in these.
-        logs: sum of the logarithms of those times, until the second look.
-        change: the last one, while it has not shown what it brought.
-        in_vain: time for an example with which a change did not help [s]; empty: there was none.
-        failures: changes in vain, since one helped.
-        pause: reviews in which the times of ``in_vain`` still change nothing.
+        parts: number of examples of each rank in a full step; empty: equal shares.
+        speeds: speed of each rank that ``parts`` follow [examples/s]; empty: equal shares.
+        constant: number of examples whose compute time equals the fixed cost of a step, as assumed
+            for ``parts``.
+        learnt: the same, as measured after the last change.
+        seen: time for an example on each rank in the last reviews with these shares [s].
+        reviews: number of reviews of steps of ``examples`` examples with these shares.
+        examples: number of examples of a step in these reviews.
+        logs: sums of the logarithms of the times in these reviews, until the shares are refined.
+        change: last change while its effect is not known; None: there is none.
+        in_vain: time for an example on each rank at which a change failed [s]; empty: none failed.
+        failures: number of consecutive failed changes.
+        pause: number of reviews in which the times of ``in_vain`` do not lead to a change.
 
     >>> balance = ShareBalance()
     >>> for _ in range(3):
@@ -313,17 +319,16 @@ class ShareBalance:
         low: int = 1,
         high: int | None = None,
     ) -> str:
-        """Look at what the ranks took; :meth:`cut` then makes the shares.
+        """Decide on the shares from the times of the ranks; :meth:`cut` then applies them.
 
         Args:
-            own_s: own time of each rank for a step with the shares as they are, without waiting
-                [s]; NaN: not known.
+            own_s: compute time of each rank for a step with the present shares [s]; NaN: unknown.
             step_s: time of such a step [s].
-            examples: of it.
+            examples: number of examples of a step.
             low, high: see :func:`balanced_shares`.
 
         Returns:
-            Why shares change, in words; empty: they do not.
+            The reason if the shares change, else an empty string.
         """
         ranks = len(own_s)
         shares = self.parts_of(examples, ranks)
@@ -375,8 +380,8 @@ class ShareBalance:
             self.change = _Change(self.speeds, self.constant, mean, shares, examples, limit_s)
             self.speeds, self.seen = (), ()
             return "the ranks are equally fast, to 5 %"
-        if before_s < _WORTH_IT * after_s:
-            return self._second_look(shares, step_s, low, high)
+        if before_s < _MIN_SPEEDUP * after_s:
+            return self._refine(shares, step_s, low, high)
         limit_s = now_s / _HELPED
         self.change = _Change(self.speeds, self.constant, mean, shares, examples, limit_s)
         self.speeds, self.constant, self.seen = speeds, self.learnt, ()
@@ -392,13 +397,13 @@ class ShareBalance:
         if examples != self.examples or not self.speeds:
             self.examples, self.reviews, self.logs = examples, 0, ()
         self.reviews += 1
-        if self.reviews <= _SECOND_LOOK:
+        if self.reviews <= _REFINE_AFTER:
             sums = self.logs or [0.0] * len(times)
             self.logs = tuple(s + math.log(each) for s, each in zip(sums, times, strict=True))
 
-    def _second_look(self, shares: Sequence[int], step_s: float, low: int, high: int | None) -> str:
-        """Once there are many reviews: cut by their mean, where that is worth it."""
-        if self.reviews != _SECOND_LOOK or not self.speeds:
+    def _refine(self, shares: Sequence[int], step_s: float, low: int, high: int | None) -> str:
+        """Decide once on shares by the mean of many reviews; return the reason or ""."""
+        if self.reviews != _REFINE_AFTER or not self.speeds:
             return ""
         mean = [math.exp(total / self.reviews) for total in self.logs]
         self.logs = ()
@@ -407,7 +412,7 @@ class ShareBalance:
         now_s = max(share * each_s for share, each_s in zip(shares, mean, strict=True))
         before_s = max(step_s, now_s)
         after_s = before_s - (now_s - self._slowest_s(best, speeds))
-        if before_s < _WORTH_IT_THEN * after_s:
+        if before_s < _MIN_SPEEDUP_REFINED * after_s:
             return ""
         self.speeds, self.constant, self.seen = speeds, self.learnt, ()
         return (
@@ -416,19 +421,19 @@ class ShareBalance:
         )
 
     def parts_of(self, examples: int, ranks: int) -> tuple[int, ...]:
-        """Examples of each rank in a full step, equal shares included."""
+        """Return the number of examples of each rank in a full step, also if shares are equal."""
         if len(self.parts) == ranks:
             return self.parts
         return _equal_shares(examples, ranks)
 
     def cut(self, examples: int, ranks: int, low: int = 1, high: int | None = None) -> None:
-        """Make the shares of steps of ``examples``, as the last review had it."""
+        """Apply the shares that the last review decided on, for steps of ``examples``."""
         self.parts = self.decided(examples, ranks, low, high) if self.speeds else ()
 
     def decided(
         self, examples: int, ranks: int, low: int = 1, high: int | None = None
     ) -> tuple[int, ...]:
-        """Examples of each rank once shares are made as the last review had it."""
+        """Return the shares that the last review decided on, for steps of ``examples``."""
         if len(self.speeds) != ranks:
             return _equal_shares(examples, ranks)
         return balanced_shares(examples, self.speeds, low, high, self.constant)
@@ -440,16 +445,19 @@ class ShareBalance:
         timed: BatchPlan,
         low: int = 1,
     ) -> np.ndarray:
-        """How slow steps are with other passes, relative to those that were timed.
+        """Return the slowness of steps with other passes, relative to the steps that were timed.
 
-        A rank that is slow takes the longer for what is constant in a pass, the more of a pass
-        that is. With equal shares all wait for the slowest, and nothing changes.
+        The larger the fixed part of a pass, the less unequal shares can compensate for a slow rank.
+        With equal shares all ranks wait for the slowest, so the result is 1.
 
         Args:
-            atomic: mean sizes of a pass over the ranks [examples].
-            extra: passes beyond the first.
-            timed: of the steps that were timed.
+            atomic: mean numbers of examples of a pass over the ranks; any shape S.
+            extra: numbers of extra passes; shape S.
+            timed: batch plan of the steps that were timed.
             low: fewest examples of a rank.
+
+        Returns:
+            Relative slowness; shape S.
         """
         if not self.speeds:
             return np.ones(np.shape(atomic))
@@ -467,53 +475,46 @@ class ShareBalance:
         )
 
     def _speeds(self, shares: Sequence[int], example_s: Sequence[float]) -> tuple[float, ...]:
-        """Of each rank, what is constant counted in examples [examples/s]."""
+        """Return the speed of each rank, its fixed cost counted as examples [examples/s]."""
         times = zip(shares, example_s, strict=True)
         return tuple((share + self.learnt) / (share * each_s) for share, each_s in times)
 
     def _slowest_s(self, shares: Sequence[float], speeds: Sequence[float]) -> float:
-        """Time of a step with other shares [s]."""
+        """Return the compute time of the slowest rank with other shares [s]."""
         return max(
             (share + self.learnt) / speed for share, speed in zip(shares, speeds, strict=True)
         )
 
     def forget(self) -> None:
-        """Equal shares, until the ranks of another world were timed."""
+        """Reset to equal shares, for another set of ranks."""
         self.parts, self.speeds, self.seen = (), (), ()
         self.reviews, self.examples, self.logs = 0, 0, ()
         self.constant = self.learnt = 0.0
         self.change, self.in_vain, self.failures, self.pause = None, (), 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a broadcast or a checkpoint."""
+        """Return the state as plain data, for a broadcast or a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave, tuples perhaps as lists."""
+        """Load a :meth:`state_dict`, in which tuples may have become lists."""
         self.parts, self.speeds = tuple(state["parts"]), tuple(state["speeds"])
         self.seen = tuple(tuple(times) for times in state["seen"])
         self.in_vain, change = tuple(state["in_vain"]), state["change"]
         self.failures, self.pause = state["failures"], state["pause"]
-        # Checkpoints of before have neither these nor those of the change.
+        # Early checkpoints lack these, and some fields of the change.
         self.constant, self.learnt = state.get("constant", 0.0), state.get("learnt", 0.0)
         self.reviews, self.examples = state.get("reviews", 0), state.get("examples", 0)
         self.logs = tuple(state.get("logs", ()))
         self.change = (
             None
             if change is None or "shares" not in change
-            else _Change(
-                tuple(change["speeds"]),
-                change["constant"],
-                tuple(change["example_s"]),
-                tuple(change["shares"]),
-                change["examples"],
-                change["limit_s"],
-            )
+            else _Change(**{k: tuple(v) if isinstance(v, list) else v for k, v in change.items()})
         )
 
 
 def _alike(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether no time is another one."""
+    """Return whether each time differs by less than ``_SAME_TIMES`` from the other one."""
     return all(
         one < other * _SAME_TIMES and other < one * _SAME_TIMES
         for one, other in zip(some, others, strict=True)

@@ -1,12 +1,12 @@
-"""How long a step takes: a model of few parameters, fitted to what was seen, sure of it or not.
+"""Model the time of a training step with seven parameters, fitted to measured step times.
 
 ``T_grad = slowness (alpha_c + beta_c m)`` for one pass over m examples on the slowest rank,
 ``T_sync = alpha + beta (K - 2)`` for K > 1 ranks, with one pair for ranks on one host and another
 across hosts, and ``T_step = s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)`` with s
-accumulation passes before the one that overlaps the reduction.
+accumulation passes before the pass that overlaps with the all-reduce.
 
-Source: Pollux, OSDI 2021, section 3.2. The slowness of unequal hosts, the priors as distributions
-and the uncertainty of each prediction are added here.
+Source: Pollux, OSDI 2021, section 3.2. Added here: the slowness of unequal hosts, priors as
+distributions, and the uncertainty of each prediction.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from numpy.typing import ArrayLike
 __all__ = ["Observation", "StepTimeModel", "StepTimes", "fit_step_time"]
 
 _ITERATIONS = 60
+"""Most iterations of the fit."""
 _TYPICAL_NOISE = 0.05
+"""Typical relative noise of a measured step time."""
 _NOISE_FLOOR = 0.02
-"""Relative noise that measured times have at the least; below it more data is not believed."""
+"""Least relative noise that the fit assumes, so that much data does not make it overconfident."""
 _WIDE = 1.0
-"""Standard deviation of the priors, in logarithms: a factor of e either way."""
+"""Standard deviation of the priors in logarithms: a factor of e either way."""
 _REACH = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
-"""Standard deviations from the fit at which predictions are looked at: less for a pass, whose two
-parts replace each other along a curve."""
+"""Standard deviations from the fit at which the uncertainty is evaluated, by parameter. Less for
+the two of a pass, which are correlated along a curve."""
 _FURTHER_RANK, _FURTHER_WIDTH = 0.05, 1.5
-"""What a rank beyond two costs of what two do: from next to nothing, where links are the limit, to
-as much, where it is the latency."""
+"""Prior cost of a further rank relative to the all-reduce of two, and its standard deviation in
+logarithms: from almost 0 if bandwidth is the limit to about 1 if latency is."""
 _GAMMA_CENTRE, _GAMMA_WIDTH = -1.5, 1.5
+"""Mean and standard deviation of the prior of ``logit((gamma - 1) / 9)``."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Steps of one configuration that were timed.
+    """Measured step time of one configuration.
 
     Attributes:
-        hosts, ranks: hosts and processes that trained together.
-        atomic_batch_size: examples in one pass on one rank.
-        accumulation_steps: extra passes before the reduction, on average over the steps.
+        hosts, ranks: number of hosts and processes that trained together.
+        atomic_batch_size: number of examples in one pass on one rank.
+        accumulation_steps: number of extra passes before the all-reduce, averaged over the steps.
         step_s: mean time of a step [s].
-        slowness: of the slowest rank, relative to a reference rank of the run.
-        steps: how many were timed.
-        drift: relative standard deviation of what may have changed since they were timed.
-        own_s: of that, the slowest rank's own work in all passes, without waiting [s]; None: not
-            known.
+        slowness: slowness of the slowest rank, relative to a reference rank of the run.
+        steps: number of steps that were timed.
+        drift: relative standard deviation of what may have changed since the measurement.
+        own_s: compute time of the slowest rank in all passes of a step [s]; None: not known.
     """
 
     hosts: int
@@ -72,12 +74,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Predictions.
+    """Predicted step times.
 
     Attributes:
         step_s: time of a step [s].
-        uncertainty: standard deviation of ``log(step_s)``: 0.1 means about 10 %. Large where
-            nothing like it was seen.
+        uncertainty: standard deviation of ``log(step_s)``: 0.1 means about 10 %. It is large for
+            configurations unlike those that were measured.
     """
 
     step_s: np.ndarray
@@ -86,15 +88,16 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """The fitted model.
+    """A fitted step-time model.
 
     Attributes:
-        alpha_c, beta_c: of a pass: constant [s], for each example [s].
-        alpha_r, beta_r: of the reduction on one host: constant [s], for each rank beyond 2 [s].
+        alpha_c, beta_c: time of a pass: fixed [s], and for each example [s].
+        alpha_r, beta_r: time of the all-reduce on one host: fixed [s], and for each rank beyond the
+            second [s].
         alpha_n, beta_n: the same across hosts.
-        gamma: overlap of pass and reduction, 1 (none) to 10 (perfect).
-        covariance: (7, 7), of the logarithms of the first six and the logit of
-            ``(gamma - 1) / 9``.
+        gamma: overlap of pass and all-reduce, from 1 (none) to 10 (perfect).
+        covariance: covariance of the logarithms of the first six parameters and the logit of
+            ``(gamma - 1) / 9``; shape (7, 7).
         noise: relative standard deviation of one observation.
     """
 
@@ -117,13 +120,13 @@ class StepTimeModel:
         slowness: ArrayLike = 1.0,
         relative_to: int | None = None,
     ) -> StepTimes:
-        """Times of steps in any configurations; the arguments broadcast to one shape S.
+        """Predict the times of steps; the arguments broadcast to one shape S.
 
         Args:
             hosts, ranks, atomic_batch_size, accumulation_steps: see :class:`Observation`.
-            slowness: of the slowest rank that takes part: a synchronous step waits for it.
-            relative_to: index into S, flattened; the uncertainty is then that of the ratio to
-                the step there. Two that are alike are uncertain together.
+            slowness: slowness of the slowest rank, for which a synchronous step waits.
+            relative_to: flat index into S; the uncertainty is then that of the ratio to the step
+                time there, which is small for similar configurations.
 
         >>> model = fit_step_time([Observation(1, 1, 32, 0, 0.1), Observation(1, 1, 64, 0, 0.18)])
         >>> bool(abs(model.predict(1, 1, 128, 0).step_s - 0.34) < 0.01)
@@ -132,8 +135,8 @@ class StepTimeModel:
         where = _Configurations.of(hosts, ranks, atomic_batch_size, accumulation_steps, slowness)
         logs = self._logs()
         times = _means(logs, where)
-        # Along each axis of the parameters' distribution, the larger of the two directions: for
-        # what was never seen, slopes at the fit say too little.
+        # The larger of both directions along each axis of the parameters' distribution. Gradients
+        # at the fit would underestimate the uncertainty of configurations that were not measured.
         variance = np.zeros(times.shape)
         for reach, axis in zip(_REACH, np.linalg.cholesky(self.covariance).T, strict=True):
             moved = [_means(logs + sign * reach * axis, where) for sign in (1, -1)]
@@ -152,7 +155,7 @@ class StepTimeModel:
         accumulation_steps: ArrayLike,
         slowness: ArrayLike = 1.0,
     ) -> np.ndarray:
-        """The times of :meth:`predict` [s] without their uncertainty, which costs most of it."""
+        """Return the times of :meth:`predict` [s]; without the uncertainty this is much faster."""
         where = _Configurations.of(hosts, ranks, atomic_batch_size, accumulation_steps, slowness)
         return _means(self._logs(), where)
 
@@ -176,7 +179,7 @@ class _Configurations:
 
 
 def _means(logs: np.ndarray, at: _Configurations) -> np.ndarray:
-    """The first of what :func:`_times` returns, in a fraction of the time."""
+    """Return the step times of :func:`_times` without the derivatives, which is faster."""
     alpha_c, beta_c, alpha_r, beta_r, alpha_n, beta_n = np.exp(logs[:6])
     gamma = 1 + 9 / (1 + np.exp(-logs[6]))
     grad = at.slowness * (alpha_c + beta_c * at.atomic)
@@ -189,7 +192,7 @@ def _means(logs: np.ndarray, at: _Configurations) -> np.ndarray:
 
 
 def _times(logs: np.ndarray, at: _Configurations) -> tuple[np.ndarray, np.ndarray]:
-    """Step times, and the derivatives of their logarithms by the seven parameters (last axis)."""
+    """Return step times, and the derivatives of their logarithms by the parameters (last axis)."""
     alpha_c, beta_c, alpha_r, beta_r, alpha_n, beta_n = np.exp(logs[:6])
     share = 1 / (1 + np.exp(-logs[6]))
     gamma = 1 + 9 * share
@@ -199,7 +202,7 @@ def _times(logs: np.ndarray, at: _Configurations) -> tuple[np.ndarray, np.ndarra
     beyond = np.maximum(at.ranks - 2, 0)
     together = at.ranks > 1
     sync = np.where(across, alpha_n + beta_n * beyond, alpha_r + beta_r * beyond) * together
-    # The longer of the two is taken out, so that no power overflows.
+    # Both are divided by the longer one, so that no power overflows.
     longer = np.maximum(grad, sync)
     u, v = grad / longer, sync / longer
     powers = u**gamma + v**gamma
@@ -227,20 +230,20 @@ def _times(logs: np.ndarray, at: _Configurations) -> tuple[np.ndarray, np.ndarra
 
 
 def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
-    """Least squares on the logarithms of the times, with priors for what was not observed.
+    """Fit the model by least squares on the logarithms of the times, with priors.
 
-    The priors are optimistic, so that what was never tried looks worth trying, and wide, which
-    the uncertainty of its predictions says: a pass whose size was never varied is half constant
-    and half linear; the reduction costs what ranks waited in a step, or a twentieth of a pass;
-    hosts apart reduce 1.1 times as slowly as ranks on one host; a rank beyond two costs a twentieth
-    of what two do, which is the least certain of all. What is waited for does not grow with the
-    batch: so the first batch size already says something of others.
+    The priors are optimistic, so that configurations that were never tried seem worth trying, and
+    wide, so that their predictions are uncertain. A pass whose size was never varied is half fixed
+    and half linear. The all-reduce takes as long as ranks waited in a step, or a twentieth of a
+    pass; it takes 1.1 times as long across hosts as on one host. Each rank beyond the second adds a
+    twentieth of it, which is the least certain prior. Waiting does not grow with the batch, so
+    measurements at the first batch size already tell something about others.
 
     Args:
-        observations: at least one. Those of one configuration are merged first.
+        observations: measured step times, at least one. Those of one configuration are merged.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no observations.
 
     Source: Pollux, OSDI 2021, sections 3.2 and 4.1 (form and priors); minimised by
     Levenberg-Marquardt (Moré 1978) in the logarithms, where all parameters are positive.
@@ -254,7 +257,7 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
     times = [half, half / smallest, alpha, beta, alpha_n, beta_n]
     centre = np.append(np.log(times), _GAMMA_CENTRE)
     rows = np.diag([1 / _WIDE] * 6 + [1 / _GAMMA_WIDTH])
-    # What further ranks cost is judged by what two do; across hosts that by what it is on one.
+    # Priors of further ranks are relative to two ranks, and that across hosts to that on one host.
     for further, two in ((3, 2), (5, 4)):
         rows[further, further], rows[further, two] = 1 / _FURTHER_WIDTH, -1 / _FURTHER_WIDTH
     rows[4, 4], rows[4, 2] = 0.5, -0.5
@@ -263,12 +266,12 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
     noise = 0.05
     logs = centre
     precision = rows.T @ rows
-    for _ in range(2):  # the second time with the noise that the first one found
+    for _ in range(2):  # the second fit uses the noise that the first one found
         scale = np.sqrt(weights) / noise
         logs, precision = _minimize(logs, where, logs_seen, scale, rows, offset)
         residual = np.log(_times(logs, where)[0]) - logs_seen
         freedom = max(1.0, len(residual) - 2.0)
-        # A prior worth four residuals of 5 %: few observations that fit prove nothing.
+        # The prior of the noise counts as four residuals of 5 %.
         found = (np.sum(weights * residual**2) + 4 * 0.05**2) / (freedom * weights.mean() + 4)
         noise = max(_NOISE_FLOOR, float(np.sqrt(found)))
     alpha_c, beta_c, alpha_r, beta_r, alpha_n, beta_n = np.exp(logs[:6]).tolist()
@@ -286,24 +289,28 @@ def fit_step_time(observations: Sequence[Observation]) -> StepTimeModel:
 
 
 def _first_guess(observations: Sequence[Observation]) -> tuple[float, float, float]:
-    """Half of a pass of the smallest size seen, and the reductions on one host and across [s]."""
+    """Return the centres of the priors [s].
+
+    They are half of a pass of the smallest size that was measured, the all-reduce on one host, and
+    the all-reduce across hosts.
+    """
     smallest = min(seen.atomic_batch_size for seen in observations)
-    mine = [seen for seen in observations if seen.atomic_batch_size == smallest]
-    # The fewest passes overlap least with the reduction.
-    fewest = min(seen.accumulation_steps for seen in mine)
-    mine = [seen for seen in mine if seen.accumulation_steps == fewest]
-    # A rank alone waits for nobody.
-    told = [seen for seen in mine if seen.own_s is not None and seen.ranks > 1]
-    step_s = median(seen.step_s for seen in told or mine)
-    slowness = median(seen.slowness for seen in told or mine)
-    own_s = min(step_s, median(seen.own_s or step_s for seen in told)) if told else step_s
+    chosen = [seen for seen in observations if seen.atomic_batch_size == smallest]
+    # Fewer passes hide less of the all-reduce.
+    fewest = min(seen.accumulation_steps for seen in chosen)
+    chosen = [seen for seen in chosen if seen.accumulation_steps == fewest]
+    # A single rank does not wait, so its compute time tells nothing about the all-reduce.
+    timed = [seen for seen in chosen if seen.own_s is not None and seen.ranks > 1]
+    step_s = median(seen.step_s for seen in timed or chosen)
+    slowness = median(seen.slowness for seen in timed or chosen)
+    own_s = min(step_s, median(seen.own_s or step_s for seen in timed)) if timed else step_s
     last_s = own_s / (fewest + 1)
     half = last_s / slowness / 2
-    # The reduction that makes the last pass longer by what was waited.
+    # Solve for the all-reduce that extends the last pass by the time spent waiting.
     gamma = 1 + 9 / (1 + np.exp(-_GAMMA_CENTRE))
     beyond = max(0.0, (step_s - own_s + last_s) ** gamma - last_s**gamma)
     reduction_s = max(0.1 * half, float(beyond ** (1 / gamma)))
-    on_one = all(seen.hosts == 1 for seen in mine)
+    on_one = all(seen.hosts == 1 for seen in chosen)
     alpha = reduction_s if on_one else reduction_s / 1.1
     return half, alpha, 1.1 * alpha
 
@@ -320,7 +327,7 @@ def _merged(
         np.average([np.log(o.step_s) for o in group], weights=[o.steps for o in group])
         for group in groups.values()
     ]
-    # Beyond a few, repetitions share what makes them wrong (a busy machine, a shared link).
+    # Further repetitions have errors in common (a busy machine, a shared link).
     weights = [
         1 / (1 / min(len(group), 4.0) + (min(o.drift for o in group) / _TYPICAL_NOISE) ** 2)
         for group in groups.values()
@@ -336,7 +343,7 @@ def _minimize(
     rows: np.ndarray,
     offset: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Levenberg-Marquardt; returns the minimum and the matrix of second derivatives there."""
+    """Minimise by Levenberg-Marquardt; return the minimum and the second derivatives there."""
 
     def evaluate(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         times, slopes = _times(at, where)

@@ -1,4 +1,4 @@
-"""Measured step times of a run: recent windows by configuration, shift detection, and the fit.
+"""Keep the measured step times of a run: recent windows by configuration, shifts, and the fit.
 
 The leader and the rank that reviews the batch plan each hold a :class:`StepTimings`, with
 :data:`LEADER_RULES` and :data:`RANK_RULES`.
@@ -18,17 +18,16 @@ from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_tim
 __all__ = ["LEADER_RULES", "RANK_RULES", "Configuration", "StepTimings", "TimingRules"]
 
 _REFIT_CHANGE = 0.025
-"""A median that moved by this much, in logarithms, is reason for a new fit: half of the 5 % by
-which single windows scatter."""
+"""Change of a median in logarithms that leads to a new fit: half of the 5 % by which single windows
+scatter."""
 _FIT_WEIGHT = 4
-"""Windows of one configuration that count in a fit. Further ones share what makes them wrong."""
+"""Windows of one configuration that count in a fit. Further ones have errors in common."""
 _ALONE_DRIFT = 0.05
-"""A rank's compute time may lack this part of a step that it makes alone: the optimizer's, on a
-GPU."""
+"""Part of a single-rank step that compute times on a GPU may lack: that of the optimizer."""
 _DRIFT_PER_S = 0.4 / 3600
 _MOST_DRIFT = 0.5
-"""Links are shared and change unseen while nothing is timed on them: an hour later, step times
-across hosts are believed to 40 %, and what was found wanting is tried again."""
+"""Growth and limit of the drift of step times across hosts. Links are shared and change unnoticed
+while nothing is timed on them; after an hour, times are uncertain by 40 %."""
 
 
 class Configuration(NamedTuple):
@@ -46,12 +45,13 @@ class TimingRules:
     """How an instance of :class:`StepTimings` treats its measurements.
 
     Attributes:
-        windows: most recent windows of one configuration that are kept.
-        shift: factor by which times have to be longer, or shorter, than before to have shifted.
-        shift_windows: consecutive windows that have to show it, and windows needed before them.
-        refits: each of so many first windows of a configuration is reason for a new fit.
-        keep_one_host: after a shift across hosts, times on one host are kept.
-        configurations: most that are kept; the one that was timed least recently is dropped.
+        windows: number of recent windows kept for each configuration.
+        shift: factor by which times must be longer, or shorter, than before to have shifted.
+        shift_windows: number of consecutive windows that must show a shift, and number of windows
+            needed before them.
+        refits: number of first windows of a configuration, each of which leads to a new fit.
+        keep_one_host: whether times on one host are kept after a shift across hosts.
+        configurations: number of configurations kept; the least recently timed one is dropped.
     """
 
     windows: int
@@ -67,27 +67,27 @@ LEADER_RULES = TimingRules(
     windows=12,
     shift=1.25,
     shift_windows=4,
-    # A new model makes the leader score all allocations again.
+    # After each fit the leader scores all allocations again, so fit rarely.
     refits=1,
-    # Most likely the link changed, and what it knows of other worlds took rescales to learn.
+    # Most likely the link has changed, and measuring other worlds again would take rescales.
     keep_one_host=True,
 )
 RANK_RULES = TimingRules(
-    # A window is the median of the steps since the last review, which may be ten short ones: a
-    # busy moment makes all of them longer.
+    # A window is the median of the steps since the last review. These may be ten short steps, all
+    # of which a busy moment makes longer.
     windows=8,
     shift=1.5,
     # A false alarm costs little: the next reviews time the same configuration again.
     shift_windows=3,
     # The first reviews choose the batch, so they use each new time.
     refits=4,
-    # Only the present world counts for the batch, and old times would explain slower compute as
-    # slower reduction.
+    # Only the present world matters for the batch, and with old times the fit would take slower
+    # compute for a slower all-reduce.
     keep_one_host=False,
 )
 
 _MOST_ALONE = 16
-"""Sizes of a pass whose compute times are kept."""
+"""Configurations of a single rank whose compute times are kept."""
 
 
 class StepTimings:
@@ -97,7 +97,7 @@ class StepTimings:
         rules: how measurements are treated.
 
     Attributes:
-        fitted: what :meth:`model` gave last; None: it was never asked, or the windows have shifted.
+        fitted: last result of :meth:`model`; None: there is none, or the windows have shifted.
 
     >>> timings = StepTimings(RANK_RULES)
     >>> for step_s in [0.1, 0.1, 0.1, 0.2, 0.2, 0.2]:
@@ -110,23 +110,23 @@ class StepTimings:
         self.rules = rules
         self._steps: dict[Configuration, _Windows] = {}
         self._alone: dict[Configuration, _Windows] = {}
-        """Compute times of one rank: what a step takes that it makes alone."""
+        """Compute times of one rank, which are the times of steps on a single rank."""
         self.fitted: StepTimeModel | None = None
         self._fitted_to: dict[tuple[bool, Configuration], tuple[int, float]] = {}
 
     def add(
         self, where: Configuration, step_s: float, compute_s: float = math.nan, now: float = 0.0
     ) -> bool:
-        """Add a window; where its configuration has shifted, drop what is out of date.
+        """Add a window; if its configuration has shifted, drop times that are out of date.
 
         Args:
-            where: its configuration.
+            where: configuration of the window.
             step_s: time of a step [s].
-            compute_s: of that, compute time of the slowest rank in all passes [s]; NaN: unknown.
-            now: when it was measured [s]; only :meth:`distrust_old` needs it.
+            compute_s: compute time of the slowest rank in all passes [s]; NaN: unknown.
+            now: time of the measurement [s]; needed by :meth:`distrust_old` only.
 
         Returns:
-            Whether it showed a shift.
+            Whether the times have shifted.
         """
         windows = self._append(self._steps, where, self.rules.configurations)
         windows.times.append((step_s, compute_s))
@@ -145,9 +145,9 @@ class StepTimings:
         return True
 
     def add_alone(self, where: Configuration, compute_s: float) -> None:
-        """Add the compute time of a rank among several [s], as that of a step it makes alone.
+        """Add the compute time of one of several ranks [s] as the time of a single-rank step.
 
-        What steps of several ranks take beyond it is then known to be the reduction.
+        The fit then attributes the rest of a step of several ranks to the all-reduce.
         """
         windows = self._append(self._alone, where, _MOST_ALONE)
         windows.times.append((compute_s, math.nan))
@@ -156,11 +156,11 @@ class StepTimings:
             self._alone = {where: windows}
 
     def may_have_shifted(self, where: Configuration) -> bool:
-        """Return whether the last window of a configuration alone is far from those before."""
+        """Return whether the last window of a configuration differs much from those before."""
         return where in self._steps and self._has_shifted(self._steps[where], 1)
 
     def forget_world(self, hosts: int, ranks: int) -> None:
-        """Drop what was timed on so many hosts and ranks, and all compute times."""
+        """Drop the step times on this number of hosts and ranks, and all compute times."""
         self._steps = {
             where: windows
             for where, windows in self._steps.items()
@@ -169,7 +169,7 @@ class StepTimings:
         self._alone = {}
 
     def distrust_old(self, now: float) -> None:
-        """Believe times across hosts less, the older they are: their link may have changed."""
+        """Make times across hosts more uncertain with their age: links may have changed."""
         for where, windows in self._steps.items():
             if where.hosts > 1:
                 age_s = max(0.0, now - windows.timed_at)
@@ -178,7 +178,7 @@ class StepTimings:
 
     @property
     def worlds(self) -> set[tuple[int, int]]:
-        """Numbers of (hosts, ranks) that trained together and were timed."""
+        """Pairs (number of hosts, number of ranks) that were timed."""
         return {(where.hosts, where.ranks) for where in self._steps}
 
     def observation(self, where: Configuration | None) -> Observation | None:
@@ -187,28 +187,27 @@ class StepTimings:
         return None if where is None or windows is None else windows.observation(where)
 
     def model(self) -> StepTimeModel | None:
-        """Return the model fitted to all windows; None: there are none.
+        """Return the model fitted to all windows; None if there are none.
 
-        It is the same object until the windows say something new.
+        It is the same object until the windows have changed noticeably.
         """
         if not self._steps:
             return None
-        known = self._summary()
-        if self.fitted is None or self._is_news(known):
+        if self.fitted is None or self._is_outdated(self._summary()):
             self._drop_contradicted()
             self.fitted = self._fit()
             self._fitted_to = self._summary()
         return self.fitted
 
     def state_dict(self) -> list[Any]:
-        """Plain numbers, for a broadcast or a checkpoint; compute times alone are not part."""
+        """Return step times as plain data, for a broadcast or a checkpoint."""
         return [
             [list(where), [list(each) for each in windows.times]]
             for where, windows in self._steps.items()
         ]
 
     def load_state_dict(self, state: Iterable[Any]) -> None:
-        """Take what :meth:`state_dict` gave, here or in an earlier version."""
+        """Load a :meth:`state_dict` of this or an earlier version."""
         self._steps = {}
         for where, times in state:
             windows = self._append(self._steps, Configuration(*where), self.rules.configurations)
@@ -223,7 +222,7 @@ class StepTimings:
     def _append(
         self, windows: dict[Configuration, _Windows], where: Configuration, most: int
     ) -> _Windows:
-        """Return the windows of a configuration, as the most recent one."""
+        """Return the windows of a configuration and make it the most recent one."""
         found = windows.pop(where, None) or _Windows(deque(maxlen=self.rules.windows))
         windows[where] = found
         if len(windows) > most:
@@ -242,11 +241,11 @@ class StepTimings:
         alone = {(False, where): (1, windows.step_s) for where, windows in self._alone.items()}
         return found | alone
 
-    def _is_news(self, known: dict[tuple[bool, Configuration], tuple[int, float]]) -> bool:
+    def _is_outdated(self, summary: dict[tuple[bool, Configuration], tuple[int, float]]) -> bool:
         before = self._fitted_to
-        return known.keys() != before.keys() or any(
+        return summary.keys() != before.keys() or any(
             count != before[key][0] or abs(math.log(step_s / before[key][1])) > _REFIT_CHANGE
-            for key, (count, step_s) in known.items()
+            for key, (count, step_s) in summary.items()
         )
 
     def _fit(self, without: Collection[Configuration] = ()) -> StepTimeModel:
@@ -260,7 +259,7 @@ class StepTimings:
         return fit_step_time(seen)
 
     def _drop_contradicted(self) -> None:
-        """Drop old times across hosts that do not agree with new ones: the link has changed."""
+        """Drop old times across hosts that contradict new ones: the link has changed."""
         old = [where for where, windows in self._steps.items() if windows.drift is not None]
         new = [
             len(windows.times)
@@ -282,9 +281,9 @@ class _Windows:
     """Windows of one configuration.
 
     Attributes:
-        times: step time and compute time of each, the oldest first [s].
-        timed_at: when the last one was measured [s].
-        drift: relative standard deviation of what may have changed since; None: nothing has.
+        times: step time and compute time of each window, the oldest first [s].
+        timed_at: time of the last measurement [s].
+        drift: relative standard deviation of what may have changed since; None: nothing.
     """
 
     times: deque[tuple[float, float]]
@@ -311,13 +310,13 @@ class _Windows:
 
 
 def has_shifted(times: Sequence[float], last: int, before: int, factor: float) -> bool:
-    """Return whether the last times are far from those before.
+    """Return whether the last times differ much from those before.
 
     Args:
-        times: of one configuration, oldest first [s].
-        last: number of times that have to lie on one side of the median of those before.
-        before: number of times needed for a comparison.
-        factor: by which each of the last has to be longer, or each shorter.
+        times: step times of one configuration, the oldest first [s].
+        last: number of times that must lie on one side of the median of those before.
+        before: number of times before them that are needed for a comparison.
+        factor: factor by which each of the last must be longer, or each shorter.
 
     >>> [has_shifted(times, 2, 2, 1.5) for times in ([1, 1, 2, 2], [1, 1, 2, 1], [1, 2, 2])]
     [True, False, False]

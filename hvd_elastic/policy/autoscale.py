@@ -1,9 +1,9 @@
-"""Whether to change the slots of a run, to which, and why: one pure function.
+"""Decide whether to change the slots of a run, to which, and why, as a pure function.
 
-A change is worth what it is expected to bring over a horizon, less the pause of the rescale and
-what is lost while a change that turns out badly is tried. How likely that is follows from the
-uncertainty of the step-time model, so what was never measured is tried as soon as what may be
-learnt is worth the training it costs, and no sooner.
+The value of a change is its expected gain over a horizon, less the pause of the rescale and the
+expected loss if the change turns out badly. Probabilities follow from the uncertainty of the
+step-time model. So an allocation that was never measured is tried as soon as the possible gain is
+worth the cost of a try.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 _NOTABLE = 0.005
-"""What brings less than this part more is told as bringing no more."""
+"""A relative gain below this is reported as no gain."""
 _SURE = 0.05
-"""Above this standard deviation of its logarithm a goodput is told with its uncertainty."""
+"""Standard deviation of its logarithm above which a goodput is reported with its uncertainty."""
 _MISSED = 0.8
-"""A change that brought less than this part of what was predicted is told to have missed it."""
+"""A prediction is missed if less than this part of the predicted goodput was measured."""
 _DIFFERS = 0.1
-"""Parts of a prediction that are off by more are named as the cause."""
+"""Relative error above which a part of a prediction is named as the cause."""
 _QUICK_CHANGES = 2
-"""So many changes come quickly: the first tries of a run."""
+"""Number of changes before the cool-down begins to double."""
 
 
 def decide(
@@ -50,22 +50,22 @@ def decide(
     objective: Objective | None = None,
     parameters: Parameters | None = None,
 ) -> Decision:
-    """What to do with the slots of a run.
+    """Decide which slots a run should use.
 
     Args:
-        snapshot: the run.
-        now: [s], never falling.
-        objective: what the run is after; None: goodput.
-        parameters: patience and curiosity.
+        snapshot: state of the run.
+        now: monotonic time [s].
+        objective: objective of the run; None: goodput.
+        parameters: parameters of the policy; None: the defaults.
 
     Returns:
-        The decision; always with a reason.
+        The decision with its reason.
 
-    Source: the gain over a horizon less the pause, and the speedup per slot, are Pollux's (OSDI
-    2021, sections 3.3 and 4.2); uncertainty, placement, cost and hysteresis are added here.
+    Source: Pollux, OSDI 2021, sections 3.3 and 4.2 (gain over a horizon less the pause, speedup per
+    slot). Uncertainty, placement, cost and hysteresis are added here.
     """
     goal, how = objective or Objective(), parameters or Parameters()
-    waiting = _not_yet(snapshot, goal, how)
+    waiting = _why_undecided(snapshot, goal, how)
     if waiting:
         return Decision("stay", waiting, snapshot.current, known=False)
     options = _options(snapshot, goal)
@@ -92,15 +92,15 @@ def decide(
 
 
 def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
-    """Why a deadline cannot be met before anything trains, by what was measured earlier.
+    """Return why a deadline cannot be met, judged by earlier measurements of the run.
 
     Args:
-        snapshot: the run; nothing need train.
-        now: [s].
-        objective: what the run is after.
+        snapshot: state of the run, which need not train yet.
+        now: monotonic time [s].
+        objective: objective of the run.
 
     Returns:
-        In words, with the fastest choice; empty: it can be met, or nobody knows.
+        The reason, with the fastest allocation; empty if it can be met or this is not known.
     """
     unknown = snapshot.model is None or math.isnan(snapshot.noise_scale) or not snapshot.hosts
     if objective.deadline_s is None or objective.target is None or unknown:
@@ -127,12 +127,12 @@ def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
 
 @dataclass(frozen=True)
 class Miss:
-    """A change that brought much less than was predicted.
+    """A change that brought much less goodput than was predicted.
 
     Attributes:
-        predicted: goodput that the change was decided for [useful examples/s].
-        measured: goodput since [useful examples/s].
-        reason: both, and what is not as predicted, in words.
+        predicted: predicted goodput [useful examples/s].
+        measured: goodput measured since the change [useful examples/s].
+        reason: sentence with both and what differs from the prediction.
     """
 
     predicted: float
@@ -143,16 +143,16 @@ class Miss:
 def compare_prediction(
     decision: Decision, then: Snapshot, now: Snapshot, timed: Observation
 ) -> Miss | None:
-    """Compare what a change was decided for with what was measured since.
+    """Compare the predicted goodput of a change with the measured one.
 
     Args:
-        decision: the change.
-        then: what it rested on.
-        now: the run, on the slots decided on.
-        timed: steps of what trains now.
+        decision: decision to change.
+        then: snapshot that the decision was made by.
+        now: present snapshot, on the slots that were decided on.
+        timed: present step time.
 
     Returns:
-        None where at least four fifths of it came true.
+        The difference; None if at least four fifths of the prediction were measured.
     """
     assert then.model is not None
     size = timed.ranks * timed.atomic_batch_size * (timed.accumulation_steps + 1)
@@ -192,7 +192,7 @@ def compare_prediction(
 
 
 def remember(memory: Memory, decision: Decision, current: Allocation, now: float) -> Memory:
-    """What the next look should know of this one."""
+    """Return the memory for the next decision."""
     if decision.action == "stay":
         wish = decision.wish
         if wish is None:
@@ -200,21 +200,21 @@ def remember(memory: Memory, decision: Decision, current: Allocation, now: float
             return dataclasses.replace(memory, wish=None, wished=0, asked=asked)
         same = memory.wish is not None and _action(current, wish) == _action(current, memory.wish)
         return dataclasses.replace(memory, wish=wish, wished=memory.wished + 1 if same else 1)
-    # Slots may take minutes to start; asking for the same ones meanwhile changes nothing.
+    # Slots may take minutes to start; asking for the same ones again is not another change.
     again = decision.target == memory.asked
     return Memory(changed_at=now, changes=memory.changes + (not again), asked=decision.target)
 
 
 def surroundings_changed(memory: Memory) -> Memory:
-    """Hosts came or went, or steps take another time: patience begins anew."""
+    """Return the memory after hosts came or left or step times changed: the cool-down restarts."""
     return dataclasses.replace(memory, changes=0)
 
 
 # ----------------------------------------------------------------------------------------------
 
 
-def _not_yet(snapshot: Snapshot, goal: Objective, how: Parameters) -> str:
-    """Why nothing can be decided; empty: it can."""
+def _why_undecided(snapshot: Snapshot, goal: Objective, how: Parameters) -> str:
+    """Return why no decision is possible; empty if one is."""
     if not snapshot.current.slots:
         return "nothing trains yet"
     if snapshot.model is None or snapshot.measured < how.evidence:
@@ -245,9 +245,13 @@ def _options(snapshot: Snapshot, goal: Objective) -> list[Allocation]:
 
 @dataclass(frozen=True)
 class _Ranking:
-    """The best option, why, and whether it must be taken at once (a limit is broken).
+    """The best option.
 
-    ``kept``: whether it keeps to what the objective asks for.
+    Attributes:
+        best: index of the option.
+        why: the reason.
+        must: whether to change at once because a limit is broken.
+        kept: whether the option fulfils the objective.
     """
 
     best: int
@@ -270,12 +274,12 @@ def _rank(
     missing = _allocation_is_gone(snapshot)
     fits[0] &= not missing
     if not fits.any():
-        return _least_evil(goal, options, scores, limit)
+        return _nearest_to_objective(goal, options, scores, limit)
     by_deadline = goal.deadline_s is not None
     value = goodput / np.maximum(scores.rate, 1e-9) if by_deadline else goodput
-    # A slot has to bring a share of what those in use bring on average.
+    # A further slot must bring a part of the mean goodput of those in use.
     worth = 0.0 if by_deadline else how.slot_worth * goodput[0] / scores.slots[0]
-    if not fits[0]:  # where it is now is not allowed: the best of what is
+    if not fits[0]:  # the present allocation is not allowed, so take the best of those that are
         best = int(np.argmax(np.where(fits, value - worth * scores.slots, -np.inf)))
         cause = missing or broken
         return _Ranking(best, f"{cause}; {_describe(options[best], scores, best)}", must=True)
@@ -329,17 +333,20 @@ def _rank(
 def _limits(
     snapshot: Snapshot, goal: Objective, how: Parameters, scores: Scores, now: float
 ) -> tuple[np.ndarray, str, str]:
-    """Which options the objective allows, why the current one is not, and the limit in words."""
+    """Return which options the objective allows, why the current one is not, and the limits.
+
+    The last two are words for the reason of a decision.
+    """
     fits = np.ones(len(scores.slots), bool)
     goodput = scores.goodput
     broken = []
     said = []
     if goal.kind == "efficiency":
-        # Relative to one slot, or to the fewest that a batch plan exists for.
+        # Speedup is relative to one slot, or to the fewest slots that have a batch plan.
         fewest = np.min(scores.slots[goodput > 0])
         alone = int(np.argmax(np.where(scores.slots == fewest, goodput, -np.inf)))
         one = goodput[alone] / fewest
-        # What was never measured is taken for good: trying few slots costs little, and tells.
+        # Be optimistic where nothing was measured: trying few slots costs little.
         doubt = math.exp(min(float(scores.uncertainty[alone]), how.max_uncertainty))
         per_slot = goodput / scores.slots / np.where(scores.slots == fewest, one, one * doubt)
         least = goal.min_speedup_per_slot
@@ -347,7 +354,7 @@ def _limits(
         if per_slot[0] < 0.95 * least and not fits[0]:
             broken.append(f"a slot brings {per_slot[0]:.2f} of what one alone does, not {least:g}")
         elif not fits[0]:
-            fits[0] = True  # so close to the limit, noise would move it to and fro
+            fits[0] = True  # so near to the limit, noise would cause changes to and fro
         said.append(f"at least {least:g} of a single slot's goodput for each slot")
     if goal.budget is not None:
         allowed = scores.rate <= goal.budget
@@ -360,7 +367,7 @@ def _limits(
         todo = max(0.0, goal.target - snapshot.done)
         needs = todo / np.maximum(goodput, 1e-9) + snapshot.pause_s
         allowed = needs <= left_s * (1 - how.deadline_margin)
-        # What runs now is left only when it would be late itself.
+        # The present allocation is given up only when it would miss the deadline itself.
         allowed[0] = needs[0] - snapshot.pause_s <= left_s * (1 - how.deadline_margin / 2)
         fits &= allowed
         if not allowed[0]:
@@ -370,7 +377,7 @@ def _limits(
 
 
 def _allocation_is_gone(snapshot: Snapshot) -> str:
-    """What of the current slots is not on offer any more, or not allowed."""
+    """Return why the present slots are not available or allowed any more; empty if they are."""
     offered = {host.name: host.slots for host in snapshot.hosts}
     gone = [host for host, slots in snapshot.current.counts if slots > offered.get(host, 0)]
     if gone:
@@ -387,10 +394,10 @@ def _allocation_is_gone(snapshot: Snapshot) -> str:
     return ""
 
 
-def _least_evil(
+def _nearest_to_objective(
     goal: Objective, options: Sequence[Allocation], scores: Scores, limit: str
 ) -> _Ranking:
-    """Nothing keeps to the objective: the nearest to it."""
+    """Return the option that comes nearest to an objective that none fulfils."""
     possible = scores.goodput > 0
     if goal.budget is not None:
         best = int(np.lexsort((-scores.goodput, np.where(possible, scores.rate, np.inf)))[0])
@@ -422,15 +429,15 @@ def _why_stay(
     per: str,
     pause_s: float,
 ) -> str:
-    """Compare the current option with the best other one that is allowed, in one quantity.
+    """Return the comparison of the current option with the best other one that is allowed.
 
     Args:
-        options: the current one first.
-        scores: of the options.
-        value: what is compared: goodput, or useful examples ``per`` unit of money.
-        net: -inf where an option is not allowed.
-        per: empty for goodput.
-        pause_s: of a rescale.
+        options: all options, the current one first.
+        scores: scores of the options.
+        value: quantity to compare: goodput, or useful examples ``per`` unit of money.
+        net: net gain of each option; -inf where it is not allowed.
+        per: unit of ``value`` in words; empty for goodput.
+        pause_s: pause of a rescale [s].
     """
     slots = [count(option.slots, "slot") for option in options]
     text = f"{scores.goodput[0]:.0f} useful examples/s expected on {slots[0]}"
@@ -461,7 +468,7 @@ def _cost_words(options: Sequence[Allocation], index: int, pause_s: float) -> st
 def _held_back(
     snapshot: Snapshot, how: Parameters, target: Allocation, ranking: _Ranking, now: float
 ) -> str:
-    """Why a change that is worth it has to wait; empty: it does not."""
+    """Return why a change has to wait; empty if it does not."""
     if ranking.must:
         return ""
     memory = snapshot.memory

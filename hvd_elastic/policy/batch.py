@@ -1,6 +1,6 @@
-"""Choose the batch plan of a run, and the shares of its ranks, from what was measured.
+"""Choose the batch plan of a run and the shares of its ranks from measurements.
 
-Training and the simulator both call this, so that what the simulator tests is what ships.
+Training and the simulator both call this, so the simulator tests the rule of real runs.
 """
 
 from __future__ import annotations
@@ -33,35 +33,37 @@ __all__ = ["BatchChoice", "steps_to_review"]
 _OPTIMISM = 0.5
 """Standard deviations of the step time by which a plan that was never measured is scored better."""
 _GROWTH = 2
-"""The batch grows at most by this factor at once: memory and step times beyond are guesses."""
-_WORTH_IT = 1.05
-"""A plan that may bring this many times the goodput is changed to at once."""
-_WORTH_WAITING = 1.02
-"""One that is expected to bring this many times is changed to once it was found repeatedly: chance
-alone makes as much of few measurements."""
+"""Largest growth of the batch at once: memory and step times beyond it are guesses."""
+_GAIN_AT_ONCE = 1.05
+"""Least ratio of the goodput of a plan, by the optimistic score, for a change at once."""
+_GAIN_IN_TIME = 1.02
+"""Least ratio of the expected goodput for a change after several reviews. Few measurements show
+such a gain by chance."""
 _PATIENCE = 3
-"""Consecutive reviews that have to find it."""
+"""Consecutive reviews that have to find the smaller gain."""
 _NOTABLE_GAIN = 0.01
-"""A plan that is expected to bring less than this part more is reported as a try."""
+"""A change with a smaller expected relative gain is reported as a try."""
 _MEMORY_MARGIN = 0.9
-"""A pass a little smaller than one that ran out of memory runs out of it too."""
+"""Bound of a pass relative to one that ran out of memory: slightly smaller ones would fail too."""
 _REVIEW_S = 1.0
+"""Wanted time between reviews."""
 _REVIEW_STEPS = (10, 50)
+"""Fewest and most steps between reviews."""
 
 
 class BatchChoice:
     """The batch plan and the shares of a run, and the rule that changes them.
 
     Args:
-        limits: what the user allows.
+        limits: limits set by the user.
         unequal_shares: whether slow ranks get fewer examples of a step.
 
     Attributes:
-        plan: the batch plan in use.
-        balance: which rank gets how much of it.
-        memory_bound: most examples of a pass that are believed to fit into memory; None: no pass
-            has failed.
-        largest: the largest global batch that was in use.
+        plan: batch plan in use.
+        balance: shares of the ranks.
+        memory_bound: most examples of a pass that fit into memory, as far as is known; None: no
+            pass has failed.
+        largest: largest global batch size used so far.
     """
 
     def __init__(self, limits: BatchLimits, unequal_shares: bool = True) -> None:
@@ -72,7 +74,7 @@ class BatchChoice:
         self.memory_bound: int | None = None
         self.largest = limits.initial_batch_size
         self._better = 0
-        """Consecutive reviews that expected a better plan to be worth waiting for."""
+        """Number of consecutive reviews that found the smaller gain."""
 
     # -- bounds ----------------------------------------------------------------------------
 
@@ -84,7 +86,7 @@ class BatchChoice:
 
     @property
     def limits_now(self) -> BatchLimits:
-        """The user's limits, with what fits into memory."""
+        """The user's limits, with the bound of the memory."""
         return dataclasses.replace(self.limits, max_atomic_batch_size=self.atomic_bound)
 
     def bound_after_failure(self, atomic_batch_size: int) -> int:
@@ -92,7 +94,7 @@ class BatchChoice:
         bound = int(_MEMORY_MARGIN * atomic_batch_size)
         before = self.atomic_bound
         if before is not None and self.limits.max_accumulation_steps == 0:
-            # The last step of an epoch, larger than the plan's, failed; the plan has to give way.
+            # The last step of an epoch failed, which is larger than others; shrink the plan.
             bound = min(bound, before - 1)
         return max(self.limits.min_atomic_batch_size, bound)
 
@@ -110,10 +112,10 @@ class BatchChoice:
     # -- the plan --------------------------------------------------------------------------
 
     def keep_to_limits(self, ranks: int) -> str:
-        """Change a plan that is not possible on so many ranks to the nearest one that is.
+        """Change a plan that is not possible on this number of ranks to the nearest possible one.
 
         Returns:
-            Why it changed, in words; empty: it did not.
+            The reason of the change; empty if there was none.
         """
         limits = self.limits_now
         nearest = nearest_plan(limits, self.plan.global_batch_size, ranks)
@@ -137,16 +139,16 @@ class BatchChoice:
         ranks: int,
         slowness: float = 1.0,
     ) -> str:
-        """Change to the plan with the most goodput, where that is worth it.
+        """Change to the plan with the most goodput if the gain is large enough.
 
         Args:
-            model: of the step time.
+            model: step-time model.
             noise_scale: gradient noise scale [examples].
-            hosts, ranks: that train together.
-            slowness: of steps with the shares decided on.
+            hosts, ranks: number of hosts and ranks that train together.
+            slowness: slowness of steps with the shares decided on.
 
         Returns:
-            Why the plan changed, in words; empty: it did not.
+            The reason of the change; empty if there was none.
         """
         limits = self.limits_now
         low, _ = self.share_bounds(ranks)
@@ -169,12 +171,9 @@ class BatchChoice:
         return _why_changed(noise_scale, now.goodput, best.goodput, hoped)
 
     def _worth_changing(self, hoped: float, expected: float) -> bool:
-        """Decide on a plan that makes so many times the present goodput, with optimism and without.
-
-        For a small gain nothing is tried that was not measured.
-        """
-        self._better = self._better + 1 if expected > _WORTH_WAITING else 0
-        if hoped <= _WORTH_IT and self._better < _PATIENCE:
+        """Decide on a plan by its goodput relative to the present, with optimism and without it."""
+        self._better = self._better + 1 if expected > _GAIN_IN_TIME else 0
+        if hoped <= _GAIN_AT_ONCE and self._better < _PATIENCE:
             return False
         self._better = 0
         return True
@@ -186,14 +185,14 @@ class BatchChoice:
     # -- the shares ------------------------------------------------------------------------
 
     def review_shares(self, compute_s: Sequence[float], step_s: float) -> str:
-        """Decide on shares; :meth:`cut_shares` makes them. See :meth:`ShareBalance.review`."""
+        """Decide on shares, which :meth:`cut_shares` applies; see :meth:`ShareBalance.review`."""
         if not self.unequal_shares:
             return ""
         size, bounds = self.plan.global_batch_size, self.share_bounds(len(compute_s))
         return self.balance.review(compute_s, step_s, size, *bounds)
 
     def cut_shares(self, ranks: int) -> None:
-        """Make the shares of the plan in use, as the last review decided."""
+        """Apply the shares that the last review decided on."""
         self.balance.cut(self.plan.global_batch_size, ranks, *self.share_bounds(ranks))
 
     def slowness(self, compute_s: Sequence[float]) -> float:
@@ -203,7 +202,7 @@ class BatchChoice:
             compute_s: compute time of each rank with the present shares [s]; NaN: not known.
 
         Returns:
-            In steps of a quarter: the rest is chance.
+            Slowness rounded to a quarter, since smaller differences are noise.
         """
         ranks, size = len(compute_s), self.plan.global_batch_size
         if ranks < 2 or not all(math.isfinite(each) and each > 0 for each in compute_s):
@@ -215,10 +214,10 @@ class BatchChoice:
         scaled = [t * new / old for t, new, old in zip(compute_s, coming, timed, strict=True)]
         return max(0.25, round(4 * effective_slowness(scaled, coming)) / 4)
 
-    # -- what lasts ------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a broadcast or a checkpoint."""
+        """Return the state as plain data, for a broadcast or a checkpoint."""
         return {
             "plan": dataclasses.asdict(self.plan),
             "memory_bound": self.memory_bound,
@@ -228,7 +227,7 @@ class BatchChoice:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, here or in an earlier version."""
+        """Load a :meth:`state_dict` of this or an earlier version."""
         self.plan = BatchPlan(**state["plan"])
         self.memory_bound = state["memory_bound"]
         self.largest = state["largest"]
@@ -239,10 +238,10 @@ class BatchChoice:
 
 
 def steps_to_review(step_s: Sequence[float]) -> int:
-    """Return the steps until the next review: about a second's, within bounds.
+    """Return the number of steps until the next review, which take about a second.
 
     Args:
-        step_s: times of steps since the last one [s]; few steps where there are none.
+        step_s: times of the steps since the last review [s]; may be empty.
     """
     few, many = _REVIEW_STEPS
     wished = _REVIEW_S / median(step_s) if step_s else few
@@ -250,7 +249,7 @@ def steps_to_review(step_s: Sequence[float]) -> int:
 
 
 def _why_changed(noise: float, now: float, expected: float, hoped: float) -> str:
-    """Say why the batch changes: goodput now, expected, and possible as far as is known.
+    """Return the reason of a change: goodput now, expected, and by the optimistic score.
 
     >>> _why_changed(207.3, 700.0, 936.0, 990.0)
     'at a noise scale of 207 examples, 936 useful examples/s are expected instead of 700'

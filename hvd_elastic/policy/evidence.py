@@ -1,7 +1,7 @@
-"""What a run's own metrics say of it: step times by configuration, noise, pauses, progress.
+"""Collect measurements from the events of a run: step times, noise scale, pauses, progress.
 
-Takes the fields of the run's events as they come and never trusts them: what is not a finite
-number of the right sign is left out, and counted.
+The fields of events come from workers and are not trusted: an event with a value that is not a
+finite number of the right sign is ignored and counted.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from hvd_elastic.policy.speeds import RankSpeeds
 __all__ = ["CoreSharing", "Evidence", "Sharing"]
 
 _WINDOW_S = 1.0
-"""Shorter windows are joined: the clock of the metrics is not finer than a step."""
+"""Shortest window; shorter ones are joined, since times of metrics are exact to a step only."""
 _MOST = 2**53
-"""More examples, steps or seconds than any run has; beyond it floats are not exact."""
+"""Largest number accepted: above it floats are not exact, and no run has as many examples."""
 _SHORTEST_S = 1e-9
+"""Shortest compute time accepted."""
 _SETTLING = 1
 """Windows after a change that are not timed: readers start, memory is allocated."""
 _NOISE_PATIENCE = 20
 """Windows after which a noise scale that was never reported counts as infinite."""
 _FIRST_PAUSE_S = 1.0
+"""Pause of a rescale that is assumed before the first."""
 _PAUSES = 8
+"""Most recent pauses that are kept."""
 
 
 class Evidence:
     """Collects measurements of one run.
 
     Attributes:
-        rejected: reports that made no sense.
-        done: useful examples so far.
-        noise_scale: as last reported [examples]; NaN: not known.
-        limits: of the batch plan; None: not known.
-        plan: the batch plan in use; None: not known.
+        rejected: number of invalid reports.
+        done: number of useful examples so far.
+        noise_scale: gradient noise scale reported last [examples]; NaN: not known.
+        limits: limits of the batch plan; None: not known.
+        plan: batch plan in use; None: not known.
         allocation: slots that train now.
-        measured: timed windows since they began to train.
+        measured: number of windows timed since they began to train.
         timings: step times.
-        speeds: of the hosts, and shares of the ranks.
-        cores: which ranks share cores.
-        news: whether something changed that a decision should know at once.
+        speeds: speeds of the hosts and shares of the ranks.
+        cores: cores that ranks share.
+        news: whether something has changed that requires a decision soon.
     """
 
     def __init__(self) -> None:
@@ -67,12 +70,12 @@ class Evidence:
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self.measured = 0
         self._present: Configuration | None = None
-        """What trains now; None until it was timed."""
+        """Configuration that trains now; None until it was timed."""
 
     # -- events ----------------------------------------------------------------------------
 
     def formed(self, hosts_of_ranks: Sequence[str]) -> None:
-        """Begin another generation: the host of each rank, in their order."""
+        """Begin another generation with ranks on these hosts, in rank order."""
         counts: dict[str, int] = {}
         for host in hosts_of_ranks:
             counts[host] = counts.get(host, 0) + 1
@@ -83,12 +86,12 @@ class Evidence:
         self._present = None
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
-        """Take an event of the run; those that say nothing of this are ignored.
+        """Record an event of the run; events without measurements are ignored.
 
         Args:
-            kind: of the event.
-            fields: as in events.jsonl.
-            now: when it came [s].
+            kind: kind of the event.
+            fields: fields of the event, as in events.jsonl.
+            now: monotonic time of the event [s].
         """
         if kind == "metrics":
             self._on_metrics(fields, now)
@@ -122,7 +125,7 @@ class Evidence:
             self.rejected += 1
             return
         if fields.get("size") not in (None, self.allocation.slots):
-            self._windows.interrupt()  # of another world
+            self._windows.interrupt()  # a late report of another generation
             return
         noise = _number(fields.get("noise_scale"))
         if noise is not None:
@@ -138,10 +141,10 @@ class Evidence:
     def _note_window(self, window: _Window, fields: Mapping[str, Any], now: float) -> None:
         batch = window.examples / window.steps
         if not self._adaptive:
-            # The batch is what full steps have; the last one of an epoch is smaller.
+            # Take the batch of full steps; the last step of an epoch is smaller.
             known = self.plan.global_batch_size if self.plan else 0
-            told = _whole(fields.get("global_batch_size"), 1)
-            whole = told or max(known, math.ceil(batch - 0.01))
+            reported = _whole(fields.get("global_batch_size"), 1)
+            whole = reported or max(known, math.ceil(batch - 0.01))
             if whole > 0 and whole != known:
                 self.plan = BatchPlan(whole)
                 self.limits = BatchLimits(whole, whole, max_accumulation_steps=0)
@@ -149,8 +152,8 @@ class Evidence:
             return
         plan, ranks = self.plan, self.allocation.slots
         if plan is None or batch < 0.97 * plan.global_batch_size:
-            return  # an epoch ended in it
-        # Where not all steps have as many passes, their mean varies by chance.
+            return  # an epoch ended in this window
+        # If the steps have different numbers of passes, their mean scatters.
         extra = round(4 * self._windows.passes) / 4 - 1
         atomic = plan.global_batch_size / ranks / (extra + 1)
         slowness = self.speeds.steps_slowness(plan)
@@ -161,41 +164,41 @@ class Evidence:
         if self.timings.add(where, window.seconds / window.steps, now=now):
             self.news = True
 
-    def _note_shares(self, told: Any) -> None:
-        """Take the examples of each rank in a full step; none are told where they are equal."""
-        if not isinstance(told, Sequence) or len(told) != len(self.speeds.hosts):
+    def _note_shares(self, reported: Any) -> None:
+        """Record the examples of each rank in a full step; not reported if shares are equal."""
+        if not isinstance(reported, Sequence) or len(reported) != len(self.speeds.hosts):
             return
-        shares = tuple(whole for share in told if (whole := _whole(share, 1)) is not None)
-        if len(shares) == len(told) and self.speeds.note_shares(shares):
+        shares = tuple(whole for share in reported if (whole := _whole(share, 1)) is not None)
+        if len(shares) == len(reported) and self.speeds.note_shares(shares):
             self._windows.restart(self._windows.passes)
 
-    def _note_compute_times(self, told: Any, now: float) -> None:
-        if not isinstance(told, Sequence) or not told or len(told) != len(self.speeds.hosts):
+    def _note_compute_times(self, reported: Any, now: float) -> None:
+        if not isinstance(reported, Sequence) or len(reported) != len(self.speeds.hosts):
             return
-        if not self.speeds.is_new(told):
+        if not reported or not self.speeds.is_new(reported):
             return
-        times = [_number(seconds, _SHORTEST_S) or 0.0 for seconds in told]
+        times = [_number(seconds, _SHORTEST_S) or 0.0 for seconds in reported]
         fastest = None if self.plan is None else self.speeds.fastest(times, self.plan)
         if fastest is not None and self.plan is not None and round(fastest.examples) >= 1:
             examples, extra = round(fastest.examples), self.plan.accumulation_steps
             where = Configuration(1, 1, examples / (extra + 1), extra, fastest.slowness)
             self.timings.add_alone(where, fastest.compute_s * examples / fastest.examples)
         if self.speeds.note(times, self.plan, round(self._windows.passes), now):
-            # Until now steps of this world were timed with a wrong slowness.
+            # The steps on these hosts and ranks were timed with a wrong slowness.
             self.timings.forget_world(self.allocation.hosts, self.allocation.slots)
             self.measured = 0
             self.news = True
 
-    # -- what is known ---------------------------------------------------------------------
+    # -- results ---------------------------------------------------------------------------
 
     @property
     def present(self) -> Observation | None:
-        """The step time of what trains now; None where it was not timed yet."""
+        """Step time of the present configuration; None if it was not timed yet."""
         return self.timings.observation(self._present)
 
     @property
     def pause_s(self) -> float:
-        """Typical pause of a rescale [s]; a guess before the first."""
+        """Typical pause of a rescale [s]; an assumption before the first."""
         return median(self._pauses) if self._pauses else _FIRST_PAUSE_S
 
     def silent_s(self, now: float) -> float:
@@ -204,10 +207,11 @@ class Evidence:
 
     @property
     def noise(self) -> float:
-        """Noise scale to decide with; NaN: wait for it.
+        """Gradient noise scale for decisions [examples]; NaN: not known yet.
 
-        A fixed batch needs none. Where the batch adapts and no finite noise scale was reported for
-        long enough, gradients are so noisy that every example counts.
+        It is infinite for a fixed batch, whose efficiency is always 1. It is infinite as well if
+        the batch adapts and no finite value was reported for a while: then gradients are so noisy
+        that every example counts.
         """
         if not self._adaptive:
             return math.inf
@@ -216,7 +220,7 @@ class Evidence:
         return self.noise_scale
 
     def model(self) -> StepTimeModel | None:
-        """Return the model fitted to what is not out of date; see :meth:`StepTimings.model`."""
+        """Return the step-time model; see :meth:`StepTimings.model`."""
         return self.timings.model()
 
     @property
@@ -232,7 +236,7 @@ class Evidence:
 
 
 class _Progress(NamedTuple):
-    """A report of the run's progress; ``passes`` None: not told."""
+    """A report of the run's progress; ``passes`` is None if not reported."""
 
     at_s: float
     step: float
@@ -241,7 +245,7 @@ class _Progress(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Steps between two reports; ``settling``: too soon after a change to be timed."""
+    """Steps between two reports; ``settling`` if it is too soon after a change to be timed."""
 
     seconds: float
     steps: float
@@ -253,9 +257,9 @@ class _ProgressWindows:
     """Turns reports of progress into windows of at least a second.
 
     Attributes:
-        passes: of a step in the last window.
-        count: windows so far.
-        measured_at: when the last one ended [s].
+        passes: mean number of passes of a step in the last window.
+        count: number of windows so far.
+        measured_at: end of the last window [s].
     """
 
     def __init__(self) -> None:
@@ -270,13 +274,13 @@ class _ProgressWindows:
         self._last = None
 
     def restart(self, passes: float) -> None:
-        """Begin with the next report, and with windows that are settling."""
+        """Begin with the next report; the first window is settling."""
         self._last = None
         self.passes = passes
         self._settling = _SETTLING
 
     def add(self, report: _Progress, planned_passes: float) -> _Window | None:
-        """Add a report; return the window that it ends, if it does."""
+        """Add a report; return the window that it ends, or None."""
         last = self._last
         if (
             last is None
@@ -301,7 +305,7 @@ class _ProgressWindows:
 
 
 class Sharing(NamedTuple):
-    """How many ranks share the cores of one machine."""
+    """Number of ranks that share the cores of one machine."""
 
     ranks: int
     cores: int
@@ -312,10 +316,10 @@ class Sharing(NamedTuple):
 
 
 class CoreSharing:
-    """Which ranks share cores: several hosts can be parts of one machine.
+    """Tracks which ranks share cores: several hosts can be parts of one machine.
 
     Attributes:
-        densest: the most ranks for each core that steps were timed with; None: not known.
+        densest: the most ranks per core that steps were timed with; None: not known.
     """
 
     def __init__(self) -> None:
@@ -323,21 +327,21 @@ class CoreSharing:
         self._machines: dict[str, tuple[str, int]] = {}
 
     def add_host(self, host: str, machine: Any, cores: int) -> None:
-        """Take the machine of a host, if it was told, and its cores."""
+        """Record the machine of a host, if it is known, and its number of cores."""
         self._machines[host] = (str(machine or host), cores)
 
     def note_timed(self, counts: Iterable[tuple[str, int]]) -> None:
-        """Note that steps were timed with so many ranks on each host."""
+        """Record that steps were timed with these numbers of ranks on hosts."""
         self.densest = max(self.of(counts), self.densest, key=_density)
 
     def of(self, counts: Iterable[tuple[str, int]]) -> Sharing | None:
-        """Return the machine whose cores the most ranks would share; None: no host is known.
+        """Return the machine with the most ranks per core; None if no host is known.
 
-        Where all known hosts are parts of one machine, hosts that are not known count as further
-        parts of it; else as machines like the others.
+        If all known hosts are parts of one machine, unknown hosts count as further parts of it;
+        else each of them counts as a machine like the others.
 
         Args:
-            counts: host and number of ranks on it.
+            counts: pairs of host and number of ranks on it.
         """
         if not self._machines:
             return None
@@ -359,11 +363,11 @@ def _density(sharing: Sharing | None) -> float:
     return 0.0 if sharing is None else sharing.ranks_per_core
 
 
-def _limits(told: Any) -> BatchLimits | None:
-    if not isinstance(told, Mapping):
+def _limits(reported: Any) -> BatchLimits | None:
+    if not isinstance(reported, Mapping):
         return None
     names = {f.name for f in dataclasses.fields(BatchLimits)}
-    found = {name: told[name] for name in names if name in told}
+    found = {name: reported[name] for name in names if name in reported}
     initial, most = (_whole(found.get(n), 1) for n in ("initial_batch_size", "max_batch_size"))
     optional = found.get("max_atomic_batch_size")
     rest = [found.get("min_atomic_batch_size", 1), found.get("max_accumulation_steps", 0)]
@@ -377,7 +381,7 @@ def _limits(told: Any) -> BatchLimits | None:
 
 
 def _number(value: Any, least: float = 0.0) -> float | None:
-    """Return a number between ``least`` and the most that a run can come to; else None."""
+    """Return a number between ``least`` and ``_MOST``, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if least <= value <= _MOST else None

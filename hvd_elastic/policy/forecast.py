@@ -1,4 +1,4 @@
-"""What other numbers of hosts would bring: throughput, goodput, time and money, and how sure."""
+"""Predict throughput, goodput, time and cost for other numbers of hosts, with uncertainty."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ _SPREAD = 1.2816
 """Standard deviations either way that hold 80 % of a normal distribution."""
 
 _EVERY_SIZE = 16
-"""Up to so many slots, every number of them is a size of its own; a table of more is no help."""
+"""Most slots for which every number of slots has a row of its own."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What so many hosts would do, at the batch plan that suits them best.
+    """Predicted performance on a number of hosts, at the best batch plan.
 
     Attributes:
-        hosts, slots: in use.
-        seen: whether this number of slots on so many hosts was timed.
-        global_batch_size, accumulation_steps: of the plan.
-        throughput: [examples/s].
-        efficiency: statistical efficiency, in (0, 1].
-        goodput: their product [useful examples/s].
-        low, high: the goodput is between them with 80 % probability, by the model.
-        speedup: goodput over that of the first entry.
+        hosts, slots: number of hosts and slots in use.
         rate: price of the hosts [currency per hour]; None: not known.
-        time_s: until the target is reached [s]; None: there is none.
-        cost: of that time; None: no target or no price.
-        unknown: why nothing is predicted, in words; then all figures of speed are NaN.
+        unknown: reason why nothing is predicted, if so; the fields below then have their defaults.
+        seen: whether this number of slots on this number of hosts was timed.
+        global_batch_size, accumulation_steps: the batch plan.
+        throughput: predicted throughput [examples/s].
+        efficiency: statistical efficiency, in (0, 1].
+        goodput: product of the two [useful examples/s].
+        low, high: range of the goodput that has a probability of 80 % by the model.
+        speedup: ratio of the goodput to that of the first entry.
+        time_s: time until the target is reached [s]; None: there is no target.
+        cost: cost of that time; None: there is no target or no price.
     """
 
     hosts: int
     slots: int
-    seen: bool
-    global_batch_size: int
-    accumulation_steps: int
-    throughput: float
-    efficiency: float
-    goodput: float
-    low: float
-    high: float
-    speedup: float
     rate: float | None
-    time_s: float | None
-    cost: float | None
     unknown: str = ""
+    seen: bool = False
+    global_batch_size: int = 0
+    accumulation_steps: int = 0
+    throughput: float = math.nan
+    efficiency: float = math.nan
+    goodput: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    speedup: float = math.nan
+    time_s: float | None = None
+    cost: float | None = None
 
 
 def forecast(
@@ -69,21 +69,19 @@ def forecast(
     price: float | None = None,
     target: float | None = None,
 ) -> list[Forecast]:
-    """One entry for each size that a batch plan exists for, the smallest first.
+    """Return a forecast for each size that has a batch plan, the smallest first.
 
-    The noise scale is taken to stay what it was last. Nothing is predicted where more ranks share a
-    core than were timed: what that costs does not follow from steps of ranks with cores of their
-    own.
+    The noise scale is assumed to stay the same. Nothing is predicted for sizes at which more ranks
+    share a core than in any timed step, since timed steps do not tell what sharing costs.
 
     Args:
-        evidence: of a run.
-        hosts: those there are; beyond them, and with ``slots``, more of the same kind are thought
-            of.
-        most_hosts: each number of whole hosts up to this; None: the sizes that ``hosts`` allow, by
-            slots where there are few and by whole hosts where there are many.
-        slots: of each host; None: those the hosts have.
-        price: of each host [currency per hour]; None: those the hosts have.
-        target: useful examples still to be made.
+        evidence: measurements of a run.
+        hosts: hosts of the run. If more are needed, hosts like the commonest of them are assumed.
+        most_hosts: largest number of hosts, for a forecast of each number of whole hosts; None:
+            the sizes that ``hosts`` allow, by slots for few slots and by whole hosts for many.
+        slots: slots of each host; None: as in ``hosts``.
+        price: price of each host [currency per hour]; None: as in ``hosts``.
+        target: number of useful examples still to be processed; None: no target.
 
     Raises:
         ValueError: too little was measured; says what is missing.
@@ -97,8 +95,8 @@ def forecast(
     noise = evidence.noise
     if math.isnan(noise):
         raise ValueError(
-            "the gradient noise scale of this run is not known yet, so nobody can say what larger "
-            "batches would bring; let it train on for a minute"
+            "the gradient noise scale of this run is not known yet, so the gain of larger batches "
+            "cannot be predicted; let the run train for another minute"
         )
     offers = _offers(evidence, hosts, most_hosts, slots, price)
     found: list[Forecast] = []
@@ -113,13 +111,7 @@ def forecast(
         rate = None if None in rates else sum(p for p in rates if p is not None)
         unknown = _why_unknown(evidence, used)
         if unknown:
-            nan = math.nan
-            found.append(
-                Forecast(
-                    *(number, ranks, False, 0, 0, nan, nan, nan, nan, nan, nan),
-                    *(rate, None, None, unknown),
-                )
-            )
+            found.append(Forecast(number, ranks, rate, unknown))
             continue
         alone = best.goodput if math.isnan(alone) else alone
         spread = math.exp(_SPREAD * math.hypot(best.uncertainty, model.noise))
@@ -150,7 +142,7 @@ def forecast(
 
 
 def _why_unknown(evidence: Evidence, used: Sequence[HostOffer]) -> str:
-    """In words; empty: each rank has a core, or as many shared one when steps were timed."""
+    """Return why a size cannot be predicted, if more ranks would share a core than were timed."""
     sharing = evidence.cores.of((host.name, host.slots) for host in used)
     timed = evidence.cores.densest
     if sharing is None or timed is None:
@@ -180,7 +172,7 @@ def _offers(
     slots: int | None,
     price: float | None,
 ) -> list[HostOffer]:
-    """The fast hosts first, of those the large ones, and then more like the commonest."""
+    """Return the hosts in the order of use: fast and large hosts first, then assumed, then slow."""
     known = [
         HostOffer(
             host.name,
@@ -200,7 +192,7 @@ def _offers(
 
 
 def _sizes(offers: Sequence[HostOffer], *, by_slots: bool) -> list[list[HostOffer]]:
-    """The hosts of each size, with the slots in use there."""
+    """Return the hosts of each size, with the slots used on them."""
     whole = [list(offers[:number]) for number in range(1, len(offers) + 1)]
     if not by_slots or sum(host.slots for host in offers) > _EVERY_SIZE:
         return whole

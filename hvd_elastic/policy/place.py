@@ -1,4 +1,4 @@
-"""Where a given number of processes would best go."""
+"""Propose the hosts on which to place a number of processes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from hvd_elastic.policy.snapshot import Allocation, HostOffer
 __all__ = ["pace", "placements", "sizes_to_try"]
 
 _CLASSES = 6
+"""Most classes of speed."""
 _CLASS_STEP = 0.1
+"""Relative range of slowness within a class."""
 _DENSE = 12
+"""Every number of slots up to this is tried."""
 _GROWTH = 1.12
+"""Ratio of consecutive numbers of slots beyond that."""
 _WHOLE_HOSTS = 16
-"""Every number of whole hosts up to this is tried, since hosts are paid as a whole; then powers of
-two."""
+"""Every number of whole hosts up to this is tried, since a host is paid as a whole; beyond it,
+powers of two."""
 
 
 def sizes_to_try(least: int, most: int, current: int, host_slots: Sequence[int]) -> list[int]:
-    """Return numbers of slots to score: all small ones, then ever coarser, and whole hosts.
+    """Return the numbers of slots to score: all small ones, a geometric grid, and whole hosts.
 
     >>> sizes_to_try(1, 5, 3, [4])
     [1, 2, 3, 4, 5]
@@ -48,20 +52,20 @@ def sizes_to_try(least: int, most: int, current: int, host_slots: Sequence[int])
 def placements(
     hosts: tuple[HostOffer, ...], sizes: tuple[int, ...], current: Allocation
 ) -> tuple[Allocation, ...]:
-    """Return allocations worth comparing, of each size.
+    """Return candidate allocations of each size.
 
-    For each class of speed, only hosts that are at least as fast are used, since the slowest sets
-    the pace of a synchronous step. Among those the fewest hosts are taken, and for equal numbers
-    those in use now, then cheap, then fast ones; once more with the cheapest slots first, where
-    prices differ. Pinned hosts are part of all, as a whole.
+    For each class of speed, only hosts that are at least as fast are used, since the slowest host
+    determines the time of a synchronous step. Of these the fewest hosts are taken, with preference
+    for hosts in use, then cheap, then fast ones; if prices differ, also the cheapest slots. All
+    slots of pinned hosts are part of every allocation.
 
     Args:
-        hosts: on offer.
+        hosts: available hosts.
         sizes: numbers of slots.
         current: slots in use.
 
     Returns:
-        Each once; sizes that do not fit are left out.
+        Distinct allocations; sizes that do not fit are left out.
     """
     used = {host for host, _ in current.counts}
     pinned = [i for i, host in enumerate(hosts) if host.pinned]
@@ -96,7 +100,7 @@ def placements(
 
 
 def _speed_classes(hosts: Sequence[HostOffer]) -> list[float]:
-    """Return upper limits of slowness, the fastest class first; hosts of one class are alike."""
+    """Return the upper limit of slowness of each class of speed, the fastest class first."""
     limits: list[float] = []
     for slowness in sorted({host.slowness for host in hosts}):
         if limits and slowness <= limits[-1]:
@@ -108,14 +112,14 @@ def _speed_classes(hosts: Sequence[HostOffer]) -> list[float]:
 
 
 def _fill(hosts: Sequence[HostOffer], order: Sequence[int], size: int) -> dict[int, int] | None:
-    """Return slots by host; None where they do not hold so many."""
+    """Return slots by index of the host; None if the hosts have fewer slots."""
     if size <= 0:
         return {} if size == 0 else None
     left, counts = size, dict[int, int]()
     for place, index in enumerate(order):
         slots = hosts[index].slots
         if slots >= left:
-            # The last host: of those that are large enough, the smallest, the first of equals.
+            # For the last host take the smallest of those that are large enough.
             enough = [i for i in order[place:] if hosts[i].slots >= left]
             last = index
             for i in enough:
@@ -135,16 +139,16 @@ def pace(
     constant: ArrayLike = 0.0,
     least: ArrayLike = 0.0,
 ) -> np.ndarray:
-    """Return the slowness of steps where ranks on hosts train together; 1 without any.
+    """Return the slowness of steps of ranks that train together; 1 without any rank.
 
     Args:
-        ranks: (slowness, ranks) of each host.
+        ranks: pairs of slowness and number of ranks, for each host.
         unequal_shares: whether slow ranks get fewer examples; else all wait for the slowest.
-        constant: part of a pass that does not depend on its examples; any shape.
-        least: smallest share of a rank, relative to an equal one; the same shape.
+        constant: part of a pass that does not depend on its examples; any shape S.
+        least: smallest share of a rank, relative to an equal one; shape S.
 
     Returns:
-        Shape of ``constant``.
+        The slowness; shape S.
 
     >>> float(pace([(1.0, 3), (2.0, 1)], unequal_shares=False))
     2.0

@@ -1,4 +1,4 @@
-"""Which hosts have enough slots and cost least together."""
+"""Find the cheapest hosts that have enough slots."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _Host = TypeVar("_Host", bound=PricedHost)
 
 
 def hourly_price(hosts: Sequence[PricedHost]) -> float:
-    """What hosts cost together [currency per hour]; one without a price costs nothing."""
+    """Return the total price of hosts [currency per hour]; an unknown price counts as 0."""
     return sum(host.price or 0.0 for host in hosts)
 
 
 def cheapest_hosts(hosts: Sequence[_Host], slots: int) -> tuple[_Host, ...] | None:
-    """The hosts with so many slots that cost least together; None where all have fewer."""
-    # The least that so many slots cost with the hosts so far, and which hosts made it so.
+    """Return the cheapest hosts with at least so many slots together; None if all have fewer."""
+    # A knapsack: the least price of each number of slots with the hosts so far, and whether each
+    # host is part of it.
     prices = np.full(slots + 1, np.inf)
     prices[0] = 0.0
     taken = np.zeros((len(hosts), slots + 1), bool)

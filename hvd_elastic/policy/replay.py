@@ -1,7 +1,7 @@
-"""What a run measured before: its recorded events told to the evidence once more.
+"""Restore the measurements of a run from its recorded events.
 
-A leader that resumes a run goes on from what the one before had learnt, and a plan for other
-clusters rests on the same.
+A leader that resumes a run continues with the measurements of the one before, and
+``hvd-elastic plan`` uses them too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ __all__ = ["replay"]
 
 
 def replay(records: Iterable[Mapping[str, Any]]) -> Evidence:
-    """The evidence in a run's events, oldest first.
+    """Return the measurements in a run's events, which come oldest first.
 
-    What is known of the present (windows timed on the slots in use, when the last one came) is not
-    part of it: nothing trains until a generation is formed.
+    The result has no present generation: nothing counts as measured until one is formed.
 
     >>> events = [{"kind": "rescale_started", "generation": 1, "hosts": ["a"], "slots": [2]},
     ...           {"kind": "rescale_finished", "generation": 1, "mono": 0.0}]
@@ -46,7 +45,7 @@ def replay(records: Iterable[Mapping[str, Any]]) -> Evidence:
 
 
 def _hosts_of_ranks(record: Mapping[str, Any]) -> list[str]:
-    """The host of each rank: a host's ranks are neighbours."""
+    """Return the host of each rank; the ranks of a host are consecutive."""
     hosts, slots = record.get("hosts"), record.get("slots")
     if not isinstance(hosts, list) or not isinstance(slots, list) or len(hosts) != len(slots):
         return []

@@ -1,4 +1,4 @@
-"""Sampling of gradient statistics: in which steps, and the noise scale that the samples show."""
+"""Decide in which steps to sample gradient statistics, and estimate the noise scale from them."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ from hvd_elastic.model.step_time import StepTimeModel
 __all__ = ["GradientNoise", "GradientSampling"]
 
 _FIRST_STEPS = 200
-"""Samples until which every step is sampled that can be."""
+"""Number of first samples for which every step is sampled."""
 _UNCERTAIN_STEPS = 400
-"""The same while the noise scale is known less well than to ``_UNCERTAIN``."""
+"""The same while the relative standard error of the noise is above ``_UNCERTAIN``."""
 _UNCERTAIN = 0.05
-"""Relative standard error."""
 _CHANGING = 0.2
-"""Relative standard error above which the noise is taken to change, if it was known better."""
+"""Relative standard error above which the noise is assumed to change, if it was smaller before."""
 _SAMPLE_EVERY = (4, 64)
+"""Least and most steps between samples after that."""
 _SAMPLING_SHARE = 0.003
-"""Share of the time that all ranks spend on sampling once the noise is known."""
+"""Part of the time to spend on sampling once the noise is known."""
 _SAMPLES_AFTER_CHANGE = 100
-"""Samples taken as often as possible when the noise has become uncertain."""
+"""Number of samples taken at the least distance when the noise has become uncertain."""
 _PROBE_EVERY = (2, 8)
+"""Least and most steps between probes."""
 _PROBING_SHARE = 0.1
-"""Share of the time that one rank alone spends on seeing the noise."""
+"""Part of the time that a single rank may spend on probes."""
 _EVIDENCE = 20
-"""Samples before the batch plan follows the noise."""
+"""Number of samples needed before the batch plan depends on the noise."""
 
 
 class GradientSampling:
     """Decides which steps are sampled.
 
-    One rank that makes one pass of a step sees no noise, so it *probes*: it makes two passes of
-    some steps.
+    The noise shows only between passes. A single rank that takes a step in one pass therefore
+    *probes*: it takes some steps in two passes.
 
     Attributes:
-        every: one of so many steps is sampled.
-        probe_every: one of so many steps is made in two passes by one rank alone.
+        every: number of steps for each sampled step.
+        probe_every: number of steps for each probe.
     """
 
     def __init__(self) -> None:
         self.every = self.probe_every = 1
         self._certain_at = 0
-        """Samples taken when the noise scale was last known well."""
+        """Number of samples when the noise was last certain."""
 
     def sampled(self, step: int, *, probing: bool) -> bool:
         """Return whether the step after ``step`` is sampled."""
@@ -68,11 +69,11 @@ class GradientSampling:
         """Decide how often to sample and probe from now on.
 
         Args:
-            tracker: of the noise scale.
-            step_s: times of steps since the last call [s].
-            cost_s: what sampling a step takes [s]; NaN: not known.
-            bad_steps: whether the last gradients were not finite.
-            model: of the step time, where it is known.
+            tracker: estimate of the noise scale.
+            step_s: times of the steps since the last call [s].
+            cost_s: time for sampling one step [s]; NaN: not known.
+            bad_steps: whether recent gradients were not finite.
+            model: step-time model; None: not known.
             batch: global batch size.
         """
         self.every = self._next_every(tracker, step_s, cost_s, bad_steps)
@@ -98,7 +99,7 @@ class GradientSampling:
         return min(max(math.ceil(cost_s / (_SAMPLING_SHARE * median(step_s))), often), seldom)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a broadcast or a checkpoint."""
+        """Return the state as plain data, for a broadcast or a checkpoint."""
         return {
             "sample_every": self.every,
             "certain_at": self._certain_at,
@@ -106,14 +107,14 @@ class GradientSampling:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, here or in an earlier version."""
+        """Load a :meth:`state_dict` of this or an earlier version."""
         self.every = state["sample_every"]
         self._certain_at = state.get("certain_at", 0)
         self.probe_every = state["probe_every"]
 
 
 def _affordable_probes(model: StepTimeModel | None, batch: int) -> int:
-    """Return how often one rank probes: a step in two passes costs their fixed part once more."""
+    """Return the steps between probes; a probe costs the fixed cost of one more pass."""
     often, seldom = _PROBE_EVERY
     if model is None:
         return seldom
@@ -122,17 +123,17 @@ def _affordable_probes(model: StepTimeModel | None, batch: int) -> int:
 
 
 class GradientNoise:
-    """The gradient noise scale, from what the ranks have sampled.
+    """The gradient noise scale, estimated from the samples of all ranks.
 
     Args:
-        groups: parameter groups of the optimizer.
-        initial_batch_size: that the user tuned for [examples].
-        examples: in the data set.
+        groups: number of parameter groups of the optimizer.
+        initial_batch_size: global batch size that the user tuned for [examples].
+        examples: number of examples in the data set.
 
     Attributes:
-        tracker: smooths the samples.
-        norms: squared norms of the gradient and variances of one example's, for each group and
-            for all together; both relative to one unknown factor.
+        tracker: smoothed gradient statistics.
+        norms: squared norms of the gradient and variances of one example's gradient, for each group
+            and for all together; both relative to one unknown factor.
         scale: gradient noise scale [examples]; NaN: not known.
     """
 
@@ -145,9 +146,10 @@ class GradientNoise:
         """Add the samples of all ranks.
 
         Args:
-            reports: of each rank, one row for each step that it has sampled: step, examples of
-                the step, own passes, own weighted squared norms by group, squared norms of its
-                part of the mean gradient by group. Steps that not all ranks have are left out.
+            reports: one array for each rank with one row for each step that it sampled: number of
+                the step, its number of examples, the rank's number of passes, the rank's weighted
+                squared norms by group, squared norms of its part of the mean gradient by group.
+                Steps that not all ranks sampled are ignored.
 
         Returns:
             For each step that was added, in order, whether its gradients were finite.
@@ -173,13 +175,13 @@ class GradientNoise:
 
     @property
     def cautious_scale(self) -> float:
-        """The noise scale to choose a batch by [examples]; NaN: too few samples."""
+        """Noise scale for the choice of a batch [examples]; NaN: there are too few samples."""
         if self.tracker.steps < _EVIDENCE:
             return math.nan
         return self.tracker.cautious_noise_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a broadcast or a checkpoint."""
+        """Return the state as plain data, for a broadcast or a checkpoint."""
         return {
             "tracker": self.tracker.state_dict(),
             "norms": [list(values) for values in self.norms],
@@ -187,7 +189,7 @@ class GradientNoise:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave; norms of other parameter groups are left out."""
+        """Load a :meth:`state_dict`; norms of other parameter groups are ignored."""
         if state["tracker"] is not None:
             self.tracker.load_state_dict(state["tracker"])
         if len(state["norms"][0]) == len(self.norms[0]):

@@ -1,4 +1,4 @@
-"""What allocations are worth: goodput at the best batch plan of each, and how sure that is."""
+"""Score allocations: goodput at the best batch plan of each, with its uncertainty."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_elastic.model.goodput import ACCUMULATION_STEPS, statistical_efficiency
+from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import Allocation, HostOffer, Snapshot
@@ -16,17 +16,19 @@ from hvd_elastic.policy.snapshot import Allocation, HostOffer, Snapshot
 __all__ = ["Scores", "expected_gain_and_loss", "score_allocations"]
 
 _SIZES = 32
+"""Global batch sizes that are tried, on a geometric grid."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One entry for each allocation.
+    """Scores of several allocations; each array has one entry for each of them.
 
     Attributes:
-        goodput: useful examples/s at the best batch plan; 0 where no plan keeps to the limits.
-        uncertainty: standard deviation of the logarithm of its ratio to the first one's.
-        batch: global batch size of that plan.
-        slots: processes.
+        goodput: goodput at the best batch plan [useful examples/s]; 0 where no plan keeps to the
+            limits.
+        uncertainty: standard deviation of the logarithm of the goodput's ratio to the first one.
+        batch: global batch size of the best batch plan.
+        slots: number of processes.
         rate: price of the hosts in use [currency per hour]; 0 where prices are not known.
     """
 
@@ -38,7 +40,10 @@ class Scores:
 
 
 def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> Scores:
-    """Scores of all at once: global batch sizes on a geometric grid, several numbers of passes.
+    """Return the scores of allocations.
+
+    All are computed at once, over a geometric grid of global batch sizes and several numbers of
+    extra passes.
 
     Raises:
         ValueError: the snapshot has no fitted model.
@@ -50,18 +55,19 @@ def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> 
         raise ValueError("there is no step time model to score with")
     offers = {host.name: host for host in snapshot.hosts}
     slots = np.asarray([a.slots for a in allocations], np.float64)
-    # Distinct shapes are few: predictions do not tell hosts of the same speed apart.
-    there = [(a.hosts, a.slots, _speeds(a, offers)) for a in allocations]
-    places = {shape: place for place, shape in enumerate(dict.fromkeys(there))}
-    which = np.asarray([places[shape] for shape in there])
+    # Predictions depend only on the number of hosts and slots and the speeds, so distinct shapes
+    # are few.
+    shapes = [(a.hosts, a.slots, _speeds(a, offers)) for a in allocations]
+    places = {shape: place for place, shape in enumerate(dict.fromkeys(shapes))}
+    which = np.asarray([places[shape] for shape in shapes])
     rate = np.asarray(
         [sum(offers[h].price or 0.0 for h, _ in a.counts if h in offers) for a in allocations]
     )
 
     first, last = limits.initial_batch_size, max(limits.initial_batch_size, limits.max_batch_size)
     sizes = np.unique(np.rint(np.geomspace(first, last, _SIZES)).astype(np.int64))
-    extras = np.asarray([s for s in ACCUMULATION_STEPS if s <= limits.max_accumulation_steps])
-    size, extra = (grid.ravel().astype(np.float64) for grid in np.meshgrid(sizes, extras))
+    grids = np.meshgrid(sizes, limits.accumulation_choices)
+    size, extra = (grid.ravel().astype(np.float64) for grid in grids)
     on = np.asarray([[number] for number, _, _ in places], np.float64)
     ranks = np.asarray([[number] for _, number, _ in places], np.float64)
     atomic = size / ranks / (extra + 1)
@@ -87,7 +93,7 @@ def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> 
 def _speeds(
     allocation: Allocation, offers: Mapping[str, HostOffer]
 ) -> tuple[tuple[float, int], ...]:
-    """(slowness, ranks) of the speeds in use, the fastest first."""
+    """Return (slowness, number of ranks) of the speeds in use, the fastest first."""
     found: dict[float, int] = {}
     for host, number in allocation.counts:
         if host in offers:
@@ -99,13 +105,15 @@ def _speeds(
 def expected_gain_and_loss(
     value: np.ndarray, uncertainty: np.ndarray, now: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What a try brings where it turns out well, and costs where it turns out badly.
+    """Return the expected gain and loss of changing to an uncertain value, and P(loss).
 
-    A quantity of mean ``value`` is log-normal with standard deviation ``uncertainty`` of its
-    logarithm; what one has is ``now``.
+    Args:
+        value: means of log-normal quantities X; any shape S.
+        uncertainty: standard deviations of the logarithms of X; shape S.
+        now: present value, which is certain.
 
     Returns:
-        ``E[max(X - now, 0)]``, ``E[max(now - X, 0)]`` and ``P(X < now)``, each of value's shape.
+        ``E[max(X - now, 0)]``, ``E[max(now - X, 0)]`` and ``P(X < now)``; shape S each.
 
     Source: expected improvement (Mockus 1975; Jones, Schonlau and Welch 1998, section 4.1), for a
     log-normal quantity; the integral is that of Black and Scholes 1973, equation 13.
@@ -117,12 +125,11 @@ def expected_gain_and_loss(
     sigma = np.maximum(uncertainty, 1e-9)
     logs = np.log(np.maximum(value, 1e-300) / now)
     d2 = logs / sigma - sigma / 2
-    above, weighted = _normal(d2), _normal(d2 + sigma)
+    above, weighted = _normal_cdf(d2), _normal_cdf(d2 + sigma)
     gain = np.maximum(value * weighted - now * above, 0.0)
     loss = np.maximum(gain - (value - now), 0.0)
     return gain, loss, 1 - above
 
 
-def _normal(x: np.ndarray) -> np.ndarray:
-    """Distribution function of the standard normal distribution."""
+def _normal_cdf(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2)))

@@ -1,4 +1,4 @@
-"""What a decision rests on: plain frozen data, nothing that asks anybody anything."""
+"""Define the input and the output of a scaling decision as immutable data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class HostOffer:
     """A host that may be used.
 
     Attributes:
-        name: of the hostfile.
-        slots: processes it can hold.
-        price: of the whole host [any currency, per hour]; None: not known.
-        slowness: time of a pass on it, relative to the fastest host known; 1 until measured.
-        pinned: the user wants all of it in use, whatever it brings.
+        name: name in the hostfile.
+        slots: number of processes that it can hold.
+        price: price of the whole host [currency per hour]; None: not known.
+        slowness: time of a pass relative to the fastest host; 1 until measured.
+        pinned: whether the user wants all its slots in use regardless of their gain.
     """
 
     name: str
@@ -34,17 +34,17 @@ class HostOffer:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Slots in use: how many on which host.
+    """Slots in use by host.
 
     Attributes:
-        counts: (host, slots > 0), in the order of the hostfile.
+        counts: pairs (host, number of slots > 0), in the order of the hostfile.
     """
 
     counts: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, counts: Mapping[str, int] | Iterable[tuple[str, int]]) -> Allocation:
-        """From a mapping or pairs; hosts without a slot are left out.
+        """Return the allocation of a mapping or of pairs; hosts without slots are left out.
 
         >>> Allocation.of({"a": 2, "b": 0}).counts
         (('a', 2),)
@@ -61,7 +61,7 @@ class Allocation:
         return len(self.counts)
 
     def __str__(self) -> str:
-        """As in a hostfile, on one line; the first of many.
+        """Return the first hosts with their slots on one line, as in a hostfile.
 
         >>> print(Allocation.of({"a": 2, "b": 1}))
         a:2 b:1
@@ -73,14 +73,14 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Memory:
-    """What decisions leave behind for the next one.
+    """State that is kept from one decision to the next.
 
     Attributes:
-        changed_at: when the policy last changed something [s]; -inf: never.
-        wish: what the last look wanted and hysteresis or cool-down did not let happen.
-        wished: looks in a row with a wish in the same direction.
-        changes: of the policy since the surroundings last changed.
-        asked: for which slots the last change was; None: there was none.
+        changed_at: time of the last change by the policy [s]; -inf: there was none.
+        wish: change that the last decision wanted and postponed; None: there was none.
+        wished: number of consecutive decisions that wanted a change in the same direction.
+        changes: number of changes by the policy since hosts or step times last changed.
+        asked: slots that the last change asked for; None: there was none.
     """
 
     changed_at: float = -math.inf
@@ -92,27 +92,27 @@ class Memory:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run, as far as a decision needs to know it.
+    """State of a run that a decision depends on.
 
     Attributes:
-        hosts: in the order of the hostfile.
+        hosts: available hosts, in the order of the hostfile.
         current: slots that train now.
-        plan: the batch plan now.
-        limits: what a batch plan must keep to; ``max_batch_size == initial_batch_size`` where
-            the script's batch is fixed.
-        model: fitted to the step times seen; None: nothing was measured.
+        plan: batch plan in use.
+        limits: limits of the batch plan; ``max_batch_size == initial_batch_size`` if the batch of
+            the script is fixed.
+        model: step-time model; None: nothing was measured.
         noise_scale: gradient noise scale [examples]; NaN: not known, inf: gradients are all noise.
-        measured: timed windows of steps since the current allocation began to train.
-        silent_s: since the last measurement [s].
-        pause_s: typical pause of the rescales seen [s].
-        min_np, max_np: bounds of the slots; None: no upper bound.
-        done: useful examples so far (throughput x statistical efficiency, integrated).
-        started_at: when training began [s, the clock of ``now``].
-        memory: of earlier decisions.
-        unequal_shares: whether slow ranks get fewer examples of a step, so that all end together.
-        constant_examples: so many take a rank as long as what is constant in a pass; 0 where that
-            is not known.
-        rejected: reports of the workers that made no sense.
+        measured: number of windows timed since the current allocation began to train.
+        silent_s: time since the last measurement [s].
+        pause_s: typical pause of a rescale [s].
+        min_np, max_np: bounds of the number of slots; None: no upper bound.
+        done: number of useful examples so far (throughput x statistical efficiency, integrated).
+        started_at: time when training began [s, the clock of ``now``].
+        memory: state kept from earlier decisions.
+        unequal_shares: whether slow ranks get fewer examples of a step, to finish together.
+        constant_examples: number of examples whose compute time equals the fixed cost of one pass;
+            0: not known.
+        rejected: number of invalid reports of the workers.
     """
 
     hosts: tuple[HostOffer, ...]
@@ -134,7 +134,7 @@ class Snapshot:
     rejected: int = 0
 
     def as_fields(self) -> dict[str, Any]:
-        """Plain data for the ``decision`` event; what is not finite is None."""
+        """Return plain data for the ``decision`` event; numbers that are not finite become None."""
         model = self.model
         return {
             "hosts": [[h.name, h.slots, h.price, round(h.slowness, 3)] for h in self.hosts],
@@ -164,18 +164,18 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why.
+    """A decision with its reason.
 
     Attributes:
-        action: ``stay``, ``grow``, ``shrink`` or ``move`` (as many slots, elsewhere).
-        reason: in words, with the numbers it rests on.
-        target: the slots to train on from now on; for ``stay`` the current ones.
-        wish: what it would be if it had been wished for often enough, or not too soon; None: the
-            target is the wish.
-        known: False where too little was measured to decide anything.
-        kept: False where nothing keeps to the budget, the deadline or the efficiency asked for.
-        goodput: that is expected on the target [useful examples/s]; NaN for ``stay``.
-        batch: global batch size that it is expected with; 0 for ``stay``.
+        action: ``stay``, ``grow``, ``shrink`` or ``move`` (the same number of slots on others).
+        reason: sentence with the numbers that the decision is based on.
+        target: slots to train on from now on; for ``stay`` the current ones.
+        wish: slots wanted, if the change is postponed by the cool-down or until it is confirmed;
+            else None.
+        known: whether enough was measured to decide.
+        kept: whether the target keeps to the budget, the deadline or the least efficiency.
+        goodput: expected goodput on the target [useful examples/s]; NaN for ``stay``.
+        batch: expected global batch size on the target; 0 for ``stay``.
     """
 
     action: str

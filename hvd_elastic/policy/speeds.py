@@ -1,4 +1,4 @@
-"""How fast hosts are, and which part of a pass is fixed, from the compute times of the ranks."""
+"""Estimate the speeds of hosts and the fixed cost of a pass from the ranks' compute times."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from hvd_elastic.model.shares import TimedTwice, constant_examples
 __all__ = ["FixedCost", "HostSpeeds", "Pass", "RankSpeeds"]
 
 _REPORTS = 6
-"""Most recent reports of a host that are kept."""
+"""Number of recent reports kept for each host."""
 _STANDS_OUT = 1.15
+"""Ratio to the fastest host above which a host counts as slow."""
 _FORGET_S = 4 * 3600.0
+"""Time after which a host that is not used is forgotten; it may have been repaired."""
 _PAIRS = 32
+"""Number of recent pairs of timings that the fixed cost is fitted to."""
 _MOVED = 0.1
-"""Change of a host's slowness, in logarithms, that makes what was timed with it doubtful."""
+"""Change of a host's slowness, in logarithms, that makes step times with it unreliable."""
 _UNEVEN = 1.2
+"""Ratio of the slowest rank's time to the median above which shares may be about to change."""
 _BALANCED_AFTER = 5
-"""Reports after which ranks with such unlike times will not share out the batch any more."""
+"""Consecutive reports with such times after which a change of shares is not expected any more."""
 
 
 class HostSpeeds:
-    """How slow each host is relative to the fastest, from the compute times of its ranks.
+    """Estimates the slowness of each host relative to the fastest.
 
-    Each report holds hosts that trained together, at a batch plan that other reports may not
-    have. In logarithms a time is what the report has in common plus what is the host's own; both
-    are medians (median polish: Tukey, Exploratory Data Analysis, 1977, chapter 11), so neither one
-    odd host nor one odd report moves the rest. A host counts as slow once three of four of its
-    last reports say so, and is forgotten a while after it was last seen: it may have been mended.
+    Each report holds the times of hosts that trained together, at a batch plan that may differ
+    between reports. The logarithm of a time is modelled as a value common to the report plus a
+    value of the host. Both are medians (median polish: Tukey, Exploratory Data Analysis, 1977,
+    chapter 11), so outliers have no influence. A host counts as slow once three quarters of its
+    recent reports show it.
     """
 
     def __init__(self) -> None:
@@ -43,8 +47,9 @@ class HostSpeeds:
         """Add a report.
 
         Args:
-            times: compute time of a step by host [s]; what is not positive and finite is ignored.
-            now: [s].
+            times: compute time of a step by host [s]; values that are not positive and finite are
+                ignored.
+            now: monotonic time [s].
         """
         logs = {h: math.log(t) for h, t in times.items() if math.isfinite(t) and t > 0}
         if not logs:
@@ -58,7 +63,7 @@ class HostSpeeds:
             del self._own[host], self._seen_at[host]
 
     def slowness(self) -> dict[str, float]:
-        """Return the slowness by host: 1 for the fastest and those that do not stand out."""
+        """Return the slowness by host; 1 for hosts that are not clearly slower than the fastest."""
         if not self._own:
             return {}
         middle = {host: median(own) for host, own in self._own.items()}
@@ -72,11 +77,11 @@ class HostSpeeds:
 
 
 class FixedCost:
-    """Learns the fixed cost of a pass when a rank gets another share, or all another batch.
+    """Estimates the fixed cost of a pass from changes of the shares or the batch.
 
     Attributes:
-        examples: number of examples whose compute time equals the fixed cost of one pass; 0 until
-            it is known.
+        examples: number of examples whose compute time equals the fixed cost of one pass; 0: not
+            known.
 
     >>> cost = FixedCost()
     >>> cost.note(["a", "b"], 1, [16, 16], [0.26, 0.78])
@@ -102,10 +107,10 @@ class FixedCost:
         """Add a report.
 
         Args:
-            hosts: of each rank; reports of other hosts are not compared.
-            passes: in which each rank makes its examples.
-            examples: of each rank in a step.
-            compute_s: of each rank for them, above 0 [s].
+            hosts: host of each rank; only reports of the same hosts are compared.
+            passes: number of passes of a step.
+            examples: number of examples of each rank in a step.
+            compute_s: compute time of each rank for a step, above 0 [s].
         """
         last, self._last = self._last, (hosts, passes, examples, compute_s)
         if last is None or last[0] != hosts or last[1:3] == (passes, examples):
@@ -118,7 +123,7 @@ class FixedCost:
 
 
 class Pass(NamedTuple):
-    """What the fastest ranks computed in a step."""
+    """Examples and compute time of the fastest ranks in a step."""
 
     examples: float
     slowness: float
@@ -126,11 +131,11 @@ class Pass(NamedTuple):
 
 
 class RankSpeeds:
-    """Speeds of the ranks that train, from reports of their compute times and shares.
+    """Estimates the speeds of the ranks that train, from their compute times and shares.
 
     Attributes:
-        hosts: of each rank.
-        unequal: whether the run has unequal shares.
+        hosts: host of each rank.
+        unequal: whether shares may be unequal.
         fixed: fixed cost of a pass.
     """
 
@@ -143,7 +148,7 @@ class RankSpeeds:
         self._slowness: dict[str, float] = {}
         self._last_report: Sequence[object] = ()
         self._uneven = 0
-        """Consecutive reports with unlike times."""
+        """Number of consecutive reports with uneven times."""
 
     def formed(self, hosts: Sequence[str]) -> None:
         """Begin another generation."""
@@ -152,7 +157,7 @@ class RankSpeeds:
         self._uneven = 0
 
     def note_shares(self, shares: Sequence[int]) -> bool:
-        """Take the examples of each rank in a full step; return whether they changed."""
+        """Record the examples of each rank in a full step; return whether they changed."""
         self.unequal = True
         changed = shares != self._shares and bool(self._shares or max(shares) - min(shares) > 1)
         if changed:
@@ -161,7 +166,7 @@ class RankSpeeds:
         return changed
 
     def is_new(self, report: Sequence[object]) -> bool:
-        """Return whether compute times differ from those before: metrics repeat them."""
+        """Return whether a report differs from the last one; metrics repeat them."""
         before, self._last_report = self._last_report, report
         return report != before
 
@@ -172,12 +177,12 @@ class RankSpeeds:
 
         Args:
             compute_s: compute time of each rank for a step [s]; 0: not known.
-            plan: the batch plan in use; None: not known.
-            passes: of a step.
-            now: [s].
+            plan: batch plan in use; None: not known.
+            passes: number of passes of a step.
+            now: monotonic time [s].
 
         Returns:
-            Whether a host turned out to be much slower or faster than was known.
+            Whether the slowness of a host has changed much.
         """
         self._uneven = self._uneven + 1 if max(compute_s) > _UNEVEN * median(compute_s) else 0
         if plan is not None and all(compute_s):
@@ -186,7 +191,7 @@ class RankSpeeds:
         for host, value, load in zip(self.hosts, compute_s, self._loads(plan), strict=True):
             if value:
                 by_host.setdefault(host, []).append(value / load)
-        # A host is as slow as its slowest slot: all wait for that.
+        # A host is as slow as its slowest slot, for which all wait.
         self._speeds.note({host: max(values) for host, values in by_host.items()}, now)
         before, self._slowness = self._slowness, self._speeds.slowness()
         return any(
@@ -195,7 +200,7 @@ class RankSpeeds:
         )
 
     def fastest(self, compute_s: Sequence[float], plan: BatchPlan) -> Pass | None:
-        """Return what the fastest of several ranks computed for; None: a rank is not known."""
+        """Return the median of the fastest ranks; None for a single rank or an unknown time."""
         if len(compute_s) < 2 or not all(compute_s):
             return None
         fastest = min(self.slowness(host) for host in self.hosts)
@@ -209,11 +214,11 @@ class RankSpeeds:
 
     @property
     def rebalancing(self) -> bool:
-        """Whether the ranks are about to share out the batch: other step times are coming."""
+        """Whether the ranks are about to change their shares, and with them the step time."""
         return self.unequal and 0 < self._uneven <= _BALANCED_AFTER
 
     def slowness(self, host: str) -> float:
-        """Return that of a host relative to the fastest; 1 where it was not measured."""
+        """Return the slowness of a host relative to the fastest; 1 if it was not measured."""
         return self._slowness.get(host, 1.0)
 
     def steps_slowness(self, plan: BatchPlan | None) -> float:
@@ -222,11 +227,11 @@ class RankSpeeds:
         return round(max((self.slowness(host) * load for host, load in ranks), default=1.0), 1)
 
     def _examples(self, plan: BatchPlan) -> Sequence[float]:
-        """Return those of each rank in a full step."""
+        """Return the number of examples of each rank in a full step."""
         return self._shares or [plan.global_batch_size / len(self.hosts)] * len(self.hosts)
 
     def _loads(self, plan: BatchPlan | None) -> list[float]:
-        """Return the time that each rank's share takes, relative to an equal one."""
+        """Return the time for each rank's share, relative to an equal share."""
         if not self._shares:
             return [1.0] * len(self.hosts)
         extra = plan.accumulation_steps if plan else 0

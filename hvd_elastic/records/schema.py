@@ -1,7 +1,7 @@
-"""The type of each event in ``events.jsonl``, and the JSON schema made from these types.
+"""Define the type of each event in ``events.jsonl`` and generate their JSON schema.
 
-The records are written as plain fields; these types are what readers may count on. The tests check
-every event of every run that they make with :func:`check_event`.
+Events are written as plain fields. The types are the public interface for readers, and the tests
+check the events of all their runs with :func:`check_event`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hvd_elastic.wire import messages as msg
 __all__ = ["Event", "check_event", "event_schema"]
 
 HostSlots = tuple[str, int]
-"""Name and slots of a host."""
+"""Name and number of slots of a host."""
 
 
 class _Event(msgspec.Struct, tag_field="kind", kw_only=True):
     t: float
     """Unix seconds."""
     mono: float
-    """Seconds of a clock of the leader's machine that never jumps."""
+    """Seconds of a monotonic clock of the leader's machine."""
 
 
 class _WorkerEvent(_Event):
@@ -34,7 +34,7 @@ class _WorkerEvent(_Event):
 
 
 class RunStarted(_Event, tag="run_started"):
-    """A leader begins."""
+    """A leader has started or resumed the run."""
 
     run_id: str
     hosts: list[HostSlots]
@@ -47,7 +47,7 @@ class RunStarted(_Event, tag="run_started"):
 
 
 class TakenOver(_Event, tag="taken_over"):
-    """Another leader has found workers that trained on without one."""
+    """Another leader has taken over workers that continued without a leader."""
 
     generation: int
     size: int
@@ -55,20 +55,20 @@ class TakenOver(_Event, tag="taken_over"):
 
 
 class LeaderCutOff(_Event, tag="leader_cut_off"):
-    """All hosts fell silent at once: the leader's own network is gone."""
+    """The leader has lost all hosts at the same time: its own network has failed."""
 
     silent_s: float
     grace_s: float
 
 
 class HostsChanged(_Event, tag="hosts_changed"):
-    """The hosts of the hostfile, at the start and whenever it was saved."""
+    """The hosts of the hostfile, at the start and after each change of the file."""
 
     hosts: list[HostSlots]
 
 
 class AgentStarted(_Event, tag="agent_started"):
-    """The agent of a host answers."""
+    """The agent of a host has started."""
 
     host: str
     seconds: float
@@ -80,7 +80,7 @@ class AgentStarted(_Event, tag="agent_started"):
 
 
 class HostLost(_Event, tag="host_lost"):
-    """An agent that had answered is gone; ``silent_s`` is null when its connection closed."""
+    """The agent of a host is lost; ``silent_s`` is null if its connection was closed."""
 
     host: str
     cause: str
@@ -88,7 +88,7 @@ class HostLost(_Event, tag="host_lost"):
 
 
 class HostDraining(_Event, tag="host_draining"):
-    """The run begins to leave a host."""
+    """The run begins to drain a host; ``leave_in_s`` is null if the time is not known."""
 
     host: str
     cause: str
@@ -97,19 +97,19 @@ class HostDraining(_Event, tag="host_draining"):
 
 
 class HostDrained(_Event, tag="host_drained"):
-    """Nothing of the run is left on a drained host."""
+    """No process of the run is left on a drained host."""
 
     host: str
 
 
 class HostReturned(_Event, tag="host_returned"):
-    """A drained host may be used again."""
+    """A drained host may be used again, by request of the user."""
 
     host: str
 
 
 class Waiting(_Event, tag="waiting"):
-    """Training cannot begin or go on yet."""
+    """Training waits for workers."""
 
     reason: str
     have: int
@@ -117,26 +117,26 @@ class Waiting(_Event, tag="waiting"):
 
 
 class WorkerStandby(_WorkerEvent, tag="worker_standby"):
-    """A worker is warm."""
+    """A standby worker is warm."""
 
     warm_s: float
 
 
 class WorkerJoined(_WorkerEvent, tag="worker_joined"):
-    """A worker is in a generation for the first time."""
+    """A worker has joined a generation for the first time."""
 
     rank: int
 
 
 class WorkerLeft(_WorkerEvent, tag="worker_left"):
-    """A worker has ended; ``how`` is the kind of ``cause``."""
+    """A worker has ended; ``how`` is the category of ``cause``."""
 
     cause: str
     how: Departure
 
 
 class RescaleStarted(_Event, tag="rescale_started"):
-    """A generation is announced."""
+    """A generation was announced."""
 
     generation: int
     from_size: int
@@ -147,7 +147,7 @@ class RescaleStarted(_Event, tag="rescale_started"):
 
 
 class Metrics(_Event, tag="metrics"):
-    """Progress and speed; what the script reports is added under its own names."""
+    """Progress and throughput; metrics that the script reports are added under their own names."""
 
     step: int
     epoch: int
@@ -167,7 +167,7 @@ class Metrics(_Event, tag="metrics"):
 
 
 class Decision(_Event, tag="decision"):
-    """What the policy decided."""
+    """A decision of the policy."""
 
     action: Literal["grow", "shrink", "move", "stay", "pause", "resume"]
     reason: str
@@ -177,7 +177,7 @@ class Decision(_Event, tag="decision"):
 
 
 class PredictionMissed(_Event, tag="prediction_missed"):
-    """A change of the policy brought less than was predicted [useful examples/s]."""
+    """A change by the policy brought less goodput than predicted [useful examples/s]."""
 
     predicted: float
     measured: float
@@ -185,7 +185,7 @@ class PredictionMissed(_Event, tag="prediction_missed"):
 
 
 class Checkpoint(_Event, tag="checkpoint"):
-    """A complete, verified checkpoint; without a leader ``shard`` describes its only part."""
+    """A checkpoint is complete; without a leader ``shard`` describes its only shard."""
 
     step: int
     path: str
@@ -197,7 +197,7 @@ class Checkpoint(_Event, tag="checkpoint"):
 
 
 class Restored(_Event, tag="restored"):
-    """Training goes on from this checkpoint."""
+    """Training continues from a checkpoint."""
 
     step: int
     epoch: int
@@ -207,26 +207,26 @@ class Restored(_Event, tag="restored"):
 
 
 class ScriptFailed(_WorkerEvent, tag="script_failed"):
-    """The script raised; without a traceback, the end of its log."""
+    """The script has raised an exception; without a traceback, the end of its log."""
 
     traceback: str
 
 
 class WorkerCrashed(_WorkerEvent, tag="worker_crashed"):
-    """A signal ended a worker, and this is the Python stack that its log has."""
+    """A signal has ended a worker; ``traceback`` is the Python stack in its log."""
 
     cause: str
     traceback: str
 
 
 class StopRequested(_Event, tag="stop_requested"):
-    """Ctrl-C, a signal, or ``hvd-elastic stop``."""
+    """The run was asked to stop, by Ctrl-C, a signal, or ``hvd-elastic stop``."""
 
     reason: str
 
 
 class CommandDone(_Event, tag="command_done"):
-    """The answer to a request; its other fields are those of the request."""
+    """The answer to a request; further fields are those of the request."""
 
     id: str
     op: str
@@ -235,19 +235,19 @@ class CommandDone(_Event, tag="command_done"):
 
 
 class LogNote(_Event, tag="log_note"):
-    """Nothing is wrong, and it may be of interest."""
+    """Information for the log."""
 
     message: str
 
 
 class Warned(_Event, tag="warning"):
-    """Something is wrong and the run goes on."""
+    """A problem that does not stop the run."""
 
     message: str
 
 
 class RunFinished(_Event, tag="run_finished"):
-    """The end of a run."""
+    """The run has ended."""
 
     status: Literal["succeeded", "failed", "stopped"]
     message: str
@@ -306,7 +306,7 @@ Event: Any = Union[_ALL]  # noqa: UP007  (made from a tuple)
 """Any event."""
 
 _OPEN_KINDS = {"metrics", "command_done"}
-"""Kinds that also hold what a script reports, and what a request asked for."""
+"""Kinds with further fields: metrics of the script, and fields of the request."""
 _TYPES = {each.__struct_config__.tag: each for each in _ALL}
 
 
@@ -314,8 +314,8 @@ def check_event(record: Mapping[str, Any]) -> None:
     """Check one record of ``events.jsonl`` against its type.
 
     Raises:
-        ValueError: the kind is unknown, a field is missing or of another type, or one is there that
-            its type does not have; names it.
+        ValueError: the kind is unknown, or a field is missing, unknown or of another type; names
+            it.
 
     >>> check_event({"t": 1.0, "mono": 2.0, "kind": "host_drained", "host": "node1"})
     """

@@ -1,13 +1,13 @@
-"""AdaptDL's scaling rule, for comparison in the simulator.
+"""Implement AdaptDL's scaling rule, for comparison in the simulator.
 
-Once a minute the allocator takes the replicas with the most speedup, of at most twice as many as
-were ever profiled, a change being worth it from a gain of 10 % on; how many nodes it takes follows
-from their utilisation, speedup over slots, which shall lie between 0.35 and 0.65.
+Once a minute the allocator chooses the number of replicas with the largest speedup, among at most
+twice as many as were ever profiled; a change has to gain 10 %. The number of nodes is chosen so
+that their utilisation, speedup divided by slots, is between 0.35 and 0.65.
 
 Source: Pollux, OSDI 2021, section 4.2, and AdaptDL's ``adaptdl_sched`` (``allocator.py``,
-``policy/pollux.py``), for one job. The search is exhaustive here instead of a genetic algorithm's,
-and the step time is fitted as ours is, with uncertainty unused: both are in its favour. It knows
-nothing of slow hosts, prices or measured pauses.
+``policy/pollux.py``), for one job. Two differences are in its favour: the search is exhaustive
+instead of genetic, and the step time is fitted by our model, without uncertainty. The rule does not
+consider slow hosts, prices or measured pauses.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Choice:
 
 
 class AdaptDLRule:
-    """Takes the place of :class:`hvd_elastic.control.scaling.ScalingController`.
+    """Replaces :class:`hvd_elastic.control.scaling.ScalingController` in the simulator.
 
     Args:
-        config: bounds; objectives other than goodput are not known to it.
+        config: bounds of the number of slots; the objective is ignored.
     """
 
     def __init__(self, config: ScalingConfig) -> None:
@@ -55,30 +55,30 @@ class AdaptDLRule:
         self._rescaling = True
 
     def hosts_are(self, hosts: Sequence[HostOffer], _now: float) -> None:
-        """Nodes, in the order of their names."""
+        """Set the nodes."""
         self._hosts = tuple(sorted(hosts, key=lambda host: host.name))
 
     def rescaling(self) -> None:
-        """The job restarts."""
+        """Note that the job restarts."""
         self._rescaling = True
 
     def formed(self, hosts_of_ranks: Sequence[str], _now: float) -> None:
-        """The job trains on these."""
+        """Note that the job trains on these hosts."""
         self._rescaling = False
         self.evidence.formed(hosts_of_ranks)
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
-        """An event of the run."""
+        """Record an event of the run."""
         self.evidence.note(kind, fields, now)
         if self.evidence.measured:
             self._profiled = max(self._profiled, self.evidence.allocation.slots)
 
     def due(self, now: float) -> bool:
-        """Whether the allocator runs."""
+        """Return whether it is time for a decision."""
         return now >= self._look_at and not self._rescaling
 
     def look(self, now: float) -> tuple[Decision, None] | None:
-        """What the allocator decides; None: it is not time."""
+        """Return the decision of the allocator; None if it is not time for one."""
         if not self.due(now):
             return None
         self._look_at = now + _PERIOD_S
@@ -109,7 +109,7 @@ class AdaptDLRule:
                 value = speedup * (1.0 if same else 1 - _RESTART_PENALTY)
                 found = _Choice(nodes, replicas, speedup, value, speedup / slots)
                 if not front or value > front[-1].value:
-                    # Of those with as many nodes only the best is on the Pareto front.
+                    # With the same number of nodes only the best is on the Pareto front.
                     front = [c for c in front if c.nodes < nodes] + [found]
         allowed = [c for c in front if c.nodes <= self._desired_nodes(front)]
         return max(allowed, key=lambda choice: choice.value)

@@ -1,4 +1,4 @@
-"""The cluster of a trace at a virtual time."""
+"""Simulate the cluster of a trace: its hosts and link at a virtual time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Cluster"]
 
 
 class Cluster:
-    """Hosts and link as they are now; ``advance`` lets what is due happen.
+    """Hosts and link at the present time; :meth:`advance` applies the changes of the trace.
 
     Attributes:
-        hosts: that are there, with their true slowness.
-        link: factor on the times of the reduction across hosts.
+        hosts: present hosts with their true slowness.
+        link: factor on the times of the all-reduce across hosts.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -25,23 +25,28 @@ class Cluster:
         self._first_slowness = {host.name: host.slowness for host in trace.hosts}
 
     def next_change_at(self) -> float | None:
-        """When the next change happens [s]; None: no more."""
+        """Return the time of the next change [s]; None if there is none."""
         return self._to_come[0].at_s if self._to_come else None
 
     def advance(self, now: float) -> bool:
-        """Let all changes up to ``now`` [s] happen; whether there was one."""
+        """Apply all changes up to ``now`` [s]; return whether there was one."""
         before = len(self._to_come)
         while self._to_come and self._to_come[0].at_s <= now:
             self._apply(self._to_come.pop(0))
         return len(self._to_come) < before
 
     def slowness_of_ranks(self, allocation: Allocation) -> list[float]:
-        """The true slowness of each rank's host."""
+        """Return the true slowness of each rank's host."""
         slowness = {host.name: host.slowness for host in self.hosts}
         return [slowness[host] for host, number in allocation.counts for _ in range(number)]
 
     def filled(self, wanted: Allocation, least: int) -> Allocation:
-        """What there is of the wanted slots; other free ones take the place of those missing."""
+        """Return the wanted slots that exist, with free slots in place of missing ones.
+
+        Args:
+            wanted: wanted slots.
+            least: fewest slots to return, as far as there are any.
+        """
         asked = dict(wanted.counts)
         counts = {h.name: min(asked.get(h.name, 0), h.slots) for h in self.hosts}
         left = max(wanted.slots, least) - sum(counts.values())

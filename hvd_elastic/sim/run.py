@@ -1,9 +1,9 @@
-"""A run in virtual time: the scaling controller of a real run, on a simulated cluster.
+"""Simulate a run in virtual time: the scaling controller of a real run on a simulated cluster.
 
-Step times, noise scale and pauses are those of the trace, with jitter; the controller gets metrics
-events like those of a real worker. The batch plan and the shares are chosen by the rule of real
-ranks, :class:`hvd_elastic.policy.batch.BatchChoice`. The machine that forms generations is not part
-of it: a rescale takes its pause and succeeds.
+Step times, noise scale and pauses follow the trace, with jitter; the controller gets ``metrics``
+events like those of a real worker. Batch plan and shares are chosen by the rule of real ranks,
+:class:`hvd_elastic.policy.batch.BatchChoice`. The state machine of generations is not simulated:
+every rescale takes its pause and succeeds.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from hvd_elastic.sim.trace import Trace
 __all__ = ["Sample", "SimResult", "SimulatedDecision", "simulate"]
 
 _TICK_S = (1.0, 60.0)
+"""Shortest and longest tick."""
 _CALM_AFTER = 20.0
-"""Ticks grow with the time since anything last changed, divided by this. A real run gets metrics
-every second; between changes they say nothing new."""
+"""A tick is as long as the time since the last change, divided by this. A real run gets metrics
+every second, which tell nothing new while nothing changes."""
 _REVIEW_S = (2.0, 600.0)
-"""Between reviews of the batch plan. Real ranks review every second or so: as with ticks."""
+"""Shortest and longest time between reviews of the batch plan. Real ranks review every second."""
 _CALM_REVIEWS_AFTER = 10.0
+"""As ``_CALM_AFTER``, for reviews."""
 _EVIDENCE_S = 3.0
-"""After a change, until ranks have timed steps and sampled gradients."""
+"""Time after a change in which ranks time steps and sample gradients."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ class Sample:
 
     Attributes:
         at_s: virtual time [s].
-        slots, batch: in use.
-        goodput: true useful examples/s, 0 in a pause.
-        best: the most that was possible then, by exhaustive search; NaN where not searched.
+        slots, batch: number of slots and global batch size in use.
+        goodput: true goodput [useful examples/s]; 0 in a pause.
+        best: largest possible goodput, by exhaustive search; NaN if not searched.
         rate: price of the hosts in use [currency per hour].
     """
 
@@ -72,12 +74,12 @@ class SimResult:
     """Result of a simulated run.
 
     Attributes:
-        decisions: changes, in order.
-        samples: at every tick.
-        done: useful examples.
-        reached_s: when all useful examples were done [s]; None: not within the trace.
-        cost: of the hosts in use until then [currency].
-        rescales: for any reason.
+        decisions: changes of slots, in order.
+        samples: state at every tick.
+        done: number of useful examples.
+        reached_s: time when all useful examples were done [s]; None: not within the trace.
+        cost: cost of the hosts in use until then [currency].
+        rescales: number of rescales for any reason.
     """
 
     decisions: list[SimulatedDecision] = field(default_factory=list)
@@ -88,7 +90,7 @@ class SimResult:
     rescales: int = 0
 
     def mean_goodput(self, duration_s: float) -> float:
-        """Return the useful examples/s over the time simulated."""
+        """Return the mean goodput over the simulated time [useful examples/s]."""
         return self.done / (self.reached_s or duration_s)
 
 
@@ -174,14 +176,14 @@ def simulate(
     with_best: bool = False,
     rule: type[ScalingController | AdaptDLRule] = ScalingController,
 ) -> SimResult:
-    """Run a trace.
+    """Simulate a run on a trace.
 
     Args:
         trace: cluster, workload and changes.
-        config: of the controller; None: the policy ``fixed``, which keeps to ``trace.np`` slots.
-        seed: of the jitter.
-        with_best: find the best possible goodput at each sample too, within the budget.
-        rule: who decides. AdaptDL has equal shares, whatever the trace says.
+        config: configuration of the controller; None: policy ``fixed``, with ``trace.np`` slots.
+        seed: seed of the jitter.
+        with_best: whether to search the best possible goodput within the budget at each sample.
+        rule: scaling rule. With AdaptDL's, shares are equal whatever the trace says.
 
     Raises:
         ValueError: the trace's limits leave no batch plan at all.
@@ -227,7 +229,7 @@ class _Simulation:
         return result
 
     def _offers(self) -> list[HostOffer]:
-        """Return what a hostfile says of the hosts, which is not how fast they are."""
+        """Return the hosts as a hostfile describes them, without their slowness."""
         return [dataclasses.replace(host, slowness=1.0) for host in self._cluster.hosts]
 
     def _tick(self) -> None:
@@ -331,7 +333,7 @@ class _Simulation:
             "global_batch_size": job.plan.global_batch_size,
         }
         if job.parts == shares:
-            fields["rank_s"] = compute_s  # else measured with the shares before
+            fields["rank_s"] = compute_s  # otherwise measured with the shares before
         if job.choice.unequal_shares and job.allocation.slots > 1:
             size, ranks = job.plan.global_batch_size, job.allocation.slots
             fields["shares"] = list(job.choice.balance.parts_of(size, ranks))
@@ -352,7 +354,7 @@ class _Simulation:
         )
 
     def _best_now(self) -> float:
-        """Return the goodput of the best static choice at the noise scale, rounded to 5 %."""
+        """Return the goodput of the best static choice, cached by noise scale in steps of 5 %."""
         noise = round(math.log(self._job.noise + 1) / 0.05)
         key = (self._cluster.link, self._cluster.hosts, noise)
         if key not in self._best:
@@ -372,7 +374,7 @@ class _Simulation:
 
 
 def hosts_of_ranks(allocation: Allocation) -> list[str]:
-    """Return the host of each rank, in their order."""
+    """Return the host of each rank, in rank order."""
     return [host for host, slots in allocation.counts for _ in range(slots)]
 
 

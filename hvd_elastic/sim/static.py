@@ -1,4 +1,4 @@
-"""The best that a fixed number of slots and a fixed batch could do, by trying all of them."""
+"""Find the best fixed number of slots and batch plan by exhaustive search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from hvd_elastic.sim.trace import Trace, Workload
 __all__ = ["StaticChoice", "best_at", "best_static"]
 
 _SIZES = 96
+"""Global batch sizes that are tried, on a geometric grid."""
 _MOMENTS = 200
+"""Time steps of a training in :func:`best_static`."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,11 @@ class StaticChoice:
     """A number of slots and a batch plan.
 
     Attributes:
-        slots: processes.
+        slots: number of processes.
         batch: global batch size.
-        accumulation_steps: extra passes.
-        goodput: useful examples/s, mean over the time looked at.
-        rate: price of the hosts used [currency per hour].
+        accumulation_steps: number of extra passes.
+        goodput: mean goodput [useful examples/s].
+        rate: price of the hosts in use [currency per hour].
     """
 
     slots: int
@@ -52,15 +54,16 @@ def best_at(
     *,
     unequal_shares: bool = True,
 ) -> StaticChoice:
-    """The most goodput that these hosts can give at one noise scale.
+    """Return the choice with the most goodput on these hosts at one noise scale.
 
-    Tried are all numbers of slots, on the fewest hosts of each speed, with all batch plans of a
-    fine grid. For the true step time only hosts, slots and the pace count: that of the slowest host
-    where shares are equal, so that no other choice of hosts does better; else that of ranks which
-    all end together, on the fastest hosts, the largest or the cheapest first.
+    The search covers all numbers of slots, on the fewest hosts of each speed, and all batch plans
+    of a fine grid. The true step time depends only on the numbers of hosts and slots and on the
+    slowness. With equal shares that is the slowness of the slowest host, so no other choice of
+    hosts can be better. With unequal shares the fastest, the largest and the cheapest hosts are
+    tried first.
 
     Raises:
-        ValueError: nothing keeps to the limits.
+        ValueError: no choice keeps to the limits.
     """
     size, extra = _plans(workload.limits)
     found = None
@@ -80,10 +83,10 @@ def best_at(
 
 
 def best_static(trace: Trace) -> StaticChoice:
-    """The fixed slots and batch plan that reach the target first, or get nearest to it.
+    """Return the fixed slots and batch plan that reach the target first, or come nearest to it.
 
-    Where hosts are missing for a while, the choice goes on with what there is, on the best hosts
-    at each time and without any pause.
+    While hosts are missing, the choice uses fewer slots. It always uses the best hosts and changes
+    between them without a pause.
     """
     workload = trace.workload
     size, extra = _plans(workload.limits)
@@ -144,7 +147,7 @@ _Speeds = tuple[tuple[float, int], ...]
 def _shapes(
     hosts: Sequence[HostOffer], most: int | None
 ) -> Iterator[tuple[int, int, _Speeds, float]]:
-    """(slots, hosts, speeds, price per hour): all slots, on the fewest hosts of each speed."""
+    """Yield (slots, hosts, speeds, price per hour) of all numbers of slots on the fewest hosts."""
     orders: tuple[Callable[[HostOffer], Any], ...] = (
         lambda host: (host.slowness, -host.slots, host.price or 0.0),
         lambda host: (-host.slots, host.slowness, host.price or 0.0),

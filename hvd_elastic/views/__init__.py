@@ -1,1 +1,1 @@
-"""What is shown of a run's records: report, terminal, pages."""
+"""Views of a run's records: HTML report, forecast page, terminal."""

@@ -1,4 +1,4 @@
-"""One HTML file with plots and tables. It needs no network and no server to be read."""
+"""Render one self-contained HTML file with plots and tables; it needs no network and no server."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hvd_elastic.errors import RunError
 __all__ = ["MAX_ROWS", "cell", "chart_boxes", "escape", "render_page", "table", "write_page"]
 
 MAX_ROWS = 200
-"""Rows of one table; more is for tools that read the events."""
+"""Most rows of a table; for more, read the events."""
 
 
 def render_page(title: str, body: str, data: Mapping[str, Any]) -> str:
-    """The whole page.
+    """Return the whole page as HTML.
 
     Args:
-        title: plain text.
-        body: HTML.
-        data: for report.js: ``charts``, ``marks`` and, for a time axis, ``duration_s``; or
-            ``x_name``, what the whole numbers of the x axis count.
+        title: title as plain text.
+        body: body as HTML.
+        data: input of report.js: ``charts``, ``marks`` and either ``duration_s`` for a time axis or
+            ``x_name``, the noun that the integers of the x axis count.
     """
     # "<" could close the script element that holds the data.
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -43,10 +43,10 @@ def render_page(title: str, body: str, data: Mapping[str, Any]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write it whole or not at all.
+    """Write a page atomically.
 
     Raises:
-        RunError: it cannot be written there.
+        RunError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
     try:
@@ -60,10 +60,12 @@ def write_page(path: Path, text: str) -> None:
 
 
 def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
-    """Where report.js draws the charts of the page's data, in their order."""
+    """Return the HTML elements in which report.js draws the charts, in the same order."""
     boxes = []
     for chart in charts:
-        button = '<button type="button" aria-pressed="false">log</button>' if chart["log"] else ""
+        button = (
+            '<button type="button" aria-pressed="false">log</button>' if chart.get("log") else ""
+        )
         boxes.append(
             f'<div class="chart" data-name="{escape(chart["name"])}"><div class="chart-head">'
             f'<h3>{escape(chart["title"])}</h3><span class="unit">{escape(chart["unit"])}</span>'
@@ -73,11 +75,11 @@ def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells; of very many rows the last.
+    """Return an HTML table of the last :data:`MAX_ROWS` rows.
 
     Args:
-        heads: text and class of each column.
-        rows: made with :func:`cell`.
+        heads: text and CSS class of each column.
+        rows: cells of each row, from :func:`cell`.
     """
     head = "".join(f'<th class="{kind}">{escape(name)}</th>' for name, kind in heads)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows[-MAX_ROWS:])
@@ -93,12 +95,12 @@ def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> st
 
 
 def cell(text: str, kind: str = "") -> str:
-    """One cell; ``kind`` is ``n`` for numbers, ``w`` for long text."""
+    """Return a table cell; ``kind`` is ``n`` for numbers and ``w`` for long text."""
     return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
 
 
 def escape(text: Any) -> str:
-    """Text that cannot become markup."""
+    """Return the text with HTML special characters escaped."""
     return html.escape(str(text))
 
 

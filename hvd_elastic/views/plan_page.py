@@ -1,4 +1,4 @@
-"""A forecast for other numbers of hosts, as one HTML file."""
+"""Render a forecast for other numbers of hosts as one HTML file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["plan_cells", "render_plan"]
 
 
 def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]) -> str:
-    """The page.
+    """Return the page as HTML.
 
     Args:
-        run_id: of the run that was measured.
-        forecasts: by number of hosts.
-        notes: sentences on what they rest on.
+        run_id: id of the run that was measured.
+        forecasts: forecasts by number of hosts.
+        notes: sentences about the assumptions.
     """
     known = [entry for entry in forecasts if not entry.unknown]
     charts = _charts(known) if known else []
@@ -43,20 +43,20 @@ def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]
 
 
 def plan_cells(forecasts: Sequence[Forecast]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of the table, in words; columns that nothing is known for are left out."""
+    """Return heads and rows of the table as text; empty columns are left out."""
 
-    def told(words: Callable[[Forecast], str], otherwise: str = "") -> list[str]:
-        return [otherwise if f.unknown else words(f) for f in forecasts]
+    def known(text: Callable[[Forecast], str], otherwise: str = "") -> list[str]:
+        return [otherwise if f.unknown else text(f) for f in forecasts]
 
     columns: list[tuple[str, list[str]]] = [
         ("hosts", [f"{f.hosts}{'*' if f.seen else ''}" for f in forecasts]),
         ("slots", [str(f.slots) for f in forecasts]),
-        ("batch", told(lambda f: number_words(f.global_batch_size))),
-        ("examples/s", told(lambda f: number_words(round(f.throughput)), "not known")),
-        ("efficiency", told(lambda f: f"{f.efficiency:.2f}")),
-        ("useful/s", told(lambda f: number_words(round(f.goodput)), "not known")),
-        ("80 % range", told(_range)),
-        ("speedup", told(lambda f: f"{f.speedup:.2f}")),
+        ("batch", known(lambda f: number_words(f.global_batch_size))),
+        ("examples/s", known(lambda f: number_words(round(f.throughput)), "not known")),
+        ("efficiency", known(lambda f: f"{f.efficiency:.2f}")),
+        ("useful/s", known(lambda f: number_words(round(f.goodput)), "not known")),
+        ("80 % range", known(_range)),
+        ("speedup", known(lambda f: f"{f.speedup:.2f}")),
         ("price/h", ["" if f.rate is None else f"{f.rate:.2f}" for f in forecasts]),
         ("time", ["" if f.time_s is None else duration_words(f.time_s) for f in forecasts]),
         ("cost", ["" if f.cost is None else f"{f.cost:.2f}" for f in forecasts]),
@@ -126,17 +126,14 @@ def _chart(
         "y": _short(values),
         "low": _short(low),
         "high": _short(high),
-        "stepped": False,
-        "whole": False,
         "from_zero": True,
         "height": 220,
-        "log": False,
         "summary": f"{number_words(values[-1])} with {count(sizes[-1], noun[:-1])}",
     }
 
 
 def _size_name(forecasts: Sequence[Forecast]) -> str:
-    """What tells the entries apart."""
+    """Return the unit of the x axis, ``hosts`` or ``slots``, in which the entries differ."""
     return "hosts" if len({f.hosts for f in forecasts}) == len(forecasts) else "slots"
 
 

@@ -1,4 +1,4 @@
-"""A run as one HTML file: plots, rescales, audit. It needs no network and no server to be read."""
+"""Render the report of a run as one HTML file with plots, rescales and audit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hvd_elastic.views.page import (
 __all__ = ["ReportResult", "downsample", "render_report", "write_report"]
 
 MAX_POINTS = 2000
-"""Points of one plot: about two for each pixel of its width."""
+"""Most points of one plot: about two for each pixel of its width."""
 
 _TITLES = {
     "throughput": ("Throughput", "examples/s", "throughput"),
@@ -46,7 +46,7 @@ _UNPLOTTED = frozenset({"position", "size", "generation", "rank", "local_rank"})
 
 @dataclass(frozen=True)
 class ReportResult:
-    """A report that was written, and what it was made of."""
+    """A written report and its contents."""
 
     path: Path
     summary: RunSummary
@@ -54,10 +54,14 @@ class ReportResult:
 
 
 def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
-    """Write the report of a run; without ``out`` to ``report.html`` in its folder.
+    """Write the report of a run.
+
+    Args:
+        folder: folder of the run.
+        out: path of the report; None: ``report.html`` in the run folder.
 
     Raises:
-        RunError: nothing happened in the run yet, or ``out`` cannot be written.
+        RunError: the run has no events yet, or ``out`` cannot be written.
     """
     summary = summarize(iter_events(folder.events))
     if summary.started is None:
@@ -85,12 +89,12 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
 def render_report(
     summary: RunSummary, audit: AuditResult, *, asked: Mapping[str, Any] | None = None
 ) -> str:
-    """The report as HTML text.
+    """Return the report as HTML.
 
     Args:
-        summary: of the run's events.
-        audit: of its audit records; a run without any says so.
-        asked: run.json, for the command that was run.
+        summary: summary of the run's events.
+        audit: result of the audit.
+        asked: contents of run.json, for the command of the run.
     """
     charts, of_the_batch = _charts(summary)
     data = {
@@ -122,15 +126,15 @@ def render_report(
 def downsample(
     x: Sequence[float], y: Sequence[float], max_points: int = MAX_POINTS
 ) -> tuple[list[float], list[float]]:
-    """Thin out a line for drawing without losing its peaks.
+    """Return fewer points of a line for drawing, peaks included.
 
-    The line is cut into equal parts, of which the first, lowest, highest and last point stay, so
-    that one bad step in a million is still seen. NaN counts as neither lowest nor highest.
+    The line is cut into equal parts. The first, lowest, highest and last point of each part are
+    kept, so that a single bad step remains visible. NaN is neither lowest nor highest.
 
     Args:
-        x: increasing, any length.
-        y: as many values.
-        max_points: at least 4; fewer points than that are returned as they are.
+        x: increasing values, any length.
+        y: values of the same length.
+        max_points: most points to return, at least 4; a shorter line is returned as it is.
 
     >>> x, y = downsample(range(1000), [0.0] * 500 + [9.0] + [0.0] * 499, max_points=40)
     >>> len(x) <= 40, max(y), (x[0], x[-1])
@@ -157,7 +161,7 @@ def downsample(
 
 
 def _charts(summary: RunSummary) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Those of the run, and those of a batch that adapts."""
+    """Return the charts of the run, and those of an adaptive batch."""
     charts: list[dict[str, Any]] = []
     of_the_batch: list[dict[str, Any]] = []
     if summary.sizes:
@@ -171,13 +175,13 @@ def _charts(summary: RunSummary) -> tuple[list[dict[str, Any]], list[dict[str, A
         if name in _OF_THE_BATCH:
             if summary.batch_plan:
                 of_the_batch.append(_metric_chart(name, series))
-        elif name != "lr" or len(set(series.values)) > 1:  # a constant one is no news
+        elif name != "lr" or len(set(series.values)) > 1:  # a constant rate needs no plot
             charts.append(_metric_chart(name, series))
     return charts, of_the_batch
 
 
 def _size_chart(summary: RunSummary) -> dict[str, Any]:
-    # The last size holds until the last event, and there was nobody before the first.
+    # The last size holds until the last event, and there is no process before the first.
     x = [0.0, *(at_s for at_s, _ in summary.sizes), summary.duration_s]
     y = [0.0, *(float(size) for _, size in summary.sizes), float(summary.sizes[-1][1])]
     x, y = downsample(x, y)
@@ -192,7 +196,6 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
         "whole": True,
         "from_zero": True,
         "height": 150,
-        "log": False,
         "summary": f"at most {summary.largest_size}",
     }
 
@@ -210,7 +213,6 @@ def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
         "x": _rounded(x),
         "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in y],
         "stepped": name == "global_batch_size",
-        "whole": False,
         "from_zero": name in _FROM_ZERO,
         "height": 200,
         "log": name not in _FROM_ZERO and min(finite) > 0,

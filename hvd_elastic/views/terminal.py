@@ -1,7 +1,7 @@
-"""A run on the terminal: a line for each thing worth one, and one line of progress.
+"""Show a run on the terminal: a line for each important event, and a line of progress.
 
-On a terminal the progress line stays at the bottom and is redrawn; elsewhere (a file, a pipe, CI)
-it is printed every few seconds, so that a log stays readable.
+On a terminal the progress line stays at the bottom and is redrawn. Elsewhere (a file, a pipe, CI)
+it is printed every few seconds.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _STYLES = {
 
 
 class RunView(AbstractContextManager["RunView"]):
-    """Shows events of a run as they come; call :meth:`close` at the end.
+    """Shows the events of a run as they come; call :meth:`close` at the end.
 
     Args:
-        stream: where to write; stdout unless told.
+        stream: stream to write to; None: stdout.
         live: whether to keep a progress line at the bottom; None: if ``stream`` is a terminal.
-        interval_s: seconds between printed progress lines where there is no live line.
-        clock: seconds that never jump.
+        interval_s: time between printed progress lines without a live line [s].
+        clock: monotonic clock [s].
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class RunView(AbstractContextManager["RunView"]):
             self._start_live(force=live is True)
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Take in one event and show what is worth showing."""
+        """Show one event, if it is important, and the progress."""
         with self._lock:
             before = self._state
             ended = event.get("kind") == "run_finished"
             lines = self._narrator.tell(event)
             if self._unshown and (ended or (lines and self._live is None)):
-                # What was reached comes before what ended or changed it. Output of the script may
-                # have come between: as the last state, progress has the time of the end.
+                # Print the progress before the event that ends or changes it. At the end of the run
+                # it gets the time of the end, since output of the script may come before.
                 self._print_progress(event.get("t") if ended else self._metrics.get("t"))
             self._take(event)
             for line in lines:
@@ -91,7 +91,7 @@ class RunView(AbstractContextManager["RunView"]):
                 self._show_progress(at_once=self._state != before)
 
     def print(self, text: str) -> None:
-        """Print a line of something else without tearing the progress line."""
+        """Print another line above the progress line."""
         with self._lock:
             self._print(Line(text), None)
 
@@ -99,7 +99,7 @@ class RunView(AbstractContextManager["RunView"]):
         self.close()
 
     def close(self) -> None:
-        """Show the last progress and give the terminal back; further calls do nothing."""
+        """Show the last progress and release the terminal; further calls do nothing."""
         with self._lock:
             if self._live is not None:
                 self._live.stop()
@@ -116,7 +116,7 @@ class RunView(AbstractContextManager["RunView"]):
         self._console = Console(
             file=self._stream, force_terminal=True if force else None, highlight=False
         )
-        # Redrawn when events come, not by a thread of its own: training hosts are short of cores.
+        # Redrawn when events come instead of by a thread, since training needs the cores.
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
 
@@ -126,11 +126,11 @@ class RunView(AbstractContextManager["RunView"]):
             self._started = event.get("t")
             self._state = "starting"
         elif kind == "metrics":
-            # Metrics of an evaluation may lack what those of a step have: keep the newest of each.
+            # Metrics of an evaluation lack values that those of a step have: keep the newest.
             self._metrics.update(event)
             self._unshown = True
             if self._rescaling_to is not None and event.get("size") == self._rescaling_to:
-                # They are together; a script that makes no further step never says more.
+                # A script that takes no further step never reports the end of the rescale.
                 self._rescaled(self._rescaling_to)
         elif kind == "rescale_started":
             self._rescaling_to = event.get("to_size")
@@ -192,33 +192,30 @@ class RunView(AbstractContextManager["RunView"]):
 
 
 class LastingView(RunView):
-    """A view that outlives its terminal, for a process that has more to do than to show something.
+    """A view for processes that must go on when output fails, such as a leader.
 
-    A closed window, a pipe whose reader is gone and a full disk cost what would have been shown.
+    After a closed window, a pipe whose reader is gone or a full disk, output is lost.
     """
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """As in :class:`RunView`."""
         with unless_nobody_reads():
             super().show(event)
 
     def print(self, text: str) -> None:
-        """As in :class:`RunView`."""
         with unless_nobody_reads():
             super().print(text)
 
     def close(self) -> None:
-        """As in :class:`RunView`."""
         with unless_nobody_reads():
             super().close()
 
 
 @contextlib.contextmanager
 def unless_nobody_reads() -> Iterator[None]:
-    """What is written inside is dropped where it cannot be written.
+    """Ignore errors of output inside the context.
 
-    Where stdout or stderr lead to a closed window or a reader that is gone, they lead to nowhere
-    from then on, so that nothing else that prints fails, the end of the interpreter included.
+    If stdout or stderr lead to a closed window or to a pipe without a reader, they are redirected
+    to /dev/null, so that later output, also at the end of the interpreter, does not fail.
     """
     try:
         yield

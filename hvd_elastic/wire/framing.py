@@ -1,8 +1,8 @@
-"""Messages as JSON lines over any byte stream.
+"""Encode and decode messages as JSON lines over any byte stream.
 
-One message is one line. Readers decode JSON into the types of :mod:`hvd_elastic.wire.messages` and
-nothing else, so a message can never name code. Nothing here knows what carries the bytes: the pipes
-of an ssh channel, a unix socket, a connection that an agent opens to its leader.
+One message is one line. It is decoded into a type of :mod:`hvd_elastic.wire.messages` and nothing
+else, so a message can never name code to run. The byte stream may be the pipes of an ssh channel, a
+unix socket, or a connection that an agent opens to its leader.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ __all__ = [
 ]
 
 MAX_LINE_BYTES = 64 << 20
-"""Longest line that is read; the longest sent are index lists and rendezvous keys, far below it."""
+"""Longest line that is accepted, far above the longest sent (index lists, rendezvous values)."""
 
-_MAX_DIGITS = 300  # an integer with more of them fits no float
+_MAX_DIGITS = 300
+"""Most digits of an integer that a float can hold."""
 _SHOWN_CHARACTERS = 80
+"""Characters of a bad message that an error quotes."""
 
 Message = TypeVar("Message")
 
 
 class ProtocolError(HvdElasticError):
-    """A peer sent something that is not one of its messages; names the peer and what is wrong."""
+    """A peer sent an invalid message; the text names the peer and the mistake."""
 
 
 def encode(message: object) -> bytes:
@@ -51,14 +53,14 @@ def encode(message: object) -> bytes:
     try:
         return msgspec.json.encode(message, enc_hook=_as_plain) + b"\n"
     except UnicodeEncodeError:
-        # Names and variables that are no UTF-8 are strings with lone surrogates, which only the
-        # standard library writes.
+        # File names that are not valid UTF-8 are strings with lone surrogates, which only the
+        # standard library can encode.
         plain = msgspec.to_builtins(message, enc_hook=_as_plain)
         return json.dumps(plain, separators=(",", ":")).encode() + b"\n"
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a number or string of a derived type, such as ``numpy.float64``, as the plain one."""
+    """Convert a subtype of a number or string, such as ``numpy.float64``, to the plain type."""
     for plain in (int, float, str):
         if isinstance(value, plain):
             return plain(value)
@@ -69,8 +71,8 @@ class MessageDecoder(Generic[Message]):
     """Decodes and checks the messages of one peer.
 
     Args:
-        union: the message types that this peer may send.
-        sender: who it is, for error messages.
+        union: union of the message types that this peer may send.
+        sender: name of the peer for error messages.
     """
 
     def __init__(self, union: Any, sender: str) -> None:
@@ -82,13 +84,13 @@ class MessageDecoder(Generic[Message]):
         """Return the message of one line.
 
         Raises:
-            ProtocolError: the line is none of this peer's messages.
+            ProtocolError: the line is not a valid message of this peer.
         """
         try:
             return self._decoder.decode(line)
         except (ValueError, RecursionError):
             pass
-        # The standard library also reads what msgspec refuses, such as lone surrogates.
+        # The standard library also decodes what msgspec refuses, such as lone surrogates.
         try:
             plain = json.loads(line, parse_int=_as_number)
         except (ValueError, RecursionError) as error:
@@ -127,10 +129,10 @@ def _shown(value: object) -> str:
 
 
 class LineSplitter:
-    r"""Cuts a stream of bytes into lines, whatever pieces it arrives in.
+    r"""Splits a stream of bytes into lines.
 
     Args:
-        sender: who sends them, for error messages.
+        sender: name of the peer for error messages.
         limit: longest line that is accepted [bytes].
 
     >>> lines = LineSplitter("a test")
@@ -144,7 +146,7 @@ class LineSplitter:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that ``data`` completes, without their ends; empty ones are left out.
+        """Yield the lines that ``data`` completes, without line ends; empty lines are skipped.
 
         Raises:
             ProtocolError: a line is longer than the limit.
@@ -162,7 +164,7 @@ class LineSplitter:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a unix socket, as the kernel says."""
+    """Return the user id of the peer of a unix socket, as reported by the kernel."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )

@@ -1,12 +1,13 @@
-"""The worker's connection to its agent; shared by every training framework.
+"""Connect a worker to its agent, for every training framework.
 
-One thread reads instructions and another sends heartbeats; the training thread asks what is pending
-and waits for the next instruction when it needs one. When the agent is gone the worker ends itself:
-nobody is left who could tell it what to do.
+One thread reads instructions and another sends heartbeats. The training thread checks whether an
+instruction is pending and waits for the next one when it needs it. If the agent is gone, the worker
+ends itself.
 
-A machine that is shut down sends SIGTERM and SIGHUP to all its processes. The agent takes that as a
-notice and has the state saved, for which the worker has to outlive these signals, unless its script
-handles them. The worker tells the agent, which ends a worker that was the only one to get them.
+A machine that shuts down sends SIGTERM and SIGHUP to all processes. The agent takes them as a
+preemption notice and has the state saved, so workers ignore these signals unless their script
+handles them. A worker reports an ignored signal to its agent, which ends the worker if the agent
+itself got no signal.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ __all__ = ["AgentLink", "worker_options"]
 
 log = logging.getLogger(__name__)
 
-_GETENT_UNKNOWN = 2  # its exit status where a name is not known
+_GETENT_UNKNOWN = 2
+"""Exit status of ``getent`` for an unknown name."""
 _NOTICES = (signal.SIGTERM, signal.SIGHUP)
 
 
 def worker_options() -> msg.WorkerOptions:
-    """Return what the leader decided for all workers; the defaults where there is no leader."""
+    """Return the leader's options for all workers; the defaults if there is no leader."""
     text = os.environ.get("HVD_ELASTIC_OPTIONS", "{}")
     return msgspec.json.decode(text, type=msg.WorkerOptions)
 
@@ -46,11 +48,15 @@ class AgentLink:
     """Connection of one worker to its agent.
 
     Args:
-        socket_name: of the agent's socket, in the abstract namespace.
+        socket_name: name of the agent's socket in the abstract namespace.
         worker: name of this worker.
-        on_abort: called from the reading thread when a generation is called off; it must make
-            the collectives of that generation fail.
-        activity: called from the heartbeat's thread: what the training thread is doing.
+        on_abort: function that makes the collectives of a generation fail; called by the reading
+            thread when the generation is aborted.
+        activity: function that returns what the training thread is doing; called by the thread
+            that sends heartbeats.
+
+    Attributes:
+        recorded_step: last step whose examples the leader has recorded, for an audited run.
     """
 
     def __init__(
@@ -67,7 +73,6 @@ class AgentLink:
         self._pending: msg.Instruction | None = None
         self._checkpoint_wanted = False
         self.recorded_step = -1
-        """Up to this step the leader has what was read; for an audited run."""
         self._aborted = 0
         self._change = threading.Condition()
         self._send_lock = threading.Lock()
@@ -89,32 +94,33 @@ class AgentLink:
     def from_environment(
         cls, on_abort: Callable[[int], None], activity: Callable[[], Activity] = Activity
     ) -> AgentLink:
-        """The link of the worker that the agent started."""
+        """Connect to the agent that started this process."""
         name, worker = os.environ["HVD_ELASTIC_AGENT"], os.environ["HVD_ELASTIC_WORKER"]
         return cls(name, worker, on_abort, activity)
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        """Send to the agent; does nothing in a forked child, such as a data loader's worker."""
+        """Send a message to the agent; a forked child, such as a data loader's worker, does not."""
         if os.getpid() != self._owner_pid:
             return
         with self._send_lock:
             self._socket.sendall(encode(message))
 
     def pending(self, generation: int) -> bool:
-        """Whether the leader wants something else than staying in ``generation``."""
+        """Return whether there is an instruction beyond ``generation``."""
         instruction = self._pending
         return instruction is not None and not (
             isinstance(instruction, msg.Join) and instruction.announcement.generation <= generation
         )
 
     def aborted(self, generation: int) -> bool:
-        """Whether ``generation`` was called off."""
+        """Return whether ``generation`` was aborted."""
         return generation <= self._aborted
 
     def wait(self, generation: int) -> msg.Instruction | None:
         """Block until there is an instruction beyond ``generation``, and return it.
 
-        None: a checkpoint is asked for meanwhile; see :meth:`take_checkpoint_request`.
+        Returns:
+            The instruction; None if a checkpoint is requested, see :meth:`take_checkpoint_request`.
         """
         with self._change:
             self._change.wait_for(lambda: self._checkpoint_wanted or self.pending(generation))
@@ -125,12 +131,12 @@ class AgentLink:
             return instruction
 
     def take_checkpoint_request(self) -> bool:
-        """Whether the leader asked for a checkpoint since the last call."""
+        """Return whether a checkpoint was requested since the last call, and clear the request."""
         wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
         return wanted
 
     def give_back_checkpoint_request(self) -> None:
-        """It was taken, and nothing came of it."""
+        """Restore a request that was taken and not fulfilled."""
         self._checkpoint_wanted = True
 
     def _outlive_notices(self) -> None:
@@ -139,14 +145,14 @@ class AgentLink:
         for number in _NOTICES:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._handler)
-        # A forked child (a data loader's worker) is ended with SIGTERM, perhaps while it begins.
+        # A forked child (a data loader's worker) must end by SIGTERM, even while it starts.
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES),
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOTICES),
-            after_in_child=self._heed_notices,
+            after_in_child=self._restore_signals,
         )
 
-    def _heed_notices(self) -> None:
+    def _restore_signals(self) -> None:
         for number in _NOTICES:
             if signal.getsignal(number) is self._handler:
                 with contextlib.suppress(ValueError):
@@ -154,9 +160,8 @@ class AgentLink:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOTICES)
 
     def _note_signal(self, number: int, frame: object) -> None:
-        self._outlived = (
-            self._outlived or number
-        )  # the next beat says so: the lock may be held right here
+        # Reported by the next heartbeat; sending here could deadlock on the lock.
+        self._outlived = self._outlived or number
 
     def _beat(self) -> None:
         stop = threading.Event()
@@ -167,11 +172,11 @@ class AgentLink:
                 return
 
     def _check_own_name(self) -> None:
-        """Warn, once for each host, if it does not know its own name; that may take seconds."""
+        """Warn if the host cannot look up its own name; the look-up may take seconds."""
         name = socket.gethostname()
-        # In a process of its own: a fork of this one during a look-up would leave its child locks.
-        # By a path and with close_fds off it is spawned without a pipe, which a data loader that
-        # forks meanwhile would hold open.
+        # The look-up runs in another process: if this one forked during it, the child would inherit
+        # held locks. With a path and without close_fds, Popen uses posix_spawn and no pipe, which a
+        # child forked meanwhile would hold open.
         command = [shutil.which("getent") or "getent", "ahosts", name]
         null = subprocess.DEVNULL
         try:

@@ -1,8 +1,8 @@
-"""Every message between leader, agents and workers: one type each, and one union per direction.
+"""Define the messages between leader, agents and workers: one type each, one union per direction.
 
-A message is built by its type on one side and decoded into the same type on the other, where it is
-checked; see :mod:`hvd_elastic.wire.framing`. Leader and agents are of the same version, which the
-leader checks when an agent says hello, so there are no optional fields for older peers.
+A message is decoded into the type that it was encoded from, which checks it; see
+:mod:`hvd_elastic.wire.framing`. The leader checks in the hello of an agent that both have the same
+version, so there are no optional fields for older peers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Activity, Position
 
 PROTOCOL = 4
-"""Raised with every change that an older peer would misread."""
+"""Version of the protocol, increased with every incompatible change."""
 
 
 class _Plain(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -25,12 +25,12 @@ class _Plain(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class WorkerOptions(_Plain):
-    """What the leader decided for all workers; in their environment.
+    """The leader's options for all workers, passed in their environment.
 
     Attributes:
         heartbeat_s: time between heartbeats [s].
-        audit: record which examples were really read.
-        checkpoint_every_s: time between checkpoints [s]; 0: none are written.
+        audit: whether to record which examples were really read.
+        checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
     """
 
     heartbeat_s: float = 1.0
@@ -39,7 +39,7 @@ class WorkerOptions(_Plain):
 
 
 class StoreEntry(_Plain):
-    """One value of the rendezvous store of a generation."""
+    """An entry of the rendezvous store of a generation."""
 
     generation: int
     scope: str
@@ -48,14 +48,14 @@ class StoreEntry(_Plain):
 
 
 class LeaderIdentity(_Plain):
-    """Who leads a run.
+    """Identity of the leader of a run.
 
     Attributes:
-        run_id: the run.
-        leader: tells it from all other leaders.
-        led_by: what users call it.
-        led_since: when it began to lead [Unix seconds, of its own clock].
-        heard_s: how long ago an agent heard of it [s].
+        run_id: id of the run.
+        leader: unique id of the leader.
+        led_by: name of the leader for messages to users.
+        led_since: time when it began to lead [Unix seconds of its own clock].
+        heard_s: time since an agent last heard of it [s].
     """
 
     run_id: str
@@ -66,7 +66,7 @@ class LeaderIdentity(_Plain):
 
 
 class HeldRun(_Plain):
-    """What an agent holds of a run, as the agent's last leader knew it."""
+    """The workers of a run that an agent holds, as known to the agent's last leader."""
 
     generation: int
     members: tuple[Member, ...]
@@ -74,14 +74,15 @@ class HeldRun(_Plain):
 
 
 class Announcement(_Plain):
-    """A generation as its hosts and workers are told of it.
+    """A generation, as announced to its hosts and workers.
 
     Attributes:
-        order: number, members and reason; its ``root`` is the member whose state all take, be it
-            live or from a checkpoint.
-        life: tells the generations that one leader counts from those of another.
-        restore: manifest on the root's host that the root loads first; None: it has the state.
-        checkpoint: manifest that ``restore`` is a copy of, for messages.
+        order: number, members and reason; its ``root`` is the member whose state all others get,
+            which may be live or from a checkpoint.
+        life: term of the leader, which distinguishes generations of different leaders.
+        restore: path of the manifest on the root's host that the root loads first; None: the root
+            has the state.
+        checkpoint: path of the manifest that ``restore`` is a copy of, for messages.
     """
 
     order: Announce
@@ -91,12 +92,12 @@ class Announcement(_Plain):
 
     @property
     def generation(self) -> int:
-        """Return its number."""
+        """Number of the generation."""
         return self.order.generation
 
     @property
     def root_rank(self) -> int:
-        """Return the rank whose state all take; 0 where nobody has one."""
+        """Rank whose state all others get; 0 if no member has a state."""
         ranks = {member.worker: member.rank for member in self.order.members}
         return ranks.get(self.order.root or "", 0)
 
@@ -116,24 +117,24 @@ class WorkerHello(_FromWorker, tag="hello"):
 
 
 class WorkerBeat(_FromWorker, tag="beat"):
-    """A worker lives; ``outlived``: number of a SIGTERM or SIGHUP that it got and outlived."""
+    """Heartbeat of a worker; ``outlived`` is the number of a SIGTERM or SIGHUP that it ignored."""
 
     activity: Activity = Activity()
     outlived: int = 0
 
 
 class CheckpointAnswered(_FromWorker, tag="checkpoint_answered"):
-    """The worker has written what it was asked for, or could not."""
+    """The worker has written the requested checkpoint or has failed to."""
 
 
 # ---- worker → leader, through the agent
 
 
 class WorkerReport(_FromWorker):
-    """What a worker tells the leader; some of it becomes an event of the run as it is."""
+    """A message of a worker to the leader; some of them become events of the run."""
 
     def event_fields(self) -> dict[str, Any]:
-        """Return its fields, as events of the run have them."""
+        """Return the fields of the event made from this message."""
         fields: dict[str, Any] = msgspec.structs.asdict(self)
         return fields
 
@@ -143,17 +144,17 @@ class WorkerReport(_FromWorker):
 
 
 class Ready(WorkerReport, tag="ready"):
-    """A standby is warm."""
+    """A standby worker is warm."""
 
     warm_s: float
 
 
 class Standing(WorkerReport, kw_only=True):
-    """Where a member stands in a generation.
+    """State of a member of a generation.
 
     Attributes:
-        step: optimizer steps that its live state has taken; -1: its state is not whole.
-        state: orders the states of one step; the higher is the newer one.
+        step: number of optimizer steps of its live state; -1: its state is not consistent.
+        state: orders the states of one step; a larger number is newer.
     """
 
     generation: int
@@ -166,43 +167,42 @@ class Joined(Standing, tag="joined"):
 
 
 class Held(Standing, tag="held"):
-    """A member stopped at a step boundary, as it was told."""
+    """A member has stopped at a step boundary, as requested."""
 
 
 class Broken(Standing, tag="broken"):
-    """A member's collectives or its rendezvous failed."""
+    """The collectives or the rendezvous of a member have failed."""
 
     error: str
     progress: Position | None = None
 
 
 class Finished(WorkerReport, tag="finished"):
-    """The training function returned."""
+    """The training function has returned."""
 
     progress: Position
 
 
 class ScriptRaised(WorkerReport, tag="script_error"):
-    """The script raised; the process is about to end."""
+    """The script has raised an exception; the process is about to end."""
 
     traceback: str
     progress: Position
 
 
 class Metrics(WorkerReport, tag="metrics"):
-    """Progress, speed, and what the script reports, by name."""
+    """Progress, throughput, and metrics of the script by name."""
 
     progress: Position
     size: int
     values: dict[str, Any]
 
     def event_fields(self) -> dict[str, Any]:
-        """See :meth:`WorkerReport.event_fields`."""
         return {**asdict(self.progress), "size": self.size, **self.values}
 
 
 class BatchPlan(WorkerReport, tag="batch_plan"):
-    """The batch at the start, and each change of it."""
+    """The batch plan at the start, or a change of it."""
 
     step: int
     global_batch_size: int
@@ -214,7 +214,7 @@ class BatchPlan(WorkerReport, tag="batch_plan"):
 
 
 class Shares(WorkerReport, tag="shares"):
-    """Examples of a full step by rank; empty: equal ones."""
+    """Number of examples of each rank in a full step; empty: equal shares."""
 
     step: int
     global_batch_size: int
@@ -223,7 +223,7 @@ class Shares(WorkerReport, tag="shares"):
 
 
 class RescaleFinished(WorkerReport, tag="rescale_finished"):
-    """The first step of a generation is done."""
+    """The root has taken the first step of a generation."""
 
     generation: int
     size: int
@@ -231,7 +231,7 @@ class RescaleFinished(WorkerReport, tag="rescale_finished"):
 
 
 class WorkerWarning(WorkerReport, tag="warning"):
-    """Something is wrong and training goes on."""
+    """A problem that does not stop training."""
 
     message: str
 
@@ -243,19 +243,18 @@ class Restored(WorkerReport, tag="restored"):
     path: str
 
     def event_fields(self) -> dict[str, Any]:
-        """See :meth:`WorkerReport.event_fields`."""
         return {**asdict(self.progress), "path": self.path}
 
 
 class Dataset(WorkerReport, tag="dataset"):
-    """Examples of the data set, and how many ``drop_last`` leaves out; for the audit."""
+    """Number of examples of the data set and of those that ``drop_last`` drops, for the audit."""
 
     n: int
     dropped: int
 
 
 class Used(WorkerReport, tag="used"):
-    """What all ranks really read for one step; for the audit."""
+    """Indices that all ranks really read for one step, for the audit."""
 
     generation: int
     step: int
@@ -266,11 +265,11 @@ class Used(WorkerReport, tag="used"):
 
 
 Reading = Dataset | Used
-"""What the audit records."""
+"""Messages that the audit records."""
 
 
 class CheckpointWritten(WorkerReport, tag="checkpoint"):
-    """A worker has written its shard; ``shard`` is what its description on disk says."""
+    """A worker has written its shard; ``shard`` is the content of its description on disk."""
 
     shard: dict[str, Any]
     step: int
@@ -282,7 +281,6 @@ class CheckpointWritten(WorkerReport, tag="checkpoint"):
     blocked_s: float
 
     def event_fields(self) -> dict[str, Any]:
-        """See :meth:`WorkerReport.event_fields`."""
         names = ("shard", "step", "path", "bytes", "seconds", "blocked_s")
         return {name: getattr(self, name) for name in names}
 
@@ -322,7 +320,7 @@ class _ToWorker(_Plain, tag_field="kind"):
 
 
 class Join(_ToWorker, tag="join"):
-    """Take part in a generation; ``env``: Horovod's variables for this worker."""
+    """Join a generation; ``env`` holds Horovod's variables for this worker."""
 
     announcement: Announcement
     env: dict[str, str]
@@ -333,31 +331,31 @@ class Hold(_ToWorker, tag="hold"):
 
 
 class Leave(_ToWorker, tag="leave"):
-    """Go, at the next step boundary."""
+    """Leave the run at the next step boundary."""
 
 
 class Abort(_ToWorker, tag="abort"):
-    """A generation is called off: give up its collectives."""
+    """A generation is aborted: make its collectives fail."""
 
     generation: int
 
 
 class SaveState(_ToWorker, tag="checkpoint"):
-    """Have a checkpoint written."""
+    """Write a checkpoint."""
 
 
 class Recorded(_ToWorker, tag="recorded"):
-    """Up to this step it is on record what was read."""
+    """The leader has recorded the examples read up to this step."""
 
     step: int
 
 
 class End(_ToWorker, tag="end"):
-    """End now if a SIGTERM was outlived."""
+    """End now if a SIGTERM was ignored."""
 
 
 Instruction = Join | Hold | Leave
-"""What the training thread waits for; the others are carried out at once."""
+"""Messages that the training thread waits for; the others take effect at once."""
 
 AgentToWorker = Instruction | Abort | SaveState | Recorded | End
 
@@ -370,21 +368,22 @@ class _ToAgent(_Plain, tag_field="op"):
 
 
 class LeaderHello(_ToAgent, tag="hello", forbid_unknown_fields=False):
-    """The first message: the run, and how it wants this host to serve it.
+    """The first message of a leader: the run and its settings for this host.
 
     Attributes:
         run_id, leader, led_by, led_since: see :class:`LeaderIdentity`.
-        host: what the hostfile calls the agent's host.
-        take_over: workers of an earlier leader are taken over, not ended.
-        failure_timeout_s: after so much silence the leader counts as lost [s].
-        leader_grace_s: how long to go on without a leader [s].
-        env, cwd, command: of the workers.
-        run: what the run was asked to be, for a leader that has no run folder.
+        host: name of the agent's host in the hostfile.
+        take_over: whether to take over workers of an earlier leader instead of ending them.
+        failure_timeout_s: time without a sign of life after which the leader counts as lost [s].
+        leader_grace_s: time to continue without a leader [s].
+        env, cwd, command: environment, working directory and command of the workers.
+        run: contents of run.json, for a later leader that has no run folder.
         interface: network interface of the ring; None: the one with this host's own address.
-        local_address: by which address the other hosts reach this one, without ssh.
+        local_address: address of this host for the other hosts.
         heartbeat_s: time between heartbeats [s].
-        preemption_command: says whether the host will be taken away; None: nothing does.
-        options: for the workers.
+        preemption_command: command that tells whether the host will be preempted; None: there is
+            none.
+        options: options for the workers.
     """
 
     run_id: str
@@ -407,7 +406,7 @@ class LeaderHello(_ToAgent, tag="hello", forbid_unknown_fields=False):
 
     @property
     def identity(self) -> LeaderIdentity:
-        """Return who says hello."""
+        """Identity of the sender."""
         return LeaderIdentity(
             run_id=self.run_id,
             leader=self.leader,
@@ -417,9 +416,11 @@ class LeaderHello(_ToAgent, tag="hello", forbid_unknown_fields=False):
 
 
 class LeaderBeat(_ToAgent, tag="beat"):
-    """The leader lives, and has acted upon all messages up to ``acted_upon``.
+    """Heartbeat of the leader.
 
-    ``recorded``: up to this step it is on record what was read; None: that is not recorded.
+    Attributes:
+        acted_upon: number of the last message that the leader has processed.
+        recorded: last step whose examples the leader has recorded; None: the run is not audited.
     """
 
     acted_upon: int
@@ -427,7 +428,7 @@ class LeaderBeat(_ToAgent, tag="beat"):
 
 
 class StartWorker(_ToAgent, tag="start_worker"):
-    """Start a standby; ``slots``: how many processes share the host."""
+    """Start a standby worker; ``slots`` is the number of processes that share the host."""
 
     worker: str
     local_rank: int
@@ -435,45 +436,45 @@ class StartWorker(_ToAgent, tag="start_worker"):
 
 
 class AnnounceGeneration(_ToAgent, tag="announce"):
-    """Have this host's members join a generation."""
+    """Announce a generation to the members on this host."""
 
     announcement: Announcement
 
 
 class PutEntry(_ToAgent, tag="store"):
-    """Another host has added a value to the rendezvous store."""
+    """Another host has added an entry to the rendezvous store."""
 
     entry: StoreEntry
 
 
 class CallOff(_ToAgent, tag="abort"):
-    """A generation is called off."""
+    """A generation is aborted."""
 
     generation: int
 
 
 class Tell(_ToAgent, tag="tell"):
-    """Pass a message on to a worker."""
+    """Forward a message to a worker."""
 
     worker: str
     message: Hold | Leave | SaveState
 
 
 class Kill(_ToAgent, tag="kill"):
-    """End a worker's process; ``reason`` for the next leader."""
+    """Kill a worker's process; ``reason`` is kept for a later leader."""
 
     worker: str
     reason: str = "it was killed"
 
 
 class Collected(_ToAgent, tag="collected"):
-    """Shards up to this step are not needed any more; None: no shard is."""
+    """Shards up to this step are not needed any more; None: no shard is needed."""
 
     step: int | None
 
 
 class Shutdown(_ToAgent, tag="shutdown"):
-    """End the workers, with SIGKILL after ``grace_s``, and then the agent."""
+    """End the workers, with SIGKILL after ``grace_s``, and then the agent itself."""
 
     grace_s: float
 
@@ -497,23 +498,23 @@ LeaderToAgent = (
 
 class _FromAgent(_Plain, tag_field="ev", kw_only=True):
     seq: int = 0
-    """Counts the messages that are kept until the leader has acted upon them; 0: it is not kept."""
+    """Sequence number of a message that is kept until the leader has processed it; 0: not kept."""
 
 
 class AgentHello(_FromAgent, tag="hello"):
-    """The agent is there.
+    """The first message of an agent.
 
     Attributes:
-        protocol, version, python: see :class:`Greeting`.
+        protocol, version, python: version of the protocol, of this package and of Python.
         spool: folder in which workers leave shards of checkpoints.
-        spooled: descriptions of those that an earlier leader did not fetch.
-        executable, pid, hostname: of the agent.
-        interface: the one that the ring will use; None: it is left to Gloo.
-        interfaces: name → address of all.
-        cpus: cores that it may use.
-        machine: the same for hosts that are parts of one machine.
-        swept: processes of the run that a killed agent had left, and that were ended.
-        held: what it holds of the run under an earlier leader; None: it is a new one.
+        spooled: descriptions of shards that an earlier leader did not fetch.
+        executable, pid, hostname: Python executable, process id and host name of the agent.
+        interface: network interface that the ring will use; None: Gloo chooses.
+        interfaces: address of each network interface by name.
+        cpus: number of cores that the agent may use.
+        machine: id of the machine, the same for hosts that are parts of one machine.
+        swept: number of processes left by a killed agent of the run that were ended.
+        held: workers of the run held under an earlier leader; None: the agent is new.
     """
 
     protocol: int
@@ -533,7 +534,7 @@ class AgentHello(_FromAgent, tag="hello"):
 
 
 class Greeting(msgspec.Struct):
-    """What the hello of an agent of any version says; ``ev`` tells it from other messages."""
+    """Fields of the hello of an agent of any version; ``ev`` is the kind of the message."""
 
     ev: str
     protocol: Any = None
@@ -542,64 +543,64 @@ class Greeting(msgspec.Struct):
 
 
 class Refused(_FromAgent, tag="refused"):
-    """Another leader leads this agent, and is heard of."""
+    """The agent has another leader that is alive."""
 
     led: LeaderIdentity
 
 
 class TakenOver(_FromAgent, tag="taken_over"):
-    """The agent follows another leader from now on."""
+    """Another leader has taken the agent over."""
 
     led: LeaderIdentity
 
 
 class AgentBeat(_FromAgent, tag="beat"):
-    """The agent lives, and its workers' last heartbeats."""
+    """Heartbeat of the agent, with the last heartbeats of its workers."""
 
     workers: dict[str, Activity]
 
 
 class EntryAdded(_FromAgent, tag="store"):
-    """A worker has added a value to the rendezvous store."""
+    """A worker has added an entry to the rendezvous store."""
 
     entry: StoreEntry
 
 
 class Notice(_FromAgent, tag="notice"):
-    """The host will go."""
+    """The host will be preempted."""
 
     cause: str
     leave_in_s: float
 
 
 class AgentWarning(_FromAgent, tag="warning"):
-    """Something is wrong on the host."""
+    """A problem on the host that does not stop training."""
 
     message: str
 
 
 class WorkerSaid(_FromAgent, tag="worker"):
-    """A worker told the leader something."""
+    """A message of a worker to the leader."""
 
     worker: str
     message: _Report
 
 
 class PastReading(_FromAgent, tag="past"):
-    """What was read, and no earlier leader has recorded."""
+    """An audit record that no earlier leader has stored."""
 
     message: Reading
 
 
 class Log(_FromAgent, tag="log"):
-    """A worker has printed something."""
+    """Output of a worker."""
 
     worker: str
     data: str
 
 
 class WorkerEnded(_FromAgent, tag="worker_exited"):
-    """A worker's process ended, with an exit status or by a signal."""
+    """The process of a worker has ended, with an exit status or by a signal."""
 
     worker: str
     code: int | None
@@ -607,7 +608,7 @@ class WorkerEnded(_FromAgent, tag="worker_exited"):
 
 
 class WorkerNotStarted(_FromAgent, tag="worker_not_started"):
-    """The command of the workers cannot be started."""
+    """The process of a worker cannot be started."""
 
     worker: str
     error: str
