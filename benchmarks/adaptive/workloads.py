@@ -17,9 +17,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-__all__ = ["Race", "digits", "digits_network", "distorted_digits", "share_right", "square_step"]
-__all__ += ["take_turns", "warm_up", "wide_network"]
-
 INITIAL, LARGEST = 32, 512
 """Of the digits: global batch sizes."""
 COPIES, DISTORTED_RATE, DISTORTED_TARGET = 10, 0.05, 0.975

@@ -27,16 +27,6 @@ from typing import Any
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import LineFollower
 
-__all__ = [
-    "Chronicle",
-    "RecordFolder",
-    "World",
-    "check_steps",
-    "epochs_between",
-    "split_audit",
-    "step_problems",
-]
-
 
 @dataclass
 class World:

@@ -24,8 +24,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _SAME_STEP_S = 0.0002
 
 

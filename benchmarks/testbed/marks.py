@@ -11,21 +11,6 @@ from typing import Any
 
 from hvd_elastic.records.json_lines import LineFollower
 
-__all__ = [
-    "Change",
-    "Lane",
-    "MarkFolder",
-    "Process",
-    "Span",
-    "Step",
-    "first_step",
-    "lanes",
-    "longest_gap",
-    "measure_change",
-    "newcomer_step",
-    "step_times",
-]
-
 Lane = tuple[str, int]
 """A place for a worker: host and slot. Processes may follow each other in it."""
 
