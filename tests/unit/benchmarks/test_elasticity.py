@@ -99,7 +99,8 @@ def test_a_cell_counts_what_failed_beside_what_was_measured():
         Observation(1, "ours", "stall", None, "the job died"),
     ]
     cell = cell_of(seen)
-    assert [cell.as_json()[name] for name in ("median", "low", "high")] == pytest.approx([0.3, 0.2, 0.4])
+    kept = cell.as_json()
+    assert [kept["median"], kept["low"], kept["high"]] == pytest.approx([0.3, 0.2, 0.4])
     assert cell.text("s") == "0.300 s (0.200 to 0.400); 2 times: the job died"
     assert cell_of(seen[1:2]).text("s") == "the job died"
     assert cell_of([]).text("s") == "-"
