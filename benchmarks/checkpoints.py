@@ -17,12 +17,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.testbed.command import add_output_options, deliver, end_with, progress
+from benchmarks.testbed.command import Say, run_benchmark
 from benchmarks.testbed.figures import Result, conditions, figure
+from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import read_events
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = (1, 2)
 CHECKPOINT_EVERY_S = 2.0
 ROWS_PER_TENSOR, COLUMNS = 1000, 1000
@@ -73,20 +73,18 @@ def train(args: argparse.Namespace) -> None:
     hvd.report(fresh_copy_s=fresh_copy_s, longest_step_s=longest_step_s)
 
 
-def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+def measure_run(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """One run with ``ranks`` ranks on this machine; what its events say."""
     with tempfile.TemporaryDirectory(prefix="hvd-elastic-bench-") as home:
-        options = ["--np", str(ranks), "--run-id", "bench", "--checkpoint-every"]
-        options += [str(CHECKPOINT_EVERY_S), "--", sys.executable, __file__, "--train"]
-        options += ["--parameters", str(args.parameters), "--steps", str(args.steps)]
-        options += ["--step-time", str(args.step_time)]
+        run = [
+            *(*OUR_PROGRAM, "run", "--np", str(ranks), "--run-id", "bench"),
+            *("--checkpoint-every", str(CHECKPOINT_EVERY_S), "--"),
+            *(sys.executable, __file__, "--train", "--parameters", str(options.parameters)),
+            *("--steps", str(options.steps), "--step-time", str(options.step_time)),
+        ]
+        environment = {**os.environ, "HVD_ELASTIC_HOME": home, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "hvd_elastic.cli.app", "run", *options],
-            cwd=ROOT,
-            env={**os.environ, "HVD_ELASTIC_HOME": home, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
+            run, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
         )
         if done.returncode != 0:
             raise RunError(f"the run with {ranks} ranks failed:\n{done.stdout}{done.stderr}")
@@ -109,31 +107,28 @@ def measure(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     }
 
 
+def measure(options: argparse.Namespace, say: Say) -> Result:
+    """Measure one run for each number of ranks."""
+    load_before = os.getloadavg()
+    found = []
+    for ranks in RANKS:
+        say(f"a run with {ranks} rank(s)")
+        found.append({"ranks": ranks, **measure_run(options, ranks)})
+    note = f"{options.parameters} parameters, steps padded with {options.step_time} s."
+    return Result("checkpoints", conditions("this machine", note, load_before), {"runs": found})
+
+
 def main() -> int:
-    """Measure, print, and write the figures."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step-time", type=float, default=0.2, help="pause in each step [s]")
-    add_output_options(parser)
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.train:
-        train(args)
+    if "--train" in sys.argv:
+        train(parser.parse_args())
         return 0
-
-    def measure_all() -> None:
-        load_before = os.getloadavg()
-        found = []
-        with progress(args) as say:
-            for ranks in RANKS:
-                say(f"a run with {ranks} rank(s)")
-                found.append({"ranks": ranks, **measure(args, ranks)})
-        note = f"{args.parameters} parameters, steps padded with {args.step_time} s."
-        taken = conditions("this machine", note, load_before)
-        deliver(Result("checkpoints", taken, {"runs": found}), args)
-
-    return end_with(measure_all)
+    return run_benchmark(parser, measure)
 
 
 if __name__ == "__main__":

@@ -26,14 +26,15 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.soak.job import processes_of
-from benchmarks.testbed.command import add_output_options, deliver, end_with, progress
+from benchmarks.testbed.command import Say, check_names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions, figure, spread
-from hvd_elastic.errors import RunError
+from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_hostfile
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import EventFollower, Record, read_events
+from hvd_elastic.records.json_lines import EventFollower, read_events
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 
-ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("faults", "overhead")
 WIDTH, LAYERS, EXAMPLES, BATCH = 512, 16, 4096, 256
 FAILURE_TIMEOUT_S = 2.0
 QUIET_STEPS = 30
@@ -180,19 +181,14 @@ class Disturbed:
         self.run_id = new_run_id()
         self.use(2)
         command = [
-            *(sys.executable, "-m", "hvd_elastic.cli.app", "run", "--run-id", self.run_id),
+            *(*OUR_PROGRAM, "run", "--run-id", self.run_id),
             *("--hostfile", str(self._hostfile), "--audit", "--checkpoint-every", "0"),
             *("--failure-timeout", str(FAILURE_TIMEOUT_S), "--", sys.executable),
             *(str(Path(__file__).resolve()), "train", str(self._until)),
         ]
         self._log = folder / "log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self._process = start_logged(command, self._log, environment)
         self._follower: EventFollower | None = None
         self._generations, self._size, self._steps, self._settled = 0, 0, 0, 0
         self.pauses: list[float] = []
@@ -200,9 +196,7 @@ class Disturbed:
 
     def use(self, slots: int) -> None:
         """How many processes the run may have from now on."""
-        new = self._hostfile.with_suffix(".new")
-        new.write_text(f"localhost slots={slots}\n", encoding="utf-8")
-        new.replace(self._hostfile)
+        write_hostfile(self._hostfile, {"localhost": slots})
 
     def settle(self, size: int, generations: int) -> list[float]:
         """Wait until so many more generations have come and the last trains on.
@@ -236,18 +230,15 @@ class Disturbed:
             except RunError:
                 return  # it has not begun
         for event in self._follower.poll():
-            self._take(event)
-
-    def _take(self, event: Record) -> None:
-        if event["kind"] == "rescale_finished":
-            self._generations += 1
-            self._size = event["size"]
-            self._settled = self._steps
-            self.pauses.append(event["pause_s"])
-        elif event["kind"] == "metrics":
-            self._steps = event["step"]
-        elif event["kind"] == "worker_left":
-            self.deaths.append(event["cause"])
+            if event["kind"] == "rescale_finished":
+                self._generations += 1
+                self._size = event["size"]
+                self._settled = self._steps
+                self.pauses.append(event["pause_s"])
+            elif event["kind"] == "metrics":
+                self._steps = event["step"]
+            elif event["kind"] == "worker_left":
+                self.deaths.append(event["cause"])
 
     def workers(self) -> list[psutil.Process]:
         """Those that live, the oldest first."""
@@ -290,7 +281,7 @@ class Disturbed:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
 
 
-def measure_faults(rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_faults(rounds: int, say: Say) -> list[dict[str, Any]]:
     """Pauses of changes and failures, and deaths of workers that nobody has caused."""
     events = {
         "a process joins": "",
@@ -333,20 +324,18 @@ def _last(taken: tuple[str, list[float]]) -> str:
     return f"{taken[0]} {taken[1][-1]:.2f} s"
 
 
-def measure_overhead(rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_overhead(rounds: int, say: Say) -> list[dict[str, Any]]:
     """Step time of ResNet-50 with everything adaptive beside that of the optimizer alone."""
     rows = []
     for precision in PRECISIONS:
         with tempfile.TemporaryDirectory(prefix="hvd_elastic-gpu-") as temporary:
             result = Path(temporary) / "times.json"
             command = [
-                *(sys.executable, "-m", "hvd_elastic.cli.app", "run", "--checkpoint-every", "0"),
-                *("--", sys.executable, str(Path(__file__).resolve()), "overhead"),
-                *(str(result), precision, str(rounds)),
+                *(*OUR_PROGRAM, "run", "--checkpoint-every", "0", "--", sys.executable),
+                *(str(Path(__file__).resolve()), "overhead", str(result), precision, str(rounds)),
             ]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-            )
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode != 0:
                 raise RunError(f"the job ended with {done.returncode}:\n{done.stdout[-2000:]}")
             times = json.loads(result.read_text(encoding="utf-8"))
@@ -385,8 +374,11 @@ def what_lacks(parts: Iterable[str]) -> str | None:
     return None
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Measure, print, keep."""
+def measure(args: argparse.Namespace, say: Say) -> Result:
+    """Measure the parts that the command line names."""
+    if args.rounds < 1:
+        raise UsageError(f"--rounds {args.rounds}: at least 1")
+    check_names("--parts", args.parts, PARTS)
     lacking = what_lacks(args.parts)
     if lacking is not None:
         raise RunError(f"benchmarks/gpu.py cannot run here: {lacking}")
@@ -394,27 +386,24 @@ def measure(args: argparse.Namespace) -> None:
 
     load_before = os.getloadavg()
     found: dict[str, list[dict[str, Any]]] = {}
-    with progress(args) as say:
-        if "faults" in args.parts:
-            found["faults"] = measure_faults(args.rounds, say)
-        if "overhead" in args.parts:
-            found["overhead"] = measure_overhead(5 * args.rounds, say)
+    if "faults" in args.parts:
+        found["faults"] = measure_faults(args.rounds, say)
+    if "overhead" in args.parts:
+        found["overhead"] = measure_overhead(5 * args.rounds, say)
     gpus = torch.cuda.device_count()
     version = ".".join(map(str, torch.cuda.nccl.version()))
     hosts = f"{gpus} x {torch.cuda.get_device_name()}"
     note = f"SIGSTOP is noticed after a failure timeout of {FAILURE_TIMEOUT_S:g} s."
     if gpus < 3:
         note += " Workers share a GPU, and NCCL runs between them over sockets."
-    taken = conditions(hosts, note, load_before, {"nccl": version})
-    deliver(Result("gpu", taken, found), args)
+    return Result("gpu", conditions(hosts, note, load_before, {"nccl": version}), found)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
     jobs = argparse.ArgumentParser(add_help=False)
     of = jobs.add_subparsers(dest="job")
-    training = of.add_parser("train")
-    training.add_argument("until", type=Path)
+    of.add_parser("train").add_argument("until", type=Path)
     costing = of.add_parser("overhead")
     costing.add_argument("result", type=Path)
     costing.add_argument("precision", choices=PRECISIONS)
@@ -422,19 +411,13 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["train"], ["overhead"]):
         args = jobs.parse_args(words)
-        {"train": train, "overhead": overhead}[args.job](args)
+        (train if args.job == "train" else overhead)(args)
         return 0
     about = __doc__ or ""
     parser = argparse.ArgumentParser(description=about.split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=3, help="of each event (default: 3)")
-    parser.add_argument("--parts", nargs="+", default=["faults", "overhead"])
-    add_output_options(parser)
-    args = parser.parse_args(words)
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least 1")
-    if unknown := set(args.parts) - {"faults", "overhead"}:
-        parser.error(f"--parts {' '.join(sorted(unknown))}: there are faults and overhead")
-    return end_with(lambda: measure(args))
+    parser.add_argument("--parts", nargs="+", default=PARTS)
+    return run_benchmark(parser, measure, words)
 
 
 if __name__ == "__main__":

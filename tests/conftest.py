@@ -6,6 +6,9 @@ import pytest
 
 from tests import side_by_side
 
+# What workers of tests run when they start, not to be imported for its doctests.
+collect_ignore = ["quick_torch"]
+
 # Whatever starts in the background of a shell script ignores Ctrl-C, and so would all it starts:
 # programs of ours that the tests interrupt among them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -16,10 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of real processes get a second try, three of them in all.
-
-    Who needs it is listed as RERUN at the end, with how it failed the first time: a defect to find.
-    """
+    """A test marked ``unsure`` gets a second try; the mark says why it needs one."""
     for item in items:
-        if item.get_closest_marker("dist") or item.get_closest_marker("ssh"):
+        mark = item.get_closest_marker("unsure")
+        if mark is not None:
+            if not mark.args or not all(isinstance(reason, str) for reason in mark.args):
+                raise pytest.UsageError(f"{item.nodeid}: say the reason: unsure('…')")
             item.add_marker(pytest.mark.flaky(reruns=1))

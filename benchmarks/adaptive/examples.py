@@ -11,9 +11,6 @@ from typing import Any
 
 from hvd_elastic.model.goodput import statistical_efficiency
 
-__all__ = ["PROBLEMS", "SCALES", "Look", "Problem", "crossing", "examples_rows", "median_error"]
-__all__ += ["predicted_ratio"]
-
 SCALES = (1, 2, 4, 8, 16)
 """Batch sizes over the initial one."""
 

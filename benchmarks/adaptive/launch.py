@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,94 +13,72 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed.environments import PeerEnvironment
+from benchmarks.testbed.launchers import ROOT, free_port, start_logged
 from hvd_elastic.errors import RunError
 
-__all__ = ["ROOT", "AdaptDL", "run_job", "run_together"]
-
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 3600
-_PEERS = ROOT / "benchmarks/peers"
+
+# Its release is of 2022 and needs packages of then; PyTorch is the one that all others have.
+ADAPTDL = PeerEnvironment(
+    "adaptdl",
+    (
+        *("adaptdl==0.2.11", "numpy==1.23.5", "scipy==1.10.1", "pandas==1.5.3"),
+        *("setuptools<81", "requests"),
+    ),
+    "adaptdl.torch",
+)
 
 
 def run_job(name: str, ranks: int, *arguments: object) -> Any:
-    """What rank 0 of one job on this machine wrote; ``name`` is one of those in ``jobs/``."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        job = [sys.executable, "-m", "benchmarks.adaptive.jobs", name, str(out)]
-        job += [str(argument) for argument in arguments]
-        if ranks > 1:
-            launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
-            job = [*launcher, "-np", str(ranks), *job]
-        print(f"{name} on {ranks} rank(s) {' '.join(map(str, arguments))}", file=sys.stderr)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        try:
-            done = subprocess.run(
-                job, env=environment, capture_output=True, text=True, timeout=LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            raise RunError(f"{' '.join(job)} took more than {LIMIT_S} s") from None
-        if done.returncode != 0 or not out.exists():
-            raise RunError(f"{' '.join(job)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-        return json.loads(out.read_text(encoding="utf-8"))
+    """What rank 0 of one job on this machine wrote; ``name`` is one of those in ``jobs/``.
 
-
-class AdaptDL:
-    """AdaptDL without its scheduler: replicas on this machine that adapt the batch by themselves.
-
-    Its release is of 2022 and needs packages of then; PyTorch is the one that all others have.
+    Raises:
+        RunError: the job failed, or took too long.
     """
+    print(f"{name} on {ranks} rank(s) {' '.join(map(str, arguments))}", file=sys.stderr)
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(ranks)]
+    command = [*(launcher if ranks > 1 else ()), sys.executable, "-m", "benchmarks.adaptive.jobs"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory() as folder:
+        return _written([*command, name], [environment], Path(folder), arguments)
 
-    name = "AdaptDL"
 
-    def __init__(self) -> None:
-        self._environment = PeerEnvironment(
-            "adaptdl",
-            (
-                *("adaptdl==0.2.11", "numpy==1.23.5", "scipy==1.10.1", "pandas==1.5.3"),
-                *("setuptools<81", "requests"),
-            ),
-            "adaptdl.torch",
-        )
+def run_adaptdl(script: str, replicas: int, *arguments: object) -> Any:
+    """What replica 0 of one job of AdaptDL, without its scheduler, wrote.
 
-    def prepare(self) -> None:
-        """Make its environment unless it is there.
+    Raises:
+        RunError: a replica died, or took too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(ADAPTDL.python), str(ROOT / "benchmarks/peers" / script)]
+        shared = {
+            **{name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
+            "OMP_NUM_THREADS": "1",
+            "ADAPTDL_MASTER_ADDR": "127.0.0.1",
+            "ADAPTDL_MASTER_PORT": str(free_port()),
+            "ADAPTDL_NUM_REPLICAS": str(replicas),
+            "ADAPTDL_NUM_NODES": "1",
+            "ADAPTDL_NUM_RESTARTS": "0",
+            "ADAPTDL_CHECKPOINT_PATH": folder,
+            # Its checkpoints hold more than tensors.
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+        }
+        ranked = [{**shared, "ADAPTDL_REPLICA_RANK": str(rank)} for rank in range(replicas)]
+        return _written(command, ranked, Path(folder), arguments)
 
-        Raises:
-            PeerMissingError: it cannot be had.
-        """
-        self._environment.make()
 
-    def versions(self) -> dict[str, str]:
-        """Of its packages that matter."""
-        return {"adaptdl": self._environment.version("adaptdl")}
-
-    def run_job(self, script: str, replicas: int, *arguments: object) -> Any:
-        """What replica 0 of one job wrote.
-
-        Raises:
-            RunError: a replica died, or took too long.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "out.json"
-            job = [str(self._environment.python), str(_PEERS / script), str(out)]
-            job += [str(argument) for argument in arguments]
-            shared = {
-                **{name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
-                "OMP_NUM_THREADS": "1",
-                "ADAPTDL_MASTER_ADDR": "127.0.0.1",
-                "ADAPTDL_MASTER_PORT": str(_free_port()),
-                "ADAPTDL_NUM_REPLICAS": str(replicas),
-                "ADAPTDL_NUM_NODES": "1",
-                "ADAPTDL_NUM_RESTARTS": "0",
-                "ADAPTDL_CHECKPOINT_PATH": folder,
-                # Its checkpoints hold more than tensors.
-                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
-            }
-            ranked = [{**shared, "ADAPTDL_REPLICA_RANK": str(rank)} for rank in range(replicas)]
-            run_together(job, ranked, Path(folder))
-            if not out.exists():
-                raise RunError(f"{' '.join(job)} ended without a result")
-            return json.loads(out.read_text(encoding="utf-8"))
+def _written(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    folder: Path,
+    arguments: Sequence[object],
+) -> Any:
+    out = folder / "out.json"
+    job = [*command, str(out), *map(str, arguments)]
+    run_together(job, environments, folder)
+    if not out.exists():
+        raise RunError(f"{' '.join(job)} ended without a result")
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def run_together(job: list[str], environments: Sequence[Mapping[str, str]], logs: Path) -> None:
@@ -120,10 +97,7 @@ def run_together(job: list[str], environments: Sequence[Mapping[str, str]], logs
     with ThreadPoolExecutor(len(environments)) as pool:
         try:
             for rank, environment in enumerate(environments):
-                with (logs / f"log{rank}").open("wb") as log:
-                    processes.append(
-                        subprocess.Popen(job, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                    )
+                processes.append(start_logged(job, logs / f"log{rank}", environment))
             ends = [pool.submit(finish, rank) for rank in range(len(processes))]
             for end in wait(ends, return_when=FIRST_EXCEPTION).done:
                 end.result()
@@ -131,9 +105,3 @@ def run_together(job: list[str], environments: Sequence[Mapping[str, str]], logs
             for process in processes:
                 process.kill()
                 process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -15,33 +15,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks.adaptive.examples import (
-    PROBLEMS,
-    SCALES,
-    crossing,
-    examples_rows,
-    median_error,
-)
+from benchmarks.adaptive.examples import PROBLEMS, SCALES, crossing, examples_rows, median_error
 from benchmarks.adaptive.jobs import changes, rules
-from benchmarks.adaptive.launch import ROOT, AdaptDL, run_job
+from benchmarks.adaptive.launch import ADAPTDL, run_adaptdl, run_job
 from benchmarks.testbed.command import at_least_one, end_with, names, numbers
 from benchmarks.testbed.environments import PeerMissingError
 from benchmarks.testbed.figures import Result, conditions, spread
 from benchmarks.testbed.hosts import Testbed, make_testbed
-from benchmarks.testbed.launchers import STATIC, Order
+from benchmarks.testbed.launchers import ROOT, STATIC, Order
 from hvd_elastic.errors import RunError
 from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.step_time import Observation, fit_step_time
-
-__all__ = [
-    "changes_rows",
-    "digits_rows",
-    "main",
-    "overhead_row",
-    "prediction_errors",
-    "rule_rows",
-    "target_rows",
-]
 
 PARTS = "noise,digits,rules,overhead,times,changes,distorted,examples"
 FIXED = (32, 64, 128, 256, 512)
@@ -162,7 +146,7 @@ def overhead_row(
     }
 
 
-def measure_overhead(rounds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
+def measure_overhead(rounds: int, peer: str | None) -> list[dict[str, Any]]:
     """What adapting costs here and, where it is there, in AdaptDL; two ranks."""
     horovod, ddp = "Horovod's optimizer", "DistributedDataParallel"
     wide, resnet = "2 M parameters", "ResNet-50, pictures of 64 x 64"
@@ -174,10 +158,10 @@ def measure_overhead(rounds: int, peer: AdaptDL | None) -> list[dict[str, Any]]:
             rows.append({**row, "look_every": every})
     if peer is not None:
         try:
-            times = peer.run_job("adaptdl_overhead.py", 2, rounds)
-            rows.append(overhead_row(AdaptDL.name, wide, ddp, times))
+            times = run_adaptdl("adaptdl_overhead.py", 2, rounds)
+            rows.append(overhead_row(peer, wide, ddp, times))
         except RunError as error:
-            failed = {"library": AdaptDL.name, "network": wide, "bare": ddp, "ranks": 2}
+            failed = {"library": peer, "network": wide, "bare": ddp, "ranks": 2}
             rows.append({**failed, "failed": str(error)})
     return rows
 
@@ -225,13 +209,9 @@ def _timed_on(bed: Testbed, slots: Mapping[str, int]) -> list[Observation]:
     out = bed.scratch / "times.json"
     out.unlink(missing_ok=True)
     script = Path(__file__).parent / "jobs/__main__.py"
-    order = Order(
-        training=[str(script), "times", str(out), str(len(slots))],
-        slots=slots,
-        min_np=sum(slots.values()),
-        max_np=sum(slots.values()),
-        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    training = [str(script), "times", str(out), str(len(slots))]
+    order = Order(slots, training, sum(slots.values()), environment=environment)
     with bed.job(STATIC, order) as job:
         while (status := job.ended()) is None:
             job.sleep()
@@ -358,7 +338,7 @@ def _known(value: float | None) -> float | None:
     return None if value is None or math.isinf(value) else value
 
 
-def measure_distorted(seeds: Sequence[int], peer: AdaptDL | None) -> list[dict[str, Any]]:
+def measure_distorted(seeds: Sequence[int], peer: str | None) -> list[dict[str, Any]]:
     """Time to a test accuracy on distorted digits, two ranks."""
     found: list[dict[str, Any]] = []
     # In turn, so that a busy moment of the machine hits all alike.
@@ -368,9 +348,9 @@ def measure_distorted(seeds: Sequence[int], peer: AdaptDL | None) -> list[dict[s
         if peer is None:
             continue
         try:
-            found += peer.run_job("adaptdl_distorted.py", 2, seed)
+            found += run_adaptdl("adaptdl_distorted.py", 2, seed)
         except RunError as error:
-            found.append({"batch": AdaptDL.name, "seed": seed, "failed": str(error)})
+            found.append({"batch": peer, "seed": seed, "failed": str(error)})
     rows = target_rows(found)
     for row in rows:
         row["trainings"] = [each for each in found if each["batch"] == row["batch"]]
@@ -402,17 +382,16 @@ def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]
     return [*rows, {"problem": "all", "median_error": error if math.isfinite(error) else None}]
 
 
-def peer_if_there(wanted: bool) -> AdaptDL | None:
-    """AdaptDL, or None where it is not asked for or cannot be had."""
-    peer = AdaptDL()
+def peer_if_there(wanted: bool) -> str | None:
+    """The name of AdaptDL, or None where it is not asked for or cannot be had."""
     if not wanted:
         return None
     try:
-        peer.prepare()
+        ADAPTDL.make()
     except PeerMissingError as error:
-        print(f"{peer.name}: not measured: {error}", flush=True)
+        print(f"AdaptDL: not measured: {error}", flush=True)
         return None
-    return peer
+    return "AdaptDL"
 
 
 def main() -> int:
@@ -446,12 +425,12 @@ def main() -> int:
         parser.error(f"--parts: {', '.join(sorted(unknown))}: valid are {PARTS}")
     if unknown := set(args.problems) - set(PROBLEMS):
         parser.error(f"--problems: {', '.join(sorted(unknown))}: valid are {known}")
-    peer: AdaptDL | None = None
+    peer: str | None = None
 
     def measure_parts() -> None:
         nonlocal peer
         peer = peer_if_there(not args.no_peers and bool(PEERED & set(args.parts)))
-        versions = peer.versions() if peer is not None else {}
+        versions = {} if peer is None else {"adaptdl": ADAPTDL.version("adaptdl")}
         for part in args.parts:
             load = os.getloadavg()
             rows = measure[part]()

@@ -12,13 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-
-__all__ = ["Race", "digits", "digits_network", "distorted_digits", "share_right", "square_step"]
-__all__ += ["take_turns", "warm_up", "wide_network"]
 
 INITIAL, LARGEST = 32, 512
 """Of the digits: global batch sizes."""
@@ -33,6 +29,8 @@ WIDTH, BATCH, STEPS, WARM = 1000, 64, 20, 420
 
 def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
     """Training examples, and images and labels of every fifth one for testing."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     inputs = torch.from_numpy(images / 16.0).float().reshape(-1, 1, 8, 8)
     targets = torch.from_numpy(labels).long()

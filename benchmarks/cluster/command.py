@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.cluster.calls import measure_calls
+from benchmarks.cluster.commands import measure_calls
 from benchmarks.cluster.copying import ROWS, measure_copies
 from benchmarks.cluster.faults import FAULTS, measure_faults
 from benchmarks.cluster.many import measure_many
-from benchmarks.testbed.command import add_output_options, deliver, end_with, names, numbers
-from benchmarks.testbed.command import progress as shown_progress
+from benchmarks.testbed.command import Say, names, numbers, run_benchmark
 from benchmarks.testbed.figures import Result
-
-__all__ = ["main"]
 
 
 def main() -> int:
@@ -30,36 +27,22 @@ def main() -> int:
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--calls", type=int, metavar="N", help="commands on N hosts, no copies")
     parser.add_argument("--rounds", type=int, default=5, help="of --calls")
+    known, every = ", ".join(FAULTS), ",".join(FAULTS)
+    told = f"what happens when something is wrong, no copies; rows of {known}"
+    parser.add_argument("--faults", nargs="?", const=every, metavar="ROWS", help=told)
+    told = "how commands grow with the hosts (32,64,128,256), and memory here; no copies"
+    counts = [32, 64, 128, 256]
     parser.add_argument(
-        "--faults", nargs="?", const=",".join(FAULTS), metavar="ROWS",
-        help=f"what happens when something is wrong, no copies; rows of {', '.join(FAULTS)}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--many", nargs="?", type=numbers, const=[32, 64, 128, 256], metavar="COUNTS",
-        help="how commands grow with the hosts (32,64,128,256), and memory here; no copies",
-    )  # fmt: skip
-    add_output_options(parser)
-    options = parser.parse_args()
+        "--many", nargs="?", type=numbers, const=counts, metavar="COUNTS", help=told
+    )
+    return run_benchmark(parser, _measure)
 
-    def measure() -> None:
-        with shown_progress(options) as say:
-            result: Result
-            if options.calls is not None:
-                result = measure_calls(options.calls, options.rounds, say)
-            elif options.faults is not None:
-                result = measure_faults(names(options.faults), not options.no_peers, say)
-            elif options.many is not None:
-                result = measure_many(options.many, options.size * 1_000_000, say)
-            else:
-                result = measure_copies(
-                    names(options.rows),
-                    rate=options.rate,
-                    size=options.size * 1_000_000,
-                    counts=options.counts,
-                    hosts=options.hosts,
-                    peers=not options.no_peers,
-                    say=say,
-                )
-        deliver(result, options)
 
-    return end_with(measure)
+def _measure(options: argparse.Namespace, say: Say) -> Result:
+    if options.calls is not None:
+        return measure_calls(options.calls, options.rounds, say)
+    if options.faults is not None:
+        return measure_faults(names(options.faults), not options.no_peers, say)
+    if options.many is not None:
+        return measure_many(options.many, options.size * 1_000_000, say)
+    return measure_copies(options, say)

@@ -7,25 +7,23 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cluster.commands import our_tool
+from benchmarks.testbed.hosts import restore_hosts
+from benchmarks.testbed.launchers import start_logged
 from benchmarks.testbed.links import limit_link
 from hvd_elastic.errors import RunError
 from hvd_elastic.virtual import VirtualCluster, plan
 from hvd_elastic.virtual.tools import run_tool
 
-__all__ = ["DESTINATION", "CopyBed", "Timed", "make_copy_bed"]
-
 DESTINATION = "/data/set"
 LIMIT_S = 900.0
 # Of each packet, as the kernel counts them: Ethernet 14 bytes, IPv4 20, TCP with time stamps 32.
 _HEADERS = 66
-
-_COPYCLUST = "from hvd_elastic.cli.cluster_tools import copyclust_main; copyclust_main()"
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,14 @@ class CopyBed:
         self.bytes_per_s = bits_per_s / 8
         self._interface = plan.interface_name(cluster.state.subnet)
 
+    def copy(self, host: str) -> Path:
+        """A host's copy, as seen from this machine."""
+        return self.cluster.data(host) / Path(DESTINATION).name
+
     def ours(self, source: Path, hostfile: Path | None = None) -> list[str]:
         """The command line of copyclust, to all hosts or to those of another hostfile."""
         hosts = str(hostfile or self.cluster.hostfile)
-        return [sys.executable, "-c", _COPYCLUST, hosts, str(source), DESTINATION]
+        return our_tool("copyclust", hosts, str(source), DESTINATION)
 
     def pull(self, command: str, names: Path) -> list[str]:
         """The command line of copyclust --pull for all hosts.
@@ -73,14 +75,12 @@ class CopyBed:
             command: what brings a file of a store, with its placeholders.
             names: a file with the names of what is there.
         """
-        hosts = str(self.cluster.hostfile)
-        options = ["--pull", command, "--list", str(names)]
-        return [sys.executable, "-c", _COPYCLUST, hosts, *options, DESTINATION]
+        options = ("--pull", command, "--list", str(names))
+        return our_tool("copyclust", str(self.cluster.hostfile), *options, DESTINATION)
 
     def run(self, command: str) -> list[str]:
         """The command line of runclust for all hosts."""
-        program = "from hvd_elastic.cli.cluster_tools import runclust_main; runclust_main()"
-        return [sys.executable, "-c", program, str(self.cluster.hostfile), command]
+        return our_tool("runclust", str(self.cluster.hostfile), command)
 
     def rsync(self, source: Path, host: str) -> list[str]:
         """The command line of rsync to one host."""
@@ -107,12 +107,7 @@ class CopyBed:
         begun = time.monotonic()
         processes = []
         for command in commands:
-            with (self.scratch / "output").open("ab") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-                    )
-                )
+            processes.append(start_logged(command, self.scratch / "output", os.environ))
             if not together:
                 processes[-1].wait(LIMIT_S)
         if meanwhile is not None:
@@ -124,20 +119,13 @@ class CopyBed:
         sent = bytes_after - bytes_before
         payload = sent - _HEADERS * (packets_after - packets_before)
         wanted = fingerprint(source)
-        complete = [
-            host
-            for host in self.hosts
-            if fingerprint(self.cluster.data(host) / Path(DESTINATION).name) == wanted
-        ]
+        complete = [host for host in self.hosts if fingerprint(self.copy(host)) == wanted]
         return Timed(seconds, sent, payload, tuple(complete))
 
     def clear(self) -> None:
         """Empties the hosts' data folders and brings back hosts that are off."""
+        restore_hosts(self.cluster)
         for host in self.hosts:
-            if self.cluster.status(host) == "off":
-                self.cluster.boot(host)
-            elif self.cluster.status(host) == "cut":
-                self.cluster.heal(host)
             for entry in self.cluster.data(host).iterdir():
                 shutil.rmtree(entry)
         # What was written for the last copy must not be what the disk does during the next.
@@ -146,16 +134,14 @@ class CopyBed:
     def put_there(self, source: Path) -> None:
         """The source at the destination of every host, as if it had been copied before."""
         for host in self.hosts:
-            target = self.cluster.data(host) / Path(DESTINATION).name
-            shutil.copytree(source, target, symlinks=True)
+            shutil.copytree(source, self.copy(host), symlinks=True)
         os.sync()
 
     def arrived(self, host: str) -> int:
         """Bytes of unfinished large files that a host has."""
         found = 0
-        folder = self.cluster.data(host) / Path(DESTINATION).name / ".hvd_elastic-part"
         with contextlib.suppress(FileNotFoundError):
-            for path in folder.iterdir():
+            for path in (self.copy(host) / ".hvd_elastic-part").iterdir():
                 found += path.stat().st_size
         return found
 
@@ -170,7 +156,7 @@ class CopyBed:
     def wait_until_complete(self, hosts: Sequence[str], name: str) -> float:
         """Until the hosts have a file under its name; how long that took [s]."""
         begun = time.monotonic()
-        files = [self.cluster.data(host) / Path(DESTINATION).name / name for host in hosts]
+        files = [self.copy(host) / name for host in hosts]
         while not all(file.exists() for file in files):
             if time.monotonic() - begun > LIMIT_S:
                 raise RunError(f"{', '.join(hosts)} never had everything")

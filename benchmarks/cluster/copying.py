@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -18,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cluster.copybed import DESTINATION, CopyBed, Timed, make_copy_bed
+from benchmarks.testbed.command import Say, check_names, names
 from benchmarks.testbed.figures import Result, conditions
 from benchmarks.testbed.raw_tcp import time_raw_tcp
 from hvd_elastic.errors import UsageError
-
-__all__ = ["ROWS", "Measured", "measure_copies"]
 
 SMALL_FILES = 20_000
 SMALL_BYTES = 10_000
@@ -79,69 +79,58 @@ class _Measuring:
     """The rows, on one set of hosts after the other.
 
     Args:
-        rate: of each link, as tc has it.
-        size: bytes of the large data set.
-        counts: numbers of hosts for the row "scale".
-        hosts: the number of hosts for the other rows.
-        peers: whether rsync is measured too.
-        say: told what is going on.
+        options: of the command line.
+        folder: a folder of this machine.
+        say: told every figure.
     """
 
-    def __init__(
-        self,
-        rate: str,
-        size: int,
-        counts: Sequence[int],
-        hosts: int,
-        peers: bool,
-        say: Callable[[str], None],
-    ) -> None:
-        self._rate = rate
-        self._size = size
-        self._counts = counts
-        self._hosts = hosts
-        self._peers = peers
+    def __init__(self, options: argparse.Namespace, folder: Path, say: Say) -> None:
+        self._options = options
+        self._size = options.size * 1_000_000
+        self._peers = not options.no_peers
+        self._folder = folder
         self._say = say
         self.found: list[Measured] = []
 
     def run(self, rows: Sequence[str]) -> None:
-        with tempfile.TemporaryDirectory(prefix="hvd_elastic-bench-") as folder:
-            self._folder = Path(folder)
-            if "scale" in rows:
-                for count in self._counts:
-                    with make_copy_bed(count, self._rate, self._folder) as bed:
-                        self._scale(bed)
-            on_one_bed = {
-                "small": self._small,
-                "most": self._most,
-                "times": self._times,
-                "nothing": self._nothing,
-                "text": self._text,
-                "crash": self._crash,
-                "silent": self._silent,
-                "slow": self._slow,
-                "join": self._join,
-                "again": self._again,
-                "pull": self._pull,
-            }
-            others = [row for row in rows if row != "scale"]
-            if others:
-                with make_copy_bed(self._hosts, self._rate, self._folder) as bed:
-                    for row in others:
-                        on_one_bed[row](bed)
+        rate = self._options.rate
+        if "scale" in rows:
+            for count in self._options.counts:
+                with make_copy_bed(count, rate, self._folder) as bed:
+                    self._scale(bed)
+        on_one_bed: dict[str, Callable[[CopyBed], None]] = {
+            "small": self._small,
+            "most": self._most,
+            "times": self._times,
+            "nothing": self._nothing,
+            "text": self._text,
+            "crash": lambda bed: self._broken("crash", bed, 1.2, bed.cluster.crash),
+            "silent": lambda bed: self._broken("silent", bed, 1.4, bed.cluster.cut),
+            "slow": self._slow,
+            "join": self._join,
+            "again": self._again,
+            "pull": self._pull,
+        }
+        others = [row for row in rows if row != "scale"]
+        if others:
+            with make_copy_bed(self._options.hosts, rate, self._folder) as bed:
+                for row in others:
+                    on_one_bed[row](bed)
 
     # ---- rows
 
     def _scale(self, bed: CopyBed) -> None:
-        source = self._random(self._size)
-        target = 1.10 if len(bed.hosts) == 16 else None
-        self._ours("scale", bed, source, target)
-        self._floor(bed)
+        source = self._random()
+        self._ours("scale", bed, source, 1.10 if len(bed.hosts) == 16 else None)
+        seconds = time_raw_tcp(bed.cluster, [None, *bed.hosts], self._size)
+        ratio = round(seconds * bed.bytes_per_s / self._size, 3)
+        note = "each host sends as much to the next at the same time"
+        tcp = ("scale", "TCP alone", len(bed.hosts), round(seconds, 2), ratio, None, note)
+        self._found(Measured(*tcp))
+        # rsync to more hosts is known: so many times the time for one.
         if self._peers and len(bed.hosts) <= 4:
             self._rsync("scale", bed, source, together=False)
-        # Beyond, it is known: so many times the time for one.
-        if self._peers and len(bed.hosts) <= 4:
-            self._rsync("scale", bed, source, together=True)
+            self._rsync("scale", bed, source)
 
     def _small(self, bed: CopyBed) -> None:
         self._ours("small", bed, self._many(), 1.10)
@@ -150,12 +139,9 @@ class _Measuring:
         def prepare(source: Path) -> None:
             bed.put_there(source)
             for host in bed.hosts:
-                (bed.cluster.data(host) / "set" / "9").unlink()
+                (bed.copy(host) / "9").unlink()
 
-        source = self._random(self._size, pieces=10)
-        self._ours("most", bed, source, 0.15, prepare=prepare)
-        if self._peers:
-            self._rsync("most", bed, source, together=True, prepare=prepare)
+        self._both("most", bed, self._random(pieces=10), 0.15, prepare)
 
     def _times(self, bed: CopyBed) -> None:
         def prepare(source: Path) -> None:
@@ -163,16 +149,10 @@ class _Measuring:
             for path in source.iterdir():
                 os.utime(path, (path.stat().st_mtime + 10,) * 2)
 
-        source = self._random(self._size, pieces=10)
-        self._ours("times", bed, source, 0.2, prepare=prepare)
-        if self._peers:
-            self._rsync("times", bed, source, together=True, prepare=prepare)
+        self._both("times", bed, self._random(pieces=10), 0.2, prepare)
 
     def _nothing(self, bed: CopyBed) -> None:
-        source = self._many()
-        self._ours("nothing", bed, source, 2.0, prepare=bed.put_there)
-        if self._peers:
-            self._rsync("nothing", bed, source, together=True, prepare=bed.put_there)
+        self._both("nothing", bed, self._many(), 2.0, bed.put_there)
 
     def _text(self, bed: CopyBed) -> None:
         rng = random.Random(0)
@@ -185,12 +165,6 @@ class _Measuring:
                 file.write(block[start : start + (1 << 20)])
         self._ours("text", bed, source, 0.5)
 
-    def _crash(self, bed: CopyBed) -> None:
-        self._broken("crash", bed, 1.2, bed.cluster.crash)
-
-    def _silent(self, bed: CopyBed) -> None:
-        self._broken("silent", bed, 1.4, bed.cluster.cut)
-
     def _broken(self, row: str, bed: CopyBed, target: float, hurt: Callable[[str], Any]) -> None:
         victim = bed.hosts[len(bed.hosts) // 2 - 1]
 
@@ -199,7 +173,7 @@ class _Measuring:
             hurt(victim)
 
         note = f"{len(bed.hosts) - 1} survivors"
-        self._ours(row, bed, self._random(self._size), target, meanwhile=meanwhile, note=note)
+        self._ours(row, bed, self._random(), target, meanwhile=meanwhile, note=note)
 
     def _slow(self, bed: CopyBed) -> None:
         bed.clear()
@@ -211,11 +185,11 @@ class _Measuring:
             others = [host for host in bed.hosts if host != slow]
             healthy.append(bed.wait_until_complete(others, "0"))
 
-        note = "the slow host; all healthy ones at "
-        source = self._random(self._size)
-        self._ours("slow", bed, source, 5.3, meanwhile=meanwhile, note=note)
-        unit = self._size / bed.bytes_per_s
-        self.found[-1] = replace(self.found[-1], note=f"{note}{healthy[0] / unit:.2f} (most: 1.4)")
+        source = self._random()
+        timed = bed.time(source, [bed.ours(source)], meanwhile)
+        ratio = healthy[0] * bed.bytes_per_s / self._size
+        note = f"the slow host; all healthy ones at {ratio:.2f} (most: 1.4)"
+        self._keep("slow", "copyclust", bed, source, timed, 5.3, note)
         bed.slow_down(slow, 1.0)
 
     def _join(self, bed: CopyBed) -> None:
@@ -231,19 +205,17 @@ class _Measuring:
             hostfile.write_text("\n".join(lines))
             took.append(bed.wait_until_complete([late], "0"))
 
-        source = self._random(self._size)
+        source = self._random()
         timed = bed.time(source, [bed.ours(source, hostfile)], meanwhile)
         note = f"since it joined; {timed.seconds:.1f} s in all; sent at most 1.02"
         self._keep("join", "copyclust", bed, source, replace(timed, seconds=took[0]), 1.1, note)
 
     def _again(self, bed: CopyBed) -> None:
-        source = self._random(self._size)
-        half = self._size // 2
+        source = self._random()
         bed.clear()
-        arrived: list[int] = []
 
         def meanwhile(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-            bed.wait_for(bed.hosts[-1], half)
+            bed.wait_for(bed.hosts[-1], self._size // 2)
             processes[0].kill()
 
         bed.time(source, [bed.ours(source)], meanwhile)
@@ -251,46 +223,44 @@ class _Measuring:
         while any(bed.cluster.pids(host) for host in bed.hosts) and time.monotonic() < deadline:
             time.sleep(0.05)
         left = sum(len(bed.cluster.pids(host)) for host in bed.hosts)
-        arrived += [bed.arrived(host) for host in bed.hosts]
-        fraction = min(arrived) / self._size
+        fraction = min(bed.arrived(host) for host in bed.hosts) / self._size
         note = f"{left} processes left; {fraction:.2f} had arrived everywhere"
-        target = round(1 - fraction + 0.1, 2)
-        self._keep(
-            "again", "copyclust", bed, source, bed.time(source, [bed.ours(source)]), target, note
-        )
+        timed = bed.time(source, [bed.ours(source)])
+        self._keep("again", "copyclust", bed, source, timed, round(1.1 - fraction, 2), note)
 
     def _pull(self, bed: CopyBed) -> None:
-        source = self._random(self._size, pieces=2 * len(bed.hosts))
+        source = self._random(pieces=2 * len(bed.hosts))
         names = [path.name for path in source.iterdir()]
         for name in names:
             os.utime(source / name, (0, 0))  # whole seconds, which is what a web server tells
         listed = self._folder / "names"
         listed.write_text("".join(f"{name}\n" for name in names))
         with _serve(source, bed.cluster.leader_address) as url:
-
-            def take(tool: str, command: list[str], note: str = "") -> None:
-                bed.clear()
-                self._keep("pull", tool, bed, source, bed.time(source, [command]), None, note)
-
             each = f"curl -fsSR {url}/{{path}} -o {{dst}}/{{path}}"
-            take("copyclust --pull", bed.pull(each, listed))
+            fetch = f"curl -fsSR {url}/$name -o $name || exit"
+            whole = f"for name in {' '.join(names)}; do {fetch}; done"
+            place = f"mkdir -p {DESTINATION} && cd {DESTINATION}"
+            commands = {"copyclust --pull": bed.pull(each, listed)}
             if self._peers:
-                fetch = f"curl -fsSR {url}/$name -o $name || exit"
-                whole = f"for name in {' '.join(names)}; do {fetch}; done"
-                place = f"mkdir -p {DESTINATION} && cd {DESTINATION}"
-                take("curl on every host", bed.run(f"{place} && {whole}"))
+                commands["curl on every host"] = bed.run(f"{place} && {whole}")
+            for tool, command in commands.items():
+                bed.clear()
+                self._keep("pull", tool, bed, source, bed.time(source, [command]))
 
     # ---- copies
 
-    def _floor(self, bed: CopyBed) -> None:
-        """TCP alone, each neighbour to the next at once: its headers and acknowledgements."""
-        seconds = time_raw_tcp(bed.cluster, [None, *bed.hosts], self._size)
-        ratio = round(seconds * bed.bytes_per_s / self._size, 3)
-        note = "each host sends as much to the next at the same time"
-        self.found.append(
-            Measured("scale", "TCP alone", len(bed.hosts), round(seconds, 2), ratio, None, note)
-        )
-        self._say(_line(self.found[-1]))
+    def _both(
+        self,
+        row: str,
+        bed: CopyBed,
+        source: Path,
+        target: float,
+        prepare: Callable[[Path], None],
+    ) -> None:
+        """Ours and rsync, from the same state of the hosts."""
+        self._ours(row, bed, source, target, prepare=prepare)
+        if self._peers:
+            self._rsync(row, bed, source, prepare=prepare)
 
     def _ours(
         self,
@@ -299,13 +269,12 @@ class _Measuring:
         source: Path,
         target: float | None,
         *,
-        prepare: Callable[[Path], None] | None = None,
+        prepare: Callable[[Path], None] = lambda _: None,
         meanwhile: Callable[[Sequence[subprocess.Popen[bytes]]], None] | None = None,
         note: str = "",
     ) -> None:
         bed.clear()
-        if prepare is not None:
-            prepare(source)
+        prepare(source)
         timed = bed.time(source, [bed.ours(source)], meanwhile)
         self._keep(row, "copyclust", bed, source, timed, target, note)
 
@@ -315,16 +284,15 @@ class _Measuring:
         bed: CopyBed,
         source: Path,
         *,
-        together: bool,
-        prepare: Callable[[Path], None] | None = None,
+        together: bool = True,
+        prepare: Callable[[Path], None] = lambda _: None,
     ) -> None:
         bed.clear()
-        if prepare is not None:
-            prepare(source)
+        prepare(source)
         commands = [bed.rsync(source, host) for host in bed.hosts]
-        timed = bed.time(source, commands, together=together)
         tool = "rsync, all at once" if together else "rsync, one by one"
-        self._keep(row, tool, bed, source, timed, None, "")
+        timed = bed.time(source, commands, together=together)
+        self._keep(row, tool, bed, source, timed)
 
     def _keep(
         self,
@@ -333,22 +301,26 @@ class _Measuring:
         bed: CopyBed,
         source: Path,
         timed: Timed,
-        target: float | None,
-        note: str,
+        target: float | None = None,
+        note: str = "",
     ) -> None:
         size = sum(path.stat().st_size for path in source.rglob("*"))
-        measured = Measured(
-            row=row,
-            tool=tool,
-            hosts=len(bed.hosts),
-            seconds=round(timed.seconds, 2),
-            ratio=round(timed.seconds * bed.bytes_per_s / size, 3),
-            target=target,
-            note=note,
-            sent=round(timed.sent_bytes / size, 3),
-            payload=round(timed.payload_bytes / size, 3),
-            complete=len(timed.complete),
+        self._found(
+            Measured(
+                row=row,
+                tool=tool,
+                hosts=len(bed.hosts),
+                seconds=round(timed.seconds, 2),
+                ratio=round(timed.seconds * bed.bytes_per_s / size, 3),
+                target=target,
+                note=note,
+                sent=round(timed.sent_bytes / size, 3),
+                payload=round(timed.payload_bytes / size, 3),
+                complete=len(timed.complete),
+            )
         )
+
+    def _found(self, measured: Measured) -> None:
         self.found.append(measured)
         self._say(_line(measured))
 
@@ -360,10 +332,10 @@ class _Measuring:
         folder.mkdir()
         return folder
 
-    def _random(self, size: int, pieces: int = 1) -> Path:
+    def _random(self, pieces: int = 1) -> Path:
         folder = self._empty()
         for number in range(pieces):
-            (folder / str(number)).write_bytes(os.urandom(size // pieces))
+            (folder / str(number)).write_bytes(os.urandom(self._size // pieces))
         return folder
 
     def _many(self) -> Path:
@@ -394,50 +366,31 @@ def _serve(folder: Path, address: str) -> Iterator[str]:
             server.shutdown()
 
 
-def measure_copies(
-    rows: Sequence[str],
-    *,
-    rate: str,
-    size: int,
-    counts: Sequence[int],
-    hosts: int,
-    peers: bool,
-    say: Callable[[str], None],
-) -> Result:
-    """Measure the rows.
-
-    Args:
-        rows: names of :data:`ROWS`.
-        rate: of every link, this machine's included, such as ``100mbit``.
-        size: of the large data sets [bytes].
-        counts: numbers of hosts for the row "scale".
-        hosts: the number of hosts for the others.
-        peers: whether rsync is measured too.
-        say: told every figure.
+def measure_copies(options: argparse.Namespace, say: Say) -> Result:
+    """Measure the rows that the command line names; ``say`` is told every figure.
 
     Raises:
         UsageError: there is no such row, or no rsync, or no curl.
     """
-    unknown = [row for row in rows if row not in ROWS]
-    if unknown:
-        raise UsageError(f"there is no row '{unknown[0]}'; there are {', '.join(ROWS)}")
-    if peers and shutil.which("rsync") is None:
+    rows = names(options.rows)
+    check_names("--rows", rows, ROWS)
+    if not options.no_peers and shutil.which("rsync") is None:
         raise UsageError("rsync is not installed. Install it: apt install rsync; or --no-peers")
     if "pull" in rows and shutil.which("curl") is None:
         raise UsageError("curl is not installed. Install it: apt install curl; or leave out pull")
     load_before = os.getloadavg()
     peak = _PeakLoad()
-    measuring = _Measuring(rate, size, counts, hosts, peers, say)
-    with peak:
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-bench-") as folder, peak:
+        measuring = _Measuring(options, Path(folder), say)
         try:
             measuring.run(rows)
         except KeyboardInterrupt:
             say("interrupted; what was measured is kept")
     note = (
-        f"Links of {rate} in each direction, this machine's included; D = {size / 1e6:.0f} MB "
-        f"({SMALL_FILES * SMALL_BYTES / 1e6:.0f} MB in small files); TCP with "
-        f"{Path('/proc/sys/net/ipv4/tcp_congestion_control').read_text().strip()}. All hosts share "
-        "these cores. "
+        f"Links of {options.rate} in each direction, this machine's included; "
+        f"D = {options.size} MB ({SMALL_FILES * SMALL_BYTES / 1e6:.0f} MB in small files); "
+        f"TCP with {Path('/proc/sys/net/ipv4/tcp_congestion_control').read_text().strip()}. "
+        "All hosts share these cores. "
         f"Highest load average meanwhile: {peak.highest:.1f}."
     )
     return Result(

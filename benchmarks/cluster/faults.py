@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cluster.commands import our_tool
 from benchmarks.cluster.nine_kinds import KINDS
+from benchmarks.testbed.command import Say, check_names
 from benchmarks.testbed.figures import Conditions, Result, conditions
-from hvd_elastic.errors import RunError, UsageError, VirtualClusterError
+from benchmarks.testbed.hosts import end_processes, write_ssh
+from hvd_elastic.errors import RunError, VirtualClusterError
 from hvd_elastic.virtual import VirtualCluster
-
-__all__ = ["FAULTS", "Seen", "faults_result", "measure_faults"]
 
 HOSTS = 8
 RANKS = 4
@@ -37,9 +38,21 @@ FAULTS: dict[str, str] = {
     "launcher": "kill -9 of the launcher of 4 ranks, 12 processes: how many are left after 2 s",
     "killed": "a worker with nine kinds of process crashes: left, and bystanders hurt, afterwards",
 }
+WANTED: dict[str, dict[str, float]] = {
+    "healthy": {"seconds": 10.0, "findings": 0.0},
+    "dead": {"results": 1.0, "end": 6.0},
+    "key": {"ran": 0.0},
+    "launcher": {"left": 0.0},
+    "killed": {"left": 0.0, "hurt": 0.0},
+}
+"""The most that each value of ours shall be."""
 _PEERS = ("pdsh", "clush", "horovodrun", "mpirun", "pkill")
 _NINE = [sys.executable, "-m", "benchmarks.cluster.nine_kinds"]
 _WAIT = "import time; time.sleep(600)"
+
+Values = dict[str, float]
+Case = tuple[str, Sequence[str], Callable[[Sequence[str]], Values]]
+"""A tool, its command, and what runs that and measures."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +69,16 @@ class Seen:
 
     row: str
     tool: str
-    values: dict[str, float]
-    wanted: dict[str, float]
+    values: Values
+    wanted: Values
     note: str = ""
 
 
 class _Measuring:
-    def __init__(
-        self, cluster: VirtualCluster, folder: Path, peers: bool, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, cluster: VirtualCluster, folder: Path, peers: bool, say: Say) -> None:
         self._cluster = cluster
+        self._hostfile = str(cluster.hostfile)
+        self._config = ["-F", str(cluster.ssh_config)]
         self._folder = folder
         self._peers = peers
         self._say = say
@@ -79,40 +92,60 @@ class _Measuring:
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
-        self._ssh = shutil.which("ssh") or "ssh"
-        self._use(cluster.ssh_config)
+        write_ssh(folder / "ssh", cluster.ssh_config)
         self.found: list[Seen] = []
+
+    def measure(self, row: str) -> None:
+        """Measure each tool of a row; nothing of it is left on the hosts afterwards."""
+        cases: dict[str, Callable[[], Iterator[Case]]] = {
+            "healthy": self._healthy,
+            "dead": self._dead,
+            "key": self._key,
+            "launcher": self._launcher,
+            "killed": self._killed,
+        }
+        for tool, command, run in cases[row]():
+            peer = tool.startswith(_PEERS)
+            if peer and not self._peers:
+                continue
+            if shutil.which(command[0]) is None:
+                self.found.append(Seen(row, tool, {}, {}, f"{command[0]} is not installed"))
+            else:
+                try:
+                    self.found.append(Seen(row, tool, run(command), {} if peer else WANTED[row]))
+                finally:
+                    for host in self._cluster.hosts:
+                        if self._cluster.status(host) != "off":
+                            end_processes(self._cluster, host)
+                            (self._cluster.data(host) / "told").unlink(missing_ok=True)
+            self._say(_line(self.found[-1]))
 
     # ---- rows
 
-    def healthy(self) -> None:
-        command = self._ours("checkclust", str(self._cluster.hostfile), "--json")
-        with self._with("checkclust", "healthy", command):
+    def _healthy(self) -> Iterator[Case]:
+        def check(command: Sequence[str]) -> Values:
             begun = time.monotonic()
-            process = self._start(command, stdout=subprocess.PIPE)
-            lines, _ = process.communicate(timeout=LIMIT_S)
+            lines, _ = self._start(command, stdout=subprocess.PIPE).communicate(timeout=LIMIT_S)
             seconds = round(time.monotonic() - begun, 2)
             hosts = [line for line in map(json.loads, lines.splitlines()) if line["kind"] == "host"]
             checks = [check for host in hosts for check in host.get("checks", ())]
             found = [check["name"] for check in checks if check["level"] != "ok"]
-            values = {"seconds": seconds, "findings": float(len(found) + HOSTS - len(hosts))}
-            self._keep("healthy", "checkclust", values, {"seconds": 10.0, "findings": 0.0})
+            return {"seconds": seconds, "findings": float(len(found) + HOSTS - len(hosts))}
 
-    def dead(self) -> None:
+        yield "checkclust", our_tool("checkclust", self._hostfile, "--json"), check
+
+    def _dead(self) -> Iterator[Case]:
         *others, dead = self._cluster.hosts
         self._cluster.crash(dead, silent=True)
-        wanted = {"results": 1.0, "end": 6.0}
         commands = {
-            "runclust": self._ours("runclust", str(self._cluster.hostfile), "echo here"),
-            **self._shells([*others, dead], "echo here"),
+            "runclust": our_tool("runclust", self._hostfile, "echo here"),
+            **_shells([*others, dead], "echo here"),
         }
         for tool, command in commands.items():
-            with self._with(tool, "dead", command) as there:
-                if there:
-                    self._keep("dead", tool, self._follow(command, len(others)), wanted)
+            yield tool, command, lambda begun: self._follow(begun, len(others))
         self._cluster.boot(dead)
 
-    def key(self) -> None:
+    def _key(self) -> Iterator[Case]:
         host, other = self._cluster.hosts[:2]
         known = self._cluster.folder / "known_hosts"
         lines = known.read_text().splitlines()
@@ -120,72 +153,63 @@ class _Measuring:
         wrong = next(line for line in lines if self._cluster.address(other) in line).split()[-1]
         for at, line in of.items():
             lines[at] = " ".join([*line.split()[:-1], wrong])
-        changed = self._folder / "changed"
+        changed, config = self._folder / "changed", self._folder / "config"
         changed.write_text("\n".join(lines) + "\n")
-        config = self._folder / "config"
         text = self._cluster.ssh_config.read_text()
         config.write_text(text.replace(str(known), str(changed)))
-        self._use(config)
+        write_ssh(self._folder / "ssh", config)
         mark = self._cluster.data(host) / "ran"
         touch = "touch /data/ran"
-        hostfile = str(self._cluster.hostfile)
+        one = ("-F", str(config), self._hostfile, "--hosts", host)
         commands = {
-            "runclust": self._ours("runclust", "-F", str(config), hostfile, "--hosts", host, touch),
-            **self._shells([host], touch),
-            "horovodrun": self._horovodrun([host], touch.split()),
+            "runclust": our_tool("runclust", *one, touch),
+            **_shells([host], touch),
+            "horovodrun": _horovodrun([host], touch.split()),
         }
-        for tool, command in commands.items():
-            with self._with(tool, "key", command) as there:
-                if there:
-                    self._run(command)
-                    self._keep("key", tool, {"ran": float(mark.exists())}, {"ran": 0.0})
-                    mark.unlink(missing_ok=True)
-        self._use(self._cluster.ssh_config)
 
-    def launcher(self) -> None:
+        def touched(command: Sequence[str]) -> Values:
+            self._run(command)
+            ran = mark.exists()
+            mark.unlink(missing_ok=True)
+            return {"ran": float(ran)}
+
+        for tool, command in commands.items():
+            yield tool, command, touched
+        write_ssh(self._folder / "ssh", self._cluster.ssh_config)
+
+    def _launcher(self) -> Iterator[Case]:
         hosts = self._cluster.hosts[:RANKS]
         hostfile = self._folder / "ranks"
         hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts))
         slots = ",".join(f"{host}:1" for host in hosts)
         worker = [*_NINE, "/data/told", "2"]
-        run = ["-F", str(self._cluster.ssh_config), "--", *worker]
+        grace = ("--leader-grace", "0", *self._config, "--", *worker)
         commands = {
-            "hvd-elastic run --leader-grace 0": self._ours(
-                "hvd_elastic", "run", "-H", str(hostfile), "--leader-grace", "0", *run
+            "hvd-elastic run --leader-grace 0": our_tool(
+                "hvd_elastic", "run", "-H", str(hostfile), *grace
             ),
-            "runclust": self._ours("runclust", str(hostfile), *self._config(), shlex.join(worker)),
-            "horovodrun": self._horovodrun(hosts, worker),
+            "runclust": our_tool("runclust", str(hostfile), *self._config, shlex.join(worker)),
+            "horovodrun": _horovodrun(hosts, worker),
             "mpirun": ["mpirun", "-np", str(RANKS), "-H", slots, *worker],
         }
         for tool, command in commands.items():
-            with self._with(tool, "launcher", command) as there:
-                if there:
-                    left = self._kill_launcher(command, hosts)
-                    self._keep("launcher", tool, {"left": float(left)}, {"left": 0.0})
+            yield tool, command, lambda begun: self._kill_launcher(begun, hosts)
 
-    def killed(self) -> None:
+    def _killed(self) -> Iterator[Case]:
         host = self._cluster.hosts[0]
         hostfile = self._folder / "one"
         hostfile.write_text(f"{host} slots=1\n")
         worker = [*_NINE, "/data/told"]
-        run = self._ours(
-            "hvd_elastic", "run", "-H", str(hostfile), *self._config(), "--run-id", "nine", "--",
-            *worker,
-        )  # fmt: skip
-        kill = self._ours("killclust", str(hostfile), *self._config(), "--run", "nine")
-        ssh = ["ssh", host, shlex.join(worker)]
-        for tool, start, end in (
-            ("killclust --run", run, kill),
-            ("pkill -9 python", ssh, ["ssh", host, "pkill -9 python"]),
-        ):
-            with self._with(tool, "killed", end) as there:
-                if there:
-                    values = self._crash_and_end(host, start, end)
-                    self._keep("killed", tool, values, {"left": 0.0, "hurt": 0.0})
+        named = (*self._config, "--run-id", "nine", "--", *worker)
+        run = our_tool("hvd_elastic", "run", "-H", str(hostfile), *named)
+        kill = our_tool("killclust", str(hostfile), *self._config, "--run", "nine")
+        ssh, pkill = ["ssh", host, shlex.join(worker)], ["ssh", host, "pkill -9 python"]
+        yield "killclust --run", kill, lambda end: self._crash_and_end(host, run, end)
+        yield "pkill -9 python", pkill, lambda end: self._crash_and_end(host, ssh, end)
 
     # ---- what they do
 
-    def _follow(self, command: Sequence[str], wanted: int) -> dict[str, float]:
+    def _follow(self, command: Sequence[str], wanted: int) -> Values:
         begun = time.monotonic()
         process = self._start(command, stdout=subprocess.PIPE)
         assert process.stdout is not None, "it was asked for"
@@ -198,17 +222,15 @@ class _Measuring:
         process.wait(LIMIT_S)
         return {**values, "end": round(time.monotonic() - begun, 2)}
 
-    def _kill_launcher(self, command: Sequence[str], hosts: Sequence[str]) -> int:
+    def _kill_launcher(self, command: Sequence[str], hosts: Sequence[str]) -> Values:
         process = self._start(command)
         pids = {host: self._told(host, 3, process) for host in hosts}
         process.kill()
         process.wait()
         time.sleep(AFTER_S)
-        return sum(self._alive(host, pid) for host in hosts for pid in pids[host])
+        return {"left": float(sum(self._alive(host, pid) for host in hosts for pid in pids[host]))}
 
-    def _crash_and_end(
-        self, host: str, start: Sequence[str], end: Sequence[str]
-    ) -> dict[str, float]:
+    def _crash_and_end(self, host: str, start: Sequence[str], end: Sequence[str]) -> Values:
         bystanders = [
             self._cluster.popen_on(host, [sys.executable, "-c", _WAIT], env=variables)
             for variables in ({}, {"HVD_ELASTIC_RUN_ID": "another"}, {"HOROVOD_RANK": "0"})
@@ -231,52 +253,6 @@ class _Measuring:
                 each.wait()
 
     # ---- helpers
-
-    def _ours(self, program: str, *arguments: str) -> list[str]:
-        text = f"from hvd_elastic.cli.start import {program}; {program}()"
-        return [sys.executable, "-c", text, *arguments]
-
-    def _config(self) -> list[str]:
-        return ["-F", str(self._cluster.ssh_config)]
-
-    def _shells(self, hosts: Sequence[str], command: str) -> dict[str, list[str]]:
-        names = ",".join(hosts)
-        return {
-            "pdsh": ["pdsh", "-R", "ssh", "-w", names, command],
-            "clush": ["clush", "-w", names, command],
-        }
-
-    def _horovodrun(self, hosts: Sequence[str], command: Sequence[str]) -> list[str]:
-        where = ",".join(f"{host}:1" for host in hosts)
-        options = ["--gloo", "--network-interfaces", "lo", "-np", str(len(hosts)), "-H", where]
-        return ["horovodrun", *options, *command]
-
-    def _use(self, config: Path) -> None:
-        """``ssh`` of peers knows the hosts by that configuration."""
-        program = self._folder / "ssh"
-        program.write_text(f'#!/bin/sh\nexec {self._ssh} -F {shlex.quote(str(config))} "$@"\n')
-        program.chmod(0o755)
-
-    @contextlib.contextmanager
-    def _with(self, tool: str, row: str, command: Sequence[str]) -> Iterator[bool]:
-        """Whether to measure a tool; nothing of it is left on the hosts afterwards."""
-        wanted = self._peers or not _is_peer(tool)
-        missing = shutil.which(command[0]) is None
-        if wanted and missing:
-            self.found.append(Seen(row, tool, {}, {}, f"{command[0]} is not installed"))
-            self._say(_line(self.found[-1]))
-        try:
-            yield wanted and not missing
-        finally:
-            for host in self._cluster.hosts:
-                if self._cluster.status(host) == "off":
-                    continue
-                while pids := self._cluster.pids(host):
-                    for pid in pids:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                    time.sleep(0.02)
-                (self._cluster.data(host) / "told").unlink(missing_ok=True)
 
     def _start(self, command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[bytes]:
         with (self._folder / "output").open("ab") as output:
@@ -319,18 +295,22 @@ class _Measuring:
             return False
         return True
 
-    def _keep(
-        self, row: str, tool: str, values: dict[str, float], wanted: dict[str, float]
-    ) -> None:
-        self.found.append(Seen(row, tool, values, {} if _is_peer(tool) else wanted))
-        self._say(_line(self.found[-1]))
+
+def _shells(hosts: Sequence[str], command: str) -> dict[str, list[str]]:
+    names = ",".join(hosts)
+    return {
+        "pdsh": ["pdsh", "-R", "ssh", "-w", names, command],
+        "clush": ["clush", "-w", names, command],
+    }
 
 
-def _is_peer(tool: str) -> bool:
-    return tool.startswith(_PEERS)
+def _horovodrun(hosts: Sequence[str], command: Sequence[str]) -> list[str]:
+    where = ",".join(f"{host}:1" for host in hosts)
+    options = ["--gloo", "--network-interfaces", "lo", "-np", str(len(hosts)), "-H", where]
+    return ["horovodrun", *options, *command]
 
 
-def measure_faults(rows: Sequence[str], peers: bool, say: Callable[[str], None]) -> Result:
+def measure_faults(rows: Sequence[str], peers: bool, say: Say) -> Result:
     """Measure the rows.
 
     Args:
@@ -342,24 +322,15 @@ def measure_faults(rows: Sequence[str], peers: bool, say: Callable[[str], None])
         UsageError: there is no such row.
         VirtualClusterError: there is no root.
     """
-    unknown = [row for row in rows if row not in FAULTS]
-    if unknown:
-        raise UsageError(f"there is no row '{unknown[0]}'; there are {', '.join(FAULTS)}")
+    check_names("--faults", rows, FAULTS)
     load_before = os.getloadavg()
     with (
         tempfile.TemporaryDirectory(prefix="hvd_elastic-faults-") as folder,
         VirtualCluster.up(HOSTS, 1, loopback=False) as cluster,
     ):
         measuring = _Measuring(cluster, Path(folder), peers, say)
-        measure = {
-            "healthy": measuring.healthy,
-            "dead": measuring.dead,
-            "key": measuring.key,
-            "launcher": measuring.launcher,
-            "killed": measuring.killed,
-        }
         for row in rows:
-            measure[row]()
+            measuring.measure(row)
     taken = conditions("virtual hosts (namespaces)", "Each was seen once.", load_before)
     return faults_result(taken, measuring.found)
 

@@ -6,34 +6,31 @@ Many names lead to a few sshds of this machine: each name is logged in to on its
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.cluster.calling import timed_call
+from benchmarks.cluster.commands import our_tool, timed_call
+from benchmarks.testbed.command import Say
 from benchmarks.testbed.figures import Conditions, Result, conditions
 from hvd_elastic.errors import UsageError
 from hvd_elastic.virtual import VirtualCluster
-
-__all__ = ["Grown", "Memory", "Model", "fit_growth", "many_result", "measure_many"]
 
 SSHDS = 8
 PREDICTED = 1000
 OUTPUT_BYTES = (1_000_000, 1_000_000_000)
 MB = 1e6
 # Not getrusage for the memory, which begins with what the parent had.
-_PROGRAM = """
+_TELL = """
 import atexit, os, re, sys
 def tell():
     peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
     times = os.times()
     print(f"\\nMEASURED {int(peak) * 1024} {times.user + times.system}", file=sys.stderr)
 atexit.register(tell)
-from hvd_elastic.cli.cluster_tools import PROGRAM_main; PROGRAM_main()
 """
 
 
@@ -116,14 +113,14 @@ class _Bed:
 
     def measure(self, tool: str, *arguments: str) -> tuple[float, float, int]:
         """Seconds, processor seconds, and the most memory of a call."""
-        program = _PROGRAM.replace("PROGRAM", tool)
-        command = [sys.executable, "-c", program, "-F", str(self._config), *arguments]
+        python, flag, program, *words = our_tool(tool, "-F", str(self._config), *arguments)
+        command = [python, flag, _TELL + program, *words]
         seconds, errors = timed_call(command, self._environment)
         peak, cpu = errors.rpartition("MEASURED ")[2].split()
         return seconds, float(cpu), int(peak)
 
 
-def measure_many(counts: Sequence[int], copied_bytes: int, say: Callable[[str], None]) -> Result:
+def measure_many(counts: Sequence[int], copied_bytes: int, say: Say) -> Result:
     """Measure calls on so many hosts, and what memory they take here.
 
     Args:

@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["KINDS"]
-
 WAIT_S = 600.0
 # In a session of its own; a grandchild, whose parent has ended; what it becomes; its environment
 # cleared; deaf to TERM.

@@ -32,13 +32,12 @@ from benchmarks.controller.workloads import (
     SLOTS,
     WORKLOADS,
 )
-from benchmarks.elasticity.stage import FailedPlayError, Stage
+from benchmarks.elasticity.stage import Stage
+from benchmarks.testbed.command import Say
+from benchmarks.testbed.launchers import FailedPlayError
 from hvd_elastic.policy.forecast import forecast
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import HostOffer
-
-__all__ = ["Row", "Say", "Static", "best_static", "climb", "measure_change", "measure_forecast"]
-__all__ += ["measure_steady"]
 
 _GOODPUT = ("--policy", "goodput")
 _SETTLE_S = (40.0, 90.0)
@@ -58,7 +57,6 @@ _FORECAST_S = 20.0
 _FORETOLD = (4, 8)
 
 Row = dict[str, Any]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,10 @@ def measure_steady(stage: Stage, name: str, say: Say) -> list[Row]:
         play.make(case)
         play.settle(*_SETTLE_S, _JUDGED_S)
         end = play.records[-1]["mono"]
-        row, statics = _against_statics(play, end, case.hosts * SLOTS, say)
+        row = _against_statics(play, end, case.hosts * SLOTS, say)
         rescales = play.since(play.since(0.0, "metrics")[0]["mono"], "rescale_started")
         row["rescales"] = sum(rescale["mono"] <= end for rescale in rescales)
-        return [{"workload": name, **row, "statics": _plain(statics)}]
+        return [{"workload": name, **row}]
 
 
 def measure_change(stage: Stage, name: str, say: Say) -> list[Row]:
@@ -126,7 +124,7 @@ def measure_change(stage: Stage, name: str, say: Say) -> list[Row]:
         began = play.make(change)
         play.settle(*_CHANGE_S, _JUDGED_S)
         end = play.records[-1]["mono"]
-        row, statics = _against_statics(play, end, change.hosts_after * SLOTS, say)
+        row = _against_statics(play, end, change.hosts_after * SLOTS, say)
         goal = _SHARE * row["best_static_goodput"]
         found = [
             moment
@@ -137,7 +135,7 @@ def measure_change(stage: Stage, name: str, say: Say) -> list[Row]:
         rescales = play.since(began, "rescale_started")
         row["rescales_after"] = sum(rescale["mono"] <= end for rescale in rescales)
         row["slots_before"] = before["size"]
-        return [{"change": name, **row, "statics": _plain(statics)}]
+        return [{"change": name, **row}]
 
 
 def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
@@ -155,16 +153,10 @@ def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
         for entry in told:
             if entry.hosts not in _FORETOLD:
                 continue
+            row = {"workload": name, "hosts_seen": 2, "hosts": entry.hosts}
             if entry.unknown:
                 say(f"  {entry.hosts} hosts: not known: {entry.unknown}")
-                rows.append(
-                    {
-                        "workload": name,
-                        "hosts_seen": 2,
-                        "hosts": entry.hosts,
-                        "not_known": entry.unknown,
-                    }
-                )
+                rows.append({**row, "not_known": entry.unknown})
                 continue
             play.use(entry.slots, entry.global_batch_size)
             measured = _measure(play, math.inf)
@@ -172,9 +164,7 @@ def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
             say(f"  {entry.hosts} hosts: {measured:.0f} examples/s, foretold with {off:+.0%}")
             rows.append(
                 {
-                    "workload": name,
-                    "hosts_seen": 2,
-                    "hosts": entry.hosts,
+                    **row,
                     "batch": entry.global_batch_size,
                     "foretold_throughput": entry.throughput,
                     "measured_throughput": measured,
@@ -187,7 +177,7 @@ def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
 # ----------------------------------------------------------------------------------------------
 
 
-def _against_statics(play: Play, end: float, most: int, say: Say) -> tuple[Row, list[Static]]:
+def _against_statics(play: Play, end: float, most: int, say: Say) -> Row:
     """What the policy settled on until ``end``, beside static choices measured from now on."""
     noise = noise_between(play.records, end - 2 * _JUDGED_S, end)
     found = moments(play.records, noise, INITIAL_BATCH)
@@ -206,7 +196,8 @@ def _against_statics(play: Play, end: float, most: int, say: Say) -> tuple[Row, 
         "best_static_slots": best.slots,
         "best_static_batch": best.batch,
         "noise_scale": noise,
-    }, statics
+        "statics": [dataclasses.asdict(static) for static in statics],
+    }
 
 
 def _statics(
@@ -254,7 +245,3 @@ def _measure(play: Play, noise: float) -> float:
 
 def _last_before(found: Sequence[Moment], end: float) -> Moment:
     return [moment for moment in found if moment.mono <= end][-1]
-
-
-def _plain(statics: Sequence[Static]) -> list[Row]:
-    return [dataclasses.asdict(static) for static in statics]

@@ -16,8 +16,6 @@ from typing import Any
 
 from hvd_elastic.model.goodput import statistical_efficiency
 
-__all__ = ["Moment", "goodput_between", "moments", "noise_between", "seconds_until"]
-
 
 @dataclass(frozen=True)
 class Moment:

@@ -18,8 +18,6 @@ from hvd_elastic.records.json_lines import EventFollower, Record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.virtual.plan import parse_rate
 
-__all__ = ["Play", "playing"]
-
 Result = TypeVar("Result")
 
 _SCRIPT = Path(__file__).with_name("device_job.py")
@@ -35,7 +33,6 @@ class Play:
     """A job that trains.
 
     Args:
-        stage: patience.
         bed: the hosts.
         job: on them.
         control: the folder that the job obeys.
@@ -47,16 +44,15 @@ class Play:
     """
 
     def __init__(
-        self, stage: Stage, bed: Testbed, job: Job, control: Path, workload: Workload, hosts: int
+        self, bed: Testbed, job: Job, control: Path, workload: Workload, hosts: int
     ) -> None:
         self._workload = workload
         self._hosts = bed.hosts[:hosts]
-        self._stage = stage
         self._bed = bed
         self._job = job
         self._control = control
-        self._follower = EventFollower(job.events)
-        self._folder = RunFolder(job.events.parent)
+        self._follower = EventFollower(job.events_path)
+        self._folder = RunFolder(job.events_path.parent)
         self.records: list[Record] = []
 
     # -- watching --------------------------------------------------------------------------
@@ -76,7 +72,7 @@ class Play:
             self.poll()
             return look()
 
-        return self._stage.wait(self._job, see, _LIMIT_S, what)
+        return self._job.wait(see, _LIMIT_S, what)
 
     def train(self, seconds: float) -> None:
         """Let the job go on for a while."""
@@ -171,16 +167,15 @@ def playing(
         _write(control / "slow", {bed.hosts[hosts - 1]: workload.slow})
     numbers = (workload.pass_s, workload.example_s, workload.ballast_mb)
     order = Order(
-        training=[str(_SCRIPT), str(control), *map(str, numbers)],
-        slots=dict.fromkeys(bed.hosts[:hosts], slots),
-        min_np=1,
+        dict.fromkeys(bed.hosts[:hosts], slots),
+        [str(_SCRIPT), str(control), *map(str, numbers)],
         max_np=MOST_HOSTS * SLOTS,
         np=1,
         options=("--checkpoint-every", "0", *options),
     )
     with bed.job(OURS, order) as job:
-        stage.wait(job, job.events.exists, _LIMIT_S, "did not start")
-        play = Play(stage, bed, job, control, workload, hosts)
+        job.wait(job.events_path.exists, _LIMIT_S, "did not start")
+        play = Play(bed, job, control, workload, hosts)
         play.wait(lambda: play.since(0.0, "metrics"), "did not begin to train")
         yield play
 

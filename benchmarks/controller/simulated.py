@@ -10,9 +10,9 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
+from benchmarks.testbed.command import Say
 from benchmarks.testbed.figures import Result, conditions
 from hvd_elastic.control.scaling import ScalingConfig
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
@@ -26,9 +26,6 @@ from hvd_elastic.sim.run import SimResult, simulate
 from hvd_elastic.sim.static import best_at, best_static
 from hvd_elastic.sim.trace import Change, Trace, Workload
 
-__all__ = ["WORKLOADS", "measure_simulated"]
-
-_SEEDS = range(1)
 _HOUR_S = 3600.0
 
 _BASE = Workload(
@@ -74,7 +71,7 @@ _CHANGES: dict[str, Change] = {
 _CHANGE_AT_S = 1800.0
 
 
-def measure_simulated(progress: Callable[[str], None]) -> Result:
+def measure_simulated(progress: Say) -> Result:
     """Measure all of it; ``progress`` is told what is being measured."""
     load_before = os.getloadavg()
     found = {
@@ -107,53 +104,39 @@ def _reaches(result: SimResult, since_s: float, share: float = 0.95) -> float:
     return float("nan")
 
 
-def _steady(name: str, trace: Trace, progress: Callable[[str], None]) -> dict[str, Any]:
+def _steady(name: str, trace: Trace, progress: Say) -> dict[str, Any]:
     progress(f"steady state: {name}")
-    rows = []
-    for seed in _SEEDS:
-        result = simulate(trace, _config(trace), seed, with_best=True)
-        end = result.samples[-1].at_s
-        late = [s for s in result.samples if s.at_s >= 0.1 * end and s.goodput > 0]
-        shares = [s.goodput / s.best for s in late]
-        rows.append((statistics.mean(shares), min(shares), result, _reaches(result, 0.0)))
-    worst = min(rows, key=lambda row: row[0])
+    result = simulate(trace, _config(trace), 0, with_best=True)
+    last = result.samples[-1]
+    late = [s for s in result.samples if s.at_s >= 0.1 * last.at_s and s.goodput > 0]
+    shares = [s.goodput / s.best for s in late]
     static = best_static(trace)
-    mean = worst[2].mean_goodput(trace.duration_s)
-    last = worst[2].samples[-1]
     return {
         "workload": name,
-        "share_of_best_after_10_percent": worst[0],
-        "lowest_share": worst[1],
-        "share_of_best_static_over_all": mean / static.goodput,
+        "share_of_best_after_10_percent": statistics.mean(shares),
+        "lowest_share": min(shares),
+        "share_of_best_static_over_all": result.mean_goodput(trace.duration_s) / static.goodput,
         "slots": last.slots,
         "batch": last.batch,
         "best_static_slots": static.slots,
         "best_static_batch": static.batch,
-        "rescales": worst[2].rescales,
-        "seconds_to_95_percent": max(row[3] for row in rows),
+        "rescales": result.rescales,
+        "seconds_to_95_percent": _reaches(result, 0.0),
     }
 
 
-def _changed(name: str, change: Change, progress: Callable[[str], None]) -> dict[str, Any]:
+def _changed(name: str, change: Change, progress: Say) -> dict[str, Any]:
     progress(f"change: {name}")
-    found = []
-    for seed in _SEEDS:
-        trace = dataclasses.replace(
-            _trace(),
-            duration_s=2 * _CHANGE_AT_S,
-            changes=(dataclasses.replace(change, at_s=_CHANGE_AT_S),),
-        )
-        result = simulate(trace, _config(trace), seed, with_best=True)
-        settled = _reaches(result, _CHANGE_AT_S + 1.0)
-        later = [d for d in result.decisions if d.at_s >= _CHANGE_AT_S]
-        found.append((settled, len(later), result.samples[-1]))
-    last = found[0][2]
+    changes = (dataclasses.replace(change, at_s=_CHANGE_AT_S),)
+    trace = dataclasses.replace(_trace(), duration_s=2 * _CHANGE_AT_S, changes=changes)
+    result = simulate(trace, _config(trace), 0, with_best=True)
+    last = result.samples[-1]
     return {
         "change": name,
-        "seconds_to_95_percent": max(row[0] for row in found),
-        "decisions_after": max(row[1] for row in found),
+        "seconds_to_95_percent": _reaches(result, _CHANGE_AT_S + 1.0),
+        "decisions_after": sum(d.at_s >= _CHANGE_AT_S for d in result.decisions),
         "slots": last.slots,
-        "share_at_the_end": min(row[2].goodput / row[2].best for row in found),
+        "share_at_the_end": last.goodput / last.best,
     }
 
 
@@ -175,7 +158,7 @@ _ADAPTDL_PAUSE_S = 9.0
 with a small network on two cores (AdaptDL 0.2.11)."""
 
 
-def _whole_runs(progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def _whole_runs(progress: Say) -> list[dict[str, Any]]:
     """All those changes in one training, by who decides; the oracle has no pauses and sees all."""
     progress("a whole training")
     trace = _EVENTFUL
@@ -202,27 +185,20 @@ def _whole_runs(progress: Callable[[str], None]) -> list[dict[str, Any]]:
         f"{fixed}, batch and shares adapt": simulate(average, None, 0),
     }
     *_, no_adapting, _, adapting = results.values()
+    rows: list[tuple[str, float, Any, Any]] = [
+        (name, result.done, result.rescales, result.cost) for name, result in results.items()
+    ]
     return [
         {
             "policy": name,
-            "useful_examples": result.done,
-            "share_of_oracle": result.done / oracle,
-            "over_fixed_slots_and_batch": result.done / no_adapting.done,
-            "over_fixed_slots_that_adapt": result.done / adapting.done,
-            "rescales": result.rescales,
-            "host_hours": result.cost,
+            "useful_examples": done,
+            "share_of_oracle": done / oracle,
+            "over_fixed_slots_and_batch": done / no_adapting.done,
+            "over_fixed_slots_that_adapt": done / adapting.done,
+            "rescales": rescales,
+            "host_hours": cost,
         }
-        for name, result in results.items()
-    ] + [
-        {
-            "policy": "the oracle",
-            "useful_examples": oracle,
-            "share_of_oracle": 1.0,
-            "over_fixed_slots_and_batch": oracle / no_adapting.done,
-            "over_fixed_slots_that_adapt": oracle / adapting.done,
-            "rescales": "-",
-            "host_hours": "-",
-        }
+        for name, done, rescales, cost in [*rows, ("the oracle", oracle, "-", "-")]
     ]
 
 
@@ -232,25 +208,23 @@ def _integral(values: list[tuple[float, float]], end: float) -> float:
     return sum((after - at) * v for (at, v), after in zip(values, times, strict=True))
 
 
-def _flapping(jitter: float, progress: Callable[[str], None]) -> dict[str, Any]:
+def _flapping(jitter: float, progress: Say) -> dict[str, Any]:
     progress(f"flapping at {100 * jitter:.0f} % jitter")
     worst = total = 0
-    for seed in _SEEDS:
-        for trace in WORKLOADS.values():
-            shaky = dataclasses.replace(trace, jitter=jitter)
-            result = simulate(shaky, _config(shaky), seed)
-            times = [d.at_s for d in result.decisions if d.at_s >= 0.1 * shaky.duration_s]
-            total += len(times)
-            worst = max([worst, *(sum(0 <= other - at < 600 for other in times) for at in times)])
-    runs = len(_SEEDS) * len(WORKLOADS)
+    for trace in WORKLOADS.values():
+        shaky = dataclasses.replace(trace, jitter=jitter)
+        result = simulate(shaky, _config(shaky), 0)
+        times = [d.at_s for d in result.decisions if d.at_s >= 0.1 * shaky.duration_s]
+        total += len(times)
+        worst = max([worst, *(sum(0 <= other - at < 600 for other in times) for at in times)])
     return {
         "jitter": jitter,
-        "rescales_per_run_in_steady_state": total / runs,
+        "rescales_per_run_in_steady_state": total / len(WORKLOADS),
         "most_in_10_minutes": worst,
     }
 
 
-def _cost(progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def _cost(progress: Say) -> list[dict[str, Any]]:
     rows = []
     dear = tuple(
         dataclasses.replace(host, price=1.0 if number < 4 else 3.0)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CHANGES", "FORECASTS", "HOSTS", "INITIAL_BATCH", "MAX_BATCH", "SLOTS", "WORKLOADS"]
-__all__ += ["MOST_HOSTS", "Change", "Workload"]
-
 MOST_HOSTS = 8
 """That are there; a job uses some of them."""
 HOSTS = 4

@@ -9,18 +9,17 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-from benchmarks.elasticity.stage import FailedPlayError, Plan, Stage, newest, our_events
-from benchmarks.testbed.figures import Figure, figure
-from benchmarks.testbed.launchers import OURS, Job
-from benchmarks.testbed.marks import Lane, Process, Span
+from rich.table import Table
+
+from benchmarks.elasticity.rows import Act, kill, use
+from benchmarks.elasticity.stage import Stage
+from benchmarks.testbed.figures import Figure, figure, table
+from benchmarks.testbed.launchers import OURS, FailedPlayError, Order
+from benchmarks.testbed.marks import Process, Span
 from benchmarks.testbed.tracing import SPANS
-
-__all__ = ["Breakdown", "dissect", "gloo_contexts", "measure_breakdown"]
 
 _CONTEXTS = {
     "Global Gloo context initialized.": "Gloo context 1: global",
@@ -54,22 +53,11 @@ class Breakdown:
     phases: Mapping[str, Figure]
     stall: Figure
 
-    def table(self) -> Any:
-        """For rich."""
-        from rich.table import Table
-
-        table = Table(title=f"Inside our stall: {self.event}", title_justify="left")
-        table.add_column("part")
-        table.add_column("median (range)")
-        for name, taken in self.phases.items():
-            table.add_row(name, str(taken))
-        table.add_row("the whole stall", str(self.stall), style="bold")
-        return table
-
-    def as_json(self) -> dict[str, Any]:
-        """For the kept file."""
-        phases = {name: asdict(taken) for name, taken in self.phases.items()}
-        return {"event": self.event, "phases": phases, "stall": asdict(self.stall)}
+    def table(self) -> Table:
+        """For the terminal."""
+        rows = {**self.phases, "the whole stall": self.stall}
+        shown = [(name, str(taken)) for name, taken in rows.items()]
+        return table(f"Inside our stall: {self.event}", ("part", "median (range)"), shown)
 
 
 def gloo_contexts(lines: Iterable[str], clock_offset_s: float) -> list[tuple[str, float]]:
@@ -145,55 +133,42 @@ def measure_breakdown(
     stage: Stage, repetitions: int, say: Callable[[str], None]
 ) -> list[Breakdown]:
     """Add, remove and kill, with the worker traced."""
-    first, second, third, _ = stage.bed().hosts
-    one = {first: 1, second: 1}
-    more = {**one, third: 1}
-    events: dict[str, tuple[dict[str, int], int, list[Lane], Callable[[Job], float]]] = {
-        "a host is added (2 → 3)": (one, 3, [], lambda job: job.use(more)),
-        "a host is removed on request (3 → 2)": (more, 2, [(third, 0)], lambda job: job.use(one)),
-        "kill -9 of a worker beside another (2 → 1)": (
-            {first: 2},
-            1,
-            [(first, 1)],
-            lambda job: job.bed.kill(first, newest(job, (first, 1)).pid),
-        ),
+    events: dict[str, tuple[tuple[int, ...], Act, int, tuple[int, int] | None]] = {
+        "a host is added (2 → 3)": ((1, 1), use(1, 1, 1), 3, None),
+        "a host is removed on request (3 → 2)": ((1, 1, 1), use(1, 1), 2, (2, 0)),
+        "kill -9 of a worker beside another (2 → 1)": ((2,), kill(0, 1), 1, (0, 1)),
     }
     told = []
-    for event, (slots, size, victims, do) in events.items():
+    for event, played in events.items():
         taken: list[dict[str, float]] = []
         for number in range(1, repetitions + 1):
             say(f"inside our stall: {event}, round {number} of {repetitions}")
             try:
-                taken.append(_trace_once(stage, slots, size, victims, do))
+                taken.append(_trace_once(stage, *played))
             except FailedPlayError as error:
                 say(f"inside our stall: {event}: {error.short}")
         if taken:
             names = dict.fromkeys(name for phases in taken for name in phases)
             figures = {name: figure([each.get(name, 0.0) for each in taken]) for name in names}
-            stall = figure(
-                [sum(s for name, s in each.items() if name != ANNOUNCED) for each in taken]
-            )
-            told.append(Breakdown(event, figures, stall))
+            stalls = [sum(s for name, s in each.items() if name != ANNOUNCED) for each in taken]
+            told.append(Breakdown(event, figures, figure(stalls)))
     return told
 
 
 def _trace_once(
-    stage: Stage,
-    slots: dict[str, int],
-    size: int,
-    victims: list[Lane],
-    do: Callable[[Job], float],
+    stage: Stage, before: Sequence[int], act: Act, size: int, victim: tuple[int, int] | None
 ) -> dict[str, float]:
+    bed = stage.bed()
     environment = {"HVD_ELASTIC_BENCH_TRACE": "1", "HOROVOD_LOG_LEVEL": "debug"}
-    plan = Plan(slots, environment=environment)
-    with stage.training(stage.bed(), OURS, plan) as job:
-        asked = do(job)
-        stage.change(job, asked, size, victims)
-        host = next(iter(slots))
-        survivor = newest(job, (host, 0))
-        log = Path(job.events).parent / "logs" / f"{host}.0.log"
+    order = Order(bed.slots(*before), environment=environment)
+    victims = [] if victim is None else [(bed.hosts[victim[0]], victim[1])]
+    with stage.training(bed, OURS, order) as job:
+        asked = act(job)
+        stage.pause_s(job, asked, size, victims)
+        host = bed.hosts[0]
+        log = job.events_path.parent / "logs" / f"{host}.0.log"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         contexts = gloo_contexts(lines, time.monotonic() - time.time())
-        phases, began = dissect(survivor, asked, contexts)
-        announced = [e["mono"] for e in our_events(job) if e["kind"] == "rescale_started"][-1]
+        phases, began = dissect(job.newest((host, 0)), asked, contexts)
+        announced = job.events("rescale_started")[-1]["mono"]
         return {ANNOUNCED: max(0.0, began - announced), **phases}

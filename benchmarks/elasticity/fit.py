@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["StallModel", "fit_stall"]
-
 _CANDIDATES = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
 """Powers of the number of ranks that a candidate is made of."""
 _NAMES = ("constant", "linear", "quadratic")

@@ -7,16 +7,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-from benchmarks.elasticity.stage import Plan, Stage, newest
-from benchmarks.testbed.launchers import Job, Launcher
+from benchmarks.elasticity.stage import Stage
+from benchmarks.testbed.launchers import Job, Launcher, Order
 from benchmarks.testbed.marks import Process
 from hvd_elastic.errors import VirtualClusterError
-
-__all__ = ["KILL_EVERY_S", "TrainingRatio", "effective_time", "measure_ratio"]
 
 KILL_EVERY_S = 10.0
 _STALL_STEPS = 2.0
@@ -53,10 +50,6 @@ class TrainingRatio:
             f"{self.wall_s:.0f} s with {self.kills} kills, one every {KILL_EVERY_S:.0f} s; "
             f"{self.capacity:.3f} counting the workers that were away{died}"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """For the kept file."""
-        return {"kill_every_s": KILL_EVERY_S, **asdict(self)}
 
 
 def effective_time(
@@ -105,7 +98,7 @@ def measure_ratio(
     bed = stage.bed()
     rng = random.Random(seed)
     slots = dict.fromkeys(bed.hosts, 1)
-    with stage.training(bed, launcher, Plan(slots)) as job:
+    with stage.training(bed, launcher, Order(slots)) as job:
         step_s = _undisturbed(job.marks.processes, len(slots))
         begin = time.monotonic()
         kills = 0
@@ -139,6 +132,6 @@ def _kill_one(job: Job, order: Sequence[str]) -> str | None:
     for host in order:
         # One that has not come back since it was killed is not killed again.
         with contextlib.suppress(VirtualClusterError, StopIteration):
-            job.bed.kill(host, newest(job, (host, 0)).pid)
+            job.bed.kill(host, job.newest((host, 0)).pid)
             return host
     return None

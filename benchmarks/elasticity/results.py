@@ -7,23 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.elasticity.fit import StallModel, fit_stall
-from benchmarks.elasticity.rows import Case, Row
-from benchmarks.testbed.figures import figure
+from rich.table import Table
 
-__all__ = [
-    "PREDICTED",
-    "Cell",
-    "Observation",
-    "as_json",
-    "cell_of",
-    "elasticity_tables",
-    "fits_of",
-]
+from benchmarks.elasticity.breakdown import Breakdown
+from benchmarks.elasticity.fit import StallModel, fit_stall
+from benchmarks.elasticity.ratio import KILL_EVERY_S, TrainingRatio
+from benchmarks.elasticity.rows import Case, Row
+from benchmarks.testbed.figures import Conditions, Figure, Result, figure, table
 
 PREDICTED = (64, 256, 1024)
-"""World sizes for which the stall is foretold."""
+"""World sizes for which the stall is predicted."""
 _GROWTH = re.compile(r"(join|kill) (\d+)")
+_TITLE = (
+    "Elasticity, median (range); times are how long training stands still where nothing else is "
+    "said"
+)
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class Cell:
-    """All of one launcher's figures of one case.
+    """All of one launcher's figures of one case, and a short reason for each play without one."""
 
-    Attributes:
-        median, low, high: None when nothing was measured.
-        samples: in the order they were taken.
-        failures: short reasons, one for each play without a figure.
-    """
-
-    median: float | None
-    low: float | None
-    high: float | None
-    samples: tuple[float, ...]
+    taken: Figure
     failures: tuple[str, ...] = ()
 
     def text(self, unit: str) -> str:
@@ -70,50 +59,28 @@ class Cell:
         ... ).text("s")
         '0.225 s (0.200 to 0.250)'
         """
-        parts = []
-        if self.median is not None and self.low is not None and self.high is not None:
-            digits = 0 if not unit else 1 if self.median >= 100 else 2 if self.median >= 1 else 3
-            shown = f"{self.median:.{digits}f}{' ' if unit == 's' else ''}{unit}"
-            if len(self.samples) > 1:
-                shown += f" ({self.low:.{digits}f} to {self.high:.{digits}f})"
-            parts.append(shown)
+        parts = [self.taken.text(unit)] if self.taken.samples_s else []
         for reason in dict.fromkeys(self.failures):
             times = self.failures.count(reason)
-            whole = times == 1 and self.median is None
-            parts.append(reason if whole else f"{times} times: {reason}")
+            alone = times == 1 and not self.taken.samples_s
+            parts.append(reason if alone else f"{times} times: {reason}")
         return "; ".join(parts) or "-"
+
+    def meets(self, target: float) -> bool:
+        """Whether the median is not above the target."""
+        return self.taken.median_s is not None and self.taken.median_s <= target
+
+    def as_json(self) -> dict[str, Any]:
+        """For the kept file."""
+        values = (*vars(self.taken).values(), self.failures)
+        return dict(zip(("median", "low", "high", "samples", "failures"), values, strict=True))
 
 
 def cell_of(observations: Iterable[Observation]) -> Cell:
     """Observations of one launcher and one case put together."""
     seen = list(observations)
     taken = figure([entry.value for entry in seen if entry.value is not None])
-    failures = tuple(entry.why_none for entry in seen if entry.value is None)
-    return Cell(taken.median_s, taken.min_s, taken.max_s, taken.samples_s, failures)
-
-
-def _cells(
-    row: Row, case: Case, observations: Sequence[Observation], launchers: Iterable[str]
-) -> dict[str, Cell]:
-    return {
-        key: cell_of(
-            entry
-            for entry in observations
-            if (entry.row, entry.case, entry.launcher) == (row.number, case.name, key)
-        )
-        for key in launchers
-    }
-
-
-def verdict(cell: Cell, target: float | None) -> str:
-    """Whether the target is met by the median: yes, no, or nothing to say.
-
-    >>> verdict(Cell(0.2, 0.2, 0.2, (0.2,)), 0.25)
-    'met'
-    """
-    if target is None:
-        return ""
-    return "met" if cell.median is not None and cell.median <= target else "missed"
+    return Cell(taken, tuple(entry.why_none for entry in seen if entry.value is None))
 
 
 def fits_of(observations: Iterable[Observation]) -> dict[str, dict[str, StallModel]]:
@@ -132,44 +99,79 @@ def fits_of(observations: Iterable[Observation]) -> dict[str, dict[str, StallMod
     return fits
 
 
-def elasticity_tables(
+def elasticity_result(
+    taken: Conditions,
+    repetitions: int,
     rows: Sequence[Row],
     observations: Sequence[Observation],
     names: Mapping[str, str],
     missing: Mapping[str, str],
-) -> list[Any]:
-    """The tables, for rich.
+    ratios: Sequence[TrainingRatio] = (),
+    parts: Sequence[Breakdown] = (),
+) -> Result:
+    """Tables and file of what was measured.
 
     Args:
+        taken: the conditions.
+        repetitions: how often each row was played.
         rows: those that were played.
         observations: of all of them.
         names: launcher's key → its name, in the order of the columns.
         missing: launcher's key → why it was not measured at all.
+        ratios: effective training times.
+        parts: of our own stall.
     """
-    from rich.table import Table
-
-    table = Table(
-        title="Elasticity, median (range); times are how long training stands still where nothing "
-        "else is said",
-        title_justify="left",
-        show_lines=True,
-    )
-    table.add_column("#")
-    table.add_column("what happens")
-    table.add_column("target")
-    for key, name in names.items():
-        table.add_column(f"{name}\n[dim]({key})[/dim]" if key in missing else name)
+    lines, told = [], []
     for row in rows:
+        cases = []
         for case in row.cases:
-            cells = _cells(row, case, observations, names)
+            cells = {
+                key: cell_of(
+                    entry
+                    for entry in observations
+                    if (entry.row, entry.case, entry.launcher) == (row.number, case.name, key)
+                )
+                for key in names
+            }
             title = row.title if len(row.cases) == 1 else f"{row.title}: {case.name}"
             shown = [_shown(row, key, case, cell, missing) for key, cell in cells.items()]
-            table.add_row(str(row.number), title, _target(case, cells.get("ours")), *shown)
-    tables: list[Any] = [table]
+            lines.append([str(row.number), title, _target(case, cells.get("ours")), *shown])
+            plain: dict[str, Any] = {"case": case.name, "unit": case.unit, "target": case.target}
+            if case.target is not None and "ours" in cells:
+                plain["target_met"] = cells["ours"].meets(case.target)
+            for key, cell in cells.items():
+                why = missing.get(key) or row.without.get(key)
+                plain[key] = {"not_measured": why} if why else cell.as_json()
+            cases.append(plain)
+        told.append({"row": row.number, "title": row.title, "cases": cases})
     fits = fits_of(observations)
-    if fits:
+    body = {
+        "repetitions": repetitions,
+        "launchers": dict(names),
+        "missing": dict(missing),
+        "rows": told,
+        "fits": {
+            key: {what: _fit_as_json(model) for what, model in models.items()}
+            for key, models in fits.items()
+        },
+        "failures": [
+            {name: getattr(entry, name) for name in ("row", "launcher", "case", "detail")}
+            for entry in observations
+            if entry.detail
+        ],
+        "breakdown": parts,
+        "effective_training_time": [
+            {"kill_every_s": KILL_EVERY_S, **asdict(ratio)} for ratio in ratios
+        ],
+    }
+    launchers = [f"{n}\n[dim]({k})[/dim]" if k in missing else n for k, n in names.items()]
+    headings = ("#", "what happens", "target", *launchers)
+    tables: list[Any] = [table(_TITLE, headings, lines, show_lines=True)] if rows else []
+    if fits and rows:
         tables.append(_fit_table(fits, names))
-    return tables
+    tables += [part.table() for part in parts]
+    tables += [ratio.sentence(names) for ratio in ratios]
+    return Result("elasticity", taken, body, tables)
 
 
 def _shown(row: Row, key: str, case: Case, cell: Cell, missing: Mapping[str, str]) -> str:
@@ -184,64 +186,27 @@ def _target(case: Case, ours: Cell | None) -> str:
     if case.target is None:
         return ""
     text = f"≤ {case.target:g}{' ' if case.unit == 's' else ''}{case.unit}"
-    return text if ours is None else f"{text}: {verdict(ours, case.target)}"
+    if ours is None:
+        return text
+    return f"{text}: {'met' if ours.meets(case.target) else 'missed'}"
 
 
-def _fit_table(fits: Mapping[str, Mapping[str, StallModel]], names: Mapping[str, str]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="How the stall grows with n ranks, and where to", title_justify="left")
-    for heading in ("launcher", "event", "model (error)", *(f"n = {n}" for n in PREDICTED)):
-        table.add_column(heading)
-    for key, models in fits.items():
-        for what, model in models.items():
-            told = [f"{model.predict(n):.2f} s, mostly {model.dominant(n)}" for n in PREDICTED]
-            table.add_row(names[key], what, f"{model} (± {model.error_s:.3f} s)", *told)
-    return table
-
-
-def as_json(
-    rows: Sequence[Row],
-    observations: Sequence[Observation],
-    names: Mapping[str, str],
-    missing: Mapping[str, str],
-) -> dict[str, Any]:
-    """The body of the kept file."""
-    told = []
-    for row in rows:
-        cases = []
-        for case in row.cases:
-            cells = _cells(row, case, observations, names)
-            plain: dict[str, Any] = {"case": case.name, "unit": case.unit, "target": case.target}
-            if case.target is not None and "ours" in cells:
-                plain["target_met"] = verdict(cells["ours"], case.target) == "met"
-            for key, cell in cells.items():
-                if key in missing or key in row.without:
-                    plain[key] = {"not_measured": missing.get(key) or row.without[key]}
-                else:
-                    plain[key] = asdict(cell)
-            cases.append(plain)
-        told.append({"row": row.number, "title": row.title, "cases": cases})
-    fits = {
-        key: {
-            what: {
-                **asdict(model),
-                "predicted_s": {n: round(model.predict(n), 4) for n in PREDICTED},
-                "dominant": {n: model.dominant(n) for n in PREDICTED},
-            }
-            for what, model in models.items()
-        }
-        for key, models in fits_of(observations).items()
-    }
-    details = [
-        {"row": entry.row, "launcher": entry.launcher, "case": entry.case, "detail": entry.detail}
-        for entry in observations
-        if entry.detail
+def _fit_table(fits: Mapping[str, Mapping[str, StallModel]], names: Mapping[str, str]) -> Table:
+    headings = ("launcher", "event", "model (error)", *(f"n = {n}" for n in PREDICTED))
+    rows = [
+        [
+            *(names[key], what, f"{model} (± {model.error_s:.3f} s)"),
+            *(f"{model.predict(n):.2f} s, mostly {model.dominant(n)}" for n in PREDICTED),
+        ]
+        for key, models in fits.items()
+        for what, model in models.items()
     ]
+    return table("How the stall grows with n ranks, and where to", headings, rows)
+
+
+def _fit_as_json(model: StallModel) -> dict[str, Any]:
     return {
-        "launchers": dict(names),
-        "missing": dict(missing),
-        "rows": told,
-        "fits": fits,
-        "failures": details,
+        **asdict(model),
+        "predicted_s": {n: round(model.predict(n), 4) for n in PREDICTED},
+        "dominant": {n: model.dominant(n) for n in PREDICTED},
     }

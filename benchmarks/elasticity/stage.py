@@ -1,82 +1,23 @@
-"""What the plays of the elasticity benchmark have in common: starting, watching, waiting."""
+"""The virtual hosts of the elasticity benchmark, and jobs of its workload on them."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from typing_extensions import Self
 
 from benchmarks.testbed.hosts import Testbed, make_testbed
-from benchmarks.testbed.launchers import PEERS, DriverJob, Job, Launcher, Order
-from benchmarks.testbed.marks import Change, Lane, Process, measure_change
-from hvd_elastic.errors import RunError
-from hvd_elastic.records.json_lines import Record, read_events
-
-__all__ = ["SETTLE_STEPS", "STEP_TIME_S", "FailedPlayError", "Plan", "Seen", "Stage"]
-
-Result = TypeVar("Result")
+from benchmarks.testbed.launchers import OURS, Job, Launcher, Order
+from benchmarks.testbed.marks import Lane, measure_change
 
 STEP_TIME_S = 0.015
 SETTLE_STEPS = 40
 _HOSTS = 4
 _RATE = "1gbit"
 _START_LIMIT_S = 180.0
-
-
-class FailedPlayError(RunError):
-    """A play came to no figure.
-
-    Attributes:
-        short: for the table.
-    """
-
-    def __init__(self, short: str, detail: str = "") -> None:
-        super().__init__(f"{short}:\n{detail}" if detail else short)
-        self.short = short
-        self.detail = detail
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One figure of one play.
-
-    Attributes:
-        case: which of the row's cases.
-        value: in the case's unit.
-    """
-
-    case: str
-    value: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a play trains; see :class:`benchmarks.testbed.launchers.Order`.
-
-    Attributes:
-        slots: host → workers at the start.
-        max_np: most workers of the job's life; None for those of the start.
-        min_np: fewest.
-        np: workers wanted, when fewer than slots.
-        options: more options of ours; no other launcher gets them.
-        script: more options of the training script.
-        step_time_s: padding of a step [s].
-        environment: more variables.
-    """
-
-    slots: Mapping[str, int]
-    max_np: int | None = None
-    min_np: int = 1
-    np: int | None = None
-    options: Sequence[str] = ()
-    script: Sequence[str] = ()
-    step_time_s: float = STEP_TIME_S
-    environment: Mapping[str, str] | None = None
 
 
 class Stage:
@@ -125,70 +66,39 @@ class Stage:
         return " and ".join(parts) or "no hosts"
 
     @contextlib.contextmanager
-    def training(self, bed: Testbed, launcher: Launcher, plan: Plan) -> Iterator[Job]:
-        """A job in which every worker has made some steps."""
-        workers = plan.np or sum(plan.slots.values())
-        training = [
-            *(str(launcher.workload), "--data", str(bed.data)),
-            *("--step-time", str(plan.step_time_s), "--min-np", str(plan.min_np), *plan.script),
-        ]
-        order = Order(
-            training=training,
-            slots=plan.slots,
-            min_np=plan.min_np,
-            max_np=plan.max_np or workers,
-            np=plan.np,
-            options=plan.options if launcher is PEERS["ours"] else (),
-            environment=plan.environment or {},
-        )
-        with bed.job(launcher, order) as job:
-            self.wait(job, lambda: _all_train(job, workers), _START_LIMIT_S, "did not begin")
-            yield job
-
-    def wait(
-        self,
-        job: Job,
-        look: Callable[[], Result | None],
-        limit_s: float | None = None,
-        never: str = "never",
-    ) -> Result:
-        """Look at a job until there is something to see.
+    def training(
+        self, bed: Testbed, launcher: Launcher, order: Order, *, step_time_s: float = STEP_TIME_S
+    ) -> Iterator[Job]:
+        """Train the launcher's workload; yields the job once every worker has made some steps.
 
         Args:
-            job: its marks are read before each look.
-            look: gives None (or nothing true) as long as there is nothing.
-            limit_s: patience [s]; None for the stage's.
-            never: what did not happen, for the table.
-
-        Raises:
-            FailedPlayError: the job ended, or the patience did.
+            bed: the hosts.
+            launcher: who leads.
+            order: the job; its ``training`` are further options of the workload.
+            step_time_s: padding of a step [s].
         """
-        limit_s = limit_s or self.limit_s
-        deadline = time.monotonic() + limit_s
-        while True:
-            job.marks.poll()
-            found = look()
-            if found:
-                return found
-            if job.ended() is not None:
-                raise FailedPlayError("the job died", job.output_tail())
-            if time.monotonic() > deadline:
-                raise FailedPlayError(f"{never} within {limit_s:.0f} s", job.output_tail())
-            job.sleep()
+        training = [
+            *(str(launcher.workload), "--data", str(bed.data), "--step-time", str(step_time_s)),
+            *("--min-np", str(order.min_np), *order.training),
+        ]
+        options = order.options if launcher is OURS else ()
+        with bed.job(launcher, replace(order, training=training, options=options)) as job:
+            job.wait(lambda: _all_train(job, order.workers), _START_LIMIT_S, "did not begin")
+            yield job
 
-    def change(
+    def pause_s(
         self,
         job: Job,
         asked: float,
         size: int,
         victims: Collection[Lane] = (),
         settle_steps: int = SETTLE_STEPS,
-    ) -> Change:
-        """What a change cost, once the survivors have settled."""
-        return self.wait(
-            job,
+    ) -> float:
+        """What a change cost, once the survivors have settled [s]."""
+        return job.wait(
             lambda: measure_change(job.marks.processes, asked, size, settle_steps, victims),
-        )
+            self.limit_s,
+        ).pause_s
 
 
 def _all_train(job: Job, workers: int) -> bool:
@@ -198,19 +108,3 @@ def _all_train(job: Job, workers: int) -> bool:
         if len(process.steps) >= SETTLE_STEPS and process.steps[-1].size == workers
     ]
     return len(going) >= workers
-
-
-def newest(job: Job, lane: Lane) -> Process:
-    """The process that was born last in a place."""
-    return next(p for p in reversed(job.marks.processes) if p.lane == lane)
-
-
-def our_events(job: Job) -> list[Record]:
-    """Events of a run of ours."""
-    return read_events(job.events)
-
-
-def driver(job: Job) -> DriverJob:
-    """The job as one with a leader on this machine."""
-    assert isinstance(job, DriverJob)
-    return job

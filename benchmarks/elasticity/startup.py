@@ -12,24 +12,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.testbed.command import add_output_options, at_least_one, deliver, end_with, progress
-from benchmarks.testbed.figures import Conditions, Figure, Result, conditions, figure, ratio
+from benchmarks.testbed.command import Say, at_least_one, run_benchmark
+from benchmarks.testbed.figures import Conditions, Figure, Result, conditions, figure, ratio, table
 from benchmarks.testbed.hosts import DIGITS, Testbed, make_testbed
-from benchmarks.testbed.launchers import LAUNCHERS, OURS, ROOT, Job, Launcher, Order
+from benchmarks.testbed.launchers import LAUNCHERS, OURS, ROOT, Launcher, Order
 from benchmarks.testbed.marks import Process, first_step
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import Record, read_events
 
-__all__ = ["PHASES", "TARGET_S", "main", "measure_startup", "phases_of", "startup_result"]
-
 TARGET_S = 8.0
 _DEADLINE_S = 120.0
 _HOSTS = 3
+_MEDIAN = "median (range)"
 
 PHASES = (
     "command line: our own start",
@@ -47,20 +44,13 @@ _NOTE = (
 )
 
 
-def measure_startup(
-    repetitions: int, say: Callable[[str], None], *, loopback: bool = False
-) -> Result:
-    """Measure the starts.
-
-    Args:
-        repetitions: measured rounds; one more is run before them.
-        say: told what is going on.
-        loopback: hosts on the loopback network although there is root.
-    """
+def measure_startup(options: argparse.Namespace, say: Say) -> Result:
+    """Measure the starts; one more round is run before those that are measured."""
+    repetitions = options.repetitions
     load_before = os.getloadavg()
     samples: dict[str, list[float]] = {launcher.name: [] for launcher in LAUNCHERS}
     breakdown: list[dict[str, float]] = []
-    with make_testbed(_HOSTS, loopback=loopback) as bed:
+    with make_testbed(_HOSTS, loopback=options.loopback) as bed:
         for number in range(repetitions + 1):
             for launcher in LAUNCHERS:
                 seconds, phases = _start_once(bed, launcher)
@@ -88,9 +78,9 @@ _PROGRAMS = {
 
 def _start_once(bed: Testbed, launcher: Launcher) -> tuple[float, dict[str, float]]:
     training = [str(DIGITS), "--data", str(bed.data), "--quiet", "--epochs", "1"]
-    order = Order(training, dict.fromkeys(bed.hosts, 1), min_np=_HOSTS, max_np=_HOSTS)
+    order = Order(dict.fromkeys(bed.hosts, 1), training, min_np=_HOSTS)
     with bed.job(launcher, order) as job:
-        first = _wait_for_first_step(job)
+        first = job.wait(lambda: first_step(job.marks.processes), _DEADLINE_S, "made no step")
         # The job is left to end by itself: horovodrun would leave its processes behind.
         try:
             for process in job.processes():
@@ -103,24 +93,8 @@ def _start_once(bed: Testbed, launcher: Launcher) -> tuple[float, dict[str, floa
             raise RunError(f"{launcher.name} trained on {sizes} ranks, not {_HOSTS}")
         phases = {}
         if launcher == OURS:
-            phases = phases_of(job.asked, read_events(job.events), job.marks.processes)
+            phases = phases_of(job.asked, read_events(job.events_path), job.marks.processes)
     return first - job.asked, phases
-
-
-def _wait_for_first_step(job: Job) -> float:
-    while True:
-        ended = job.ended() is not None
-        job.marks.poll()
-        first = first_step(job.marks.processes)
-        if first is not None:
-            return first
-        if ended:
-            job.check_alive()
-        if time.monotonic() - job.asked > _DEADLINE_S:
-            raise RunError(
-                f"{job.launcher} made no step within {_DEADLINE_S:.0f} s:\n{job.output_tail()}"
-            )
-        job.sleep()
 
 
 def phases_of(
@@ -182,17 +156,15 @@ def startup_result(
     """Tables and file of what was measured: by launcher, by phase of ours, by program."""
     ours = first_step[OURS.name]
     times = {name: ratio(each, ours) for name, each in first_step.items()}
-    launchers = _table(
-        "From the command to the first finished training step", ("launcher", "times ours")
-    )
-    for name, each in first_step.items():
-        launchers.add_row(name, str(each), f"{times[name]:.2f}")
-    heading = "until the slowest host is through with"
-    tables = [
-        launchers,
-        _table(f"Where {OURS.name} spends it", (heading,), phases),
-        _table("Programs alone, in a fresh interpreter", ("program",), programs),
-    ]
+    rows = [(name, str(each), f"{times[name]:.2f}") for name, each in first_step.items()]
+    title = "From the command to the first finished training step"
+    tables = [table(title, ("launcher", _MEDIAN, "times ours"), rows)]
+    for title, heading, found in (
+        (f"Where {OURS.name} spends it", "until the slowest host is through with", phases),
+        ("Programs alone, in a fresh interpreter", "program", programs),
+    ):
+        shown = [(name, str(each)) for name, each in found.items()]
+        tables.append(table(title, (heading, _MEDIAN), shown))
     body: dict[str, Any] = {
         "target_s": TARGET_S,
         "target_met": (ours.median_s or TARGET_S) < TARGET_S,
@@ -205,15 +177,6 @@ def startup_result(
     return Result("startup", taken, body, tables)
 
 
-def _table(title: str, headings: Sequence[str], rows: Mapping[str, Figure] | None = None) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in (headings[0], "median (range)", *headings[1:]):
-        table.add_column(heading)
-    for name, each in (rows or {}).items():
-        table.add_row(name, str(each))
-    return table
-
-
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="startup.py", description=__doc__)
@@ -221,12 +184,4 @@ def main() -> int:
     parser.add_argument("--repetitions", "-n", type=at_least_one, default=3, help=told)
     told = "hosts without network namespaces (no root needed)"
     parser.add_argument("--loopback", action="store_true", help=told)
-    add_output_options(parser)
-    options = parser.parse_args()
-
-    def measure() -> None:
-        with progress(options) as say:
-            result = measure_startup(options.repetitions, say, loopback=options.loopback)
-        deliver(result, options)
-
-    return end_with(measure)
+    return run_benchmark(parser, measure_startup)

@@ -19,42 +19,33 @@ from adaptdl.torch import _metrics
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.adaptive.workloads import (
-    DISTORTED_RATE,
-    INITIAL,
-    LARGEST,
-    Race,
-    digits_network,
-    distorted_digits,
-    rate_left,
-    share_right,
-    warm_up,
-)
+from benchmarks.adaptive import workloads
 
 
 def learn(seed: int) -> dict[str, Any]:
     """Train until the target with a batch that AdaptDL chooses, AdaScale being its default."""
     replicas = adaptdl.env.num_replicas()
-    examples, (images, labels) = distorted_digits()
+    examples, (images, labels) = workloads.distorted_digits()
     torch.manual_seed(seed)
-    network = digits_network()
-    sgd = torch.optim.SGD(network.parameters(), lr=DISTORTED_RATE, momentum=0.9)
-    schedule = LambdaLR(sgd, lambda _: rate_left(_metrics.get_progress()))
+    network = workloads.digits_network()
+    sgd = torch.optim.SGD(network.parameters(), lr=workloads.DISTORTED_RATE, momentum=0.9)
+    schedule = LambdaLR(sgd, lambda _: workloads.rate_left(_metrics.get_progress()))
     model = adaptdl.torch.AdaptiveDataParallel(network, sgd, schedule)
-    loader = adaptdl.torch.AdaptiveDataLoader(examples, batch_size=INITIAL, shuffle=True)
+    loader = adaptdl.torch.AdaptiveDataLoader(examples, batch_size=workloads.INITIAL, shuffle=True)
     # Without accumulation, with which this release sums gradients instead of averaging them.
     loader.autoscale_batch_size(
-        LARGEST, local_bsz_bounds=(INITIAL // replicas, LARGEST // replicas)
+        workloads.LARGEST,
+        local_bsz_bounds=(workloads.INITIAL // replicas, workloads.LARGEST // replicas),
     )
 
     def judge() -> float:
-        right = share_right(network, images, labels)
+        right = workloads.share_right(network, images, labels)
         torch.distributed.all_reduce(right)
         # The time of the look must not be in that of the step.
         _metrics.profile_step_start(loader.current_local_bsz)
         return float(right) / replicas
 
-    race, used, steps = Race(judge), 0, 0
+    race, used, steps = workloads.Race(judge), 0, 0
     race.start()
     for _ in adaptdl.torch.remaining_epochs_until(10**6):
         for inputs, targets in loader:
@@ -72,7 +63,7 @@ def main() -> None:
     """Run the job that the command line describes."""
     out, seed = Path(sys.argv[1]), int(sys.argv[2])
     adaptdl.torch.init_process_group("gloo")
-    warm_up()
+    workloads.warm_up()
     row = learn(seed)
     if adaptdl.env.replica_rank() == 0:
         out.write_text(json.dumps([row]), encoding="utf-8")

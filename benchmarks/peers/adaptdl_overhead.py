@@ -18,47 +18,41 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.adaptive.workloads import (
-    BATCH,
-    STEPS,
-    WARM,
-    WIDTH,
-    square_step,
-    take_turns,
-    wide_network,
-)
+from benchmarks.adaptive import workloads
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
     """Seconds of a step in each block."""
-    share = BATCH // adaptdl.env.num_replicas()
-    inputs = torch.randn(BATCH * (STEPS * (rounds + 1) + WARM), WIDTH)
-    network = wide_network()
+    share = workloads.BATCH // adaptdl.env.num_replicas()
+    inputs = torch.randn(
+        workloads.BATCH * (workloads.STEPS * (rounds + 1) + workloads.WARM), workloads.WIDTH
+    )
+    network = workloads.wide_network()
     sgd = torch.optim.SGD(network.parameters(), lr=1e-3)
     adapting = adaptdl.torch.AdaptiveDataParallel(network, sgd)
-    loader = adaptdl.torch.AdaptiveDataLoader(TensorDataset(inputs), batch_size=BATCH)
-    loader.autoscale_batch_size(BATCH)
-    theirs = wide_network()
+    loader = adaptdl.torch.AdaptiveDataLoader(TensorDataset(inputs), batch_size=workloads.BATCH)
+    loader.autoscale_batch_size(workloads.BATCH)
+    theirs = workloads.wide_network()
     plain = torch.optim.SGD(theirs.parameters(), lr=1e-3)
     bare = DistributedDataParallel(theirs)
-    batches = DataLoader(TensorDataset(inputs[: STEPS * share]), share)
+    batches = DataLoader(TensorDataset(inputs[: workloads.STEPS * share]), share)
     times: dict[str, list[float]] = {}
 
     def bare_block() -> None:
         for (batch,) in batches:
-            square_step(bare, plain, batch)
+            workloads.square_step(bare, plain, batch)
 
     for _ in adaptdl.torch.remaining_epochs_until(1):
         steps = iter(loader)
 
         def adaptive_block(steps: Any = steps) -> None:
-            for _ in range(STEPS):
-                square_step(adapting, sgd, next(steps)[0])
+            for _ in range(workloads.STEPS):
+                workloads.square_step(adapting, sgd, next(steps)[0])
 
-        for _ in range(WARM // STEPS):
+        for _ in range(workloads.WARM // workloads.STEPS):
             adaptive_block()
         bare_block()
-        times.update(take_turns(rounds, bare_block, adaptive_block))
+        times.update(workloads.take_turns(rounds, bare_block, adaptive_block))
     return times
 
 

@@ -7,37 +7,28 @@ from typing import Any
 
 import horovod.torch as hvd
 
-from benchmarks.peers.workload import (
-    batches,
-    commits,
-    load_data,
-    loss_of,
-    make_model,
-    make_optimizer,
-    mark,
-    parse_arguments,
-)
+from benchmarks.peers import workload
 
 BATCHES_PER_COMMIT = 10  # of the example in Horovod's manual
 
-args = parse_arguments()
-mark("ready")  # its newcomers meet the others in init(), before there is a model
+args = workload.parse_arguments()
+workload.mark("ready")  # its newcomers meet the others in init(), before there is a model
 hvd.init()
-model = make_model(args)
+model = workload.make_model(args)
 named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
-optimizer = hvd.DistributedOptimizer(make_optimizer(model), named_parameters=named)
-dataset = load_data(args)
+optimizer = hvd.DistributedOptimizer(workload.make_optimizer(model), named_parameters=named)
+dataset = workload.load_data(args)
 
 
 @hvd.elastic.run
 def train(state: Any) -> None:
     """Train without end."""
-    for images, labels in batches(dataset, args, hvd.size):
+    for images, labels in workload.batches(dataset, args, hvd.size):
         optimizer.zero_grad()
-        loss_of(model, images, labels).backward()
+        workload.loss_of(model, images, labels).backward()
         optimizer.step()
         time.sleep(args.step_time)
-        every_step = args.commit_blocks and commits(args, state.batch)
+        every_step = args.commit_blocks and workload.commits(args, state.batch)
         state.batch += 1
         if every_step or (not args.commit_blocks and state.batch % BATCHES_PER_COMMIT == 0):
             state.commit()

@@ -6,21 +6,13 @@ import time
 from typing import Any
 
 import hvd_elastic.torch as hvd
-from benchmarks.peers.workload import (
-    commits,
-    load_data,
-    loss_of,
-    make_model,
-    make_optimizer,
-    mark,
-    parse_arguments,
-)
+from benchmarks.peers import workload
 
-args = parse_arguments()
+args = workload.parse_arguments()
 hvd.init()
-model = make_model(args)
-optimizer = hvd.DistributedOptimizer(make_optimizer(model), model)
-loader: Any = hvd.DataLoader(load_data(args), args.batch_size, shuffle=True)
+model = workload.make_model(args)
+optimizer = hvd.DistributedOptimizer(workload.make_optimizer(model), model)
+loader: Any = hvd.DataLoader(workload.load_data(args), args.batch_size, shuffle=True)
 
 
 @hvd.run
@@ -30,14 +22,14 @@ def train(state: Any) -> None:
     for _ in hvd.epochs(10**9):
         for images, labels in loader:
             optimizer.zero_grad()
-            loss = loss_of(model, images, labels)
+            loss = workload.loss_of(model, images, labels)
             loss.backward()
             optimizer.step()
             time.sleep(args.step_time)
-            if commits(args, step):
+            if workload.commits(args, step):
                 state.commit(loss=loss)
             step += 1
 
 
-mark("ready")
+workload.mark("ready")
 train(hvd.State(model=model, optimizer=optimizer))

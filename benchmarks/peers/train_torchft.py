@@ -7,20 +7,12 @@ from typing import Any
 
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from benchmarks.peers.workload import (
-    batches,
-    load_data,
-    loss_of,
-    make_model,
-    make_optimizer,
-    mark,
-    parse_arguments,
-)
+from benchmarks.peers import workload
 
-args = parse_arguments()
-mark("ready")
-model = make_model(args)
-inner = make_optimizer(model)
+args = workload.parse_arguments()
+workload.mark("ready")
+model = workload.make_model(args)
+inner = workload.make_optimizer(model)
 
 
 def load_state(state: dict[str, Any]) -> None:
@@ -45,9 +37,9 @@ optimizer = Optimizer(manager, inner)
 inner.world_size = manager.num_participants  # type: ignore[attr-defined]  # read by the marks
 
 world = [1]  # its size is known only after the first step has begun
-for images, labels in batches(load_data(args), args, lambda: world[0]):
+for images, labels in workload.batches(workload.load_data(args), args, lambda: world[0]):
     optimizer.zero_grad()
-    loss_of(replicated, images, labels).backward()
+    workload.loss_of(replicated, images, labels).backward()
     optimizer.step()
     world[0] = manager.num_participants()
     time.sleep(args.step_time)

@@ -9,23 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.workload import (
-    batches,
-    load_data,
-    loss_of,
-    make_model,
-    make_optimizer,
-    mark,
-    parse_arguments,
-)
+from benchmarks.peers import workload
 
 SNAPSHOT_EVERY_S = 1.0
 
-args = parse_arguments()
-mark("ready")
+args = workload.parse_arguments()
+workload.mark("ready")
 dist.init_process_group("gloo")
-model = make_model(args)
-optimizer = make_optimizer(model)
+model = workload.make_model(args)
+optimizer = workload.make_optimizer(model)
 if args.snapshot.exists():
     saved = torch.load(args.snapshot, weights_only=True)
     model.load_state_dict(saved["model"])
@@ -35,9 +27,9 @@ due = time.monotonic() + SNAPSHOT_EVERY_S
 
 
 optimizer.world_size = dist.get_world_size  # type: ignore[attr-defined]  # read by the marks
-for images, labels in batches(load_data(args), args, dist.get_world_size):
+for images, labels in workload.batches(workload.load_data(args), args, dist.get_world_size):
     optimizer.zero_grad()
-    loss_of(replicated, images, labels).backward()
+    workload.loss_of(replicated, images, labels).backward()
     optimizer.step()
     time.sleep(args.step_time)
     if dist.get_rank() == 0 and time.monotonic() >= due:

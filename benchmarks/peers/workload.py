@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from benchmarks.adaptive.workloads import digits_network
+
 COMMIT_BLOCK = 40
 
 
@@ -52,14 +54,8 @@ class Model(nn.Module):
 
     def __init__(self, kind: str, frozen_mb: float) -> None:
         super().__init__()
-        if kind == "tiny":
-            self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        else:
-            self.network = nn.Sequential(
-                *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
-                *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-                *(nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
-            )
+        tiny = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        self.network = tiny if kind == "tiny" else digits_network(16, 64)
         rows = max(1, round(frozen_mb * 1e6 / 4 / 1000))
         own = torch.Generator().manual_seed(time.time_ns())
         weight = torch.rand(rows, 1000, generator=own)

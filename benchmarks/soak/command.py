@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,12 +26,7 @@ from benchmarks.soak.disks import small_disks
 from benchmarks.soak.growth import grown, measure_growth
 from benchmarks.soak.job import LOCALHOST, Ground, SoakJob, checked_end
 from benchmarks.soak.player import Bounds, Player
-from benchmarks.soak.records import (
-    check_steps,
-    epochs_between,
-    split_audit,
-    step_problems,
-)
+from benchmarks.soak.records import check_steps, epochs_between, split_audit, step_problems
 from benchmarks.soak.report import SoakResult, show_soak, write_soak
 from benchmarks.soak.schedule import (
     KINDS,
@@ -54,8 +48,6 @@ from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.netns import why_no_namespaces
 
-__all__ = ["main", "soak"]
-
 # Processes are found by the run's name, and several soaks may go on on one machine.
 _RUN_ID = f"soak-{os.getpid()}"
 _CALM_RUN_ID = f"calm-{os.getpid()}"
@@ -73,7 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
         console = Console(width=150)
 
     def measure() -> int:
-        result = soak(options, console)
+        _check_options(options)
+        with _progress(console) as (say, show):
+            soak = Soak(options, say)
+            if options.list:
+                return soak.print_schedule()
+            result = soak.run(show)
         page = write_soak(result, options.report) if options.report is not None else None
         show_soak(result, console)
         if page is not None:
@@ -94,129 +91,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=5.0, help="no fault begins later (5)")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule (1)")
     parser.add_argument("--hosts", type=int, default=4, help="virtual hosts, 4 or more (4)")
-    parser.add_argument(
-        "--faults", help="kinds to make, as kill_worker,cut; to leave out: --faults=-cut,-crash"
-    )
+    told = "kinds to make, as kill_worker,cut; to leave out: --faults=-cut,-crash"
+    parser.add_argument("--faults", help=told)
     parser.add_argument("--only", help="numbers of the faults to make, as 12-17")
     parser.add_argument("--list", action="store_true", help="print the schedule and do nothing")
-    parser.add_argument(
-        "--kills", type=int, help="instead of a time: so many kills of random ranks"
-    )
-    parser.add_argument(
-        "--single-host", action="store_true", help="with --kills: this machine, no virtual hosts"
-    )
+    parser.add_argument("--kills", type=int, help="instead of a time: so many kills of ranks")
+    told = "with --kills: this machine, no virtual hosts"
+    parser.add_argument("--single-host", action="store_true", help=told)
     parser.add_argument("--slots", type=int, default=3, help="with --single-host: processes (3)")
-    parser.add_argument(
-        "--failure-timeout", type=float, default=5.0, help="of hvd-elastic run [s] (5)"
-    )
+    told = "of hvd-elastic run [s] (5)"
+    parser.add_argument("--failure-timeout", type=float, default=5.0, help=told)
     parser.add_argument("--step-time", type=float, default=0.03, help="added to each step [s]")
-    parser.add_argument(
-        "--stall-bound",
-        type=float,
-        help="longest time without a step where training can go on [s] (failure timeout + 15)",
-    )
-    parser.add_argument(
-        "--recovery-bound",
-        type=float,
-        default=120.0,
-        help="from the end of a fault to training in every slot [s] (120)",
-    )
-    parser.add_argument(
-        "--no-baseline", action="store_true", help="no undisturbed run to compare accuracies with"
-    )
+    told = "longest time without a step where training can go on [s] (failure timeout + 15)"
+    parser.add_argument("--stall-bound", type=float, help=told)
+    told = "from the end of a fault to training in every slot [s] (120)"
+    parser.add_argument("--recovery-bound", type=float, default=120.0, help=told)
+    told = "no undisturbed run to compare accuracies with"
+    parser.add_argument("--no-baseline", action="store_true", help=told)
     parser.add_argument("--loopback", action="store_true", help="hosts without network namespaces")
     parser.add_argument("--report", type=Path, help="JSON file; a page of Markdown comes beside it")
     return parser
-
-
-def soak(options: argparse.Namespace, console: Console) -> SoakResult:
-    """Make the hosts, play the schedule, check everything.
-
-    Raises:
-        UsageError: options that make no sense together or here.
-    """
-    _check_options(options)
-    namespaces = not options.loopback and not options.single_host and why_no_namespaces() is None
-    possible = [name for name, kind in KINDS.items() if namespaces or not kind.namespaces]
-    kinds = parse_kinds(options.faults, possible)
-    only = parse_only(options.only)
-    names = _host_names(options)
-    if options.list:
-        raise SystemExit(_print_schedule(options, kinds, only, names))
-    load_before = os.getloadavg()
-    began = time.monotonic()
-    with _progress(console, began) as (say, show), contextlib.ExitStack() as stack:
-        show("making hosts")
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_elastic-soak-")))
-        ground = _make_ground(options, scratch, names, namespaces, stack)
-        real = dict(zip(names, ground.hosts, strict=True))
-        first = 1 if only is None else only.start
-        before = hosts_before(_schedule(options, names), kinds, first, _start(options, names))
-        hosts = {real[host]: slots for host, slots in before.items()}
-        job = stack.enter_context(
-            SoakJob(
-                ground,
-                _RUN_ID,
-                hosts,
-                failure_timeout_s=options.failure_timeout,
-                step_time_s=options.step_time,
-            )
-        )
-        faults = selected(_schedule(options, names), kinds, only)
-        bounds = Bounds(
-            options.stall_bound or options.failure_timeout + 15.0, options.recovery_bound
-        )
-        player = Player(job, (_renamed(fault, real) for fault in faults), bounds, say, show)
-        taken = conditions(_words_for(ground, options), _note(options), load_before)
-        result = SoakResult(
-            options.seed, _kept_options(options), taken, began, 0.0, player.incidents
-        )
-        _play_and_check(ground, job, player, result, options, say)
-        result.seconds = time.monotonic() - began
-        result.conditions = replace(taken, load_after=os.getloadavg()[0])
-        if not result.ok and not result.interrupted:
-            result.kept = tempfile.mkdtemp(prefix="hvd_elastic-soak-failed-")
-            job.keep(Path(result.kept))
-        return result
-
-
-def _play_and_check(
-    ground: Ground,
-    job: SoakJob,
-    player: Player,
-    result: SoakResult,
-    options: argparse.Namespace,
-    say: Say,
-) -> None:
-    """The run from its start to its last check; Ctrl-C cuts it short."""
-    try:
-        job.start()
-        hosts = dict(job.hosts)
-        minutes = options.minutes if options.kills is None else float("inf")
-        player.play(60 * minutes)
-        if not player.incidents and not player.problem:
-            result.problems.append("no fault was made: give it more --minutes, or other --faults")
-        if player.problem and not any(incident.problems for incident in player.incidents):
-            result.problems.append(player.problem)
-        epochs = _check_end(job, player, result, say)
-        if epochs and not options.no_baseline:
-            _compare_accuracy(ground, result, epochs, hosts, options, say)
-    except KeyboardInterrupt:
-        result.interrupted = True
-        say("interrupted: ending the run")
-        with contextlib.suppress(KeyboardInterrupt):
-            job.end_at_once()
-            _check_records(job, result, finished=False)
-            _check_clean(job, result)
-    result.growths = [
-        growth
-        for target, samples in player.samples.items()
-        for growth in measure_growth(target.label, samples)
-    ]
-    _note_growth(result)
-
-
-# -- before ------------------------------------------------------------------------------------
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -238,100 +132,188 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError(f"--report {options.report}: there is no such folder")
 
 
-def _host_names(options: argparse.Namespace) -> list[str]:
-    """Names for the schedule; what the hosts are called in the end depends on the cluster."""
-    if options.single_host:
-        return [LOCALHOST]
-    return [f"h{number}" for number in range(1, options.hosts + 1)]
+class Soak:
+    """One soak, as the command line asks for it.
 
+    Args:
+        options: checked.
+        say: takes a line that stays.
 
-def _start(options: argparse.Namespace, names: list[str]) -> dict[str, int]:
-    """The hostfile at the begin of the schedule."""
-    return {LOCALHOST: options.slots} if options.single_host else starting_hosts(names)
+    Raises:
+        UsageError: the faults cannot be made here.
+    """
 
+    def __init__(self, options: argparse.Namespace, say: Say) -> None:
+        self._options = options
+        self._say = say
+        self._namespaces = (
+            not options.loopback and not options.single_host and why_no_namespaces() is None
+        )
+        possible = [n for n, kind in KINDS.items() if self._namespaces or not kind.namespaces]
+        self._kinds = parse_kinds(options.faults, possible)
+        self._only = parse_only(options.only)
+        # Names for the schedule; what the hosts are called in the end depends on the cluster.
+        self._names = [LOCALHOST]
+        if not options.single_host:
+            self._names = [f"h{number}" for number in range(1, options.hosts + 1)]
 
-def _schedule(options: argparse.Namespace, names: list[str]) -> Iterator[Fault]:
-    if options.kills is not None:
-        return kills_of_seed(options.seed, options.kills)
-    return faults_of_seed(options.seed, names, options.failure_timeout)
+    def print_schedule(self) -> int:
+        """Print the first hundred faults."""
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may have seen enough
+        for fault in islice(selected(self._schedule(), self._kinds, self._only), 100):
+            print(f"{fault.text()}, {fault.after_s:g} s after the last")
+        return 0
 
+    def _schedule(self) -> Iterator[Fault]:
+        options = self._options
+        if options.kills is not None:
+            return kills_of_seed(options.seed, options.kills)
+        return faults_of_seed(options.seed, self._names, options.failure_timeout)
 
-def _renamed(fault: Fault, real: dict[str, str]) -> Fault:
-    return replace(fault, hosts=tuple((real[host], slots) for host, slots in fault.hosts))
+    def run(self, show: Say) -> SoakResult:
+        """Make the hosts, play the schedule, check everything.
 
+        Args:
+            show: takes a line that changes.
+        """
+        options = self._options
+        load_before = os.getloadavg()
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            show("making hosts")
+            ground = self._make_ground(stack)
+            real = dict(zip(self._names, ground.hosts, strict=True))
+            start = {LOCALHOST: options.slots}
+            if not options.single_host:
+                start = starting_hosts(self._names)
+            first = 1 if self._only is None else self._only.start
+            before = hosts_before(self._schedule(), self._kinds, first, start)
+            job = self._job(ground, _RUN_ID, {real[host]: n for host, n in before.items()})
+            stack.enter_context(job)
+            stall_s = options.stall_bound or options.failure_timeout + 15.0
+            faults = (
+                replace(fault, hosts=tuple((real[host], n) for host, n in fault.hosts))
+                for fault in selected(self._schedule(), self._kinds, self._only)
+            )
+            bounds = Bounds(stall_s, options.recovery_bound)
+            player = Player(job, faults, bounds, self._say, show)
+            note = f"Every step is padded with a sleep of {options.step_time * 1000:.0f} ms."
+            taken = conditions(ground.description(options.slots), note, load_before)
+            told = {
+                name: value
+                for name, value in vars(options).items()
+                if name not in ("seed", "report", "list") and value not in (None, False)
+            }
+            result = SoakResult(options.seed, told, taken, began, 0.0, player.incidents)
+            self._play_and_check(job, player, result)
+            result.seconds = time.monotonic() - began
+            result.conditions = replace(taken, load_after=os.getloadavg()[0])
+            if not result.ok and not result.interrupted:
+                result.kept = tempfile.mkdtemp(prefix="hvd_elastic-soak-failed-")
+                job.keep(Path(result.kept))
+            return result
 
-def _print_schedule(
-    options: argparse.Namespace, kinds: tuple[str, ...], only: range | None, names: list[str]
-) -> int:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may have seen enough
-    for fault in islice(selected(_schedule(options, names), kinds, only), 100):
-        print(f"{fault.text()}, {fault.after_s:g} s after the last")
-    return 0
+    def _make_ground(self, stack: contextlib.ExitStack) -> Ground:
+        """Virtual hosts, or this machine, with the data set; taken down with the stack."""
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_elastic-soak-")))
+        data = scratch / "digits"
+        write_digits(data)
+        (scratch / "home").mkdir()
+        if self._options.single_host:
+            return Ground((LOCALHOST,), scratch, data)
+        count = len(self._names)
+        hosts = tuple(f"{_RUN_ID}-{number}" for number in range(1, count + 1))
+        if self._namespaces:
+            disks = small_disks(scratch / "home", _RUN_ID, hosts, self._options.minutes)
+            stack.enter_context(disks)
+        cluster = VirtualCluster.up(
+            count, 1, name=_RUN_ID, loopback=not self._namespaces, shares=[scratch]
+        )
+        stack.enter_context(cluster)
+        return Ground(hosts, scratch, data, cluster)
 
+    def _job(
+        self, ground: Ground, run_id: str, hosts: dict[str, int], epochs: int | None = None
+    ) -> SoakJob:
+        """A run; one of so many epochs is undisturbed, its steps are not padded."""
+        return SoakJob(
+            ground,
+            run_id,
+            hosts,
+            failure_timeout_s=self._options.failure_timeout,
+            step_time_s=self._options.step_time if epochs is None else 0.0,
+            epochs=epochs,
+        )
 
-def _make_ground(
-    options: argparse.Namespace,
-    scratch: Path,
-    names: list[str],
-    namespaces: bool,
-    stack: contextlib.ExitStack,
-) -> Ground:
-    """Virtual hosts, or this machine, with the data set; taken down with the stack."""
-    data = scratch / "digits"
-    write_digits(data)
-    (scratch / "home").mkdir()
-    if options.single_host:
-        return Ground((LOCALHOST,), scratch, data)
-    hosts = tuple(f"{_RUN_ID}-{number}" for number in range(1, len(names) + 1))
-    if namespaces:
-        disks = small_disks(scratch / "home", _RUN_ID, hosts, options.minutes)
-        stack.enter_context(disks)
-    cluster = VirtualCluster.up(
-        len(names), 1, name=_RUN_ID, loopback=not namespaces, shares=[scratch]
-    )
-    stack.enter_context(cluster)
-    return Ground(hosts, scratch, data, cluster)
+    def _play_and_check(self, job: SoakJob, player: Player, result: SoakResult) -> None:
+        """The run from its start to its last check; Ctrl-C cuts it short."""
+        options = self._options
+        try:
+            job.start()
+            hosts = dict(job.hosts)
+            player.play(60 * options.minutes if options.kills is None else float("inf"))
+            if not player.incidents and not player.problem:
+                result.problems.append("no fault was made: more --minutes, or other --faults")
+            if player.problem and not any(incident.problems for incident in player.incidents):
+                result.problems.append(player.problem)
+            self._say("ending the run and checking it")
+            problem = player.problem
+            if not problem and (problem := checked_end(job, _END_PATIENCE_S)):
+                result.problems.append(problem)
+            if problem:
+                job.end_at_once()
+            else:
+                result.checks["the run"] = f"succeeded after {job.chronicle.step:,} steps"
+            audit = _check_records(job, result, finished=not problem)
+            _check_clean(job, result)
+            if not problem and audit.epochs and not options.no_baseline:
+                self._compare_accuracy(job.ground, result, len(audit.epochs), hosts)
+        except KeyboardInterrupt:
+            result.interrupted = True
+            self._say("interrupted: ending the run")
+            with contextlib.suppress(KeyboardInterrupt):
+                job.end_at_once()
+                _check_records(job, result, finished=False)
+                _check_clean(job, result)
+        result.growths = [
+            growth
+            for target, samples in player.samples.items()
+            for growth in measure_growth(target.label, samples)
+        ]
+        found = grown(result.growths)
+        result.problems += [f"it grows: {text}" for text in found]
+        seen = len({growth.process for growth in result.growths})
+        said = f"{len(found)} findings in {seen} long-lived processes"
+        result.checks["growth"] = said if seen else "no process lived long enough to say"
 
-
-def _words_for(ground: Ground, options: argparse.Namespace) -> str:
-    """What the hosts are."""
-    if ground.cluster is None:
-        return f"{options.slots} slots of this machine"
-    kind = "addresses of the loopback network" if ground.cluster.loopback else "namespaces"
-    return f"{len(ground.hosts)} virtual hosts ({kind})"
-
-
-def _note(options: argparse.Namespace) -> str:
-    return f"Every step is padded with a sleep of {options.step_time * 1000:.0f} ms."
-
-
-def _kept_options(options: argparse.Namespace) -> dict[str, Any]:
-    left_out = {"seed", "report", "list"}
-    return {
-        name: value
-        for name, value in vars(options).items()
-        if name not in left_out and value not in (None, False)
-    }
+    def _compare_accuracy(
+        self, ground: Ground, result: SoakResult, epochs: int, hosts: dict[str, int]
+    ) -> None:
+        """The same training without a fault, as many epochs long, but without padded steps."""
+        calm_epochs = min(epochs, _MOST_CALM_EPOCHS)
+        self._say(f"training {calm_epochs} epochs undisturbed, to compare accuracies")
+        if ground.cluster is not None:
+            for host in ground.hosts:
+                if ground.cluster.status(host) == "off":
+                    ground.cluster.boot(host)
+        with self._job(ground, _CALM_RUN_ID, hosts, calm_epochs) as job:
+            job.start()
+            status = job.wait(_END_PATIENCE_S + _CALM_S_PER_EPOCH * calm_epochs)
+            if status != 0:
+                told = f"the undisturbed run ended with status {status}:\n{job.output_tail()}"
+                result.problems.append(told)
+                return
+        disturbed, calm = (_accuracy(ground, run_id) for run_id in (_RUN_ID, _CALM_RUN_ID))
+        if disturbed is None or calm is None:
+            result.problems.append("a run did not report its test accuracy")
+            return
+        told = f"{disturbed:.2%} after {epochs} epochs; undisturbed {calm:.2%} after {calm_epochs}"
+        result.checks["test accuracy"] = told
+        if disturbed < calm - _ACCURACY_TOLERANCE:
+            result.problems.append(f"test accuracy: {told}: more than one point below")
 
 
 # -- at the end --------------------------------------------------------------------------------
-
-
-def _check_end(job: SoakJob, player: Player, result: SoakResult, say: Say) -> int:
-    """End the run and check what it leaves; returns the epochs it made, 0 where it failed."""
-    say("ending the run and checking it")
-    problem = player.problem
-    if not problem:
-        problem = checked_end(job, _END_PATIENCE_S)
-        if problem:
-            result.problems.append(problem)
-        else:
-            result.checks["the run"] = f"succeeded after {job.chronicle.step:,} steps"
-    if problem:
-        job.end_at_once()
-    audit = _check_records(job, result, finished=not problem)
-    _check_clean(job, result)
-    return 0 if problem else len(audit.epochs)
 
 
 def _check_records(job: SoakJob, result: SoakResult, *, finished: bool) -> AuditResult:
@@ -379,58 +361,6 @@ def _check_clean(job: SoakJob, result: SoakResult) -> None:
     result.problems += [f"left behind: {what}" for what in left]
 
 
-def _note_growth(result: SoakResult) -> None:
-    found = grown(result.growths)
-    result.problems += [f"it grows: {text}" for text in found]
-    seen = len({growth.process for growth in result.growths})
-    if seen:
-        said = f"{len(found)} findings in {seen} long-lived processes"
-    else:
-        said = "no process lived long enough to say"
-    result.checks["growth"] = said
-
-
-def _compare_accuracy(
-    ground: Ground,
-    result: SoakResult,
-    epochs: int,
-    hosts: dict[str, int],
-    options: argparse.Namespace,
-    say: Say,
-) -> None:
-    """The same training without a fault, as many epochs long, but without padded steps."""
-    calm_epochs = min(epochs, _MOST_CALM_EPOCHS)
-    say(f"training {calm_epochs} epochs undisturbed, to compare accuracies")
-    if ground.cluster is not None:
-        for host in ground.hosts:
-            if ground.cluster.status(host) == "off":
-                ground.cluster.boot(host)
-    disturbed = _accuracy(ground, _RUN_ID)
-    with SoakJob(
-        ground,
-        _CALM_RUN_ID,
-        hosts,
-        failure_timeout_s=options.failure_timeout,
-        step_time_s=0.0,
-        epochs=calm_epochs,
-    ) as job:
-        job.start()
-        status = job.wait(_END_PATIENCE_S + _CALM_S_PER_EPOCH * calm_epochs)
-        if status != 0:
-            result.problems.append(
-                f"the undisturbed run ended with status {status}:\n{job.output_tail()}"
-            )
-            return
-    calm = _accuracy(ground, _CALM_RUN_ID)
-    if disturbed is None or calm is None:
-        result.problems.append("a run did not report its test accuracy")
-        return
-    told = f"{disturbed:.2%} after {epochs} epochs; undisturbed {calm:.2%} after {calm_epochs}"
-    result.checks["test accuracy"] = told
-    if disturbed < calm - _ACCURACY_TOLERANCE:
-        result.problems.append(f"test accuracy: {told}: more than one point below")
-
-
 def _accuracy(ground: Ground, run_id: str) -> float | None:
     """What the run recorded last."""
     found = None
@@ -444,8 +374,9 @@ def _accuracy(ground: Ground, run_id: str) -> float | None:
 
 
 @contextlib.contextmanager
-def _progress(console: Console, began: float) -> Iterator[tuple[Say, Say]]:
+def _progress(console: Console) -> Iterator[tuple[Say, Say]]:
     """Lines that stay, and on a terminal one below them that changes."""
+    began = time.monotonic()
     status = console.status("…")
 
     def say(text: str) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from hvd_elastic.virtual.tools import run_tool
 
-__all__ = ["fill", "free", "small_disks", "spool_of"]
-
 _BALLAST = "ballast"
 _SPOOL_MIB = 16
 

@@ -16,8 +16,6 @@ from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.plan import Rate
 
-__all__ = ["Made", "make_fault"]
-
 
 @dataclass
 class Made:

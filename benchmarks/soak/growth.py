@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-__all__ = ["Growth", "Sample", "grown", "measure_growth", "robust_slope"]
-
 WARM_UP_S = 30.0
 """A process imports, fills its caches and meets the others before it is judged."""
 

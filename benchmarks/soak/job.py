@@ -10,26 +10,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
+from typing_extensions import Self
 
 from benchmarks.soak.records import RecordFolder
 from benchmarks.soak.schedule import MIN_NP
+from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_hostfile
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventFollower, Record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.virtual import VirtualCluster
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-__all__ = ["CLEAN_S", "LOCALHOST", "Ground", "SoakJob", "Target", "checked_end", "processes_of"]
-
-ROOT = Path(__file__).resolve().parents[2]
 LOCALHOST = "localhost"
 CLEAN_S = 15.0
 """Nothing of a run is left on any host this long after its end."""
@@ -37,7 +32,6 @@ CLEAN_S = 15.0
 _AGENT = "hvd_elastic.agent.agent"
 _CHECKPOINT_EVERY_S = 2.0
 _KEEP_CHECKPOINTS = 4
-_COMPARE_EVERY = 10
 _POLL_S = 0.05
 
 
@@ -96,6 +90,13 @@ class Ground:
         """Whether cables can be cut and disks be filled."""
         return self.cluster is not None and not self.cluster.loopback
 
+    def description(self, slots: int) -> str:
+        """What the hosts are, in words; ``slots`` are those of this machine alone."""
+        if self.cluster is None:
+            return f"{slots} slots of this machine"
+        kind = "addresses of the loopback network" if self.cluster.loopback else "namespaces"
+        return f"{len(self.hosts)} virtual hosts ({kind})"
+
     def temporary_entries(self) -> set[tuple[str, str]]:
         """What lies in the /tmp of hosts that have one of their own."""
         found: set[tuple[str, str]] = set()
@@ -150,17 +151,20 @@ class SoakJob:
         self.chronicle = self.records.chronicle
         self._follower = EventFollower(self.folder.events)
         self._temporary = ground.temporary_entries()
-        script = [sys.executable, str(ROOT / "benchmarks/soak/train.py")]
-        script += ["--data", str(ground.data), "--records", str(self._records_folder)]
-        script += ["--until", str(self._until), "--step-time", str(step_time_s)]
-        script += ["--compare-every", str(_COMPARE_EVERY)]
-        script += [] if epochs is None else ["--epochs", str(epochs)]
-        self._run = ["run", "--run-id", run_id, "--hostfile", str(self.hostfile), "--audit"]
+        self._run = [
+            *("--run-id", run_id, "--hostfile", str(self.hostfile), "--audit"),
+            *("--min-np", str(MIN_NP), "--checkpoint-every", str(_CHECKPOINT_EVERY_S)),
+            *("--keep-checkpoints", str(_KEEP_CHECKPOINTS)),
+            *("--failure-timeout", str(failure_timeout_s)),
+        ]
         if ground.cluster is not None:
             self._run += ["--ssh-config", str(ground.cluster.ssh_config)]
-        self._run += ["--min-np", str(MIN_NP), "--checkpoint-every", str(_CHECKPOINT_EVERY_S)]
-        self._run += ["--keep-checkpoints", str(_KEEP_CHECKPOINTS)]
-        self._run += ["--failure-timeout", str(failure_timeout_s), "--", *script]
+        self._run += [
+            *("--", sys.executable, str(ROOT / "benchmarks/soak/train.py")),
+            *("--data", str(ground.data), "--records", str(self._records_folder)),
+            *("--until", str(self._until), "--step-time", str(step_time_s)),
+            *(() if epochs is None else ("--epochs", str(epochs))),
+        ]
 
     def __enter__(self) -> Self:
         return self
@@ -188,11 +192,11 @@ class SoakJob:
     def start(self) -> None:
         """Start the run."""
         self.write_hostfile()
-        self._launch(self._run)
+        self._launch(*self._run)
 
     def resume(self) -> None:
         """Another leader goes on with it."""
-        self._launch(["run", "--resume", self.run_id])
+        self._launch("--resume", self.run_id)
 
     def ask_to_end(self) -> None:
         """Training ends with the epoch."""
@@ -213,27 +217,19 @@ class SoakJob:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another command of ours, as the same user."""
-        return subprocess.run(
-            [sys.executable, "-m", "hvd_elastic.cli.app", *arguments],
-            capture_output=True,
-            text=True,
-            env=self._environment(),
-            timeout=60,
-        )
+        command, environment = [*OUR_PROGRAM, *arguments], self._environment()
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
-    def _launch(self, arguments: Sequence[str]) -> None:
+    def _launch(self, *arguments: str) -> None:
         self.lives += 1
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "hvd_elastic.cli.app", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=self.ground.scratch,
-                env=self._environment(),
-                # Ctrl-C is for the soak, which ends the run in its own time.
-                start_new_session=True,
-            )
+        # Ctrl-C is for the soak, which ends the run in its own time.
+        self.process = start_logged(
+            [*OUR_PROGRAM, "run", *arguments],
+            self.output,
+            self._environment(),
+            cwd=self.ground.scratch,
+            new_session=True,
+        )
 
     def _environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
@@ -281,11 +277,8 @@ class SoakJob:
     # -- the hostfile ----------------------------------------------------------------------
 
     def write_hostfile(self, extra: str = "") -> None:
-        """Write the hostfile anew, as an editor does: a new file in the place of the old."""
-        new = self.hostfile.with_suffix(".new")
-        lines = [f"{host} slots={slots}\n" for host, slots in self.hosts.items()]
-        new.write_text("".join(lines) + extra)
-        new.replace(self.hostfile)
+        """Write the hostfile anew."""
+        write_hostfile(self.hostfile, self.hosts, extra)
 
     # -- finding processes -----------------------------------------------------------------
 

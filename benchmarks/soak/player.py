@@ -16,8 +16,6 @@ from benchmarks.soak.job import SoakJob, Target
 from benchmarks.soak.schedule import KINDS, MIN_NP, Fault
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["Bounds", "Incident", "Player"]
-
 _POLL_S = 0.05
 _SAMPLE_EVERY_S = 2.0
 _SETTLE_STEPS = 5

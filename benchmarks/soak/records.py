@@ -16,7 +16,6 @@ share:
 from __future__ import annotations
 
 import bisect
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,18 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.testbed.marks import LineFolder
 from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.json_lines import LineFollower
-
-__all__ = [
-    "Chronicle",
-    "RecordFolder",
-    "World",
-    "check_steps",
-    "epochs_between",
-    "split_audit",
-    "step_problems",
-]
 
 
 @dataclass
@@ -189,25 +178,16 @@ class RecordFolder:
 
     def __init__(self, folder: Path) -> None:
         self.chronicle = Chronicle()
-        self._folder = folder
-        self._files: dict[str, LineFollower] = {}
+        self._lines = LineFolder(folder)
 
     def poll(self) -> None:
         """Take in what was written since the last call."""
-        for path in sorted(self._folder.glob("*.jsonl")):
-            if path.name not in self._files:
-                self._files[path.name] = LineFollower(path)
-        for name, lines in self._files.items():
-            for line in lines.poll():
-                self.chronicle.take(name, json.loads(line))
+        for name, record in self._lines.poll():
+            self.chronicle.take(name, record)
 
     def read_all(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every record from the beginning, with the name of its file."""
-        for path in sorted(self._folder.glob("*.jsonl")):
-            with path.open(encoding="utf-8") as lines:
-                for line in lines:
-                    if line.endswith("\n"):  # else its process is writing it
-                        yield path.name, json.loads(line)
+        return LineFolder(self._lines.folder).poll()
 
 
 @dataclass

@@ -7,40 +7,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
 
 from benchmarks.soak.growth import Growth
 from benchmarks.soak.player import Incident
 from benchmarks.soak.schedule import KINDS
 from benchmarks.testbed.figures import Conditions
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["Row", "SoakResult", "rows_by_kind", "show_soak", "write_soak"]
-
-
-@dataclass(frozen=True)
-class Row:
-    """All faults of one kind.
-
-    Attributes:
-        kind: its name.
-        times: how often it was made.
-        dealt_with: how often training went on in every slot.
-        stall_median_s, stall_max_s: longest time without a step.
-        recovery_median_s, recovery_max_s: from the end of the fault to training in every slot.
-        problems: faults with something wrong.
-    """
-
-    kind: str
-    times: int
-    dealt_with: int
-    stall_median_s: float | None
-    stall_max_s: float | None
-    recovery_median_s: float | None
-    recovery_max_s: float | None
-    problems: int
 
 
 @dataclass
@@ -97,7 +72,7 @@ class SoakResult:
             "seed": self.seed,
             "options": self.options,
             "seconds": round(self.seconds, 1),
-            "kinds": [asdict(row) for row in rows_by_kind(self.incidents)],
+            "kinds": rows_by_kind(self.incidents),
             "checks": self.checks,
             "problems": self.problems,
             "faults": [incident.as_json(self.began) for incident in self.incidents],
@@ -105,36 +80,27 @@ class SoakResult:
         }
 
 
-def rows_by_kind(incidents: Sequence[Incident]) -> list[Row]:
-    """One row for each kind that was made, in the order of the kinds."""
+def rows_by_kind(incidents: Sequence[Incident]) -> list[dict[str, Any]]:
+    """One row for each kind that was made, in the order of the kinds.
+
+    ``stall`` is the longest time without a step, ``recovery`` from the end of the fault to training
+    in every slot; ``dealt_with`` counts how often that was reached, ``problems`` the faults with
+    something wrong.
+    """
     rows = []
     for kind in KINDS:
         made = [incident for incident in incidents if incident.fault.kind == kind]
         if not made:
             continue
-        stalls = [i.stall_s for i in made if i.stall_s is not None]
-        recoveries = [i.recovery_s for i in made if i.recovery_s is not None]
-        rows.append(
-            Row(
-                kind=kind,
-                times=len(made),
-                dealt_with=sum(incident.recovered is not None for incident in made),
-                stall_median_s=_median(stalls),
-                stall_max_s=_most(stalls),
-                recovery_median_s=_median(recoveries),
-                recovery_max_s=_most(recoveries),
-                problems=sum(bool(incident.problems) for incident in made),
-            )
-        )
+        row: dict[str, Any] = {"kind": kind, "times": len(made)}
+        row["dealt_with"] = sum(incident.recovered is not None for incident in made)
+        for name in ("stall", "recovery"):
+            taken = [s for i in made if (s := getattr(i, f"{name}_s")) is not None]
+            row[f"{name}_median_s"] = round(statistics.median(taken), 3) if taken else None
+            row[f"{name}_max_s"] = round(max(taken), 3) if taken else None
+        row["problems"] = sum(bool(incident.problems) for incident in made)
+        rows.append(row)
     return rows
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return round(statistics.median(values), 3) if values else None
-
-
-def _most(values: Sequence[float]) -> float | None:
-    return round(max(values), 3) if values else None
 
 
 _HEADINGS = (
@@ -143,43 +109,17 @@ _HEADINGS = (
 )
 
 
-def _cells(row: Row) -> list[str]:
-    times = (row.stall_median_s, row.stall_max_s, row.recovery_median_s, row.recovery_max_s)
-    shown = ["-" if value is None else f"{value:.2f}" for value in times]
-    return [row.kind, str(row.times), str(row.dealt_with), *shown, str(row.problems or "")]
+def _cell(name: str, value: Any) -> str:
+    if name.endswith("_s"):
+        return "-" if value is None else f"{value:.2f}"
+    return str(value or "") if name == "problems" else str(value)
 
 
 def show_soak(result: SoakResult, console: Console) -> None:
-    """Print the tables and the verdict."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title="What each kind of fault cost", title_justify="left")
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "fault" else "right")
-    for row in rows_by_kind(result.incidents):
-        table.add_row(*_cells(row))
-    console.print(table)
-    checks = Table(title="At the end", title_justify="left", show_header=False)
-    for name, said in result.checks.items():
-        checks.add_row(name, escape(said))
-    console.print(checks)
-    for problem in _all_problems(result):
-        console.print(f"[red]{escape(problem)}[/]")
-    console.print(result.conditions.sentence(), style="dim")
+    """Print the page."""
+    console.print(Markdown(_page(result)))
     if result.kept:
         console.print(f"records of the run: {result.kept}", highlight=False)
-    colour = "green" if result.ok else "red"
-    console.print(f"[bold {colour}]{escape(result.verdict())}[/] (seed {result.seed})")
-
-
-def _all_problems(result: SoakResult) -> list[str]:
-    faults = [
-        f"{incident.fault.text()} ({incident.made.what}): {problem}"
-        for incident in result.incidents
-        for problem in incident.problems
-    ]
-    return [*faults, *result.problems]
 
 
 def write_soak(result: SoakResult, path: Path) -> Path:
@@ -193,6 +133,14 @@ def write_soak(result: SoakResult, path: Path) -> Path:
 
 def _page(result: SoakResult) -> str:
     options = " ".join(f"{name}={json.dumps(value)}" for name, value in result.options.items())
+    kinds = rows_by_kind(result.incidents)
+    rows = [[_cell(*entry) for entry in row.items()] for row in kinds]
+    problems = [
+        f"{incident.fault.text()} ({incident.made.what}): {problem}"
+        for incident in result.incidents
+        for problem in incident.problems
+    ]
+    problems += result.problems
     lines = [
         f"# Soak, seed {result.seed}",
         "",
@@ -204,16 +152,14 @@ def _page(result: SoakResult) -> str:
         "",
         f"| {' | '.join(_HEADINGS)} |",
         f"|{'---|' * len(_HEADINGS)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        *("", "## At the end", "", "| check | |", "|---|---|"),
+        *(f"| {name} | {_one_line(said)} |" for name, said in result.checks.items()),
+        *(["", "## Problems", ""] if problems else []),
+        *(f"- {_one_line(problem)}" for problem in problems),
+        *("", "## Kinds", ""),
+        *(f"- `{row['kind']}`: {KINDS[row['kind']].meaning}" for row in kinds),
     ]
-    lines += [f"| {' | '.join(_cells(row))} |" for row in rows_by_kind(result.incidents)]
-    lines += ["", "## At the end", "", "| check | |", "|---|---|"]
-    lines += [f"| {name} | {_one_line(said)} |" for name, said in result.checks.items()]
-    problems = _all_problems(result)
-    if problems:
-        lines += ["", "## Problems", ""]
-        lines += [f"- {_one_line(problem)}" for problem in problems]
-    lines += ["", "## Kinds", ""]
-    lines += [f"- `{r.kind}`: {KINDS[r.kind].meaning}" for r in rows_by_kind(result.incidents)]
     return "\n".join(lines) + "\n"
 
 

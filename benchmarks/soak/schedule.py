@@ -14,19 +14,6 @@ from types import MappingProxyType
 
 from hvd_elastic.errors import UsageError
 
-__all__ = [
-    "KINDS",
-    "Fault",
-    "Kind",
-    "faults_of_seed",
-    "hosts_before",
-    "kills_of_seed",
-    "parse_kinds",
-    "parse_only",
-    "selected",
-    "starting_hosts",
-]
-
 
 @dataclass(frozen=True)
 class Kind:

@@ -11,7 +11,6 @@ Training ends with the epoch in which the file ``--until`` appears, or after ``-
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import time
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+from benchmarks.testbed.marking import LineWriter
 
 _NO_END = 10**9
 
@@ -28,9 +27,7 @@ _NO_END = 10**9
 def main() -> None:
     """Entry point of a worker."""
     parser = argparse.ArgumentParser(description="Train digits and write down every step.")
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder of datasets_prep/digits.py"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of digits.py")
     parser.add_argument("--records", type=Path, required=True, help="folder for the records")
     parser.add_argument("--until", type=Path, required=True, help="file that ends the training")
     parser.add_argument("--epochs", type=int, default=_NO_END)
@@ -41,35 +38,28 @@ def main() -> None:
 
 
 class Records:
-    """The file of this process.
-
-    Args:
-        folder: where it is made; its name is that of the worker, so no two are alike.
-    """
+    """The file of this process in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._host = os.environ.get("HVD_ELASTIC_HOST", "localhost")
-        self._worker = os.environ.get("HVD_ELASTIC_WORKER", str(os.getpid()))
-        name = f"{self._host}-{secrets.token_hex(4)}.jsonl"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._out = os.open(folder / name, flags, 0o600)
-        self.write("process", host=self._host, worker=self._worker)
+        host = os.environ.get("HVD_ELASTIC_HOST", "localhost")
+        self._lines = LineWriter(folder, host)
+        worker = os.environ.get("HVD_ELASTIC_WORKER", str(os.getpid()))
+        self.write("process", host=host, worker=worker)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """One line, whole, however this process ends."""
-        record = {"kind": kind, "mono": round(time.monotonic(), 6), **fields}
-        os.write(self._out, json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        """One line."""
+        self._lines.write({"kind": kind, "mono": round(time.monotonic(), 6), **fields})
 
 
 def train_on(options: argparse.Namespace) -> None:
     """Train, evaluate, report."""
     import numpy as np
     import torch
-    from torch import nn
     from torch.nn import functional as F
     from torch.utils.data import TensorDataset
 
     import hvd_elastic.torch as hvd
+    from benchmarks.adaptive.workloads import digits_network
     from hvd_elastic.training import context
 
     def load(name: str) -> list[torch.Tensor]:
@@ -79,11 +69,7 @@ def train_on(options: argparse.Namespace) -> None:
     hvd.init()
     records = Records(options.records)
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
-    )
+    model = digits_network(16, 64)
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(sgd, model)
     images, labels = load("train")

@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share: progress, output, and how errors end."""
+"""The frame of every benchmark's command line: options, progress, output, exit status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,10 +15,37 @@ from rich.console import Console
 from benchmarks.testbed.figures import Result
 from hvd_elastic.errors import HvdElasticError, UsageError
 
-__all__ = ["Say", "add_output_options", "at_least_one", "deliver", "end_with", "names", "numbers"]
-__all__ += ["progress"]
-
 Say = Callable[[str], None]
+"""Takes a line of progress."""
+
+
+def run_benchmark(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace, Say], Result],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Parse the command line, measure, show the figures and write them; return the exit status."""
+    told = "write a summary to this JSON file, and every measurement to .raw.json beside it"
+    parser.add_argument("--out", "-o", type=Path, help=told)
+    told = "print the figures as JSON, not as tables"
+    parser.add_argument("--json", action="store_true", help=told)
+    told = "print a line for each measurement (stderr)"
+    parser.add_argument("--verbose", "-v", action="store_true", help=told)
+    options = parser.parse_args(arguments)
+
+    def measure_and_deliver() -> None:
+        with _progress(options) as say:
+            result = measure(options, say)
+        if options.out is not None:
+            result.write(options.out)
+        if options.json:
+            print(json.dumps(result.as_json(), indent=1))
+        else:
+            # Off a terminal rich would squeeze tables into 80 columns.
+            console = Console()
+            result.show(console if console.is_terminal else Console(width=180))
+
+    return end_with(measure_and_deliver)
 
 
 def end_with(measure: Callable[[], int | None]) -> int:
@@ -37,30 +64,8 @@ def end_with(measure: Callable[[], int | None]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--out``, ``--json`` and ``--verbose``."""
-    told = "write a summary to this JSON file, and every measurement to .raw.json beside it"
-    parser.add_argument("--out", "-o", type=Path, help=told)
-    told = "print the figures as JSON, not as tables"
-    parser.add_argument("--json", action="store_true", help=told)
-    told = "print a line for each measurement (stderr)"
-    parser.add_argument("--verbose", "-v", action="store_true", help=told)
-
-
-def deliver(result: Result, options: argparse.Namespace) -> None:
-    """Show the figures and write them, as the options say."""
-    if options.out is not None:
-        result.write(options.out)
-    if options.json:
-        print(json.dumps(result.as_json(), indent=1))
-        return
-    # Off a terminal rich would squeeze tables into 80 columns.
-    console = Console()
-    result.show(console if console.is_terminal else Console(width=180))
-
-
 @contextlib.contextmanager
-def progress(options: argparse.Namespace) -> Iterator[Say]:
+def _progress(options: argparse.Namespace) -> Iterator[Say]:
     """One changing line on a terminal; lines with --verbose or off a terminal; all on stderr.
 
     Raises:
@@ -71,14 +76,10 @@ def progress(options: argparse.Namespace) -> Iterator[Say]:
         raise UsageError(f"--out {options.out}: the folder {folder} does not exist")
     console = Console(stderr=True)
     if options.verbose or not console.is_terminal:
-        yield _print_line
+        yield lambda text: print(text, file=sys.stderr, flush=True)
         return
     with console.status("making virtual hosts") as status:
         yield status.update
-
-
-def _print_line(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def names(text: str) -> list[str]:
@@ -88,6 +89,16 @@ def names(text: str) -> list[str]:
     ['a', 'b']
     """
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def check_names(option: str, given: Collection[str], valid: Collection[str]) -> None:
+    """Refuse names that are not valid.
+
+    Raises:
+        UsageError: with the valid ones.
+    """
+    if unknown := [name for name in given if name not in valid]:
+        raise UsageError(f"{option}: {', '.join(unknown)} is not known. Valid: {', '.join(valid)}")
 
 
 def numbers(text: str) -> list[int]:

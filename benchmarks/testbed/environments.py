@@ -15,8 +15,6 @@ import platformdirs
 
 from hvd_elastic.errors import RunError
 
-__all__ = ["PeerEnvironment", "PeerMissingError"]
-
 _INSTALL_LIMIT_S = 600
 _OURS = Path(__file__).resolve().parents[2]
 """Where ``hvd_elastic`` lies."""

@@ -8,14 +8,13 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Conditions", "Figure", "Result", "conditions", "figure", "plain", "ratio", "rows_of"]
-__all__ += ["spread", "summary", "text_table", "write_result"]
+from rich.table import Table
 
 SINGLE_MEASUREMENTS = frozenset(
     ("samples", "samples_s", "trainings", "curve", "batches", "blocks", "first_blocks")
@@ -40,10 +39,14 @@ class Figure:
     samples_s: tuple[float, ...]
 
     def __str__(self) -> str:
+        return self.text("s")
+
+    def text(self, unit: str) -> str:
+        """Median and range; ``unit`` is ``s``, ``x`` (a ratio) or ``""`` (a count)."""
         if self.median_s is None:
             return "-"
-        digits = 1 if self.median_s >= 100 else 2 if self.median_s >= 1 else 3
-        text = f"{self.median_s:.{digits}f} s"
+        digits = 0 if not unit else 1 if self.median_s >= 100 else 2 if self.median_s >= 1 else 3
+        text = f"{self.median_s:.{digits}f}{' ' if unit == 's' else ''}{unit}"
         if len(self.samples_s) > 1:
             text += f" ({self.min_s:.{digits}f} to {self.max_s:.{digits}f})"
         return text
@@ -187,6 +190,16 @@ class Result:
     def write(self, path: Path) -> None:
         """Write the summary to ``path``, and everything to a file ``.raw.json`` beside it."""
         write_result(path, self.as_json())
+
+
+def table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], **options: Any
+) -> Table:
+    """A table of rich, its title above it on the left."""
+    made = Table(*headings, title=title, title_justify="left", **options)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def text_table(parts: Mapping[str, Any]) -> str:

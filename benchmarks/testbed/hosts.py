@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import shlex
 import shutil
 import signal
-import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,8 +20,6 @@ from benchmarks.testbed.launchers import ROOT, Job, Launcher, Order
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.virtual import VirtualCluster
-
-__all__ = ["DIGITS", "Testbed", "make_testbed"]
 
 DIGITS = ROOT / "scripts/examples/digits.py"
 
@@ -53,8 +51,7 @@ class Testbed:
         self.data = scratch / "digits"
         self.interface = _interface_with(cluster.leader_address)
         self._jobs = 0
-        ssh = f'exec {_real_ssh()} -F "{cluster.ssh_config}" "$@"'
-        _write_program(self.programs / "ssh", ssh)
+        write_ssh(self.programs / "ssh", cluster.ssh_config)
         _write_program(self.discovery_script, f'exec sed "s/ slots=/:/" "{self.hostfile}"')
         write_digits(self.data)
 
@@ -64,21 +61,9 @@ class Testbed:
         kind = "addresses of the loopback network" if self.cluster.loopback else "namespaces"
         return f"{len(self.hosts)} virtual hosts ({kind})"
 
-    def write_hostfile(self, slots: Mapping[str, int]) -> float:
-        """Make these the hosts of the hostfile; returns when [s, monotonic]."""
-        replacement = self.hostfile.with_suffix(".new")
-        lines = [f"{host} slots={count}\n" for host, count in slots.items()]
-        replacement.write_text("".join(lines))
-        asked = time.monotonic()
-        replacement.replace(self.hostfile)
-        return asked
-
-    def free_port(self) -> int:
-        """A port that nobody listens on at the leader's address."""
-        with socket.socket() as probe:
-            probe.bind((self.cluster.leader_address, 0))
-            port: int = probe.getsockname()[1]
-            return port
+    def slots(self, *counts: int) -> dict[str, int]:
+        """Host → workers, for the first hosts in order; without those that have none."""
+        return {host: count for host, count in zip(self.hosts, counts, strict=False) if count}
 
     @contextlib.contextmanager
     def job(self, launcher: Launcher, order: Order) -> Iterator[Job]:
@@ -95,7 +80,7 @@ class Testbed:
             with _uninterrupted():
                 if job is not None:
                     job.end()
-                self._clear()
+                restore_hosts(self.cluster)
 
     def kill(self, host: str, pid: int, number: int = signal.SIGKILL) -> float:
         """Send a signal to a process by its id on the host; returns when [s, monotonic]."""
@@ -103,21 +88,25 @@ class Testbed:
         self.cluster.kill(host, pid, number)
         return asked
 
-    # -- private ---------------------------------------------------------------------------
 
-    def _clear(self) -> None:
-        """End what is left on the hosts (horovodrun leaves its processes), and mend the hosts."""
-        for host in self.hosts:
-            # Whoever is killed may just have started another one.
-            while pids := self.cluster.pids(host):
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                time.sleep(0.01)
-            if self.cluster.status(host) == "off":
-                self.cluster.boot(host)
-            elif self.cluster.status(host) == "cut":
-                self.cluster.heal(host)
+def end_processes(cluster: VirtualCluster, host: str) -> None:
+    """Kill everything that runs on a virtual host."""
+    # A process that is killed may just have started another one.
+    while pids := cluster.pids(host):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def restore_hosts(cluster: VirtualCluster) -> None:
+    """Kill everything on all hosts, boot those that are off, and plug in pulled cables."""
+    for host in cluster.hosts:
+        end_processes(cluster, host)
+        if cluster.status(host) == "off":
+            cluster.boot(host)
+        elif cluster.status(host) == "cut":
+            cluster.heal(host)
 
 
 @contextlib.contextmanager
@@ -163,6 +152,18 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
+def write_ssh(path: Path, config: Path) -> None:
+    """Write an ``ssh`` for the ``PATH`` of other launchers that uses an ssh configuration.
+
+    Raises:
+        UsageError: ssh is not installed.
+    """
+    found = shutil.which("ssh")
+    if found is None:
+        raise UsageError("ssh is not installed. Install it: apt install openssh-client")
+    _write_program(path, f'exec {found} -F {shlex.quote(str(config))} "$@"')
+
+
 def _write_program(path: Path, line: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{line}\n")
@@ -175,10 +176,3 @@ def _interface_with(address: str) -> str:
         if any(entry.address == address for entry in addresses):
             return name
     raise RunError(f"no network interface of this machine has the address {address}")
-
-
-def _real_ssh() -> str:
-    found = shutil.which("ssh")
-    if found is None:
-        raise UsageError("horovodrun needs the program ssh. Install it: apt install openssh-client")
-    return found

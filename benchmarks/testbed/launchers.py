@@ -16,40 +16,45 @@ import importlib.util
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
-from benchmarks.testbed.marks import MarkFolder
+from benchmarks.testbed.marks import Lane, MarkFolder, Process
 from hvd_elastic.errors import RunError
+from hvd_elastic.records.json_lines import Record, read_events
 
 if TYPE_CHECKING:
     from benchmarks.testbed.hosts import Testbed
 
-__all__ = [
-    "ELASTIC",
-    "LAUNCHERS",
-    "OURS",
-    "PEERS",
-    "STATIC",
-    "TORCHFT",
-    "TORCHRUN",
-    "DriverJob",
-    "Job",
-    "Launcher",
-    "Order",
-]
+Found = TypeVar("Found")
 
 ROOT = Path(__file__).resolve().parents[2]
+OUR_PROGRAM = (sys.executable, "-m", "hvd_elastic.cli.app")
 _POLL_S = 0.02
 _RDZV_PORT = 29400
 _STORE_PORT = 29600
 _RESTARTS = 100_000
+
+
+class FailedPlayError(RunError):
+    """A job did not come to what was waited for.
+
+    Attributes:
+        short: for the table.
+        detail: the last lines of its output.
+    """
+
+    def __init__(self, short: str, detail: str = "") -> None:
+        super().__init__(f"{short}:\n{detail}" if detail else short)
+        self.short = short
+        self.detail = detail
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,32 @@ class Order:
     """A job to launch.
 
     Attributes:
-        training: the script and its arguments.
         slots: host → workers, at the start.
+        training: the script and its arguments.
         min_np: fewest workers to train with.
-        max_np: most workers that the job will ever have.
+        max_np: most workers that the job will ever have; 0 for those of the start.
         np: workers wanted; None for one in every slot. Agents start one in every slot.
-        options: more options of the launcher.
+        options: more options of ``hvd-elastic run``; no other launcher gets them.
         environment: more variables for launcher and workers.
     """
 
-    training: Sequence[str]
     slots: Mapping[str, int]
+    training: Sequence[str] = ()
     min_np: int = 1
-    max_np: int = 1
+    max_np: int = 0
     np: int | None = None
     options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> int:
+        """Workers at the start."""
+        return self.np or sum(self.slots.values())
+
+    @property
+    def most(self) -> int:
+        """Most workers that the job will ever have."""
+        return self.max_np or self.workers
 
 
 class Job(abc.ABC):
@@ -94,9 +109,17 @@ class Job(abc.ABC):
         self.asked = time.monotonic()
 
     @property
-    def events(self) -> Path:
+    def events_path(self) -> Path:
         """``events.jsonl`` of a run of ours."""
         return self.folder / "home/runs/bench/events.jsonl"
+
+    def events(self, kind: str) -> list[Record]:
+        """Events of that kind of a run of ours."""
+        return [event for event in read_events(self.events_path) if event["kind"] == kind]
+
+    def newest(self, lane: Lane) -> Process:
+        """The process that was born last in a place."""
+        return next(p for p in reversed(self.marks.processes) if p.lane == lane)
 
     @abc.abstractmethod
     def use(self, slots: Mapping[str, int]) -> float:
@@ -117,15 +140,29 @@ class Job(abc.ABC):
             return None
         return next((status for status in statuses if status), 0)
 
-    def check_alive(self) -> None:
-        """Refuse to wait for a job that has ended.
+    def wait(self, look: Callable[[], Found | None], limit_s: float, never: str = "never") -> Found:
+        """Read the marks and call ``look`` until it returns something true; return that.
+
+        Args:
+            look: gives None (or nothing true) as long as there is nothing.
+            limit_s: patience [s].
+            never: what did not happen, for the table.
 
         Raises:
-            RunError: with the last lines of its output.
+            FailedPlayError: the job ended, or the patience did.
         """
-        status = self.ended()
-        if status is not None:
-            raise RunError(f"{self.launcher} ended with status {status}:\n{self.output_tail()}")
+        deadline = time.monotonic() + limit_s
+        while True:
+            ended = self.ended() is not None
+            self.marks.poll()
+            found = look()
+            if found:
+                return found
+            if ended:
+                raise FailedPlayError("the job died", self.output_tail())
+            if time.monotonic() > deadline:
+                raise FailedPlayError(f"{never} within {limit_s:.0f} s", self.output_tail())
+            self.sleep()
 
     def output_tail(self) -> str:
         """The last lines that the launcher printed."""
@@ -144,16 +181,10 @@ class Job(abc.ABC):
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], name: str = "output"
     ) -> subprocess.Popen[bytes]:
-        with (self.folder / name).open("ab") as output:
-            return subprocess.Popen(
-                list(command),
-                cwd=self.folder,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is the benchmark's to answer
-            )
+        # In a session of its own: Ctrl-C is the benchmark's to answer.
+        return start_logged(
+            command, self.folder / name, environment, cwd=self.folder, new_session=True
+        )
 
 
 class DriverJob(Job):
@@ -170,14 +201,14 @@ class DriverJob(Job):
     ) -> None:
         super().__init__(launcher, bed, folder, order)
         self._environment = environment
-        self.asked = time.monotonic()
+        self.asked = self.use(order.slots)
         self.process = self._start(command, environment)
 
     def processes(self) -> list[subprocess.Popen[bytes]]:
         return [self.process]
 
     def use(self, slots: Mapping[str, int]) -> float:
-        return self.bed.write_hostfile(slots)
+        return write_hostfile(self.bed.hostfile, slots)
 
     def kill_leader(self) -> float:
         """``kill -9`` of the leader alone; returns when [s, monotonic]."""
@@ -188,7 +219,7 @@ class DriverJob(Job):
 
     def resume(self) -> None:
         """Put another leader of ours in the killed one's place."""
-        command = [*_OUR_PROGRAM, "run", "--resume", "bench"]
+        command = [*OUR_PROGRAM, "run", "--resume", "bench"]
         self.process = self._start(command, self._environment, "output-resumed")
 
 
@@ -257,11 +288,13 @@ class Launcher(abc.ABC):
         key: short name, for ``--peers`` and the JSON file.
         name: what is shown.
         script: its version of the benchmark's workload, under ``benchmarks/peers/``.
+        needs: module that must be importable, and how to install it.
     """
 
     key: ClassVar[str]
     name: ClassVar[str]
     script: ClassVar[str]
+    needs: ClassVar[tuple[str, str]] = ("torch", "PyTorch is not installed; use: make env")
 
     @property
     def workload(self) -> Path:
@@ -274,6 +307,9 @@ class Launcher(abc.ABC):
         Raises:
             PeerMissingError: it cannot, and why.
         """
+        module, missing = self.needs
+        if importlib.util.find_spec(module) is None:
+            raise PeerMissingError(missing)
         return []
 
     def versions(self) -> dict[str, str]:
@@ -285,15 +321,50 @@ class Launcher(abc.ABC):
         """Start a job."""
 
 
-_OUR_PROGRAM = (sys.executable, "-m", "hvd_elastic.cli.app")
+def start_logged(
+    command: Sequence[str],
+    output: Path,
+    environment: Mapping[str, str],
+    *,
+    cwd: Path | None = None,
+    new_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a command without input whose output is appended to a file."""
+    with output.open("ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=new_session,
+        )
 
 
-def _marked(folder: Path, order: Order, python: str = sys.executable) -> list[str]:
-    return [python, "-m", "benchmarks.testbed.marking", str(folder / "marks"), *order.training]
+def write_hostfile(path: Path, slots: Mapping[str, int], extra: str = "") -> float:
+    """Replace a hostfile, as an editor does; return when [s, monotonic]."""
+    replacement = path.with_suffix(".new")
+    lines = [f"{host} slots={count}\n" for host, count in slots.items()]
+    replacement.write_text("".join(lines) + extra)
+    asked = time.monotonic()
+    replacement.replace(path)
+    return asked
 
 
-def _driver_environment(order: Order) -> dict[str, str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **order.environment}
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _marked(folder: Path, order: Order) -> list[str]:
+    return ["-m", "benchmarks.testbed.marking", str(folder / "marks"), *order.training]
+
+
+def _driver_environment(order: Order, **more: str) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **order.environment, **more}
     # Several ranks on a machine of few cores: the same for all launchers.
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
@@ -305,62 +376,51 @@ class _Ours(Launcher):
     script = "train_ours.py"
 
     def launch(self, bed: Testbed, folder: Path, order: Order) -> DriverJob:
-        bed.write_hostfile(order.slots)
         np = () if order.np is None else ("--np", str(order.np))
         command = [
-            *(*_OUR_PROGRAM, "run", "--run-id", "bench", *np),
+            *(*OUR_PROGRAM, "run", "--run-id", "bench", *np),
             *("--hostfile", str(bed.hostfile), "--ssh-config", str(bed.cluster.ssh_config)),
-            *("--min-np", str(order.min_np), *order.options, "--", *_marked(folder, order)),
+            *("--min-np", str(order.min_np), *order.options, "--"),
+            *(sys.executable, *_marked(folder, order)),
         ]
-        environment = {**_driver_environment(order), "HVD_ELASTIC_HOME": str(folder / "home")}
+        environment = _driver_environment(order, HVD_ELASTIC_HOME=str(folder / "home"))
         return DriverJob(self.name, bed, folder, order, command, environment)
 
 
-class _Horovod(Launcher):
+class _StaticHorovod(Launcher):
+    key = "horovod-static"
+    name = "horovodrun -np"
     script = "train_horovod.py"
-    elastic: ClassVar[bool]
+    needs = ("horovod", "Horovod is not installed; use: make horovod")
 
-    def prepare(self) -> list[Path]:
-        if importlib.util.find_spec("horovod") is None:
-            raise PeerMissingError("Horovod is not installed; use: make horovod")
-        return []
+    def hosts(self, bed: Testbed, order: Order) -> list[str]:
+        """Options that name the hosts."""
+        return ["-H", ",".join(f"{host}:{n}" for host, n in order.slots.items())]
 
     def launch(self, bed: Testbed, folder: Path, order: Order) -> DriverJob:
-        bed.write_hostfile(order.slots)
-        workers = order.np or sum(order.slots.values())
-        command = [
-            *(sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(workers)),
-            # The hosts name theirs differently, and this spares it the search.
-            *("--network-interfaces", bed.interface),
-        ]
-        if self.elastic:
-            command += ["--min-np", str(order.min_np), "--max-np", str(order.max_np)]
-            command += ["--host-discovery-script", str(bed.discovery_script)]
-        else:
-            command += ["-H", ",".join(f"{host}:{n}" for host, n in order.slots.items())]
         # It tells the workers the leader's interface, which the hosts name otherwise.
         interface = bed.interface if bed.cluster.loopback else "eth0"
         variables = [f"{key}={value}" for key, value in order.environment.items()]
-        command += ["env", f"HOROVOD_GLOO_IFACE={interface}", *variables]
-        environment = _driver_environment(order)
-        environment["PATH"] = f"{bed.programs}{os.pathsep}{os.environ['PATH']}"
-        # Where it remembers for an hour which hosts it has reached over ssh.
-        environment["HOME"] = str(bed.scratch)
-        return DriverJob(
-            self.name, bed, folder, order, [*command, *_marked(folder, order)], environment
-        )
+        command = [
+            *(sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(order.workers)),
+            # The hosts name theirs differently, and this spares it the search.
+            *("--network-interfaces", bed.interface, *self.hosts(bed, order)),
+            *("env", f"HOROVOD_GLOO_IFACE={interface}", *variables),
+            *(sys.executable, *_marked(folder, order)),
+        ]
+        path = f"{bed.programs}{os.pathsep}{os.environ['PATH']}"
+        # HOME is where it remembers for an hour which hosts it has reached over ssh.
+        environment = _driver_environment(order, PATH=path, HOME=str(bed.scratch))
+        return DriverJob(self.name, bed, folder, order, command, environment)
 
 
-class _StaticHorovod(_Horovod):
-    key = "horovod-static"
-    name = "horovodrun -np"
-    elastic = False
-
-
-class _ElasticHorovod(_Horovod):
+class _ElasticHorovod(_StaticHorovod):
     key = "horovod"
     name = "horovodrun --host-discovery-script"
-    elastic = True
+
+    def hosts(self, bed: Testbed, order: Order) -> list[str]:
+        bounds = ["--min-np", str(order.min_np), "--max-np", str(order.most)]
+        return [*bounds, "--host-discovery-script", str(bed.discovery_script)]
 
 
 class _AgentLauncher(Launcher):
@@ -374,9 +434,9 @@ class _AgentLauncher(Launcher):
         """A program on the leader that the agents need."""
         return []
 
+    @abc.abstractmethod
     def variables(self, job: Job) -> dict[str, str]:
         """For the agent's environment."""
-        return {}
 
     @abc.abstractmethod
     def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
@@ -389,25 +449,19 @@ class _Torchrun(_AgentLauncher):
     script = "train_torchrun.py"
     workers_per_agent = 0
 
-    def prepare(self) -> list[Path]:
-        if importlib.util.find_spec("torch") is None:
-            raise PeerMissingError("PyTorch is not installed; use: make env")
-        return []
-
     def variables(self, job: Job) -> dict[str, str]:
         # Without it an agent that joins hangs for 60 s and both die.
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
         meeting = next(iter(job.order.slots))
-        fewest = min(job.order.min_np, job.order.max_np)
+        fewest = min(job.order.min_np, job.order.most)
         return [
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", f"{fewest}:{job.order.max_np}", "--nproc-per-node", str(workers)),
+            *("--nnodes", f"{fewest}:{job.order.most}", "--nproc-per-node", str(workers)),
             *("--max-restarts", str(_RESTARTS), "--rdzv-backend", "c10d", "--rdzv-id", "bench"),
             *("--rdzv-endpoint", f"{job.bed.cluster.address(meeting)}:{_RDZV_PORT}"),
-            *("-m", "benchmarks.testbed.marking", str(job.folder / "marks")),
-            *(*job.order.training, "--snapshot", str(job.folder / "snapshot")),
+            *(*_marked(job.folder, job.order), "--snapshot", str(job.folder / "snapshot")),
         ]
 
 
@@ -427,19 +481,14 @@ class _Torchft(_AgentLauncher):
         return {"torchft-nightly": self._environment.version("torchft-nightly")}
 
     def helper(self, job: Job) -> list[str]:
-        job.folder.joinpath("lighthouse").write_text(str(job.bed.free_port()))
-        program = self._environment.folder / "bin/torchft_lighthouse"
-        return [
-            *(str(program), "--bind", self._lighthouse(job)),
-            *("--min_replicas", str(job.order.min_np)),
-        ]
-
-    def _lighthouse(self, job: Job) -> str:
-        port = job.folder.joinpath("lighthouse").read_text()
-        return f"{job.bed.cluster.leader_address}:{port}"
+        address = job.bed.cluster.leader_address
+        lighthouse = f"{address}:{free_port(address)}"
+        job.folder.joinpath("lighthouse").write_text(lighthouse)
+        program = str(self._environment.folder / "bin/torchft_lighthouse")
+        return [program, "--bind", lighthouse, "--min_replicas", str(job.order.min_np)]
 
     def variables(self, job: Job) -> dict[str, str]:
-        return {"TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse(job)}"}
+        return {"TORCHFT_LIGHTHOUSE": f"http://{job.folder.joinpath('lighthouse').read_text()}"}
 
     def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
         # As its manual has it: a torchrun for each replica group, which restarts its worker.
@@ -449,8 +498,7 @@ class _Torchft(_AgentLauncher):
             # The address of its store is given to the other groups, and would be 127.0.0.1.
             *("--master-addr", job.bed.cluster.address(host)),
             *("--master-port", str(_STORE_PORT + first), "--max-restarts", str(_RESTARTS)),
-            *("-m", "benchmarks.testbed.marking", str(job.folder / "marks")),
-            *job.order.training,
+            *_marked(job.folder, job.order),
         ]
 
 

@@ -7,8 +7,6 @@ from hvd_elastic.virtual import VirtualCluster, plan
 from hvd_elastic.virtual.marks import SWITCH, marked_processes
 from hvd_elastic.virtual.tools import run_tool
 
-__all__ = ["limit_link"]
-
 
 def limit_link(cluster: VirtualCluster, host: str, bits_per_s: int) -> None:
     """Limit the link of a host in network namespaces, in both directions.

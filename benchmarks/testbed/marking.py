@@ -24,9 +24,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 _SAME_STEP_S = 0.0002
+
+
+class LineWriter:
+    """Appends JSON lines to a file of this process.
+
+    Args:
+        folder: where it is made.
+        host: begins its name.
+    """
+
+    def __init__(self, folder: Path, host: str) -> None:
+        self.path = folder.absolute() / f"{host}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._out = os.open(self.path, flags, 0o600)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one line, whole, however this process ends."""
+        os.write(self._out, json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
 
 def main() -> None:
@@ -38,24 +54,11 @@ def main() -> None:
         or os.environ.get("HOROVOD_HOSTNAME")
         or socket.gethostname()
     )
-    name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    descriptor = os.open(Path(folder) / name, flags, 0o600)
-    os.environ["HVD_ELASTIC_BENCH_MARKS"] = str(Path(folder).absolute() / name)
-
-    def write(record: dict[str, Any]) -> None:
-        os.write(descriptor, json.dumps(record, separators=(",", ":")).encode() + b"\n")
-
-    write(
-        {
-            "mark": "process",
-            "host": host,
-            "slot": _slot(os.environ),
-            "pid": os.getpid(),
-            "born": _born(),
-            "mono": began,
-        }
-    )
+    lines = LineWriter(Path(folder), host)
+    os.environ["HVD_ELASTIC_BENCH_MARKS"] = str(lines.path)
+    write = lines.write
+    process = {"host": host, "slot": _slot(os.environ), "pid": os.getpid(), "born": _born()}
+    write({"mark": "process", **process, "mono": began})
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     write({"mark": "torch", "mono": time.monotonic()})

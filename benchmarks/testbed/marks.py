@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.records.json_lines import LineFollower
-
-__all__ = [
-    "Change",
-    "Lane",
-    "MarkFolder",
-    "Process",
-    "Span",
-    "Step",
-    "first_step",
-    "lanes",
-    "longest_gap",
-    "measure_change",
-    "newcomer_step",
-    "step_times",
-]
 
 Lane = tuple[str, int]
 """A place for a worker: host and slot. Processes may follow each other in it."""
@@ -186,6 +171,22 @@ def step_times(process: Process, note: str) -> list[float]:
     return found
 
 
+class LineFolder:
+    """Reads a folder of JSON lines while processes write them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, LineFollower] = {}
+
+    def poll(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Names of files and the records that were written to them since the last call."""
+        for path in sorted(self.folder.glob("*.jsonl")):
+            self._files.setdefault(path.name, LineFollower(path))
+        for name, lines in self._files.items():
+            for line in lines.poll():
+                yield name, json.loads(line)
+
+
 class MarkFolder:
     """Reads the marks of a job while its processes write them.
 
@@ -194,8 +195,7 @@ class MarkFolder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, LineFollower] = {}
+        self._lines = LineFolder(folder)
         self._processes: dict[str, Process] = {}
 
     @property
@@ -205,26 +205,21 @@ class MarkFolder:
 
     def poll(self) -> None:
         """Take in what was written since the last call."""
-        for path in self._folder.glob("*.jsonl"):
-            self._files.setdefault(path.name, LineFollower(path))
-        for name, lines in self._files.items():
-            for line in lines.poll():
-                self._take(name, json.loads(line))
-
-    def _take(self, name: str, record: dict[str, Any]) -> None:
-        if record["mark"] == "process":
-            begun = Process(record["host"], record["pid"], record["born"])
-            begun.slot = record.get("slot", 0)
-            self._processes[name] = begun
-            return
-        process = self._processes[name]
-        if record["mark"] == "torch":
-            process.torch = record["mono"]
-        elif record["mark"] == "ready":
-            process.ready = record["mono"]
-        elif record["mark"] == "span":
-            process.spans.append(Span(record["name"], record["begin"], record["end"]))
-        elif record["mark"] == "note":
-            process.notes.append((len(process.steps), record["text"]))
-        else:
-            process.steps.append(Step(record["mono"], record["size"]))
+        for name, record in self._lines.poll():
+            if record["mark"] == "process":
+                begun = Process(record["host"], record["pid"], record["born"])
+                begun.slot = record.get("slot", 0)
+                self._processes[name] = begun
+                continue
+            process = self._processes[name]
+            match record["mark"]:
+                case "torch":
+                    process.torch = record["mono"]
+                case "ready":
+                    process.ready = record["mono"]
+                case "span":
+                    process.spans.append(Span(record["name"], record["begin"], record["end"]))
+                case "note":
+                    process.notes.append((len(process.steps), record["text"]))
+                case "step":
+                    process.steps.append(Step(record["mono"], record["size"]))

@@ -11,8 +11,6 @@ from itertools import pairwise
 from hvd_elastic.errors import RunError
 from hvd_elastic.virtual import VirtualCluster
 
-__all__ = ["time_raw_tcp"]
-
 _RECEIVE = """
 import socket, sys
 with socket.create_server((sys.argv[1], 29999)) as server:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["SPANS", "install"]
-
 SPANS = {
     "stop": "hvd.shutdown()",
     "wait": "leader: the next generation is announced",

@@ -21,8 +21,8 @@ from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import Record, read_events
 from tests.dist.running import Stage
+from tests.paths import ROOT, WORKER_PYTHONPATH
 
-ROOT = Path(__file__).resolve().parents[2]
 MARK = "HVD_ELASTIC_TEST_JOB"
 START_S = 120.0
 CLEAN_S = 15.0
@@ -106,7 +106,7 @@ def command(*arguments: object) -> list[str]:
 def environment(home: Path, **more: str) -> dict[str, str]:
     """Of a user's shell, with our home in ``home``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HVD_ELASTIC")}
-    own = {"HVD_ELASTIC_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    own = {"HVD_ELASTIC_HOME": str(home), "PYTHONPATH": WORKER_PYTHONPATH, "OMP_NUM_THREADS": "1"}
     return {**kept, **own, **more}
 
 

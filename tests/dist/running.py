@@ -26,10 +26,10 @@ from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import EventFollower, Record, read_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.schema import check_event
+from tests.paths import ROOT, WORKER_PYTHONPATH
 
-__all__ = ["CLEAN_S", "ROOT", "RunningJob", "Stage", "WorkerProcess"]
+__all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess"]
 
-ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests" / "dist" / "scripts" / "train_probe.py"
 DEADLINE_S = 120.0
 """For what takes a few seconds on an idle machine; busy ones take many times that."""
@@ -165,7 +165,7 @@ class RunningJob:
 
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
-        kept |= {"HVD_ELASTIC_HOME": str(self.home), "PYTHONPATH": str(ROOT)}
+        kept |= {"HVD_ELASTIC_HOME": str(self.home), "PYTHONPATH": WORKER_PYTHONPATH}
         return kept | {"OMP_NUM_THREADS": "1", "DIST_TEST_LIFE": str(self._lives)}
 
     def command(self, *arguments: str) -> str:

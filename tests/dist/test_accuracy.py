@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.dist.conftest import StartJob
-from tests.dist.running import ROOT, RunningJob, Stage
+from tests.dist.running import RunningJob, Stage
+from tests.paths import ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 EPOCHS = 20
-STEP_TIME_S = 0.04
-"""Training has to last until workers have been started in its course."""
+STEP_TIME_S = 0.02
 TOLERANCE = 0.01
 
 
@@ -46,15 +49,31 @@ def test_three_rescales_do_not_change_the_accuracy(
     script = [sys.executable, str(ROOT / "scripts" / "examples" / "digits.py")]
     script += ["--data", str(digits), "--epochs", str(EPOCHS), "--quiet"]
     steady = accuracy(start_job(hosts, "--np", "2", script=script))
-    job = start_job(hosts, script=[*script, "--step-time", str(STEP_TIME_S)])
-    since = 0
-    for size in (3, 2, 1, 3):
-        if since:
-            job.command("scale", job.run_id, str(size))
-        job.wait_size(size, since)
+    pausing = str(ROOT / "tests/dist/scripts/pausing.py")
+    words = [sys.executable, pausing, str(stage.folder / "pause"), *script[1:]]
+    job = start_job(hosts, script=[*words, "--step-time", str(STEP_TIME_S)])
+    job.wait_size(3)
+    for size in (2, 1, 3):
         job.wait_steps(30)
         since = job.mark()
+        # Training waits for newcomers, or it would be over before they are ready.
+        with paused(stage.folder / "pause") if size == 3 else contextlib.nullcontext():
+            job.command("scale", job.run_id, str(size))
+            if size == 3:
+                ready = partial(job.kinds, "worker_standby", since)
+                job.wait_for(lambda: len(ready()) == 2, "two newcomers are ready")
+        job.wait_size(size, since)
     changed = accuracy(job)
     assert len(job.kinds("rescale_finished")) >= 4, "the start, and three rescales"
     assert steady >= 0.97
     assert abs(changed - steady) <= TOLERANCE
+
+
+@contextlib.contextmanager
+def paused(file: Path) -> Iterator[None]:
+    """No rank begins another step while the block lasts."""
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()

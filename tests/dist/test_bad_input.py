@@ -20,6 +20,7 @@ from tests.dist import jobs
 from tests.dist.jobs import TINY, Job, assert_nothing_left, call, hostfile_of, write_script
 from tests.small_disk import mounted
 from tests.unit.checkpoint.test_files import spooled
+from tests.paths import COSTLY
 
 pytestmark = pytest.mark.dist
 
@@ -226,7 +227,7 @@ def test_one_host_that_cannot_be_reached_does_not_stop_the_others(
 # ---- scripts
 
 
-@pytest.mark.parametrize("step", [-1, 0, 100])
+@pytest.mark.parametrize("step", [-1, pytest.param(0, marks=COSTLY), 100])
 def test_script_that_raises_ends_the_run_with_its_traceback_once(
     home: Path, script: Path, hosts: VirtualCluster, step: int
 ) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from hvd_elastic.checkpoint.files import find_checkpoints, find_shards, newest_valid
 from tests.dist.conftest import StartJob
-from tests.dist.running import PROBE, ROOT, RunningJob, Stage
+from tests.dist.running import PROBE, RunningJob, Stage
+from tests.paths import ROOT
 from tests.small_disk import mounted
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

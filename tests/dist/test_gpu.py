@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from tests.dist.jobs import ROOT, environment, hostfile_of, write_script
+from tests.dist.jobs import environment, hostfile_of, write_script
+from tests.paths import ROOT
 
 horovod = pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
 

@@ -19,7 +19,7 @@ from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.records.json_lines import read_events
 from tests.dist import jobs
 from tests.dist.jobs import (
-    ROOT,
+
     START_S,
     Job,
     assert_nothing_left,
@@ -31,6 +31,7 @@ from tests.dist.jobs import (
     write_script,
 )
 from tests.command_lines import CommandLines
+from tests.paths import COSTLY, ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 hosts, shared = jobs.hosts, jobs.shared
@@ -265,7 +266,7 @@ def test_mpi_trains_the_same_script(data: Path, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("mpi")
-@pytest.mark.parametrize("where", ["here", "on two hosts"])
+@pytest.mark.parametrize("where", [pytest.param("here", marks=COSTLY), "on two hosts"])
 def test_mpi4py_beside_horovod_and_no_value_in_a_command_line(
     tmp_path: Path, shared: Path, hosts: VirtualCluster, where: str
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
+from tests.paths import COSTLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -177,7 +178,9 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on_exactly_there(
     assert audit.voided_steps <= 15
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=COSTLY)]
+)
 def test_a_signal_to_the_leader_ends_everything(
     stage: Stage, start_job: StartJob, number: signal.Signals
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.jobs import Job, write_script
+from tests.paths import ALL
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -171,7 +172,7 @@ def story(home: Path, name: str, *options: object, epochs: int) -> dict[int, obj
 
 
 def test_a_death_at_any_statement_changes_nothing(tmp_path: Path) -> None:
-    places = PLACES if os.environ.get("HVD_ELASTIC_TEST_ALL") == "1" else FEW
+    places = PLACES if ALL else FEW
     epochs = len(places) + 1
     disturbed = story(tmp_path, "disturbed", "--die-at", *places, epochs=epochs)
     died = {path.name for path in tmp_path.glob("disturbed/died-*")}

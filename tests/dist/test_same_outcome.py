@@ -11,8 +11,9 @@ import torch
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
+from tests.paths import ALL
 
-KILLS = int(os.environ.get("HVD_ELASTIC_TEST_KILLS", "5"))
+KILLS = int(os.environ.get("HVD_ELASTIC_TEST_KILLS", "5" if ALL else "3"))
 """More make a soak: HVD_ELASTIC_TEST_KILLS=300 make test ARGS=tests/dist/test_same_outcome.py"""
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300 + 20 * KILLS)]
 KILL_SEED = int(os.environ.get("HVD_ELASTIC_TEST_KILL_SEED", "0"))

@@ -16,7 +16,8 @@ import pytest
 
 from hvd_elastic.virtual.netns import why_no_namespaces
 from tests.dist.conftest import LOOPBACK
-from tests.dist.jobs import ROOT, ended, environment
+from tests.dist.jobs import ended, environment
+from tests.paths import ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

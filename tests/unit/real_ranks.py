@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+from tests.unit.forked import start_program
+
 TIMEOUT_S = 90
 
 
@@ -87,28 +89,23 @@ def run_ranks(body: str, generations: list[list[dict[str, str]]]) -> list[Any]:
     environment["HOROVOD_LOG_LEVEL"] = "fatal"
     program = PREAMBLE + body + "\nprint(json.dumps(said))\n"
     processes = []
-    try:
-        for rank in range(size):
-            mine = [generation[rank] for generation in generations if rank < len(generation)]
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", program, json.dumps(mine)],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env=environment,
-                )
-            )
-        answers: list[Any] = []
-        for process in processes:
-            output, errors = process.communicate(timeout=TIMEOUT_S)
-            if process.returncode == -9:
-                answers.append(None)
-                continue
-            assert process.returncode == 0, errors
-            answers.append(json.loads(output.strip().splitlines()[-1]))
-        return answers
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [Path(temporary, str(rank)) for rank in range(size)]
+        try:
+            for rank, folder in enumerate(folders):
+                folder.mkdir()
+                mine = [generation[rank] for generation in generations if rank < len(generation)]
+                processes.append(start_program(program, json.dumps(mine), environment, folder))
+            answers: list[Any] = []
+            for process, folder in zip(processes, folders, strict=True):
+                process.join(TIMEOUT_S)
+                if process.exitcode == -signal.SIGKILL:
+                    answers.append(None)
+                    continue
+                assert process.exitcode == 0, (folder / "err").read_text()
+                answers.append(json.loads((folder / "out").read_text().splitlines()[-1]))
+            return answers
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()

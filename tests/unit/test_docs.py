@@ -18,8 +18,8 @@ import pytest
 from hvd_elastic.hosts.hostfile import parse_hosts
 from hvd_elastic.records.schema import Event
 from scripts import commands_doc
+from tests.paths import ROOT, WORKER_PYTHONPATH
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("hvd-elastic", "runclust", "copyclust", "killclust", "checkclust", "virtclust")
 COMMANDS = commands_doc.all_commands()
@@ -184,7 +184,7 @@ def test_the_diff_of_the_examples_is_shown() -> None:
 def without_launcher() -> dict[str, str]:
     """The environment of a script that is simply run."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
-    return {**ours, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**ours, "PYTHONPATH": WORKER_PYTHONPATH, "OMP_NUM_THREADS": "1"}
 
 
 def test_eight_changed_lines_are_enough(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
+from benchmarks.adaptive.jobs.training import adam_divisor, begin, measuring_loader, train_until
 from benchmarks.adaptive.workloads import digits, digits_network
 from hvd_elastic.model.goodput import BatchPlan
 
@@ -108,12 +108,7 @@ def brute_force(
 
 def adam_divisors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
     """What Adam divides each gradient by."""
-    found = {}
-    for name, each in model.named_parameters():
-        state = optimizer.state[each]
-        corrected = state["exp_avg_sq"] / (1 - 0.999 ** state["step"])
-        found[name] = corrected.sqrt() + 1e-8
-    return found
+    return {name: adam_divisor(optimizer, each) for name, each in model.named_parameters()}
 
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, examples: Any, kind: Kind) -> None:
@@ -140,12 +135,7 @@ def measure(kind: Kind, seed: int) -> list[dict[str, Any]]:
     inner.param_groups[0]["lr"] = 0.0
     model.train(kind.batch_norm == "each pass")
     optimizer = hvd.DistributedOptimizer(inner, model, lr_rule="none")
-    loader: Any
-    if ranks() == 1:
-        # It sees the noise where it may make two passes of a step now and then.
-        loader = hvd.DataLoader(examples, BATCH, shuffle=True, seed=seed, max_batch_size=BATCH)
-    else:
-        loader = loader_with_plan(examples, BatchPlan(BATCH), seed=seed)
+    loader = measuring_loader(examples, BatchPlan(BATCH), seed)
     found: dict[int, dict[str, Any]] = {}
 
     def look(step: int) -> None:

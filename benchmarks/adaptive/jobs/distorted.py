@@ -12,46 +12,38 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import hvd_elastic.torch as hvd
+from benchmarks.adaptive import workloads
 from benchmarks.adaptive.jobs.training import loader_with_plan, train_until
-from benchmarks.adaptive.workloads import (
-    DISTORTED_RATE,
-    INITIAL,
-    LARGEST,
-    Race,
-    digits_network,
-    distorted_digits,
-    rate_left,
-    share_right,
-    warm_up,
-)
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.training import context
 
 
 def learn(batch: str, seed: int) -> dict[str, Any]:
     """Train until the target."""
-    examples, (images, labels) = distorted_digits()
+    examples, (images, labels) = workloads.distorted_digits()
     torch.manual_seed(seed)
-    model = digits_network()
-    sgd = torch.optim.SGD(model.parameters(), lr=DISTORTED_RATE, momentum=0.9)
+    model = workloads.digits_network()
+    sgd = torch.optim.SGD(model.parameters(), lr=workloads.DISTORTED_RATE, momentum=0.9)
 
     def judge() -> float:
-        right = share_right(model, images, labels)
+        right = workloads.share_right(model, images, labels)
         # Ranks have batch norm statistics of their own; they have to end together.
         return float(hvd.allreduce(right.reshape(1), "accuracy"))
 
-    race = Race(judge)
+    race = workloads.Race(judge)
     row: dict[str, Any] = {"batch": int(batch) if batch.isdigit() else batch, "seed": seed}
     if batch == "horovod":
         learn_bare(race, model, sgd, examples, seed)
         return {**row, **race.result()}
     optimizer = hvd.DistributedOptimizer(sgd, model, lr_rule="adascale")
-    schedule = hvd.follow_progress(LambdaLR(optimizer, rate_left))
+    schedule = hvd.follow_progress(LambdaLR(optimizer, workloads.rate_left))
     loader: Any
     if batch == "adaptive":
-        loader = hvd.DataLoader(examples, INITIAL, shuffle=True, seed=seed, max_batch_size=LARGEST)
+        loader = hvd.DataLoader(
+            examples, workloads.INITIAL, shuffle=True, seed=seed, max_batch_size=workloads.LARGEST
+        )
     else:
-        loader = loader_with_plan(examples, BatchPlan(int(batch)), INITIAL, seed)
+        loader = loader_with_plan(examples, BatchPlan(int(batch)), workloads.INITIAL, seed)
 
     def over(_step: int) -> bool:
         used, adaptation = context.current().worker.progress.examples, loader.planner
@@ -66,15 +58,19 @@ def learn(batch: str, seed: int) -> dict[str, Any]:
 
 
 def learn_bare(
-    race: Race, model: nn.Module, sgd: torch.optim.Optimizer, examples: TensorDataset, seed: int
+    race: workloads.Race,
+    model: nn.Module,
+    sgd: torch.optim.Optimizer,
+    examples: TensorDataset,
+    seed: int,
 ) -> None:
     """The training as it is where nothing adapts."""
     import horovod.torch as horovod
 
     optimizer = horovod.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
     sampler: Any = DistributedSampler(examples, hvd.size(), hvd.rank(), seed=seed)
-    loader = DataLoader(examples, INITIAL // hvd.size(), sampler=sampler)
-    schedule = LambdaLR(optimizer, rate_left)
+    loader = DataLoader(examples, workloads.INITIAL // hvd.size(), sampler=sampler)
+    schedule = LambdaLR(optimizer, workloads.rate_left)
     used, steps = 0, 0
     race.start()
     for epoch in range(10**6):
@@ -85,7 +81,7 @@ def learn_bare(
             optimizer.step()
             schedule.step()
             used, steps = used + hvd.size() * len(inputs), steps + 1
-            if race.over(used, INITIAL, steps):
+            if race.over(used, workloads.INITIAL, steps):
                 return
 
 
@@ -98,5 +94,5 @@ def rows(batch: str, seed: str) -> list[dict[str, Any]]:
         seed: of the training.
     """
     hvd.init()
-    warm_up()
+    workloads.warm_up()
     return [learn(batch, int(seed))]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
+from benchmarks.adaptive.jobs.training import adam_divisor, begin, measuring_loader, train_until
 from hvd_elastic.model.goodput import BatchPlan
 
 EXAMPLES, WIDTH, CLASSES, BATCH = 6400, 100, 10, 32
@@ -70,12 +70,7 @@ def ratios(kind: Kind, seed: int) -> list[float]:
     rate = RATE if kind.weights == "training" else 0.0
     make: Any = torch.optim.SGD if kind.optimizer == "sgd" else torch.optim.Adam
     optimizer = hvd.DistributedOptimizer(make(model.parameters(), lr=rate), model, lr_rule="none")
-    loader: Any
-    if ranks() == 1 and kind.accumulation_steps == 0:
-        # One rank alone sees the noise where it may make two passes of a step now and then.
-        loader = hvd.DataLoader(examples, BATCH, shuffle=True, seed=seed, max_batch_size=BATCH)
-    else:
-        loader = loader_with_plan(examples, BatchPlan(BATCH, kind.accumulation_steps), seed=seed)
+    loader = measuring_loader(examples, BatchPlan(BATCH, kind.accumulation_steps), seed)
     adaptation = loader.planner
     found: dict[int, float] = {}
     loss_of = F.cross_entropy if kind.problem == "softmax" else F.mse_loss
@@ -85,9 +80,7 @@ def ratios(kind: Kind, seed: int) -> list[float]:
         if step in wanted and step not in found:
             divisor: Any = 1.0
             if kind.optimizer == "adam":
-                moments = optimizer.state[model.weight]
-                corrected = moments["exp_avg_sq"] / (1 - 0.999 ** moments["step"])
-                divisor = corrected.sqrt() + 1e-8
+                divisor = adam_divisor(optimizer, model.weight)
             found[step] = adaptation.metrics()["noise_scale"] / exact(model, examples, divisor)
         return step > max(wanted)
 

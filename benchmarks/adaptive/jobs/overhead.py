@@ -12,14 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_elastic.torch as hvd
-from benchmarks.adaptive.workloads import (
-    BATCH,
-    STEPS,
-    WIDTH,
-    square_step,
-    take_turns,
-    wide_network,
-)
+from benchmarks.adaptive import workloads
 from benchmarks.testbed.launchers import ROOT
 
 
@@ -55,7 +48,7 @@ class Case:
 _BLOCKS = 4
 """In a pass over the data."""
 CASES = {
-    "wide": Case(wide_network, (WIDTH,), BATCH, STEPS),
+    "wide": Case(workloads.wide_network, (workloads.WIDTH,), workloads.BATCH, workloads.STEPS),
     "resnet50": Case(_resnet50, (3, 64, 64), 16, 4),
 }
 
@@ -96,13 +89,13 @@ def rows(rounds: str, network: str) -> list[dict[str, Any]]:
 
         def bare_block() -> None:
             for (batch,) in plain_batches:
-                square_step(theirs, bare, batch)
+                workloads.square_step(theirs, bare, batch)
 
         steps = batches()
 
         def adaptive_block() -> None:
             for _ in range(case.steps):
-                square_step(ours, adapting, next(steps))
+                workloads.square_step(ours, adapting, next(steps))
 
         adaptive_block()
         bare_block()
@@ -112,10 +105,10 @@ def rows(rounds: str, network: str) -> list[dict[str, Any]]:
             if len(first["bare"]) == wanted:
                 adaptive_block()
                 continue
-            times = take_turns(1, bare_block, adaptive_block, case.steps)
+            times = workloads.take_turns(1, bare_block, adaptive_block, case.steps)
             for name, seconds in times.items():
                 first[name] += seconds
-        steady = take_turns(wanted, bare_block, adaptive_block, case.steps)
+        steady = workloads.take_turns(wanted, bare_block, adaptive_block, case.steps)
         found.update(first=first, steady=steady, look_every=look_every())
 
     train(hvd.State(model=ours, optimizer=adapting))

@@ -12,8 +12,6 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.training import context
 
-__all__ = ["begin", "loader_with_plan", "ranks", "train_until"]
-
 
 def begin(seed: int) -> None:
     """Forget the training before and keep the ranks, which take longer to start than to train."""
@@ -47,6 +45,22 @@ def loader_with_plan(
         max_batch_size=plan.global_batch_size,
         atomic_batch_size_bounds=(atomic, atomic),
     )
+
+
+def measuring_loader(examples: TensorDataset, plan: BatchPlan, seed: int) -> Any:
+    """A loader that measures the gradient noise of one plan."""
+    if ranks() > 1 or plan.accumulation_steps:
+        return loader_with_plan(examples, plan, seed=seed)
+    # One rank alone sees the noise where it may make two passes of a step now and then.
+    batch = plan.global_batch_size
+    return hvd.DataLoader(examples, batch, shuffle=True, seed=seed, max_batch_size=batch)
+
+
+def adam_divisor(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """What Adam divides the gradient of a parameter by."""
+    state = optimizer.state[parameter]
+    corrected: torch.Tensor = state["exp_avg_sq"] / (1 - 0.999 ** state["step"])
+    return corrected.sqrt() + 1e-8
 
 
 def train_until(

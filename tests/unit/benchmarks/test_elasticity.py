@@ -13,14 +13,13 @@ import pytest
 from rich.console import Console
 
 from benchmarks.elasticity.breakdown import FIRST, NOTICE, dissect, gloo_contexts
-from benchmarks.elasticity.command import main
-from benchmarks.elasticity.measure import elasticity_result, measure_elasticity, parse_peers
+from benchmarks.elasticity.command import main, parse_peers
 from benchmarks.elasticity.ratio import TrainingRatio, effective_time
-from benchmarks.elasticity.results import Observation, cell_of, fits_of
+from benchmarks.elasticity.results import Observation, cell_of, elasticity_result, fits_of
 from benchmarks.elasticity.rows import ROWS, parse_rows
 from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
 from benchmarks.testbed.figures import Result, conditions
-from benchmarks.testbed.launchers import OURS, PEERS
+from benchmarks.testbed.launchers import PEERS
 from benchmarks.testbed.marks import Process, Span, Step
 from hvd_elastic.errors import UsageError
 
@@ -81,10 +80,12 @@ def test_wrong_options_are_found_before_anything_is_made(
     assert capsys.readouterr().err.startswith(f"error: {arguments[0]}")
 
 
-def test_without_root_it_says_what_needs_root(monkeypatch: pytest.MonkeyPatch):
+def test_without_root_it_says_what_needs_root(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(UsageError, match="needs root"):
-        measure_elasticity(ROWS, [OURS], 1, print, limit_s=1.0)
+    assert main([]) == UsageError.exit_status
+    assert "needs root" in capsys.readouterr().err
 
 
 # -- statistics and tables ---------------------------------------------------------------
@@ -98,7 +99,8 @@ def test_a_cell_counts_what_failed_beside_what_was_measured():
         Observation(1, "ours", "stall", None, "the job died"),
     ]
     cell = cell_of(seen)
-    assert [cell.median, cell.low, cell.high] == pytest.approx([0.3, 0.2, 0.4])
+    kept = cell.as_json()
+    assert [kept["median"], kept["low"], kept["high"]] == pytest.approx([0.3, 0.2, 0.4])
     assert cell.text("s") == "0.300 s (0.200 to 0.400); 2 times: the job died"
     assert cell_of(seen[1:2]).text("s") == "the job died"
     assert cell_of([]).text("s") == "-"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.controller.command import measure_virtual, merged
 from benchmarks.controller.measure import climb
 from benchmarks.controller.observed import (
     goodput_between,
@@ -15,7 +17,6 @@ from benchmarks.controller.observed import (
     noise_between,
     seconds_until,
 )
-from benchmarks.controller.results import measure_virtual, merged
 from benchmarks.controller.workloads import CHANGES, MOST_HOSTS
 from hvd_elastic.errors import UsageError
 
@@ -31,6 +32,10 @@ def told(
         "size": size,
         **more,
     }
+
+
+def asked(changes: str = "", out: Path | None = None) -> argparse.Namespace:
+    return argparse.Namespace(workloads="", changes=changes, forecasts="", out=out)
 
 
 def steady(begin: int, end: int, per_s: int, batch: int = 100) -> list[dict[str, Any]]:
@@ -129,10 +134,10 @@ def test_a_file_of_other_figures_is_not_written_over(tmp_path: Path) -> None:
     for content in ('{"benchmark": "controller"}', "[]", "{"):
         out.write_text(content)
         with pytest.raises(UsageError, match=r"--out .*kept\.json"):
-            measure_virtual([], [], [], print, out)
+            measure_virtual(asked(out=out), print)
         assert out.read_text() == content
 
 
 def test_a_name_that_is_not_known_is_refused_before_anything_is_made() -> None:
     with pytest.raises(UsageError, match="earthquake is not known"):
-        measure_virtual([], ["earthquake"], [], print)
+        measure_virtual(asked("earthquake"), print)

@@ -44,10 +44,10 @@ def result() -> SoakResult:
 
 def test_a_row_for_each_kind(result: SoakResult) -> None:
     crash, cut = rows_by_kind(result.incidents)
-    assert (crash.kind, crash.times) == ("crash", 1)
-    assert (cut.times, cut.dealt_with, cut.problems) == (2, 2, 0)
-    assert (cut.stall_median_s, cut.stall_max_s) == (2.0, 3.0)
-    assert (cut.recovery_median_s, cut.recovery_max_s) == (4.0, 4.0)
+    assert (crash["kind"], crash["times"]) == ("crash", 1)
+    assert (cut["times"], cut["dealt_with"], cut["problems"]) == (2, 2, 0)
+    assert (cut["stall_median_s"], cut["stall_max_s"]) == (2.0, 3.0)
+    assert (cut["recovery_median_s"], cut["recovery_max_s"]) == (4.0, 4.0)
 
 
 def test_the_verdict(result: SoakResult) -> None:
@@ -85,4 +85,4 @@ def test_the_table_on_the_terminal(result: SoakResult) -> None:
     out = io.StringIO()
     show_soak(result, Console(file=out, width=150))
     assert "it [broke]" in out.getvalue()
-    assert "FAILED: 1 problem in 4 faults (seed 7)" in out.getvalue()
+    assert "FAILED: 1 problem in 4 faults" in out.getvalue()

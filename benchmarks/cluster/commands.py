@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.cluster.calling import timed_call
+from benchmarks.testbed.command import Say
 from benchmarks.testbed.figures import Figure, Result, conditions, figure, ratio
-from hvd_elastic.errors import UsageError
+from benchmarks.testbed.hosts import write_ssh
+from hvd_elastic.errors import RunError
 from hvd_elastic.virtual import VirtualCluster
-
-__all__ = ["measure_calls"]
 
 OURS, PEER = "runclust", "pdsh"
 KINDS = {
@@ -23,9 +25,39 @@ KINDS = {
     PEER: "an ssh for each host, 64 at a time, with OpenSSH's own choice of key exchange",
     "clush": "the same",
 }
+_LIMIT_S = 300.0
+"""For one call."""
 
 
-def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> Result:
+def our_tool(program: str, *arguments: str) -> list[str]:
+    """The command line of one of our programs, with this Python."""
+    text = f"from hvd_elastic.cli.start import {program}; {program}()"
+    return [sys.executable, "-c", text, *arguments]
+
+
+def timed_call(command: Sequence[str], environment: Mapping[str, str]) -> tuple[float, str]:
+    """Run it without input; return its seconds, and what it said on stderr.
+
+    Raises:
+        RunError: it failed; with the end of what it said.
+        subprocess.TimeoutExpired: it took too long.
+    """
+    begun = time.monotonic()
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+    if done.returncode != 0:
+        raise RunError(f"'{shlex.join(command)[:80]}…' failed: {done.stderr[-500:]}")
+    return time.monotonic() - begun, done.stderr
+
+
+def measure_calls(hosts: int, rounds: int, say: Say) -> Result:
     """Measure each kind once in every round.
 
     Args:
@@ -36,40 +68,35 @@ def measure_calls(hosts: int, rounds: int, say: Callable[[str], None]) -> Result
     Raises:
         UsageError: there is no ssh.
     """
-    ssh = shutil.which("ssh")
-    if ssh is None:
-        raise UsageError("ssh is not installed. Install it: apt install openssh-client")
     load_before = os.getloadavg()
-    missing = [kind for kind in (PEER, "clush") if shutil.which(kind) is None]
+    there = [kind for kind in KINDS if kind == OURS or shutil.which(kind) is not None]
     samples: dict[str, list[float]] = {kind: [] for kind in KINDS}
     leader_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with (
         tempfile.TemporaryDirectory(prefix="hvd_elastic-calls-") as folder,
         VirtualCluster.up(hosts, 1, loopback=True) as cluster,
     ):
-        wrapper = Path(folder, "ssh")
         config = Path(folder, "config")
         lines = cluster.ssh_config.read_text().splitlines(keepends=True)
         config.write_text("".join(line for line in lines if "KexAlgorithms" not in line))
-        wrapper.write_text(f'#!/bin/sh\nexec {ssh} -F {config} "$@"\n')
-        wrapper.chmod(0o755)
+        write_ssh(Path(folder, "ssh"), config)
         names = ",".join(cluster.hosts)
-        program = "from hvd_elastic.cli.start import runclust; runclust()"
         commands = {
-            OURS: [sys.executable, "-c", program, str(cluster.hostfile), "true"],
+            OURS: our_tool("runclust", str(cluster.hostfile), "true"),
             PEER: ["pdsh", "-f", "64", "-R", "ssh", "-w", names, "true"],
             "clush": ["clush", "-f", "64", "-w", names, "true"],
         }
         path = f"{folder}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "HVD_ELASTIC_HOME": folder, "PATH": path}
         for _ in range(rounds):
-            for kind in (kind for kind in KINDS if kind not in missing):
+            for kind in there:
                 before = _children_s()
                 samples[kind].append(timed_call(commands[kind], environment)[0])
                 leader_s[kind].append(_children_s() - before)
                 say(f"{kind}: {samples[kind][-1]:.3f} s")
     note = f"{hosts} hosts, each an sshd of this machine: the hosts' work shares its cores."
-    note += f" Not installed: {', '.join(missing)}." if missing else ""
+    missing = ", ".join(kind for kind in KINDS if kind not in there)
+    note += f" Not installed: {missing}." if missing else ""
     figures = {kind: figure(taken) for kind, taken in samples.items()}
     leader = {kind: figure(taken) for kind, taken in leader_s.items()}
     return Result(
@@ -91,6 +118,5 @@ def _text(figures: dict[str, Figure], leader: dict[str, Figure]) -> str:
     share = ratio(figures[OURS], figures[PEER])
     if share is not None:
         lines.append(f"runclust takes {share:.2f} of what pdsh does (wanted: at most 0.25)")
-    for kind, each in leader.items():
-        lines.append(f"{kind:20} {each}  of the leader's processors")
+    lines += [f"{kind:20} {each}  of the leader's processors" for kind, each in leader.items()]
     return "\n".join(lines)
