@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
@@ -506,11 +506,13 @@ class ShareBalance:
         self.constant, self.learnt = state.get("constant", 0.0), state.get("learnt", 0.0)
         self.reviews, self.examples = state.get("reviews", 0), state.get("examples", 0)
         self.logs = tuple(state.get("logs", ()))
-        self.change = (
-            None
-            if change is None or "shares" not in change
-            else _Change(**{k: tuple(v) if isinstance(v, list) else v for k, v in change.items()})
-        )
+        self.change = None
+        if change is not None and "shares" in change:
+            saved = ((field.name, change[field.name]) for field in fields(_Change))
+            values: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value for name, value in saved
+            }
+            self.change = _Change(**values)
 
 
 def _alike(some: Sequence[float], others: Sequence[float]) -> bool:
