@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cluster import nine_kinds
 from benchmarks.cluster.commands import our_tool
-from benchmarks.cluster.nine_kinds import KINDS
 from benchmarks.testbed.command import Say, check_names
 from benchmarks.testbed.figures import Conditions, Result, conditions
 from benchmarks.testbed.hosts import end_processes, write_ssh
@@ -47,7 +47,8 @@ WANTED: dict[str, dict[str, float]] = {
 }
 """The most that each value of ours shall be."""
 _PEERS = ("pdsh", "clush", "horovodrun", "mpirun", "pkill")
-_NINE = [sys.executable, "-m", "benchmarks.cluster.nine_kinds"]
+# By its path: on hosts this checkout is not among the modules.
+_NINE = [sys.executable, str(Path(nine_kinds.__file__))]
 _WAIT = "import time; time.sleep(600)"
 
 Values = dict[str, float]
@@ -237,7 +238,7 @@ class _Measuring:
         ]
         process = self._start(start)
         try:
-            pids = self._told(host, len(KINDS) + 1, process)
+            pids = self._told(host, len(nine_kinds.KINDS) + 1, process)
             process.kill()
             process.wait()
             with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """A worker that starts processes of eight more kinds, as training scripts do, and then waits.
 
-``python -m benchmarks.cluster.nine_kinds FILE [KINDS]`` writes a line for each, its kind and
+``python nine_kinds.py FILE [KINDS]`` writes a line for each, its kind and
 its process id, to the file. Only standard library: any launcher runs it.
 """
 

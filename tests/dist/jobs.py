@@ -20,7 +20,7 @@ from typing_extensions import Self
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import Record, read_events
-from tests.dist.running import Stage
+from tests.dist.running import Stage, processes_with
 from tests.paths import ROOT, WORKER_PYTHONPATH
 
 MARK = "HVD_ELASTIC_TEST_JOB"
@@ -210,21 +210,9 @@ def audit_of(folder: Path) -> AuditResult:
     return check_audit(read_events(folder / "audit.jsonl"), finished=True)
 
 
-def processes() -> Iterator[psutil.Process]:
-    """Every process but this one, those of virtual hosts included."""
-    for process in psutil.process_iter():
-        if process.pid != os.getpid():
-            yield process
-
-
 def marked(mark: str, name: str = MARK) -> list[psutil.Process]:
     """Processes with the mark in their environment."""
-    found = []
-    for process in processes():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(name) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    return [*processes_with(name, mark)]
 
 
 def assert_nothing_left(

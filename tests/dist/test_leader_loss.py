@@ -13,7 +13,7 @@ import pytest
 from hvd_elastic.virtual.plan import interface_name
 from tests.dist.conftest import StartJob
 from tests.dist.running import DEADLINE_S, RunningJob, Stage
-from tests.paths import COSTLY, ROOT
+from tests.paths import ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -82,7 +82,7 @@ def test_a_leader_that_fails_leaves_training_alone(stage: Stage, start_job: Star
     assert job.finish().voided_steps == 0
 
 
-@pytest.mark.parametrize("window", ["pipe", pytest.param("terminal", marks=COSTLY)])
+@pytest.mark.parametrize("window", ["pipe", "terminal"])
 def test_nobody_reads_what_the_leader_prints(
     stage: Stage, start_job: StartJob, window: str
 ) -> None:
