@@ -28,7 +28,7 @@ def install(write: Callable[[dict[str, Any]], None]) -> None:
         write: takes one record.
     """
     from hvd_elastic.communicator.ring import HorovodCommunicator
-    from hvd_elastic.wire.link import AgentLink
+    from hvd_elastic.training.agent_link import AgentLink
 
     for owner, method, name in (
         (HorovodCommunicator, "stop", "stop"),

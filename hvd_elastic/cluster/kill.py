@@ -112,7 +112,7 @@ def kill_run(
     def kill(host: Host, stopper: Stopper) -> Ended:
         with connect(host, options) as connection:
             stopper.add(connection.close)
-            processes = find_processes(connection, target, grace_s, kill_s, dry_run)
+            processes = end_processes_of(connection, target, grace_s, kill_s, dry_run)
             # Files know no pattern: those of every dead run are looked for.
             request = {"run": target.run, "host": host.name, "dry_run": dry_run}
             left = run_script(connection, "clear_left", request, SCRIPT_S)
@@ -126,7 +126,7 @@ def kill_run(
     return fan_out(hosts, kill, fanout, limit_s, _judge_left)
 
 
-def find_processes(
+def end_processes_of(
     connection: Connection,
     target: Target,
     grace_s: float,

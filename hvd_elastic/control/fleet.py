@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from hvd_elastic.control.commands import Leave, StartAgent, StartWorker, StopAgent
+from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.events import AgentFailed, AgentLost, FoundWorker
-from hvd_elastic.control.limits import MachineConfig
 from hvd_elastic.control.membership import Seat, SlotId
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.formatting import hosts_named, plural, worker_name

@@ -36,10 +36,10 @@ from hvd_elastic.control.commands import (
     Member,
     SaveState,
 )
+from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.endings import Departure, Endings, how_it_ended
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker, backoff
-from hvd_elastic.control.limits import MachineConfig
 from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.control.plan import Plan

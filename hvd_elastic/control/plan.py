@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import Fleet, Worker
-from hvd_elastic.control.limits import MachineConfig
 from hvd_elastic.control.membership import SlotId, choose_slots, list_slots, target_size
 
 __all__ = ["Plan"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.fleet import Fleet, Stage
-from hvd_elastic.control.limits import MachineConfig
 from hvd_elastic.control.membership import SlotId
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.control.plan import Plan

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
-from hvd_elastic.torch.accumulation import GradientSum
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.gradient_sum import GradientSum
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
 from hvd_elastic.torch.schedule import forgotten_schedulers
 from hvd_elastic.training import context

@@ -1,4 +1,13 @@
-"""What a frontend supplies: the tensors, optimizers and states of its framework."""
+"""The protocols that a frontend (PyTorch, TensorFlow) implements for its framework.
+
+Beside those of this module a frontend implements:
+
+- :class:`hvd_elastic.communicator.interface.Collectives`: Horovod's collectives on its tensors;
+- :class:`hvd_elastic.checkpoint.stream.Content`: what a checkpoint holds, as named buffers;
+- ``Statistics`` of :mod:`hvd_elastic.training.planning.adaptive`: gradient statistics of a step;
+- ``NewEvent`` of :mod:`hvd_elastic.training.planning.compute_times`: marks on the device's clock;
+- ``Read`` of :mod:`hvd_elastic.training.data_order`: reads examples by index into a batch.
+"""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
+from hvd_elastic.training.agent_link import AgentLink
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.link import AgentLink
 
 __all__ = ["FileSink", "Sink", "open_sink"]
 

@@ -11,13 +11,13 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.frontend import Averager, Frontend, State
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import Sink, open_sink
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.link import AgentLink, worker_options
 
 __all__ = ["Worker"]
 

@@ -24,7 +24,7 @@ from hvd_elastic.cluster.check.checks import (
     judge_strays,
 )
 from hvd_elastic.cluster.check.network import Link, NetworkProbe
-from hvd_elastic.cluster.kill import Target, find_processes
+from hvd_elastic.cluster.kill import Target, end_processes_of
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host
@@ -79,7 +79,7 @@ def check_cluster(
         with connect(host, options) as connection:
             stopper.add(connection.close)
             facts = run_script(connection, "look_at_host", request, SCRIPT_S, python)
-            strays = find_processes(connection, Target(strays=True), 0, SCRIPT_S, True, ours=True)
+            strays = end_processes_of(connection, Target(strays=True), 0, SCRIPT_S, True, ours=True)
             return {**facts, "strays": strays}
 
     tell(f"looking at {len(hosts)} hosts")

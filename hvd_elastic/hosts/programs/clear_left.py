@@ -27,9 +27,9 @@ from pathlib import Path
 from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.hosts.programs.processes import all_processes, environment, read
 
-# What an agent of ours listens on, as /proc/net/unix has it (launch/agent.py).
+# What an agent of ours listens on, as /proc/net/unix has it (agent/agent.py).
 AGENT = re.compile(r"@hvd_elastic/(?P<run>[^/\s]+)/")
-# launch/scratch.py: 12 digits of the SHA-256 of run and host.
+# agent/scratch.py: 12 digits of the SHA-256 of run and host.
 SCRATCH = re.compile(r"hvd-[0-9a-f]{12}-.+")
 # PyTorch's data loaders (with the process id), NCCL, Open MPI; unlinked at an orderly end.
 SHARED_MEMORY = re.compile(r"torch_(?P<pid>\d+)_.+|nccl-.+|vader_segment\..+|sm_segment\..+")

@@ -6,7 +6,8 @@ Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "ours": w
 agents left counts among the strays, "pattern": instead of these a regular expression for command
 lines, or null, "grace_s": seconds, "dry_run": bool}.
 Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}]}.
-Found by environment and parentage, not by name: a bystander is never touched.
+Processes are found by environment and parentage, so that no other process is touched; only with
+"pattern" (``killclust --user-processes``) are they found by their command line.
 """
 
 from __future__ import annotations

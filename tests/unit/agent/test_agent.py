@@ -77,7 +77,7 @@ WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
 LINKED = """
 import os, signal, time
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.link import AgentLink
+from hvd_elastic.training.agent_link import AgentLink
 link = AgentLink.from_environment(lambda generation: None)
 child = os.fork()
 if child == 0:

@@ -8,7 +8,7 @@ import os
 import stat
 from typing import Any
 
-from hvd_elastic.cluster.copy.node.names import SYNC_BYTES
+from hvd_elastic.cluster.copy.node.renaming import SYNC_BYTES
 from hvd_elastic.cluster.copy.node.tree import (
     OURS,
     PARTS,

@@ -231,7 +231,8 @@ class Destination(Node):
         """Listens where ssh came in, and tells where that is."""
         os.umask(0)
         address = self.config["listen"] or os.environ.get("SSH_CONNECTION", "").split(" ")[2]
-        address = address.removeprefix("::ffff:")
+        if address.startswith("::ffff:"):  # an IPv4 address that sshd reports as IPv6
+            address = address[len("::ffff:") :]
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind(where)

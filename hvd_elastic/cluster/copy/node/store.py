@@ -19,7 +19,7 @@ from typing import Any
 
 from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, hash_of, part_name
 from hvd_elastic.cluster.copy.node.frames import DATA, FRAME_BYTES, WHOLE, LinkError, make_frame
-from hvd_elastic.cluster.copy.node.names import Names, sync_disk
+from hvd_elastic.cluster.copy.node.renaming import Names, sync_disk
 from hvd_elastic.cluster.copy.node.tree import (
     ANY,
     PARTS,

@@ -32,7 +32,7 @@ from hvd_elastic.cluster.copy.node import (
 )
 from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, check_free
 from hvd_elastic.cluster.copy.node.feed import LINK_UNKNOWN, Packer
-from hvd_elastic.cluster.copy.node.names import sync_disk
+from hvd_elastic.cluster.copy.node.renaming import sync_disk
 from hvd_elastic.cluster.copy.node.store import SharedError, Target
 from hvd_elastic.cluster.copy.node.tree import Tree, check_inside, is_excluded, read_tree, walk
 from tests import small_disk

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 WORKER = """
 import os, socket, sys, threading
-from hvd_elastic.wire.link import AgentLink
+from hvd_elastic.training.agent_link import AgentLink
 name, sent = sys.argv[1], bytes.fromhex(sys.argv[2])
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("\\0" + name)
