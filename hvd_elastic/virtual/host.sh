@@ -108,7 +108,7 @@ mount -n --make-private /
 
 echo "$VC_HOST" > /proc/sys/kernel/hostname
 [ ! -d /dev/shm ] || mount -n -t tmpfs -o mode=1777 shm /dev/shm
-# Logins with a terminal are noted in the host's own books.
+# Logins with a terminal are recorded in the host's own log files.
 for book in wtmp btmp lastlog; do
     if [ -f "/var/log/$book" ]; then
         : > "/run/virtclust.$book"

@@ -103,7 +103,7 @@ class Namespaces:
         rng = random.SystemRandom()
         for subnet in plan.free_subnets(_subnets_in_use(), rng):
             interface = plan.interface_name(subnet)
-            # The name acts as a lock: of two callers with the same subnet, the kernel refuses one.
+            # The name acts as a lock: of callers with the same subnet, the kernel refuses one.
             if _try_interface(interface, switch.pid):
                 break
         else:
@@ -205,8 +205,8 @@ class Namespaces:
     def crash(self, state: ClusterState, host: HostState, silent: bool) -> None:
         """End all processes of the host at once.
 
-        The kernel then closes its connections, and the peers are notified. With ``silent`` the cable
-        is disconnected first, so that the peers notice nothing, as in a power failure.
+        The kernel then closes its connections, and the peers are notified. With ``silent`` the
+        cable is disconnected first, so that the peers notice nothing, as in a power failure.
         """
         first = self._first_process(host.name)
         if first is not None:

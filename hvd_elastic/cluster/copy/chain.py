@@ -241,10 +241,10 @@ class Chain:
         return Verdict(name, Why.HOPELESS if hopeless else Why.STALLED)
 
     def move(self, name: str, why: Why) -> None:
-        """Move a node to the end of the chain, or to the start if it is at the end already.
+        """Move a node to the end of the chain, or to the start if it is the last one.
 
         Without a source it changes places with the node that it feeds. A node that its feeder could
-        not even connect to keeps its place and gets another feeder, unless that feeder is the source.
+        not even connect to stays and gets another feeder, unless that feeder is the source.
         """
         member = self._members[name]
         place = self.order.index(name)

@@ -1,1 +1,1 @@
-"""Programs for a host's own python3: standard library only, Python 3.7 or newer, no own imports."""
+"""Programs that run with a host's own python3: standard library only, Python 3.7 or newer."""
