@@ -32,6 +32,7 @@ class Shares:
         """Assign the files without an owner: each of n hosts fetches every n-th file.
 
         The same numbers go to the same hosts in each copy.
+
         >>> shares = Shares(5)
         >>> shares.owners[2] = "b"
         >>> shares.begin(["a", "b"])
