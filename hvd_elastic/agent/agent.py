@@ -61,7 +61,7 @@ from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import ProtocolError
 
 _PROOF_S = 2.0
-"""Wait for a sign of life of a leader; a living one sends something at least every second."""
+"""Maximum wait for a message of a living leader, which sends one at least every second."""
 
 
 def interface_of(address: str) -> str | None:
@@ -121,7 +121,7 @@ class Agent:
         self._preemption: PreemptionWatch | None = None
         self._notices: list[int] = []
 
-    # -- life ------------------------------------------------------------------------------
+    # -- main loop -------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve until the leader sends ``shutdown``, or is lost for longer than the grace time."""
@@ -237,8 +237,7 @@ class Agent:
             workers = self._workers
             interval_s = 1.0 if workers is None else self._hello.heartbeat_s
             if now - before > 2 * interval_s + 0.5:
-                # This process itself was suspended, so that time does not count as silence of
-                # others.
+                # This process itself was suspended, so that is no silence of the others.
                 self._link.excuse(now - before)
                 for worker in workers or ():
                     worker.liveness.excuse(now - before)
@@ -274,7 +273,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # -- notices that the host will go -------------------------------------------------------
+    # -- notices that the host will go away --------------------------------------------------
 
     def _on_notice(self, number: int) -> None:
         """Handle the notice that the machine is shut down or a spot instance taken back.
@@ -307,7 +306,7 @@ class Agent:
     def _give_notice(self, cause: str, leave_in_s: float) -> None:
         self._tell(msg.Notice(cause, round(leave_in_s, 1)))
 
-    # -- without a leader, and the next one ------------------------------------------------
+    # -- takeover by the next leader -------------------------------------------------------
 
     @property
     def _leader_timeout_s(self) -> float:

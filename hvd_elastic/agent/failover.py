@@ -1,4 +1,4 @@
-"""Takeover: how an agent without a leader passes over to the next leader.
+"""Takeover of an agent by the next leader, and the last checkpoint without a leader.
 
 The agent listens on a unix socket in the abstract namespace, named after run, host and user. When a
 new leader starts an agent process on the host, that process connects to the socket first. If an
@@ -27,10 +27,13 @@ from hvd_elastic.agent.workers import Worker, Workers
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode, peer_uid
 
+# Maximum wait for the other agent process, after which it counts as suspended or dead.
 _ANSWER_S = 8.0
+# Interval at which the progress of the last checkpoint is checked.
 _LOOK_S = 0.1
 _WRITE_PATIENCE_S = 300.0
 """Maximum wait without any progress of a checkpoint; a disk may write all data at the end."""
+# A leader's hello with the environment of a run is much smaller.
 _MAX_HELLO_BYTES = 16 << 20
 
 

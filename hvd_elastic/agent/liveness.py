@@ -7,9 +7,11 @@ import time
 from hvd_elastic.hosts.programs.processes import read_process
 
 _BEAT_DUE_S = 1.5  # a little more than the longest interval of heartbeats
+# Interval at which the processor time is read.
 _LOOK_EVERY_S = 1.0
 # Threads that wait with a timeout keep waking up: a deadlocked process uses up to 0.5 %.
 _BUSY_SHARE = 0.02
+# States of a process that is stopped by a signal or a debugger.
 _STOPPED = ("T", "t")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 Address = tuple[str, int]
 
+# The kernel answers at once; this only prevents a hang.
 _TIMEOUT_S = 1.0
 # <linux/inet_diag.h>, <linux/sock_diag.h>, <linux/netlink.h>
 _SOCK_DIAG = 4

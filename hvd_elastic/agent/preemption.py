@@ -21,9 +21,12 @@ from datetime import datetime, timezone
 NOTICE_S = 30.0
 """Time until the host goes after a notice without one [s]: the shortest of the large clouds."""
 
+# Interval of the command, as recommended for the metadata services of clouds.
 _POLL_S = 5.0
+# The command is killed after this time.
 _LIMIT_S = 10.0
 _MAX_BYTES = 1 << 16
+# Exit statuses of a shell that cannot execute or find a command.
 _NOT_STARTED = (126, 127)
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*s?\s*")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?")

@@ -20,6 +20,7 @@ from hvd_elastic.agent.loopback_peer import loopback_peer_uid
 
 _REQUEST = re.compile(rb"(GET|PUT|DELETE) /([\w.:-]{1,256})/([\w.:-]{1,256}) HTTP/1\.[01]")
 _LENGTH = re.compile(rb"content-length:\s*(\d{1,9})", re.IGNORECASE)
+# Limits far above what Gloo needs, so that a faulty client cannot fill the memory.
 _MAX_VALUE_BYTES = 1 << 20
 _MAX_KEYS = 1 << 17
 _REQUEST_TIMEOUT_S = 10.0

@@ -15,6 +15,7 @@ from hvd_elastic.checkpoint.files import ShardInfo, drop_shards, find_shards
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 
+# The next leader may be on another machine without run folder, and reads this file instead.
 SPEC_NAME = "run.json"
 _UNTOLD = "untold.jsonl"
 

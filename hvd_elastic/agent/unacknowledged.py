@@ -16,6 +16,7 @@ from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.wire import messages as msg
 
+# Maximum output of workers that is kept while there is no leader.
 _MAX_LOG_BYTES = 32 << 20
 
 
@@ -60,7 +61,7 @@ class UnacknowledgedLog:
         """Record that the leader had a worker killed."""
         self._change(worker, leaving=True, killed=reason)
 
-    # -- what the leader is told -----------------------------------------------------------
+    # -- messages to the leader ------------------------------------------------------------
 
     def number(self, message: msg.AgentToLeader) -> msg.AgentToLeader:
         """Number a message and keep it until it is acknowledged; return it."""
@@ -89,7 +90,7 @@ class UnacknowledgedLog:
             for message in self._unacknowledged
         )
 
-    # -- what the next leader is told ------------------------------------------------------
+    # -- for the next leader ---------------------------------------------------------------
 
     def snapshot(self) -> msg.HeldRun:
         """Return the last leader's knowledge of this host's workers and of the generation."""

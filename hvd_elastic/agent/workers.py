@@ -50,7 +50,7 @@ class Worker:
     outlived: int = 0
     """First SIGTERM or SIGHUP that it received and survived; 0 for none."""
     was_meant: bool = False
-    """Whether it was ended because it alone had received that signal."""
+    """Whether it was ended because the signal was for it alone."""
     writer: asyncio.StreamWriter | None = None
     unsent: list[msg.AgentToWorker] = field(default_factory=list)
 
@@ -151,8 +151,7 @@ class Workers:
     def _environment(self, order: msg.StartWorker) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
         defaults = {
-            # By default each worker would use all cores, and they would slow each other down (as
-            # torchrun does too).
+            # As torchrun does: if each worker used all cores, they would slow each other down.
             "OMP_NUM_THREADS": str(max(1, cores // max(1, order.slots))),
             # The leader reports why a ring broke; Horovod would print errors for every rank.
             "HOROVOD_LOG_LEVEL": "fatal",

@@ -50,8 +50,7 @@ class _HostfileFirst(typer.core.TyperCommand):
         at = self._end_of_options(args, 0)
         if at < len(args) and args[at] != "--":
             end = self._end_of_options(args, at + 1)
-            # The parser stops at the first argument, so the hostfile is moved to just before the
-            # command.
+            # The parser stops at the first argument, so move the hostfile next to the command.
             rest = args[end + 1 :] if args[end : end + 1] == ["--"] else args[end:]
             args = [*args[:at], *args[at + 1 : end], "--", args[at], *rest]
         return super().parse_args(ctx, args)

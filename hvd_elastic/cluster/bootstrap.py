@@ -17,6 +17,7 @@ from hvd_elastic.hosts.known_hosts import fingerprint
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local
 
 DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+# Limit for adding the key on one host.
 INSTALL_S = 20.0
 # The key comes on stdin and is compared by its second word, since the comment may differ. The lock
 # is for hosts that share a home folder.
@@ -76,7 +77,7 @@ def find_leader_key(hosts: Sequence[Host], options: SshOptions) -> LeaderKey:
 
     Args:
         hosts: the hosts; the ssh configuration is read for the first one.
-        options: ssh options. Their ``identity`` is not used: it is another key for logging in now.
+        options: ssh options. Their ``identity`` is another key, by which hosts can be reached now.
     """
     config = ssh_config.load_ssh_config(options.config_path)
     named = config.lookup(hosts[0].name).get("identityfile", []) if hosts else []

@@ -13,6 +13,7 @@ from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect
 
 DEFAULT_GRACE_S = 5.0
+# Limit for a program on a host, without the grace time.
 SCRIPT_S = 60.0
 
 

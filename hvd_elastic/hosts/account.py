@@ -6,6 +6,7 @@ import os
 import pwd
 from pathlib import Path
 
+# Names of login shells that refuse to run commands.
 _REFUSING = ("nologin", "false")
 _PLAIN_SHELL = "/bin/sh"
 

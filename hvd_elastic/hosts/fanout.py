@@ -22,6 +22,7 @@ from hvd_elastic.errors import HostUnreachableError, HvdElasticError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import CommandTimeoutError
 
+# Each host takes a thread and a connection here, so their number is limited.
 DEFAULT_FANOUT = 64
 # Maximum wait for tasks that are stopped at the end.
 STOP_S = 8.0

@@ -72,8 +72,7 @@ class _PopenEnds:
         self._popen = popen
         self._stdin, self._stdout, self._stderr = popen.stdin, popen.stdout, popen.stderr
         self._ended = threading.Event()
-        # The thread reaps the process even if nobody waits, and several threads can wait with
-        # timeouts.
+        # Reaps the process even if nobody waits; several threads can wait with timeouts.
         threading.Thread(target=self._reap, name=f"process on {host}", daemon=True).start()
 
     @property

@@ -33,7 +33,7 @@ Sink = Callable[[bytes], None] | None
 
 
 class CommandTimeoutError(SshError):
-    """A command did not end in time; ``stdout`` and ``stderr`` hold its output until then."""
+    """A command did not end in time; ``stdout`` and ``stderr`` are its output until then."""
 
     def __init__(self, message: str, stdout: bytes, stderr: bytes) -> None:
         super().__init__(message)

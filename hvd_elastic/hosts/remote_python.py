@@ -34,6 +34,7 @@ for name, text in {modules!r}:
     exec(compile(text, name, "exec"), module.__dict__)
 module.main()
 """
+# Exit status of a shell that does not find a command.
 COMMAND_NOT_FOUND = 127
 
 

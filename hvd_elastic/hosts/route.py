@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     import paramiko
 
 
+# More than this can only be a ProxyJump that leads back to itself.
 MAX_JUMPS = 8
 SSH_PORT = 22
+# paramiko's own timeouts can expire this much before the deadline.
 DEADLINE_SLACK_S = 0.02
 IDLE_WAKE_S = 5.0
+# Interval of keepalive messages; gateways drop connections that are idle for minutes.
 KEEPALIVE_S = 15
 SILENCE_MS = 60_000
 """A connection that does not answer for this time is lost."""
@@ -159,7 +162,7 @@ def _user_of(attempt: Attempt) -> str:
 
 
 class Route:
-    """Way to a host: its ssh configuration, jump hosts, socket and known keys."""
+    """How to reach a host: ssh configuration, jump hosts, socket and known keys."""
 
     def __init__(self, host: Host, options: SshOptions, attempt: Attempt, depth: int = 0) -> None:
         from paramiko import SSHClient
@@ -234,9 +237,8 @@ class Route:
         import paramiko
 
         transport = paramiko.Transport(sock, **settings)
-        # Keepalives prevent that gateways drop an idle connection. They also give TCP_USER_TIMEOUT
-        # something to wait for, so a cut cable shows after a minute instead of a quarter of an
-        # hour.
+        # Keepalives prevent gateways from dropping an idle connection. They also give
+        # TCP_USER_TIMEOUT data to wait for: a cut cable shows after one minute instead of 15.
         transport.set_keepalive(KEEPALIVE_S)
         security = transport.get_security_options()
         wanted = []
@@ -246,8 +248,7 @@ class Route:
         offered = tuple(security.key_types)
         first = [key_type for key_type in wanted if key_type in offered]
         security.key_types = tuple(dict.fromkeys([*first, *offered]))
-        # GCM ciphers process the data once, others twice (cipher and MAC): less work for large
-        # files.
+        # GCM ciphers process the data once, others twice (cipher and MAC).
         ciphers = tuple(security.ciphers)
         gcm = [cipher for cipher in ciphers if "gcm" in cipher]
         security.ciphers = tuple(dict.fromkeys([*gcm, *ciphers]))
@@ -379,8 +380,7 @@ def _open_tcp(name: str, port: int, attempt: Attempt) -> socket.socket:
             last = error
             continue
         # paramiko sends small packets and waits for answers. With Nagle's algorithm and delayed
-        # acknowledgements each costs 40 ms (connecting 72 ms instead of 18, a command 48 instead of
-        # 2).
+        # acknowledgements each costs 40 ms (connecting 72 instead of 18, a command 48 instead of 2).
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_QUICKACK"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)

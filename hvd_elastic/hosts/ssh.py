@@ -58,7 +58,9 @@ PID_MARK = b"\x01hvd-elastic-pid "
 TELL_PID = """sh -c 'printf "\\001hvd-elastic-pid %s\\n" "$PPID" >&2'"""
 # A Python interpreter that replaces the shell prints its own id, which needs no extra process.
 PYTHON_TELLS_PID = r"""import posix; posix.write(2, b"\1hvd-elastic-pid %d\n" % posix.getpid())"""
+# Maximum wait for the process id, and for each step of sending a signal.
 PID_WAIT_S = 2.0
+# Maximum output of login scripts before the process id.
 HELD_BYTES = 64 * 1024
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 USER_CONFIG = "~/.ssh/config"
 SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+# The limit of OpenSSH, which also ends files that include themselves.
 MAX_INCLUDE_DEPTH = 16
 VIRTCLUST_MARK = "# Written by virtclust."
 """First line of the ssh configuration of a virtual cluster."""
@@ -112,8 +113,7 @@ def read_config_text(config_path: Path | None) -> str:
             parts.append(_inline(path, path.read_text(encoding="utf-8", errors="replace"), 0))
         except OSError:
             continue
-    # ssh uses the first value found, so the user's file comes first; each file starts outside a
-    # block.
+    # ssh uses the first value found, so the user's file comes first. "Host *" ends its last block.
     return "\nHost *\n".join(parts)
 
 

@@ -14,6 +14,7 @@ from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 
 _CHUNK_BYTES = 1 << 20
+# A transfer without any data for this time has failed.
 _SILENCE_S = 60.0
 # Marks the start of the file, since shell start-up files may print something before.
 _MARK = b"\x01hvd-elastic-file\n"

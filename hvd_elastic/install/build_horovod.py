@@ -50,13 +50,14 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 RUN_REQUIREMENTS = ("packaging", "cffi", "cloudpickle", "psutil", "pyyaml")
 """Packages that Horovod imports, also during the build."""
 BUILD_REQUIREMENTS = ("setuptools", "wheel")
-"""Further packages for the build, which runs without pip's isolation in order to see torch."""
+"""Further packages for the build, which runs without pip's isolation so that it finds torch."""
 
 # Disk space for a build, and memory for each compiler, with a margin.
 BUILD_SPACE_BYTES = 1_500_000_000
 MEMORY_PER_JOB_BYTES = 1_600_000_000
 
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+# The line of Horovod's CMakeLists.txt that compiles the XLA operations.
 _XLA_SOURCE = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n'
 _IMPORT_CHECK = (
     "import json, horovod.torch as hvd; print(json.dumps({"

@@ -20,6 +20,7 @@ from typing import TextIO
 from hvd_elastic.errors import BuildError
 
 _MAKE_PERCENTAGE = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
+# Interval between lines of progress where they cannot be rewritten, as in a log.
 _PLAIN_INTERVAL_S = 30.0
 
 

@@ -33,7 +33,7 @@ from hvd_elastic.virtual.state import (
 from hvd_elastic.virtual.tools import find_tool
 
 _BACKENDS: dict[str, type[Loopback | Namespaces]] = {"loopback": Loopback, "netns": Namespaces}
-"""Implementation of the hosts: addresses of the loopback interface, or namespaces."""
+"""Classes that implement hosts: addresses of the loopback interface, or namespaces."""
 
 
 class VirtualCluster(AbstractContextManager["VirtualCluster"]):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
 
+# The kernel's default period of a CPU quota.
 PERIOD_US = 100_000
 
 

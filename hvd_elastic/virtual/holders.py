@@ -1,4 +1,4 @@
-"""Start the long-lived process of a virtual host, exchange a few lines with it, and leave it."""
+"""Start the first process of a virtual host, exchange a few lines, and leave it running."""
 
 from __future__ import annotations
 

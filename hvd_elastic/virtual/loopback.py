@@ -34,7 +34,7 @@ PORTS = range(20_000, 32_000)
 
 SSHD_FOLDER = Path("/run/sshd")
 SSHD_FOLDER_MODE = 0o711
-"""Differs from the system's own folder, which has mode 755; sshd accepts both."""
+"""Mode of the folder if virtclust created it; the system's has 755, and sshd accepts both."""
 
 
 class Loopback:

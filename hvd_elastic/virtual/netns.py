@@ -47,6 +47,7 @@ SEEN_IN_HOST = Path("/run/virtclust")
 
 UNSHARE = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL"]
 NSENTER = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+# Each virtual host has its own address, so all can use the standard port.
 SSH_PORT = 22
 HIDDEN = ("/tmp", "/data", "/run")  # noqa: S108  # names of folders; nothing is written to them
 

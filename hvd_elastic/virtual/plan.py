@@ -16,6 +16,7 @@ from hvd_elastic.errors import UsageError
 MAX_HOSTS = 250
 """Hosts have the addresses .1 to .250 of a /24 network."""
 
+# Above all hosts, so that adding hosts never needs this address.
 LEADER_INDEX = 254
 MAX_SLOTS = 1024
 

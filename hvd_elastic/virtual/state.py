@@ -21,6 +21,7 @@ import msgspec
 from hvd_elastic.config import home
 from hvd_elastic.errors import VirtualClusterError
 
+# Increased whenever older versions cannot read the state any more.
 FORMAT = 1
 HostStatus = Literal["up", "cut", "off"]
 

@@ -19,13 +19,13 @@ from hvd_elastic.hosts.programs.kill_run import OURS
 
 REQUIRED = ("hvd_elastic", "horovod")
 FRAMEWORKS = ("torch", "tensorflow")
-# Differences of the clock beyond this make times in logs misleading.
+# A clock that differs by more than this from the leader's is a warning.
 CLOCK_SKEW_S = 1.0
-# Less free disk space or memory than LITTLE_ is a warning, less than NO_ a failure.
+# Less free disk space or memory than LITTLE_… is a warning, less than NO_… a failure.
 LITTLE_DISK_BYTES = 1 << 30
 NO_DISK_BYTES = 100 << 20
 LITTLE_MEMORY_BYTES = 1 << 30
-# A limit of open files below this is a warning or a failure: each connection of a ring needs one.
+# A lower limit of open files than FEW_FILES is a warning, than TOO_FEW_FILES a failure.
 FEW_FILES = 1024
 TOO_FEW_FILES = 256
 # A GPU with more memory in use than this is busy; an idle one with a display uses less.

@@ -34,6 +34,7 @@ from hvd_elastic.hosts.ssh import connect
 
 __all__ = ["Check", "CheckSettings", "ClusterHealth", "HostHealth", "Level", "check_cluster"]
 
+# Limit for each of the two programs that run on a host.
 SCRIPT_S = 30.0
 PACKAGE = Path(__file__).parents[2]
 

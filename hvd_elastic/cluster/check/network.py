@@ -256,7 +256,7 @@ def _read_answer(process: RemoteProcess, deadline: float) -> dict[str, Any]:
         line = process.stdout.readline(max(0.0, deadline - time.monotonic()))
         if not line:
             raise TimeoutError
-        # Output of a login script is no answer of the program.
+        # Output of login scripts is not JSON and is skipped.
         with contextlib.suppress(ValueError):
             answer = json.loads(line)
             if isinstance(answer, dict):

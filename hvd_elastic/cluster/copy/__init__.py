@@ -1,1 +1,1 @@
-"""A file or folder to many hosts (``copyclust``)."""
+"""Copy a file or folder to many hosts (``copyclust``)."""

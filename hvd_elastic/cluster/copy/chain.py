@@ -120,7 +120,7 @@ class Chain:
                     member.blocked.remove(name)
 
     def links(self) -> dict[str, str]:
-        """Return the feeder of each node that it or a node after it still needs data.
+        """Return the feeder of each node that still needs data.
 
         >>> chain = Chain("leader")
         >>> chain.add("a", 0.0); chain.add("b", 0.0)

@@ -107,7 +107,7 @@ class PullSession(CopySession):
         self._first_listed = 0.0
         self._shared_out = False
 
-    # ---- differences to a copy from a source
+    # ---- differences from a copy with a source
 
     def _config(self, node: Node) -> dict[str, Any]:
         pulled = self._pulled

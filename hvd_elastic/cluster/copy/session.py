@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Node:
-    """State of a host, or of the source, as the leader knows it."""
+    """What the leader knows of a host, or of the source."""
 
     host: Host
     name: str
@@ -158,7 +158,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         self._begun = False
         self.skipped: list[str] = []
 
-    # ---- from outside
+    # ---- public methods
 
     def run(self) -> Iterator[HostResult[Copied]]:
         """Yield one result for each host, as soon as it is known.
@@ -252,7 +252,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             self._events.put((node, error))
             return
         for line in process.stdout:
-            # Output of a login script is no message of the program.
+            # Output of login scripts is not JSON and is skipped.
             with contextlib.suppress(ValueError):
                 message = json.loads(line)
                 if isinstance(message, dict):

@@ -9,7 +9,7 @@ MOST_TRIES = 2
 
 
 class Shares:
-    """Assignment of files, by number, to the hosts that fetch them.
+    """Records which host fetches which files; files are known by their numbers.
 
     Args:
         count: number of files.

@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable
 
+# Longer lines are emitted in parts, to limit the memory.
 LONGEST_LINE_BYTES = 64 * 1024
 
 

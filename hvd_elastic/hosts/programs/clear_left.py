@@ -34,8 +34,11 @@ SCRATCH = re.compile(r"hvd-[0-9a-f]{12}-.+")
 # Names used by PyTorch's data loaders (with the process id), NCCL and Open MPI, which remove these
 # files themselves when they end normally.
 SHARED_MEMORY = re.compile(r"torch_(?P<pid>\d+)_.+|nccl-.+|vader_segment\..+|sm_segment\..+")
+# Lock files of PyTorch's extension builds, below the user's cache folder.
 BUILD_LOCKS = ("torch_extensions/*/*/lock", "torch_extensions/*/lock")
+# Socket of PyTorch's shared memory manager, in the temporary folder.
 MANAGER_SOCKET = "torch-shm-dir-*/manager.sock"
+# File systems on which a lock cannot be held by another machine.
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay")
 HOLDERS = "--query-compute-apps=gpu_bus_id,pid,used_memory"
 

@@ -36,7 +36,9 @@ LAUNCHERS = (
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
 )
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
+# Maximum length of the command line that a pattern is searched in.
 MOST_LETTERS = 1 << 20
+# Appears in the command line of a `killclust` that searches by pattern.
 ASKS = "--user-processes"
 
 

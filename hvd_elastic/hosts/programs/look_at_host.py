@@ -28,11 +28,13 @@ from typing import Any
 from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 
 SIOCGIFADDR = 0x8915
+# Limit for all name lookups together, since a resolver can block for much longer.
 RESOLVE_S = 3.0
 GPU_FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used",
     "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
+# Maximum number of files of code that are compared.
 MOST_FILES = 2000
 NOT_CODE = ("node_modules", "__pycache__", "site-packages")
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from typing import NamedTuple
 
-LIMIT_S = 8.0  # nvidia-smi takes seconds on a host with many GPUs, and hangs with a broken driver
+LIMIT_S = 8.0  # nvidia-smi can hang if a GPU or the driver is broken
 
 
 class Answer(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 
+# Input that is kept until the command reads it; beyond that the leader has to wait.
 HELD_BYTES = 1 << 18
 
 

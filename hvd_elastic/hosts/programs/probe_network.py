@@ -17,9 +17,12 @@ import sys
 import threading
 import time
 
+# A firewall that drops packets gives no answer, so do not wait longer than this.
 CONNECT_S = 2.0
+# A peer that neither sends nor receives for this time has failed.
 SILENCE_S = 3.0
 PIECE_BYTES = 1 << 18
+# Number of round trips, of which the median counts.
 PINGS = 15
 # Share of the time that is not counted: TCP starts slowly, and rate limits allow a first burst.
 WARM_UP = 0.25

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 SHOWN_LETTERS = 200
+# Intervals at which processes that are being ended are checked, and searched for again.
 PAUSE_S = 0.01
 FIND_AGAIN_S = 0.1
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

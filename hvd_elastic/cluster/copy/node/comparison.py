@@ -78,7 +78,7 @@ def part_name(file: File) -> bytes:
 
 
 class Comparison:
-    """What has to be done at a destination.
+    """The changes that make a destination equal to the source's tree.
 
     First call :meth:`settle_doubts`, then :meth:`check_room`.
 

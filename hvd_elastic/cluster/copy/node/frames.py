@@ -24,19 +24,26 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, Callable  # noqa: UP035  # Python 3.7 has no others
 
 HEADER = struct.Struct("!BIQI")  # kind, index of the file, offset, bytes of payload
+# Kinds of frames: piece of a file, its end, a whole small file, a file that fails, the end of all.
 DATA, END, WHOLE, GONE, LAST = 1, 2, 3, 4, 5
+# Added to the kind of a frame with compressed payload.
 PACKED = 0x80
 # A frame is forwarded only when it is complete, so larger ones add delay at every hop of a chain.
 FRAME_BYTES = 1 << 16
 DIGEST_BYTES = 32
+# The largest payload: data, its digest, and the byte that tells its origin.
 MOST_BYTES = FRAME_BYTES + DIGEST_BYTES + 1
 NONCE_BYTES = 32
+# Limit for the authentication of a link.
 HANDSHAKE_S = 10.0
+# Limit for a TCP connection to one address.
 CONNECT_S = 5.0
 LIST_BYTES = struct.Struct("!I")
+# Limits the memory that a faulty peer can claim; a list of ten million files is smaller.
 MOST_LISTED_BYTES = 1 << 28
 LINK_BUFFER_BYTES = 1 << 17
-TCP_NOTSENT_LOWAT = 25  # has a name since Python 3.12
+TCP_NOTSENT_LOWAT = 25  # a constant of Python's socket module only since 3.12
+# Maximum of unsent data in the kernel's buffer of a link.
 UNSENT_BYTES = 1 << 18
 
 
@@ -100,7 +107,7 @@ def unpack_payload(payload: bytes) -> bytes:
 
 
 class _Tls:
-    """TLS over a socket that passes many records in one system call, unlike ``ssl.SSLSocket``."""
+    """TLS over a socket; unlike ``ssl.SSLSocket`` it passes many records in one system call."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, feeds: bool) -> None:
         self._sock = sock
@@ -278,7 +285,7 @@ def _context(certificate: str, feeds: bool) -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def _as_file(text: str) -> Iterator[str]:
-    """Yield a path where OpenSSL can read the text; a file in memory where that is possible."""
+    """Yield a path where OpenSSL can read the text; it is only in memory where possible."""
     data = text.encode("ascii")
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("certificate")

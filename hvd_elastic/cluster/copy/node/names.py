@@ -36,7 +36,7 @@ def sync_disk(descriptor: int) -> None:
 
 
 class Names:
-    """Complete files that do not have their final names yet.
+    """Files that have arrived completely but do not have their final names yet.
 
     Args:
         folder: descriptor of a folder on the file system.

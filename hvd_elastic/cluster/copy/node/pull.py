@@ -44,7 +44,7 @@ from hvd_elastic.hosts.programs.processes import descendants, end_processes
 MOST_FAILED = 5
 # Time between SIGTERM and SIGKILL for commands at the end.
 GRACE_S = 1.0
-# Bytes of a failed command's error output that are read for its last line.
+# Bytes of a failed command's error output that are read to report the last line.
 TOLD_BYTES = 2000
 # The kernel's file times are at most this far behind the clock.
 CLOCK_NS = 20_000_000

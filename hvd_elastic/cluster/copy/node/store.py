@@ -38,6 +38,7 @@ RECENT_BYTES = 8 << 20
 KEPT_PART_BYTES = 1 << 20
 # A file that arrives damaged this number of times ends the copy to the host.
 MOST_DAMAGED = 3
+# File in the lock folder with the identifier of the copy that holds it.
 OWNER = b"owner"
 # A lock under another name counts as another copy's only after this time: its holder may have just
 # begun or be ending, so that the name is missing or that of a killed copy.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 PARTS = ".hvd_elastic-part"
 # Folder into which the user's own command fetches files.
 FETCHED = ".hvd_elastic-pull"
+# Never copied or removed.
 OURS = (PARTS, FETCHED)
 # As a folder's mode or time: leave it unchanged.
 ANY = -1
