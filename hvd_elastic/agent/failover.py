@@ -100,7 +100,7 @@ def listen_for_successors(run_id: str, host: str) -> socket.socket:
 
 
 def answer_caller(listener: socket.socket) -> Caller | None:
-    """Accept a caller and read its message; None if it is gone or has another user.
+    """Accept a caller and read its message; None if it is gone, invalid or another user's.
 
     The caller sends everything at once, so this hardly blocks.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path:
-    """Create the folder inside ``TMPDIR`` of ``environment``, if that is writable.
+    """Create the folder inside ``TMPDIR`` of ``environment`` if that is writable, or else of ours.
 
     Folders that killed agents of the same run and host left are removed.
     """

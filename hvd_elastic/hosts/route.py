@@ -380,7 +380,7 @@ def _open_tcp(name: str, port: int, attempt: Attempt) -> socket.socket:
             last = error
             continue
         # paramiko sends small packets and waits for answers. With Nagle's algorithm and delayed
-        # acknowledgements each costs 40 ms (connecting 72 instead of 18, a command 48 instead of 2).
+        # acknowledgements each costs 40 ms (a login takes 72, not 18 ms, a command 48, not 2 ms).
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_QUICKACK"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)

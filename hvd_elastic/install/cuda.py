@@ -23,7 +23,7 @@ _USUAL_HOME = Path("/usr/local/cuda")
 
 
 def find_cuda_home() -> Path | None:
-    """Return the folder of the CUDA toolkit (with ``bin/nvcc``), searched in torch's order."""
+    """Return the folder of the CUDA toolkit (with ``bin/nvcc``), which torch would find too."""
     for variable in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         named = os.environ.get(variable)
         if named and (Path(named) / "bin" / "nvcc").is_file():

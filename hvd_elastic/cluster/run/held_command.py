@@ -179,7 +179,7 @@ class HeldCommand:
         return True
 
     def close(self) -> None:
-        """Close the connection to the command; if it is still running, its holder ends it."""
+        """Close the pipes to the command; if it is still running, its holder ends it."""
         self._process.close()
 
     def _listen(self, data: bytes) -> None:
