@@ -1,1 +1,1 @@
-"""The agent: the one resident process of a run on a host."""
+"""The agent: the one resident process of a run on each host."""

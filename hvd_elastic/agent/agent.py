@@ -1,17 +1,18 @@
 """The agent: one process per host and run, started by the leader over ssh.
 
-It reads messages of :mod:`hvd_elastic.wire` on stdin and answers on stdout; nothing of it listens
-on a network. It starts, warms, signals and reaps the workers of its host, carries their messages,
-and serves the rendezvous of each generation on the loopback address. When the leader is done it
-ends everything it started and itself.
+It reads messages of :mod:`hvd_elastic.wire` on stdin and answers on stdout; it does not listen on
+any network. It starts, signals and reaps the workers of its host, forwards their messages, and
+serves the rendezvous of each generation on the loopback address. When the run is over it ends
+everything it started, and itself.
 
-A first SIGTERM or SIGHUP is a notice that the host will go: the leader is told, and has the workers
-leave. When the leader is lost (killed, or its link is gone) training goes on for a grace time:
-state and data live in the workers, and nothing but a change of the world needs a leader. Another
-leader can take the agent over meanwhile; see :mod:`hvd_elastic.agent.failover`. After that time,
-or at such a notice before, the workers write a checkpoint and all ends.
+The first SIGTERM or SIGHUP is a notice that the host will go away: the agent reports it, and the
+leader lets the host's workers leave. If the leader is lost (killed, or its connection broken),
+training continues for a grace time: state and data are in the workers, and only a change of the
+world needs a leader. Another leader can take the agent over meanwhile; see
+:mod:`hvd_elastic.agent.failover`. After the grace time, or at a notice before that, the workers
+write a checkpoint and the agent ends.
 
-Run by the launcher as ``python -m hvd_elastic.agent.agent``.
+The launcher runs it as ``python -m hvd_elastic.agent.agent``.
 """
 
 from __future__ import annotations
@@ -60,20 +61,20 @@ from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import ProtocolError
 
 _PROOF_S = 2.0
-"""A leader that lives is heard of within this time; its longest interval is a second."""
+"""Maximum wait for a message of a living leader, which sends one at least every second."""
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface that has ``address``; None when none has."""
+    """Return the name of the network interface that has ``address``; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == address for entry in addresses):
             return name
-    # 127.0.0.0/8 belongs to the loopback interface as a whole.
+    # All of 127.0.0.0/8 belongs to the loopback interface.
     return "lo" if address.startswith("127.") else None
 
 
 def _interfaces() -> dict[str, str]:
-    """Name → address of the network interfaces that the ring can use."""
+    """Return name and address of the network interfaces that the ring can use."""
     found: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
@@ -83,17 +84,17 @@ def _interfaces() -> dict[str, str]:
 
 
 def _machine() -> str:
-    """What hosts that are parts of one machine (containers, namespaces) have in common."""
+    """Return an id shared by all hosts (containers, namespaces) on one machine; "" if unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
 class Agent:
-    """What one host does for one run. All of it happens on one event loop, in one thread.
+    """The agent of one host and run; all of its work is done by one event loop in one thread.
 
     Args:
-        output: where the leader reads; it writes to this process's standard input.
+        output: pipe to the leader, whose messages arrive on standard input.
     """
 
     _hello: msg.LeaderHello
@@ -120,10 +121,10 @@ class Agent:
         self._preemption: PreemptionWatch | None = None
         self._notices: list[int] = []
 
-    # -- life ------------------------------------------------------------------------------
+    # -- main loop -------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until the leader says ``shutdown``, or is gone for longer than the grace time."""
+        """Serve until the leader sends ``shutdown``, or is lost for longer than the grace time."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
         loop.add_signal_handler(signal.SIGINT, self._over.set)
@@ -143,7 +144,7 @@ class Agent:
         for store in self._stores.values():
             store.close()
         if self._workers is not None:
-            self._workers.send_all(msg.End())  # for those that outlive SIGTERM
+            self._workers.send_all(msg.End())  # for workers that survive SIGTERM
         end_processes(descendants, self._grace_s)
         if self._workers is not None:
             if not self._link.is_open:
@@ -172,7 +173,7 @@ class Agent:
                 self._grace_s = grace_s
                 self._over.set()
             case _ if workers is None:
-                pass  # what a leader tells all its agents may overtake the hello of a new one
+                pass  # a message to all agents may arrive before the hello to a new one
             case msg.LeaderBeat():
                 self._log.acknowledged(message.acted_upon)
                 if message.recorded not in (None, self._recorded):
@@ -181,7 +182,7 @@ class Agent:
             case msg.StartWorker():
                 self._log.started(message.worker, self._hello.host, message.local_rank)
                 workers.start(message)
-                self._reap()  # it may have ended before it was known
+                self._reap()  # it may have ended before it was registered
             case msg.AnnounceGeneration(announcement=announcement):
                 await self._announce(announcement, workers)
             case msg.PutEntry(entry=entry):
@@ -223,11 +224,11 @@ class Agent:
             self._workers.send_all(msg.Abort(generation))
 
     def _tell(self, message: msg.AgentToLeader) -> None:
-        """Send what the leader, or the next one, must not miss."""
+        """Send a message that must reach this leader or the next one."""
         self._link.send(self._log.number(message))
         if isinstance(message, msg.WorkerEnded) and not self._link.is_open:
             if not self._workers and not self._log.any_finished:
-                self._over.set()  # there is nothing that a next leader could go on with
+                self._over.set()  # a next leader would find nothing to continue
 
     async def _beat(self) -> None:
         before = time.monotonic()
@@ -236,13 +237,13 @@ class Agent:
             workers = self._workers
             interval_s = 1.0 if workers is None else self._hello.heartbeat_s
             if now - before > 2 * interval_s + 0.5:
-                # It was this process that stood still, so it cannot judge others by that time.
+                # This process itself was suspended, so that is no silence of the others.
                 self._link.excuse(now - before)
                 for worker in workers or ():
                     worker.liveness.excuse(now - before)
             before = now
             silent_s = self._link.silent_s()
-            # One that is only frozen may come back, and is not missed while nothing changes.
+            # A leader that is only frozen may continue, and is not needed while nothing changes.
             if self._link.is_open and silent_s > max(self._leader_timeout_s, self._leader_grace_s):
                 self._lose_leader(silent_s)
             activities = {
@@ -253,7 +254,7 @@ class Agent:
             await asyncio.sleep(interval_s)
 
     def _reap(self) -> None:
-        """Collect every child that has ended: workers, and orphans adopted from them."""
+        """Reap all children that have ended: workers, and orphans of theirs."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -266,18 +267,18 @@ class Agent:
                     self._begin(self._workers.report_end(worker, code))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it beside everything else; the loop itself keeps no task alive."""
+        """Run a coroutine as a task and keep a reference, since the event loop keeps none."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # -- notices that the host will go -------------------------------------------------------
+    # -- notices that the host will go away --------------------------------------------------
 
     def _on_notice(self, number: int) -> None:
-        """The machine is shut down, or a spot instance is taken back.
+        """Handle the notice that the machine is shut down or a spot instance taken back.
 
-        Then all processes get SIGTERM, and where it was a login SIGHUP as well. The same one for a
+        Then all processes get SIGTERM, and in a login session SIGHUP as well. The same signal for a
         second time is meant to end this process.
         """
         before, self._notices = self._notices, [*self._notices, number]
@@ -295,7 +296,7 @@ class Agent:
         asyncio.get_running_loop().call_later(NOTICE_S, self._leave)
 
     def _leave(self) -> None:
-        """The host goes now: where no leader has seen to the state, it is written first."""
+        """Leave, because the host goes away now; without a leader a checkpoint is written first."""
         if self._is_led:
             self._over.set()
         else:
@@ -305,7 +306,7 @@ class Agent:
     def _give_notice(self, cause: str, leave_in_s: float) -> None:
         self._tell(msg.Notice(cause, round(leave_in_s, 1)))
 
-    # -- without a leader, and the next one ------------------------------------------------
+    # -- takeover by the next leader -------------------------------------------------------
 
     @property
     def _leader_timeout_s(self) -> float:
@@ -320,7 +321,7 @@ class Agent:
         return self._link.is_open and self._link.silent_s() <= self._leader_timeout_s
 
     def _lose_leader(self, silent_s: float = 0.0) -> None:
-        """Nobody leads any more: end, or hold out for another leader."""
+        """Handle the loss of the leader: end, or wait for another leader."""
         if self._over.is_set() or not self._link.is_open:
             return
         self._hang_up()
@@ -338,9 +339,9 @@ class Agent:
             self._reading.cancel()
 
     async def _hold_out(self, grace_s: float, workers: Workers) -> None:
-        """Train on without a leader; in the end write a checkpoint and end."""
-        await asyncio.sleep(0)  # the pipes are closed by then
-        # Of the lost connection nothing stays open, so that ssh can end it.
+        """Train on without a leader; after the grace time write a checkpoint and end."""
+        await asyncio.sleep(0)  # let the transports close their pipes first
+        # Close the descriptors of the lost connection, or ssh would not end it.
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
@@ -358,7 +359,7 @@ class Agent:
         self._over.set()
 
     def _at_the_door(self) -> None:
-        """The agent process of another leader, or of the same one once more."""
+        """Accept a new agent process, started by another leader or by the same one again."""
         assert self._door is not None
         caller = answer_caller(self._door)
         if caller is not None:
@@ -367,7 +368,7 @@ class Agent:
     async def _meet(self, caller: Caller) -> None:
         other = caller.hello.leader != self._hello.leader
         if other and self._is_led:
-            # One that was just killed is not heard of once more.
+            # A leader that was just killed sends nothing more within this time.
             await self._link.wait_for_word(_PROOF_S)
         if other and self._is_led:
             led = self._hello.identity
@@ -380,12 +381,12 @@ class Agent:
             self._over.set()
 
     async def _follow(self, caller: Caller) -> None:
-        """Take orders from another leader."""
+        """Switch to another leader."""
         assert self._workers is not None
         if self._vigil is not None:
             self._vigil.cancel()
         self._hurry.clear()
-        # One that was frozen reads this when it goes on, whatever has become of the run by then.
+        # If the old leader was only frozen, it reads this when it continues.
         self._link.send(msg.TakenOver(caller.hello.identity))
         self._hang_up()
         self._callers.append(caller)
@@ -401,10 +402,10 @@ class Agent:
             self._tell_of_notice()
         self._reading = self._begin(self._read_commands())
 
-    # -- the first words -------------------------------------------------------------------
+    # -- hello -----------------------------------------------------------------------------
 
     async def _on_hello(self, hello: msg.LeaderHello) -> None:
-        # An agent of this run may still be here, without a leader or given up by it.
+        # An agent of this run may still be running here, without a leader or given up by it.
         answer = call_predecessor(hello, self._link.unread(), self._output.fileno())
         if isinstance(answer, msg.Refused):
             self._link.send(answer)
@@ -436,7 +437,7 @@ class Agent:
             self._begin(self._preemption.watch())
 
     def _introduce(self, swept: int, held: msg.HeldRun | None = None) -> None:
-        """Say who this is; ``held``: what is here of the run under an earlier leader."""
+        """Send this agent's hello; ``held``: what an earlier leader left here of the run."""
         self._link.send(
             msg.AgentHello(
                 protocol=msg.PROTOCOL,
@@ -458,7 +459,7 @@ class Agent:
 
 
 def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:
-    """What an agent of this run that was killed has left on this host."""
+    """Return processes on this host that a killed agent of this run left behind."""
     marks = {("HVD_ELASTIC_RUN_ID", hello.run_id), ("HVD_ELASTIC_HOST", hello.host)}
     spared = own_ancestors()
     return [
@@ -470,7 +471,7 @@ def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:
 
 def main() -> None:
     """Entry point of the agent process."""
-    # Only messages may reach the leader on the real stdout; a stray print goes to stderr.
+    # Only messages may reach the leader on the real stdout; output of print goes to stderr.
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     os.set_inheritable(output.fileno(), False)

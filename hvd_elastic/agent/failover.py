@@ -1,10 +1,10 @@
-"""How an agent that lost its leader meets the agent process that the next leader has started.
+"""Takeover of an agent by the next leader, and the last checkpoint without a leader.
 
-The running agent listens on a unix socket in the abstract namespace, named after run, host and
-user. A newly started agent process looks there first. If somebody answers, it either has the old
-one end (the leader has given it up), or hands over its own standard input and output: from then on
-the old agent, with its running workers, talks to the new leader, and the new process merely stays
-until the old one ends.
+The agent listens on a unix socket in the abstract namespace, named after run, host and user. When a
+new leader starts an agent process on the host, that process connects to the socket first. If an
+agent answers, there are two cases. The new leader does not want it: then the old agent ends. Or the
+new process hands its own standard input and output to the old agent, which from then on talks to
+the new leader, with its workers still running; the new process only waits until the old agent ends.
 """
 
 from __future__ import annotations
@@ -27,33 +27,36 @@ from hvd_elastic.agent.workers import Worker, Workers
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode, peer_uid
 
+# Maximum wait for the other agent process, after which it counts as suspended or dead.
 _ANSWER_S = 8.0
+# Interval at which the progress of the last checkpoint is checked.
 _LOOK_S = 0.1
 _WRITE_PATIENCE_S = 300.0
-"""So long nothing may be seen of a checkpoint on its way: a disk may take it all at the end."""
+"""Maximum wait without any progress of a checkpoint; a disk may write all data at the end."""
+# A leader's hello with the environment of a run is much smaller.
 _MAX_HELLO_BYTES = 16 << 20
 
 
 class _Call(msgspec.Struct, tag="call"):
-    """What a newly started agent process says at the door; its pipes come with it."""
+    """Message of a newly started agent process to the running one; its pipes come with it."""
 
     hello: msg.LeaderHello
     rest: bytes
 
 
 class Taken(msgspec.Struct, tag_field="ev", tag="taken"):
-    """The running agent follows the new leader."""
+    """Answer: the running agent has switched to the new leader."""
 
 
 @dataclass
 class Caller:
-    """A newly started agent process at the door.
+    """A newly started agent process that has connected to this one.
 
     Attributes:
-        connection: to it; it notices when this is closed.
-        hello: the new leader's first message.
-        rest: what of the leader's words it had already read.
-        input, output: its standard input and output.
+        connection: connection to it; when this closes, it ends.
+        hello: first message of the new leader.
+        rest: bytes that it had read from the leader after that message.
+        input, output: descriptors of its standard input and output.
     """
 
     connection: socket.socket
@@ -63,16 +66,16 @@ class Caller:
     output: int
 
     def refuse(self, led: msg.LeaderIdentity) -> None:
-        """Send it away; ``led``: who leads this run already."""
+        """Refuse the caller, because the leader ``led`` leads this run."""
         self._answer(msg.Refused(led))
         self.close()
 
     def accept(self) -> None:
-        """Say that its pipes are ours from now on."""
+        """Tell the caller that this agent uses its pipes from now on."""
         self._answer(Taken())
 
     def close(self) -> None:
-        """Let go of what it handed over."""
+        """Close the connection and the pipes that the caller handed over."""
         self.connection.close()
         for descriptor in (self.input, self.output):
             with contextlib.suppress(OSError):
@@ -88,7 +91,7 @@ def _address(run_id: str, host: str) -> str:
 
 
 def listen_for_successors(run_id: str, host: str) -> socket.socket:
-    """The socket where the next agent process of this run and host finds this one."""
+    """Return the socket on which the next agent process of this run and host finds this one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(_address(run_id, host))
     listener.listen(4)
@@ -97,9 +100,9 @@ def listen_for_successors(run_id: str, host: str) -> socket.socket:
 
 
 def answer_caller(listener: socket.socket) -> Caller | None:
-    """Who is at the door; None when it went away, or is not ours.
+    """Accept a caller and read its message; None if it is gone, invalid or another user's.
 
-    The caller sends everything at once, so this waits for next to nothing.
+    The caller sends everything at once, so this hardly blocks.
     """
     try:
         connection, _ = listener.accept()
@@ -130,18 +133,18 @@ def answer_caller(listener: socket.socket) -> Caller | None:
 def call_predecessor(
     hello: msg.LeaderHello, rest: bytes, output: int
 ) -> Taken | msg.Refused | None:
-    """Look for a running agent of the same run, host and user, and settle who goes on.
+    """Find a running agent of the same run, host and user, and agree which process continues.
 
-    Blocks; nothing else has begun in this process.
+    Blocks; nothing else runs in this process yet.
 
     Args:
-        hello: the leader's first message; ``take_over`` says what it wants of an old agent.
-        rest: what was read of the leader's words after it.
-        output: descriptor of this process's way to the leader.
+        hello: first message of the leader; ``take_over`` says whether an old agent shall continue.
+        rest: bytes read from the leader after that message.
+        output: descriptor of this process's pipe to the leader.
 
     Returns:
-        The answer of the running agent; after Taken this call has lasted until that agent ended.
-        None where there is no agent any more.
+        The answer of the running agent; after Taken, this returns only when that agent has ended.
+        None if no agent is running any more.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_S)
@@ -154,7 +157,7 @@ def call_predecessor(
             socket.send_fds(connection, [text[:1]], [0, output])
             connection.sendall(text[1:])
             answer = _read_line(connection)
-        except OSError:  # it stands still, or died at this moment
+        except OSError:  # it is suspended, or has just died
             answer = b""
             _kill_peer(connection)
         if not answer:
@@ -165,7 +168,7 @@ def call_predecessor(
             return settled
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        # While this process lives, so does the ssh channel with the pipes it handed over.
+        # While this process lives, the ssh channel with the pipes that it handed over stays open.
         connection.settimeout(None)
         with contextlib.suppress(OSError):
             connection.recv(1)
@@ -173,7 +176,7 @@ def call_predecessor(
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """The answer; empty when the old agent ended instead."""
+    """Return the answer; empty if the old agent ended instead."""
     data = b""
     while not data.endswith(b"\n"):
         more = connection.recv(1 << 12)
@@ -184,7 +187,7 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 def _kill_peer(connection: socket.socket) -> None:
-    """The old agent does not answer: its end ends its workers too (parent-death signal)."""
+    """Kill an old agent that does not answer; its workers die with it (parent-death signal)."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", credentials)
     if uid == os.getuid() and pid > 1:
@@ -195,16 +198,16 @@ def _kill_peer(connection: socket.socket) -> None:
 async def write_last_checkpoint(
     workers: Workers, spool: Spool, timeout_s: float, call_off: Callable[[], None]
 ) -> None:
-    """Ask for a checkpoint, and wait for the share of every worker here.
+    """Request a checkpoint and wait until every worker of this host has written its share.
 
-    All ranks of all hosts take it at the same step, whoever asked first, and write on when the
-    others are gone; so it is whole when each host has waited for its own.
+    All ranks of all hosts take it at the same step, whoever requests it first, and finish writing
+    even if others have ended. So it is complete when each host has waited for its own workers.
 
     Args:
-        workers: of this host.
-        spool: where they write.
-        timeout_s: a worker that is silent for so long is dead.
-        call_off: breaks off the collectives of the generation.
+        workers: workers of this host.
+        spool: folder that they write to.
+        timeout_s: a worker without a sign of life for this time is dead [s].
+        call_off: aborts the collectives of the generation.
     """
     for worker in workers:
         if worker.is_member:
@@ -218,7 +221,7 @@ async def write_last_checkpoint(
         return worker.is_member and not worker.has_answered and lives
 
     while any(map(is_awaited, workers)):
-        # What changes while steps are finished, or files become longer.
+        # These values change while steps are finished or files grow.
         said = [(each.name, each.has_answered, each.activity.step) for each in workers]
         signs = [spool.size_bytes(), *said]
         if signs != seen:
@@ -228,8 +231,8 @@ async def write_last_checkpoint(
             return
         longest_s = max((each.activity.longest_step_s for each in workers), default=0.0)
         if nothing_s >= max(3 * timeout_s, 2 * longest_s) and not was_called_off:
-            # They wait for another host, which is gone, say: out of its step each of them writes
-            # the whole state.
+            # They probably wait for another host that is gone. After the step is aborted, each of
+            # them writes the whole state.
             was_called_off = True
             call_off()
         await asyncio.sleep(_LOOK_S)

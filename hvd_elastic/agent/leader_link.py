@@ -13,7 +13,7 @@ from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolErr
 
 
 class LeaderLink:
-    """Messages to and from the leader, and for how long nothing was heard of it."""
+    """Connection to the leader: sends and receives messages, and measures its silence."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -24,7 +24,7 @@ class LeaderLink:
         )
 
     async def open(self, commands: IO[Any], output: IO[bytes], unread: bytes = b"") -> None:
-        """Talk to a leader through these pipes; ``unread`` was read of the first already."""
+        """Connect to a leader through two pipes; ``unread`` was already read from the first."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
         self._input, _ = await loop.connect_read_pipe(
@@ -40,7 +40,7 @@ class LeaderLink:
         self._heard = time.monotonic()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._word.set()
         if self.is_open:
             self.is_open = False
@@ -48,15 +48,15 @@ class LeaderLink:
             self._input.close()
 
     def send(self, message: msg.AgentToLeader) -> None:
-        """Send a message; it is lost where there is no leader."""
+        """Send a message; it is dropped if there is no leader."""
         if self.is_open and not self._writer.is_closing():
             self._writer.write(encode(message))
 
     async def messages(self) -> AsyncIterator[msg.LeaderToAgent]:
-        """Yield what the leader says, until the connection is lost.
+        """Yield the leader's messages until the connection is lost.
 
         Raises:
-            ProtocolError: it sent what is no message.
+            ProtocolError: the leader sent a line that is not a message.
             OSError: the connection is broken.
         """
         while line := await read_line(self._reader, "the leader"):
@@ -65,26 +65,26 @@ class LeaderLink:
             yield self._decoder.decode(line)
 
     def unread(self) -> bytes:
-        """Return what has arrived and was not read yet."""
+        """Return the bytes that have arrived and were not read yet."""
         return bytes(self._reader._buffer)  # type: ignore[attr-defined]
 
     def silent_s(self) -> float:
-        """Return for how long the leader was not heard of [s]."""
+        """Return the time since the leader's last message [s]."""
         return time.monotonic() - self._heard
 
     def excuse(self, seconds: float) -> None:
-        """Leave out a time in which nobody listened."""
+        """Subtract a time in which this process was suspended [s]."""
         self._heard += seconds
 
     async def wait_for_word(self, timeout_s: float) -> None:
-        """Wait until the leader says something or the time is over."""
+        """Wait until the leader sends a message or the time is over."""
         self._word.clear()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._word.wait(), timeout_s)
 
 
 async def read_line(reader: asyncio.StreamReader, sender: str) -> bytes:
-    """Return the next line; b"" at the end, also where the last line is not whole.
+    """Return the next line; b"" at the end, also if the last line is incomplete.
 
     Raises:
         ProtocolError: the line is too long.

@@ -1,4 +1,4 @@
-"""Whether a process is alive: by its heartbeat, or, where that is missing, by what it does."""
+"""Decide whether a process is alive, by its heartbeat or else by its use of the processor."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import time
 
 from hvd_elastic.hosts.programs.processes import read_process
 
-_BEAT_DUE_S = 1.5  # a little more than the longest interval
+_BEAT_DUE_S = 1.5  # a little more than the longest interval of heartbeats
+# Interval at which the processor time is read.
 _LOOK_EVERY_S = 1.0
-# Threads that wait with a time limit wake up all the time: in a deadlock they use up to 0.5 %.
+# Threads that wait with a timeout keep waking up: a deadlocked process uses up to 0.5 %.
 _BUSY_SHARE = 0.02
+# States of a process that is stopped by a signal or a debugger.
 _STOPPED = ("T", "t")
 
 
 class Liveness:
-    """The signs of life of one process.
+    """Signs of life of one process.
 
-    Code that holds Python's lock for long keeps the heart from beating and is busy; a process that
-    is frozen, or whose threads wait for each other, is not.
+    Code that holds Python's global interpreter lock prevents heartbeats, but it uses the processor.
+    A process that is frozen, or whose threads wait for each other, does not.
 
     Args:
-        pid: the process.
+        pid: id of the process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -31,15 +33,15 @@ class Liveness:
         self._looked = self._beat
 
     def beat(self) -> None:
-        """It has said something."""
+        """Record a message of the process."""
         self._beat = time.monotonic()
 
     def excuse(self, seconds: float) -> None:
-        """For so long nobody listened [s]."""
+        """Subtract a time in which the agent itself was suspended [s]."""
         self._beat += seconds
 
     def silent_s(self, now: float) -> float:
-        """For how long there was neither a heartbeat nor, while one is due, real work [s]."""
+        """Return the time without a heartbeat and, once one is due, without real work [s]."""
         if now - self._looked >= _LOOK_EVERY_S:
             self._look(now)
         if now - self._beat < _BEAT_DUE_S:

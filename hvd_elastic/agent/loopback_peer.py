@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection over 127.0.0.1."""
+"""Find the user at the other end of a connection over 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 Address = tuple[str, int]
 
+# The kernel answers at once; this only prevents a hang.
 _TIMEOUT_S = 1.0
 # <linux/inet_diag.h>, <linux/sock_diag.h>, <linux/netlink.h>
 _SOCK_DIAG = 4
@@ -15,19 +16,19 @@ _SOCK_DIAG_BY_FAMILY = 20
 _REQUEST = 1
 _ANY_INTERFACE, _ANY_COOKIE = 0, 0xFFFFFFFF
 _HEADER = struct.Struct("=IHHII")
-_ESTABLISHED = 1  # the kernel shows a closed socket, whoever had it, as root's
+_ESTABLISHED = 1  # the kernel reports a closed socket as root's, whoever owned it
 _STATE_AT = 1
 _UID_AT = 4 + 48 + 12
 
 
 def loopback_peer_uid(peer: Address, own: Address) -> int | None:
-    """User id that owns the other end of a loopback TCP connection; None when it has closed it.
+    """Return the user id that owns the other end of a loopback TCP connection; None if closed.
 
-    Asks the kernel for that one socket. ``/proc/net/tcp``, where it does not answer, holds a line
-    for every connection of the machine: on a busy one, reading it takes milliseconds.
+    The kernel is asked for this one socket. If it does not answer, ``/proc/net/tcp`` is read, which
+    has a line for every connection of the machine and takes milliseconds on a busy one.
 
     Args:
-        peer: address of the other end, as in ``getpeername()``.
+        peer: address of the other end, as returned by ``getpeername()``.
         own: address of this end.
     """
     try:
@@ -37,10 +38,12 @@ def loopback_peer_uid(peer: Address, own: Address) -> int | None:
 
 
 def _ask_kernel(peer: Address, own: Address) -> int | None:
-    """Source: sock_diag(7).
+    """Return the user id by a netlink query.
+
+    Source: sock_diag(7).
 
     Raises:
-        OSError: there is no such socket, or it cannot be asked for.
+        OSError: the socket does not exist, or the query is not possible.
     """
     wanted = struct.pack("!HH", peer[1], own[1])
     for address, _ in (peer, own):
@@ -63,7 +66,7 @@ def _ask_kernel(peer: Address, own: Address) -> int | None:
 
 
 def _look_up(peer: Address, own: Address) -> int | None:
-    """As the kernel's table has it.
+    """Return the user id from ``/proc/net/tcp``.
 
     Source: proc(5), /proc/net/tcp: addresses are the hexadecimal words of the network-order
     address read in host order.

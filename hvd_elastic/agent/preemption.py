@@ -1,8 +1,8 @@
-"""Notices that a host will be taken away, as the host itself learns of them.
+"""Detect notices that a host will be taken away, on the host itself.
 
-Two kinds reach the agent: SIGTERM, and a command of the user's that asks whoever knows, such as the
-metadata service of a cloud. That service answers each machine for itself alone, and the leader may
-be no machine of the cloud at all, so the command is run on every host by its agent.
+There are two kinds: SIGTERM to the agent, and a command of the user that queries for example the
+metadata service of a cloud. That service answers each machine only for itself, and the leader may
+not be in the cloud at all, so the agent of every host runs the command.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 NOTICE_S = 30.0
-"""Time that a host has after a notice that names none [s]: the shortest of the large clouds."""
+"""Time until the host goes after a notice without one [s]: the shortest of the large clouds."""
 
+# Interval of the command, as recommended for the metadata services of clouds.
 _POLL_S = 5.0
+# The command is killed after this time.
 _LIMIT_S = 10.0
 _MAX_BYTES = 1 << 16
+# Exit statuses of a shell that cannot execute or find a command.
 _NOT_STARTED = (126, 127)
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*s?\s*")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?")
 
 
 def seconds_left(output: str, now: float) -> float:
-    """How long a host has, from what the command printed [s].
+    """Return how long a host has, from the output of the command [s].
 
     Args:
-        output: seconds, or a text with a time as of ISO 8601 in it (UTC where it names no zone).
-        now: unix seconds.
+        output: a number of seconds, or text with an ISO 8601 time (UTC if it has no zone).
+        now: current time [unix seconds].
 
     Returns:
-        0 or more; :data:`NOTICE_S` where it says nothing of the kind.
+        0 or more; :data:`NOTICE_S` if the output has neither.
 
     >>> seconds_left("90", 0.0), seconds_left("TRUE", 0.0)
     (90.0, 30.0)
@@ -60,12 +63,12 @@ def seconds_left(output: str, now: float) -> float:
 
 
 class PreemptionWatch:
-    """Runs the user's command every few seconds; exit status 0 says that the host will go.
+    """Runs the user's command every few seconds; exit status 0 means that the host will go away.
 
     Args:
-        command: for ``sh -c``.
-        on_notice: told the seconds left, when a notice comes.
-        on_trouble: told, once, why the command is of no use.
+        command: command for ``sh -c``.
+        on_notice: called with the seconds left when a notice arrives.
+        on_trouble: called once with the reason if the command does not work.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class PreemptionWatch:
         self._ended: asyncio.Future[int] | None = None
 
     async def watch(self) -> None:
-        """Poll for ever."""
+        """Run the command in a loop, until cancelled."""
         noticed = complained = False
         while True:
             code, output = await self._ask()
@@ -92,7 +95,7 @@ class PreemptionWatch:
             await asyncio.sleep(_POLL_S)
 
     def reaped(self, pid: int, code: int) -> bool:
-        """A child of this process ended; whether it was the command."""
+        """Handle the end of a child process; return whether it was the command."""
         if self._running is None or self._running.pid != pid:
             return False
         self._running.returncode = code
@@ -108,9 +111,9 @@ class PreemptionWatch:
         return ""
 
     async def _ask(self) -> tuple[float, str]:
-        """Exit status and output; infinite where the command did not end."""
+        """Run the command; return its exit status (infinite if it timed out) and its output."""
         self._ended = asyncio.get_running_loop().create_future()
-        # In a session of its own, so that what it starts can be ended with it.
+        # In its own session, so that its child processes can be ended with it.
         process = self._running = subprocess.Popen(
             ["/bin/sh", "-c", self._command],
             stdin=subprocess.DEVNULL,

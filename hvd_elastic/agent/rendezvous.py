@@ -1,13 +1,12 @@
-"""The rendezvous of one generation, as Gloo sees it: a key-value store on the loopback address.
+"""Gloo's rendezvous for one generation: a key-value store on the loopback address.
 
-Horovod's own rendezvous server listens on every interface, takes what anyone sends and unpickles
-some of it (CVE-2024-10190, CVE-2026-31234). Here nothing listens on a network: each agent serves
-its own workers on 127.0.0.1, and what they put travels to the other hosts over the ssh channels
-that exist anyway. Values are opaque bytes and are never decoded. A process of another user on the
-same host is refused.
+Horovod's own rendezvous server listens on every interface, accepts data from anyone and unpickles
+some of it (CVE-2024-10190, CVE-2026-31234). This one does not listen on a network: each agent
+serves its own workers on 127.0.0.1, and their values are sent to the other hosts over the existing
+ssh channels. Values are opaque bytes and are never decoded. Processes of other users are refused.
 
-A ``GET`` waits until its key is there, so nobody polls; when the generation is called off, every
-wait ends with 410.
+A ``GET`` waits until its key exists, so clients need not poll. When the generation is called off,
+every wait ends with status 410.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from hvd_elastic.agent.loopback_peer import loopback_peer_uid
 
 _REQUEST = re.compile(rb"(GET|PUT|DELETE) /([\w.:-]{1,256})/([\w.:-]{1,256}) HTTP/1\.[01]")
 _LENGTH = re.compile(rb"content-length:\s*(\d{1,9})", re.IGNORECASE)
+# Limits far above what Gloo needs, so that a faulty client cannot fill the memory.
 _MAX_VALUE_BYTES = 1 << 20
 _MAX_KEYS = 1 << 17
 _REQUEST_TIMEOUT_S = 10.0
-# Before it gives its addresses, Gloo asks for the host name of every lower rank, to count the ranks
-# of its own host. Its TCP transport never reads that count, so nobody waits for the names to
-# travel while training stands still in a rescale.
+# Before Gloo sends its addresses, it requests the host names of all lower ranks, to count the ranks
+# on its own host. Its TCP transport never uses that count. So names of other hosts are not waited
+# for, because training is paused during a rescale.
 _HOST_NAME = "rank_"
 _ANOTHER_HOST = b"another host"
 _REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 410: "Gone", 413: "Too Large"}
 
 
 class GenerationStore:
-    """Serves one generation's keys to the workers of one host.
+    """Serves the keys of one generation to the workers of one host.
 
     Args:
         forward: called with (scope, key, value) for each key that other hosts need too.
@@ -48,23 +48,23 @@ class GenerationStore:
         self.port = 0
 
     async def open(self) -> int:
-        """Listen on a free port of 127.0.0.1 and return it."""
+        """Listen on a free port of 127.0.0.1 and return the port."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 16)
         self.port = self._server.sockets[0].getsockname()[1]
         return self.port
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        """A key that another host's worker has put."""
+        """Store a key that a worker of another host has put."""
         self._values[scope, key] = value
         self._wake()
 
     def call_off(self) -> None:
-        """End every wait, now and from now on, with 410."""
+        """End all waits, current and future ones, with status 410."""
         self._called_off = True
         self._wake()
 
     def close(self) -> None:
-        """Stop listening and end every wait."""
+        """Stop listening and end all waits."""
         self.call_off()
         if self._server is not None:
             self._server.close()
@@ -77,14 +77,14 @@ class GenerationStore:
         try:
             peer, own = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
             status, body = 403, b""
-            # A peer that has already gone has no name, and none that can be trusted.
+            # The address of a peer that is gone already cannot be trusted.
             if peer is not None and loopback_peer_uid(peer, own) == os.getuid():
                 status, body = await self._answer(reader)
             head = f"HTTP/1.0 {status} {_REASONS[status]}\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
-            pass  # the client went away or spoke no HTTP: nothing to tell it
+            pass  # the client is gone or does not speak HTTP, so it gets no answer
         finally:
             writer.close()
 
@@ -104,14 +104,14 @@ class GenerationStore:
             if self._called_off:
                 return 410, b""
             self.put(scope, key, body)
-            # Keys under local_<host> concern this host's workers alone.
+            # Keys under local_<host> are for this host's workers only.
             if not scope.startswith("local_") and not key.startswith(_HOST_NAME):
                 self._forward(scope, key, body)
         elif method == b"GET":
             if key.startswith(_HOST_NAME) and not self._called_off:
                 return 200, self._values.get((scope, key), _ANOTHER_HOST)
             return await self._wait_for(scope, key)
-        # DELETE: Gloo tidies up after itself; a generation's store is dropped as a whole.
+        # DELETE needs no action: the store of a generation is dropped as a whole.
         return 200, b""
 
     async def _wait_for(self, scope: str, key: str) -> tuple[int, bytes]:

@@ -1,8 +1,7 @@
-"""A folder for the temporary files of one host's workers, so that none outlives its run.
+"""A folder for the temporary files of one host's workers, which is removed after the run.
 
-A process that is killed cannot tidy up: PyTorch's data loader, for one, leaves a folder of sockets
-in the temporary folder for every worker that ends so. With ``TMPDIR`` in a folder of the agent's,
-they go with it.
+A process that is killed cannot clean up: for example, PyTorch's data loader leaves a folder of
+sockets for every worker that was killed. ``TMPDIR`` puts them into a folder of the agent.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pathlib import Path
 
 
 def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path:
-    """Make the folder, in the temporary folder that ``environment`` names where that is there.
+    """Create the folder inside ``TMPDIR`` of ``environment`` if that is writable, or else of ours.
 
-    What an agent of the same run and host that was killed has left is removed.
+    Folders that killed agents of the same run and host left are removed.
     """
     base = _base(environment)
-    # Short: a socket's path has room for 107 characters, and names are the user's.
+    # A hash is short, since a socket's path may have at most 107 characters and names can be long.
     prefix = f"hvd-{hashlib.sha256(f'{run_id}/{host}'.encode()).hexdigest()[:12]}-"
     for old in base.glob(f"{prefix}*"):
         shutil.rmtree(old, ignore_errors=True)
@@ -30,12 +29,12 @@ def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path
 
 
 def scratch_variables(scratch: Path) -> dict[str, str]:
-    """What makes a worker use the folder, for all but what later processes want to find again."""
+    """Return variables that make a worker use the folder, except for what later runs can reuse."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers
         user = str(os.getuid())
-    # PyTorch keeps compiled code under this name in the temporary folder, for its next process.
+    # PyTorch reuses the compiled code that it keeps in this folder.
     kept = scratch.parent / f"torchinductor_{user}"
     return {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(kept)}
 

@@ -1,9 +1,9 @@
-"""What an agent has told its leader, and what of it the leader is known to have acted upon.
+"""Messages of an agent to its leader that the leader has not acknowledged yet.
 
-A leader that is killed has read more than it has acted upon. So the agent numbers what matters,
-keeps it until the leader acknowledges it, and keeps apart what a leader with just that knowledge
-would know of its workers. To the next leader it gives this, and tells it the rest again: then for
-the new leader nothing was lost, and what happened meanwhile just happened late.
+A leader that is killed has received more messages than it has acted upon. So the agent numbers its
+messages and keeps each until the leader acknowledges it. It also tracks what the leader knows of
+its workers from the acknowledged ones. The next leader gets that knowledge and then the
+unacknowledged messages: for it nothing is lost, some events are only late.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.wire import messages as msg
 
+# Maximum output of workers that is kept while there is no leader.
 _MAX_LOG_BYTES = 32 << 20
 
 
 class UnacknowledgedLog:
-    """What one agent's leader knows and does not know yet."""
+    """Log of one agent: what its leader knows of the workers, and unacknowledged messages."""
 
     def __init__(self) -> None:
         self._workers: dict[str, FoundWorker] = {}
@@ -33,16 +34,16 @@ class UnacknowledgedLog:
     # -- what the leader asked for ---------------------------------------------------------
 
     def started(self, worker: str, host: str, slot: int) -> None:
-        """A worker was asked for."""
+        """Record that the leader requested a worker."""
         self._workers[worker] = FoundWorker(worker, host, slot)
 
     def announced(self, order: Announce, here: Iterable[str]) -> None:
-        """A generation was announced; ``here``: those of its members that are on this host."""
+        """Record that a generation was announced; ``here``: its members on this host."""
         self._generation, self._members = order.generation, order.members
         for name in here:
             if name not in self._workers:
                 continue
-            # The leader had heard of all that led to this, whatever it acknowledged.
+            # The leader knew all messages that led to this, even if it has not acknowledged them.
             kept = deque[msg.AgentToLeader]()
             for message in self._unacknowledged:
                 if _where_it_stands(message) == name:
@@ -53,28 +54,28 @@ class UnacknowledgedLog:
             self._change(name, generation=order.generation, waiting=False)
 
     def told_to_leave(self, worker: str) -> None:
-        """The leader told the worker to leave."""
+        """Record that the leader told a worker to leave."""
         self._change(worker, leaving=True)
 
     def killed(self, worker: str, reason: str) -> None:
-        """The leader had the worker killed."""
+        """Record that the leader had a worker killed."""
         self._change(worker, leaving=True, killed=reason)
 
-    # -- what the leader is told -----------------------------------------------------------
+    # -- messages to the leader ------------------------------------------------------------
 
     def number(self, message: msg.AgentToLeader) -> msg.AgentToLeader:
-        """Remember ``message`` until it is acknowledged; return it with its number."""
+        """Number a message and keep it until it is acknowledged; return it."""
         self._last += 1
         message.seq = self._last
         if isinstance(message, msg.Log):
             if self._log_bytes + len(message.data) > _MAX_LOG_BYTES:
-                return message  # of all that may be lost, what workers print is the least
+                return message  # output of workers is the least important message to keep
             self._log_bytes += len(message.data)
         self._unacknowledged.append(message)
         return message
 
     def acknowledged(self, number: int) -> None:
-        """The leader has acted upon everything up to ``number``."""
+        """Drop all messages up to ``number``, which the leader has acted upon."""
         while self._unacknowledged and self._unacknowledged[0].seq <= number:
             message = self._unacknowledged.popleft()
             if isinstance(message, msg.Log):
@@ -83,24 +84,24 @@ class UnacknowledgedLog:
 
     @property
     def any_finished(self) -> bool:
-        """Whether a worker came to the end of its training; the next leader will want to hear."""
+        """Whether a worker has finished its training, which the next leader must know."""
         return any(worker.finished for worker in self._workers.values()) or any(
             isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.Finished)
             for message in self._unacknowledged
         )
 
-    # -- what the next leader is told ------------------------------------------------------
+    # -- for the next leader ---------------------------------------------------------------
 
     def snapshot(self) -> msg.HeldRun:
-        """Return what the last leader knew of this host's workers, and of the generation."""
+        """Return the last leader's knowledge of this host's workers and of the generation."""
         return msg.HeldRun(self._generation, self._members, tuple(self._workers.values()))
 
     def unacknowledged(self) -> list[msg.AgentToLeader]:
-        """Return what it did not know yet, in order."""
+        """Return the messages that it has not acknowledged, in order."""
         return list(self._unacknowledged)
 
     def unacknowledged_readings(self) -> list[msg.Reading]:
-        """Return what of that belongs to the record of what was read (``--audit``)."""
+        """Return the unacknowledged messages about what was read of the data set (``--audit``)."""
         said = (
             message.message
             for message in self._unacknowledged
@@ -137,7 +138,7 @@ class UnacknowledgedLog:
 
 
 def _where_it_stands(message: msg.AgentToLeader) -> str | None:
-    """Return the worker that says where it stands in a generation; None for other messages."""
+    """Return the worker that reports its position in a generation; None for other messages."""
     if isinstance(message, msg.WorkerSaid):
         if isinstance(message.message, (msg.Ready, msg.Standing)):
             return message.worker

@@ -1,4 +1,4 @@
-"""The worker processes of a host: started, heard, and reported to the leader when they end."""
+"""Start the worker processes of a host, receive their messages, and report their end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from hvd_elastic.hosts.programs.processes import Process, descendants, environme
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode, peer_uid
 
+# Time between SIGTERM and SIGKILL for processes that a worker left behind.
 _STRAY_GRACE_S = 2.0
 _LOG_CHUNK_BYTES = 1 << 16
 _SAME_NOTICE_S = 2.0
-"""What is sent to all processes of a host reaches all of them within this time."""
+"""Time within which a signal that is sent to all processes of a host reaches all of them."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -43,19 +44,19 @@ class Worker:
     liveness: Liveness
     activity: Activity = field(default_factory=Activity)
     is_member: bool = False
-    """It has joined a generation and is not through with its training."""
+    """Whether it has joined a generation and has not finished its training."""
     has_answered: bool = True
-    """It has written what it was asked for last, or could not."""
+    """Whether it has answered the last request for a checkpoint."""
     outlived: int = 0
-    """SIGTERM or SIGHUP, which it got first and outlived."""
+    """First SIGTERM or SIGHUP that it received and survived; 0 for none."""
     was_meant: bool = False
-    """It was ended because it alone had got that."""
+    """Whether it was ended because the signal was for it alone."""
     writer: asyncio.StreamWriter | None = None
     unsent: list[msg.AgentToWorker] = field(default_factory=list)
 
     def silent_s(self, now: float) -> float:
-        """Return for how long it gave no sign of life [s]."""
-        # Before it has connected its interpreter is still starting.
+        """Return the time without a sign of life [s]."""
+        # Until it connects, its interpreter is still starting.
         return 0.0 if self.writer is None else self.liveness.silent_s(now)
 
     def send(self, message: msg.AgentToWorker) -> None:
@@ -67,16 +68,16 @@ class Worker:
 
 
 class Workers:
-    """The workers of one run on this host.
+    """Workers of one run on this host.
 
     Args:
-        hello: the leader's; another leader brings its own.
-        spool: the folder in which workers leave checkpoints.
-        interface: of the network, for the ring; None leaves the choice to Gloo and NCCL.
-        tell: told what the leader must not miss.
+        hello: first message of the leader; a new leader replaces it.
+        spool: folder to which workers write checkpoints.
+        interface: network interface for the ring; None lets Gloo and NCCL choose.
+        tell: called with messages that must reach the leader.
 
     Attributes:
-        host_goes: whether the whole host got a notice, and not one worker alone.
+        host_goes: whether the whole host, not just one worker, received a notice.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Workers:
         )
 
     def close(self) -> None:
-        """Remove what the workers, which have ended, left in their temporary folder."""
+        """Remove the workers' temporary folder; all workers have ended."""
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __bool__(self) -> bool:
@@ -112,23 +113,23 @@ class Workers:
         return iter(self._by_name.values())
 
     def get(self, name: str) -> Worker | None:
-        """Return the worker of that name, if it lives."""
+        """Return the living worker of that name, or None."""
         return self._by_name.get(name)
 
     def send_all(self, message: msg.AgentToWorker) -> None:
-        """Send a message to all of them."""
+        """Send a message to all workers."""
         for worker in self:
             worker.send(message)
 
-    # -- their start ------------------------------------------------------------------------
+    # -- start ------------------------------------------------------------------------------
 
     def start(self, order: msg.StartWorker) -> None:
-        """Start a worker; the leader is told where that cannot be."""
+        """Start a worker; if that fails, report it to the leader."""
         variables = self._environment(order)
         cwd, command = self.hello.cwd, list(self.hello.command)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         try:
-            # A command with a slash in it is meant from the folder it runs in.
+            # A relative command with a slash is relative to the worker's folder, not to ours.
             named = str(Path(cwd, command[0])) if "/" in command[0] else command[0]
             program = shutil.which(named, path=variables.get("PATH"))
             if not Path(cwd).is_dir():
@@ -150,16 +151,16 @@ class Workers:
     def _environment(self, order: msg.StartWorker) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
         defaults = {
-            # Several workers that each take all cores slow each other down (as torchrun does).
+            # As torchrun does: if each worker used all cores, they would slow each other down.
             "OMP_NUM_THREADS": str(max(1, cores // max(1, order.slots))),
-            # What breaks a ring is said in our own words; Horovod's come once for each rank.
+            # The leader reports why a ring broke; Horovod would print errors for every rank.
             "HOROVOD_LOG_LEVEL": "fatal",
-            # A worker that dies by a signal leaves its Python stack in its log.
+            # A worker that is killed by a signal then prints its Python stack.
             "PYTHONFAULTHANDLER": "1",
             **scratch_variables(self._scratch),
         }
         if self._interface:
-            # NCCL looks once in a process, and without it at every interface there is.
+            # NCCL reads this only once in a process; without it, it tries every interface.
             defaults["NCCL_SOCKET_IFNAME"] = f"={self._interface}"
         return {
             **defaults,
@@ -177,7 +178,7 @@ class Workers:
         }
 
     def join(self, announcement: msg.Announcement, here: Sequence[Member], store_port: int) -> None:
-        """Tell the members of a generation that are on this host to join it."""
+        """Send the announcement to the members of a generation on this host."""
         for member in here:
             if worker := self.get(member.worker):
                 size = len(announcement.order.members)
@@ -185,7 +186,7 @@ class Workers:
                 worker.send(msg.Join(announcement, variables))
 
     def _ring_variables(self, member: Member, size: int, store_port: int) -> dict[str, str]:
-        """Return Horovod's variables for one member of a generation of ``size``."""
+        """Return Horovod's environment variables for one member of a generation of ``size``."""
         hierarchical = any("HIERARCHICAL" in name for name in self.hello.env)
         values = {
             "RANK": member.rank,
@@ -196,9 +197,9 @@ class Workers:
             "CROSS_SIZE": member.cross_size,
             "CONTROLLER": "gloo",
             "CPU_OPERATIONS": "gloo",
-            # Only hierarchical operations use a ring for the ranks of a host and one across hosts.
+            # Only hierarchical operations need separate rings within a host and across hosts.
             "GLOO_SINGLE_CONTEXT": 0 if hierarchical else 1,
-            # Operations that NCCL has begun are aborted when a rank fails, instead of waited for.
+            # When a rank fails, NCCL operations in progress are aborted instead of waited for.
             "NCCL_ELASTIC": 1,
             "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
             "GLOO_RENDEZVOUS_PORT": store_port,
@@ -208,7 +209,7 @@ class Workers:
             values["GLOO_IFACE"] = self._interface
         return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
 
-    # -- what they say ----------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -225,7 +226,7 @@ class Workers:
             worker.unsent.clear()
             await self._listen_to(worker, reader)
         except (ProtocolError, OSError):
-            pass  # nobody that is known here; or a worker that dies, which is reported by its end
+            pass  # an unknown process, or a dying worker, whose end is reported anyway
         finally:
             writer.close()
 
@@ -237,7 +238,7 @@ class Workers:
                 worker.liveness.beat()
                 self._take_from(worker, messages.decode(line))
         except ProtocolError as error:
-            # Its end follows: a worker that loses its agent ends.
+            # The worker ends because it loses its agent.
             self._tell(msg.AgentWarning(f"{error}. This worker is given up"))
 
     def _take_from(self, worker: Worker, message: msg.WorkerToAgent) -> None:
@@ -256,13 +257,13 @@ class Workers:
                 self._tell(msg.WorkerSaid(worker.name, message))
 
     def _end_if_meant_alone(self, worker: Worker) -> None:
-        """End a worker that outlived SIGTERM, if that was no notice to the whole host."""
+        """End a worker that survived SIGTERM, unless the whole host received that notice."""
         if not self.host_goes:
             worker.was_meant = True
             worker.send(msg.End())
 
     def _forward_log(self, worker: Worker) -> bool:
-        """Tell the leader what the worker printed; whether there was something."""
+        """Send the worker's output to the leader; return whether there was any."""
         try:
             data = os.read(worker.log, _LOG_CHUNK_BYTES)
         except BlockingIOError:
@@ -275,16 +276,16 @@ class Workers:
         self._tell(msg.Log(worker.name, data.decode(errors="replace")))
         return True
 
-    # -- their end --------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------
 
     def with_pid(self, pid: int) -> Worker | None:
         """Return the worker with this process id."""
         return next((worker for worker in self if worker.process.pid == pid), None)
 
     async def report_end(self, worker: Worker, code: int) -> None:
-        """Tell the leader that a worker has ended; then end what it started and left behind."""
+        """Report a worker's end to the leader, then end the processes that it left behind."""
         worker.process.returncode = code
-        # What it said last comes before the news of its end.
+        # Its last messages and output must be sent before the report of its end.
         for _ in range(64):
             if worker.writer is None or worker.writer.is_closing():
                 break
@@ -295,7 +296,8 @@ class Workers:
         os.close(worker.log)
         del self._by_name[worker.name]
         if worker.was_meant and code == -signal.SIGKILL:
-            code = -worker.outlived  # what somebody sent, and not how it was carried out
+            # Report the signal that somebody sent, not the kill that followed.
+            code = -worker.outlived
         self._tell(
             msg.WorkerEnded(
                 worker.name, code=code if code >= 0 else None, signal=-code if code < 0 else None
@@ -308,14 +310,14 @@ class Workers:
             send(stray, signal.SIGKILL)
 
     def kill(self, name: str) -> None:
-        """Kill a worker and the processes of its group."""
+        """Kill a worker and its process group."""
         if worker := self.get(name):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
 
 
 def _strays_of(worker: Worker) -> list[Process]:
-    """What a worker that has ended left behind: of its session, or with its variables."""
+    """Return processes that an ended worker left behind: in its session, or with its variables."""
     return [
         process
         for process in descendants()
@@ -327,10 +329,10 @@ def _strays_of(worker: Worker) -> list[Process]:
 def _start_process(
     command: Sequence[str], cwd: str, variables: dict[str, str], output: int
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own; the kernel kills it when this process is killed.
+    """Start a command in its own session; the kernel kills it when this process dies.
 
     Raises:
-        OSError: the command or the folder does not exist, or cannot be used.
+        OSError: the command or the folder does not exist or cannot be used.
     """
     parent = os.getpid()
 

@@ -1,7 +1,7 @@
-"""``runclust``, ``copyclust``, ``killclust``, ``checkclust``, and ``hvd-elastic trust``.
+"""The commands ``runclust``, ``copyclust``, ``killclust``, ``checkclust``, ``hvd-elastic trust``.
 
-The same functions stand behind ``hvd-elastic cluster run|copy|kill|check|trust``. Exit status:
-0 all hosts well, 1 something failed and was reported by host, 2 wrong usage.
+``hvd-elastic cluster run|copy|kill|check|trust`` calls the same functions. Exit status: 0 if all
+hosts succeeded, 1 if something failed and was reported by host, 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 
 class _HostfileFirst(typer.core.TyperCommand):
-    """Lets options stand before and after HOSTFILE; after them everything is the user's command."""
+    """Accepts options before and after HOSTFILE; everything after them is the user's command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         at = self._end_of_options(args, 0)
         if at < len(args) and args[at] != "--":
             end = self._end_of_options(args, at + 1)
-            # The parser stops at the first argument: the hostfile must come right before the rest.
+            # The parser stops at the first argument, so move the hostfile next to the command.
             rest = args[end + 1 :] if args[end : end + 1] == ["--"] else args[end:]
             args = [*args[:at], *args[at + 1 : end], "--", args[at], *rest]
         return super().parse_args(ctx, args)
@@ -118,9 +118,9 @@ def run(
         typer.Option("--no-stdin", "-n", help="No input for the command; else it gets this one's."),
     ] = False,
 ) -> None:
-    """Run a shell command on every host, output as it comes, each line under its host's name.
+    """Run a shell command on every host; show output as it arrives, with the host's name.
 
-    Ctrl-C ends the command on every host, with all that it started.
+    Ctrl-C ends the command on every host, with everything that it started.
 
     For example:
 
@@ -142,7 +142,7 @@ def run(
     on_lines = None if chosen.as_json or gather else printer.lines
     has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
     has_stdin = has_stdin and not _is_nothing(0)
-    # Not sys.stdin, whose reader in a background thread would hold up the end of this process.
+    # Not sys.stdin: a background thread that reads it would delay the end of this process.
     with open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin:
         results = run_on_hosts(
             chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting
@@ -231,10 +231,10 @@ def copy(
         int, whole_number_option("--jobs", least=1, help="Of --pull with {path}, at a time.")
     ] = 8,
 ) -> None:
-    """Copy a file or folder to every host: sent once, passed on from host to host.
+    """Copy a file or folder to every host; it is sent once and passed on from host to host.
 
-    Only what differs (by size and time) is sent, and a file gets its name when its SHA-256 is
-    right. Repeated after an interruption it goes on where it was.
+    Only files that differ (by size and time) are sent, and each is verified by SHA-256 before it
+    gets its name. Repeat the command after an interruption to continue.
 
     For example:
 
@@ -252,7 +252,7 @@ def copy(
     from hvd_elastic.cluster.copy.copying import CopySettings, copy_to_hosts
 
     if not places[0]:
-        # Path would make the current folder of it.
+        # Path would turn it into the current folder.
         name = "source" if pull is None else "destination"
         raise UsageError(f"{name} '': it is empty. Is a variable of your script not set?")
     for pattern in exclude or ():
@@ -306,7 +306,7 @@ def copy(
 def _read_places(
     places: Sequence[str], listed: str | None, source_host: Host | None
 ) -> tuple[Path, str]:
-    """The source and the destination."""
+    """Return the source and the destination."""
     from hvd_elastic.cluster.copy.copying import check_destination, check_source
 
     if listed is not None:
@@ -329,7 +329,7 @@ def _read_pull(
     settings: CopySettings,
     source_host: str | None,
 ) -> tuple[Pulled, str]:
-    """What is fetched, and the destination."""
+    """Return what to fetch, and the destination."""
     from hvd_elastic.cluster.copy.copying import Pulled, check_destination
     from hvd_elastic.cluster.copy.pull import check_pull, read_list
 
@@ -353,7 +353,7 @@ def _read_pull(
 
 
 def _find_host(hosts: Sequence[Host], text: str) -> Host:
-    """The host of that name with what the hostfile says of it, or as the text itself says."""
+    """Return the host of that name from the hostfile, or else a host parsed from the text."""
     known = next((host for host in hosts if host.name == text), None)
     return known or parse_hosts(text, "--from").hosts[0]
 
@@ -383,11 +383,12 @@ def kill(
         float, number_option("--grace", metavar="SECONDS", help="Between TERM and KILL.")
     ] = 5.0,
 ) -> None:
-    """End your own processes of a run, with their descendants, on every host; nothing else.
+    """End your own processes of a run, with their descendants, on every host.
 
-    They are found by HVD_ELASTIC_RUN_ID in their environment, not by name; with --strays by what
-    other launchers put there, and only where no living process holds them. Then temporary folders,
-    shared memory, locks and sockets are removed that dead runs left and nobody uses.
+    Processes are found by HVD_ELASTIC_RUN_ID in their environment, not by name. --strays finds
+    workers of other launchers by their environment, and only if their launcher has ended. Then
+    temporary folders, shared memory, locks and sockets that dead runs left and nobody uses are
+    removed.
 
     For example:
 
@@ -431,7 +432,7 @@ def kill(
 
 
 def _has_traces(result: HostResult[Ended]) -> bool:
-    # Files of other kinds do not tell which run left them.
+    # Only a temporary folder shows which run left it.
     files = [file for file in result.answer.files if file.kind == "temporary folder"]
     return bool(result.answer.processes or files)
 
@@ -499,10 +500,10 @@ def check(
         bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")
     ] = False,
 ) -> None:
-    """Say of every host what would break a run on it, and what to do about it.
+    """Report for every host what would break a run on it, and what to do about it.
 
-    Looked at: connection, Python, packages, code, CUDA, GPUs, folders, memory, limits, clock,
-    names, interfaces, strays; then who reaches whom, and how fast.
+    Checks connection, Python, packages, code, CUDA, GPUs, folders, memory, limits, clock, names,
+    interfaces and stray processes; then whether hosts reach one another, and how fast.
 
     For example:
 
@@ -594,7 +595,7 @@ def checkclust_main() -> None:
 
 
 def _is_nothing(descriptor: int) -> bool:
-    """Whether it is /dev/null, which hosts have themselves."""
+    """Return whether a descriptor is /dev/null; it need not be sent, since hosts have their own."""
     return os.fstat(descriptor).st_rdev == os.stat(os.devnull).st_rdev  # noqa: PTH116
 
 
@@ -608,6 +609,6 @@ def _main(
     app.command(
         name, cls=cls, context_settings={"help_option_names": ["-h", "--help"], **(settings or {})}
     )(function)
-    # Batch systems end a process with TERM: treat it as Ctrl-C, so that the hosts are told.
+    # Batch systems end a process with TERM; handle it like Ctrl-C, which stops the hosts' commands.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     enter(name, typer.main.get_command(app))

@@ -1,4 +1,4 @@
-"""What ``copyclust`` shows of each host: a line, and its JSON."""
+"""Format the result of ``copyclust`` for each host, as a line of text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_elastic.hosts.fanout import HostResult
 
 
 def describe_copied(result: HostResult[Copied], target: str, pulls: bool) -> dict[str, Any]:
-    """What the JSON object of a host has besides the outcome."""
+    """Return the fields of a host's JSON object besides its outcome."""
     value = result.value or Copied(0, 0, 0, 0, ())
     fetched = {
         "fetched": value.fetched,
@@ -36,7 +36,7 @@ def describe_copied(result: HostResult[Copied], target: str, pulls: bool) -> dic
 def copied_in_words(
     result: HostResult[Copied], chosen: Chosen, printer: Printer, pulled: Pulled | None
 ) -> str:
-    """The line for a host; what it should know besides is printed."""
+    """Return the line of text for a host; print further notes about it."""
     value, name = result.answer, result.host.name
     if chosen.dry_run and pulled is not None and pulled.files is None:
         return "would run the command" if value.fetched else "would take it from the others"

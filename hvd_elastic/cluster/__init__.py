@@ -1,6 +1,6 @@
-"""What the cluster tools do: run, copy, kill and check on all hosts of a hostfile.
+"""Cluster tools: run commands, copy, end processes and check on all hosts of a hostfile.
 
-:class:`HostGroup` gives the same to fabfiles and Python programs as a ``fabric.Group``.
+:class:`HostGroup` offers them as a ``fabric.Group``, for fabfiles and Python programs.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ __all__ = ["HostConnection", "HostGroup"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load Fabric only for those who ask for it."""
+    """Import Fabric only when one of these classes is used."""
     if name in __all__:
         from hvd_elastic.cluster import host_group
 

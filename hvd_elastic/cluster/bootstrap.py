@@ -1,4 +1,4 @@
-"""The first contact with a cluster: the leader's public key brought to every host."""
+"""Install the leader's public ssh key on every host of a new cluster."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from hvd_elastic.hosts.known_hosts import fingerprint
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local
 
 DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+# Limit for adding the key on one host.
 INSTALL_S = 20.0
-# The key comes on stdin, and is told apart by its middle word: the comment may differ. Hosts may
-# share a home folder, so one at a time.
+# The key comes on stdin and is compared by its second word, since the comment may differ. The lock
+# is for hosts that share a home folder.
 _INSTALL = """umask 077; mkdir -p ~/.ssh && read -r key && blob=$(echo "$key" | cut -d' ' -f2) &&
 file=~/.ssh/authorized_keys && exec 9>> "$file" || exit
 ! command -v flock > /dev/null || flock 9
@@ -33,8 +34,8 @@ class LeaderKey:
     """The key by which this machine's user shall log in to the hosts.
 
     Attributes:
-        path: the private key's file; it may still have to be made.
-        line: the public key as it stands in ``authorized_keys``; "" while there is none.
+        path: file of the private key, which may not exist yet.
+        line: the public key as a line of ``authorized_keys``; "" if there is none yet.
     """
 
     path: Path
@@ -42,17 +43,17 @@ class LeaderKey:
 
     @property
     def fingerprint(self) -> str:
-        """As ``ssh-keygen -l`` prints it; "" while there is no key."""
+        """The fingerprint as printed by ``ssh-keygen -l``; "" if there is no key."""
         try:
             return fingerprint(base64.b64decode(self.line.split()[1], validate=True))
         except (IndexError, binascii.Error):
             return ""
 
     def make(self) -> LeaderKey:
-        """The key, made if there is none (ed25519, without passphrase).
+        """Return the key; create it if there is none (ed25519, without passphrase).
 
         Raises:
-            SshError: it cannot be made.
+            SshError: it cannot be created.
         """
         if self.line:
             return self
@@ -72,11 +73,11 @@ class LeaderKey:
 
 
 def find_leader_key(hosts: Sequence[Host], options: SshOptions) -> LeaderKey:
-    """The key that ssh would use: of the ssh configuration, else the user's first.
+    """Return the key that ssh would use: that of the ssh configuration, or else the user's first.
 
     Args:
-        hosts: the hosts; the configuration of the first is looked at.
-        options: which ssh configuration; its ``identity`` is another's key, by which one gets in.
+        hosts: the hosts; the ssh configuration is read for the first one.
+        options: ssh options. Their ``identity`` is another key, by which hosts can be reached now.
     """
     config = ssh_config.load_ssh_config(options.config_path)
     named = config.lookup(hosts[0].name).get("identityfile", []) if hosts else []
@@ -94,17 +95,18 @@ def bring_key(
     ask_password: Callable[[Sequence[Host]], str | None],
     fanout: int = DEFAULT_FANOUT,
 ) -> list[HostResult[str]]:
-    """Adds the key to ``~/.ssh/authorized_keys`` on every host, and tries it.
+    """Add the key to ``~/.ssh/authorized_keys`` on every host, and test that it is accepted.
 
     Args:
-        hosts: which; their host keys are known by now.
-        key: the leader's.
-        options: how to connect until then.
-        ask_password: is shown the hosts that let nobody in without one; None: there is none.
-        fanout: hosts at a time.
+        hosts: the hosts, whose host keys are known by now.
+        key: the leader's key.
+        options: ssh options for logging in without that key.
+        ask_password: called with the hosts that refuse a login without password; returns the
+            password, or None.
+        fanout: maximum number of hosts at a time.
 
     Returns:
-        One result a host, in order: "there" already, "added", or "local" (this machine).
+        One result for each host, in order: "there" (it had the key), "added", or "local".
     """
     by_key = replace(options, identity=key.path)
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _OUTPUT_BYTES = 1 << 30
-"""Most that is kept of a command's output on each host: as good as all, as Fabric keeps it."""
+"""Limit of the output kept for each host; Fabric has none, so this is high."""
 
 _HIDDEN: dict[bool | str | None, tuple[str, ...]] = {
     **dict.fromkeys((None, False), ()),
@@ -55,10 +55,10 @@ _HIDDEN: dict[bool | str | None, tuple[str, ...]] = {
 
 
 class HostConnection(fabric.Connection):
-    """A ``fabric.Connection`` to one host, opened when it is first used.
+    """A ``fabric.Connection`` to one host that connects when it is first used.
 
-    Host keys are verified and ``~/.ssh/config`` is read as by all tools here; Fabric's own
-    configuration (``~/.fabric.yaml``, ``FABRIC_`` variables) is not.
+    Host keys are verified and ``~/.ssh/config`` is read as by all tools of this project. Fabric's
+    own configuration (``~/.fabric.yaml``, ``FABRIC_`` variables) is not used.
     """
 
     def __init__(self, host: Host, options: SshOptions | None = None) -> None:
@@ -68,7 +68,7 @@ class HostConnection(fabric.Connection):
         self._set(at=host, options=options or SshOptions(), ours=None)
 
     def open(self) -> None:
-        """Connect, unless that is done.
+        """Connect, unless connected already.
 
         Raises:
             HostUnreachableError, HostKeyError, SshError: as :func:`hvd_elastic.hosts.ssh.connect`;
@@ -82,7 +82,7 @@ class HostConnection(fabric.Connection):
         self.client, self.transport = self.ours.client, self.ours.client.get_transport()
 
     def close(self) -> None:
-        """Close the connection; a further call does nothing."""
+        """Close the connection; further calls do nothing."""
         super().close()
         if self.ours is not None:
             self.ours.close()
@@ -96,10 +96,11 @@ class HostGroup(fabric.Group):
     done; its ``result`` has ``succeeded`` and ``failed``. Members are :class:`HostConnection`.
 
     Args:
-        hosts: as in a hostfile (``"node1"``, ``"me@node2:2222"``, ``"gpu[01-16]"``).
-        options: how to connect.
-        fanout: hosts at a time.
-        timeout_s: seconds that :meth:`run` and :meth:`get` may take on each host; None: no limit.
+           hosts: host patterns as in a hostfile (``"node1"``, ``"me@node2:2222"``,
+                ``"gpu[01-16]"``).
+            options: ssh options.
+            fanout: maximum number of hosts at a time.
+            timeout_s: limit for :meth:`run` and :meth:`get` on each host [s]; None for no limit.
 
     Raises:
         HostfileError: a host cannot be parsed.
@@ -133,17 +134,17 @@ class HostGroup(fabric.Group):
         fanout: int = DEFAULT_FANOUT,
         timeout_s: float | None = None,
     ) -> Self:
-        """Return the hosts of a hostfile.
+        """Return a group of the hosts of a hostfile.
 
         Args:
-            path: of the hostfile.
-            only: names of hosts to take, as in ``gpu[01-04],login``; None: all.
-            exclude: names to leave out, likewise.
-            options, fanout, timeout_s: as of the class.
+            path: path of the hostfile.
+            only: names of hosts to include, such as ``gpu[01-04],login``; None for all.
+            exclude: names of hosts to leave out, in the same form.
+            options, fanout, timeout_s: as for the class.
 
         Raises:
-            HostfileError: it cannot be read; names path and line.
-            UsageError: ``only`` or ``exclude`` names no host of it.
+            HostfileError: the hostfile cannot be parsed; names path and line.
+            UsageError: ``only`` or ``exclude`` has a name that is not in the hostfile.
         """
         group = cls(options=options, fanout=fanout, timeout_s=timeout_s)
         group._add(select_hosts(parse_hostfile(path), only, exclude))
@@ -178,18 +179,18 @@ class HostGroup(fabric.Group):
     ) -> GroupResult:
         """Run a shell command on every host, as ``runclust`` does.
 
-        What it starts on a host ends with it when the caller is interrupted or gone.
+        If the caller is interrupted or dies, all that the command started on a host is ended.
 
         Args:
             command: shell text.
-            warn: whether an exit status other than 0 is no failure.
-            hide: what is not printed: ``"out"``, ``"err"``, True for both; else each line is
-                printed with the name of its host.
-            env: variables set for it; they do not show on a command line.
-            cwd: the folder it runs in; "" is the user's home.
-            timeout: seconds for the command on each host, connecting not counted; None: as the
-                group says.
-            in_stream: a binary file that every host's command reads from its beginning.
+            warn: whether to accept an exit status other than 0.
+            hide: output that is not printed: ``"out"``, ``"err"``, or True for both. Other lines
+                are printed with the name of their host.
+            env: variables to set for it; they do not appear on any command line.
+            cwd: folder to run it in; "" for the user's home.
+            timeout: limit for the command on each host, without connecting [s]; None for the
+                group's limit.
+            in_stream: binary file that the command on every host reads from the beginning.
             sudo: see :meth:`sudo`.
 
         Returns:
@@ -220,7 +221,8 @@ class HostGroup(fabric.Group):
                 hide=hidden,
             )
             if found.value.timed_out:
-                return CommandTimedOut(result, limit_s)  # type: ignore[arg-type]  # fractions, too
+                # A limit may have fractions of a second.
+                return CommandTimedOut(result, limit_s)  # type: ignore[arg-type]
             return result if result.ok or warn else UnexpectedExit(result)
 
         return self._gather(results, convert)
@@ -230,7 +232,7 @@ class HostGroup(fabric.Group):
 
         Args:
             command: shell text.
-            how: as of :meth:`run`.
+            how: keyword arguments of :meth:`run`.
         """
         return self.run(command, sudo=True, **how)
 
@@ -243,19 +245,19 @@ class HostGroup(fabric.Group):
     ) -> GroupResult:
         """Copy a file or folder to every host, from host to host as ``copyclust`` does.
 
-        The data leave this machine once, and what a host has already is not sent again.
+        The data leave this machine only once, and files that a host has already are not sent again.
 
         Args:
-            local: a path, or a binary file.
-            remote: absolute or under ``~/``; a ``/`` at its end means inside that folder; None is
-                the home folder.
-            settings: of the copy.
+            local: a path, or a binary file object.
+            remote: absolute path or path under ``~/``; one that ends with ``/`` is the folder to
+                copy into. None for the home folder.
+            settings: settings of the copy.
 
         Returns:
             A ``fabric.transfer.Result`` for each host.
 
         Raises:
-            UsageError: there is no such source, or ``remote`` cannot be a destination.
+            UsageError: the source does not exist, or ``remote`` cannot be a destination.
             GroupException: a host failed.
         """
         with _as_path(local) as path:
@@ -277,8 +279,8 @@ class HostGroup(fabric.Group):
         """Copy a file from every host to this machine.
 
         Args:
-            remote: its path on the hosts.
-            local: where to; ``{host}`` becomes the name of each host.
+            remote: path of the file on the hosts.
+            local: path of the copy here, in which ``{host}`` stands for the name of each host.
 
         Returns:
             A ``fabric.transfer.Result`` for each host.
@@ -324,7 +326,7 @@ def _print_lines(host: Host, stream: str, text: str, *, hidden: tuple[str, ...])
 
 
 def _copy_here(member: HostConnection, remote: str, local: str) -> TransferResult:
-    """As ``get`` of a connection, on this machine."""
+    """Copy a file on this machine, as ``get`` of a connection does from a host."""
     source = Path(remote).expanduser()
     target = Path(local.format(host=member.at.name))
     if local.endswith("/"):

@@ -1,4 +1,4 @@
-"""Ending what a run left on its hosts (``killclust``): processes, then the files they leave."""
+"""End processes that a run left on its hosts, and remove files they left (``killclust``)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect
 
 DEFAULT_GRACE_S = 5.0
+# Limit for a program on a host, without the grace time.
 SCRIPT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """Which of the caller's own processes are meant; their descendants are with them.
+    """Selection of processes of the current user; their descendants are included.
 
     Attributes:
-        run: those with this run id in their environment; None: those of every run.
+        run: processes with this run id in their environment; None for those of every run.
         strays: instead, workers of torchrun, mpirun and horovodrun (known by their environment)
-            that no living launcher holds any more.
-        pattern: instead, those whose command line matches this regular expression.
+            whose launcher has ended.
+        pattern: instead, processes whose command line matches this regular expression.
     """
 
     run: str | None = None
@@ -34,13 +35,13 @@ class Target:
 
 @dataclass(frozen=True)
 class FoundProcess:
-    """A process of a run.
+    """A process that was found.
 
     Attributes:
         pid: its process id on its host.
         command: its command line, cut to 200 characters.
-        run: the run it belongs to; for a stray the launcher, with the job's name if it has one.
-        ended: the signal that ended it (``TERM``, ``KILL``), ``left`` when none did, "" when it
+        run: run that it belongs to; for a stray the launcher, with the job's name if it has one.
+        ended: signal that ended it (``TERM``, ``KILL``), ``left`` if it is still alive, "" if it
             was only listed.
     """
 
@@ -52,12 +53,12 @@ class FoundProcess:
 
 @dataclass(frozen=True)
 class LeftFile:
-    """A file or folder that dead processes left, and nobody uses.
+    """An unused file or folder that dead processes left.
 
     Attributes:
-        path: where it lies on its host.
+        path: path on its host.
         kind: ``temporary folder``, ``shared memory``, ``lock`` or ``socket``.
-        bytes: its size.
+        bytes: size [bytes].
         problem: why it could not be removed, or "".
     """
 
@@ -69,12 +70,12 @@ class LeftFile:
 
 @dataclass(frozen=True)
 class Ended:
-    """What was ended and removed on a host (in a dry run: would be).
+    """Processes ended and files removed on a host; in a dry run, those that would be.
 
     Attributes:
-        processes: those that were found.
-        files: what dead processes had left.
-        gpus: a line for each process that still holds GPU memory.
+        processes: processes that were found.
+        files: files that dead processes had left.
+        gpus: a line of text for each process that still holds GPU memory.
     """
 
     processes: tuple[FoundProcess, ...]
@@ -90,21 +91,21 @@ def kill_run(
     dry_run: bool = False,
     fanout: int = DEFAULT_FANOUT,
 ) -> Iterator[HostResult[Ended]]:
-    """Ends the caller's own processes of a run, with their descendants, on every host.
+    """End the current user's processes of a run, with their descendants, on every host.
 
-    Nothing else is touched. Then files are removed that dead processes of the caller's left: none
-    that any process has open.
+    Other processes are not touched. Then files that dead processes of the user left are removed,
+    except those that any process has open.
 
     Args:
-        hosts: where.
-        target: which processes.
-        options: how to connect.
+        hosts: hosts to do it on.
+        target: processes to end.
+        options: ssh options.
         grace_s: seconds between TERM and KILL.
-        dry_run: only list them.
-        fanout: hosts at a time.
+        dry_run: only list processes and files.
+        fanout: maximum number of hosts at a time.
 
     Yields:
-        One result a host as it ends; FAILED when a process could not be ended.
+        One result for each host as it is done; FAILED if a process could not be ended.
     """
     options = options or SshOptions()
     kill_s = SCRIPT_S + 5 * grace_s
@@ -113,7 +114,7 @@ def kill_run(
         with connect(host, options) as connection:
             stopper.add(connection.close)
             processes = end_processes_of(connection, target, grace_s, kill_s, dry_run)
-            # Files know no pattern: those of every dead run are looked for.
+            # Files cannot be selected by pattern, so those of all dead runs are included then.
             request = {"run": target.run, "host": host.name, "dry_run": dry_run}
             left = run_script(connection, "clear_left", request, SCRIPT_S)
             return Ended(
@@ -134,15 +135,17 @@ def end_processes_of(
     dry_run: bool,
     ours: bool = False,
 ) -> list[dict[str, Any]]:
-    """Finds processes on a host and, but in a dry run, ends them; the fields are FoundProcess's.
+    """Find processes on a host, end them unless it is a dry run, and return their fields.
+
+    The fields are those of :class:`FoundProcess`.
 
     Args:
-        connection: the host.
-        target: which processes.
+        connection: connection to the host.
+        target: processes to find.
         grace_s: seconds between TERM and KILL.
-        limit_s: seconds for all of it.
+        limit_s: limit for all of it [s].
         dry_run: only list them.
-        ours: whether what our own agents left counts among the strays.
+        ours: whether processes that our own agents left count as strays too.
     """
     request = {**vars(target), "ours": ours, "grace_s": grace_s, "dry_run": dry_run}
     found: list[dict[str, Any]] = run_script(connection, "kill_run", request, limit_s)["processes"]

@@ -1,4 +1,4 @@
-"""The trust step: host keys shown once to a person, accepted once, and strict ever after."""
+"""Accept unknown host keys after showing them to the user once; changed keys are refused."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from hvd_elastic.hosts.ssh import SshOptions, is_local, jump_hosts, own_known_ho
 
 
 class TrustState(Enum):
-    """How a host stands after the trust step."""
+    """State of a host's key after :func:`trust_hosts`."""
 
     LOCAL = "local"  # this machine: no ssh, no key
     KNOWN = "known"  # its key was known before
     ACCEPTED = "accepted"
-    DECLINED = "declined"  # shown, not accepted
-    REFUSED = "refused"  # changed or revoked; only a person can mend that
+    DECLINED = "declined"  # shown and not accepted
+    REFUSED = "refused"  # changed or revoked; the user must resolve that
     UNREACHABLE = "unreachable"
 
 
 @dataclass(frozen=True)
 class ShownKey:
-    """The key that a host showed.
+    """Key that a host showed.
 
     Attributes:
-        host: the host's name in the hostfile (or of a jump host).
-        name: its name in known_hosts, "" when it showed none.
-        key: its key, None when it showed none.
+        host: name of the host in the hostfile (or of a jump host).
+        state: whether the key is trusted now.
+        name: name of the host in known_hosts, "" if it showed no key.
+        key: its key, None if it showed none.
         message: why it is refused or unreachable.
     """
 
@@ -53,22 +54,22 @@ def trust_hosts(
     confirm: Callable[[list[ShownKey]], bool],
     fanout: int = 64,
 ) -> list[ShownKey]:
-    """Reads the hosts' keys and adds the unknown ones to the project's known_hosts.
+    """Read the hosts' keys and add unknown ones to this project's known_hosts.
 
-    Jump hosts of the ssh configuration come first: their keys must be known before a host behind
-    them can be asked for its own.
+    Jump hosts of the ssh configuration come first, since their keys must be known before the hosts
+    behind them can be reached.
 
     Args:
-        hosts: the hosts of a hostfile.
-        options: how to connect.
-        confirm: is shown the unknown keys and says whether to accept them; not called for none.
-        fanout: hosts asked at a time.
+        hosts: hosts of a hostfile.
+        options: ssh options.
+        confirm: called with the unknown keys, if any; returns whether to accept them.
+        fanout: maximum number of hosts at a time.
 
     Returns:
-        One entry a host (jump hosts first), in the hostfile's order.
+        One entry for each host in the hostfile's order, after those of jump hosts.
 
     Raises:
-        SshError: the known_hosts cannot be written, or the ssh configuration cannot be read.
+        SshError: known_hosts cannot be written, or the ssh configuration cannot be read.
     """
     remote = [host for host in hosts if not is_local(host, options)]
     jumps: dict[str, Host] = {}

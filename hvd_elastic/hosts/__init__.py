@@ -1,1 +1,1 @@
-"""Hosts of a run: hostfiles, ssh connections, one task on many hosts."""
+"""Hosts of a run: hostfiles, ssh connections, and one task on many hosts."""

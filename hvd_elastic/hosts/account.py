@@ -1,4 +1,4 @@
-"""The account that logs in to hosts, and whether its login shell runs what it is sent."""
+"""Check whether an account's login shell runs commands that are sent over ssh."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import pwd
 from pathlib import Path
 
+# Names of login shells that refuse to run commands.
 _REFUSING = ("nologin", "false")
 _PLAIN_SHELL = "/bin/sh"
 
 
 def why_no_commands(account: pwd.struct_passwd) -> str | None:
-    """Why sshd runs nothing for this user, whose login shell is given every command; or None."""
+    """Return why sshd cannot run commands in this user's login shell; None if it can."""
     shell = account.pw_shell or _PLAIN_SHELL
     if Path(shell).name in _REFUSING:
         return f"user {account.pw_name} has the login shell {shell}, so sshd runs nothing for it"
@@ -21,10 +22,10 @@ def why_no_commands(account: pwd.struct_passwd) -> str | None:
 
 
 def how_to_mend_shell(account: pwd.struct_passwd) -> str:
-    """The command that gives the user a shell; a user without one cannot do it alone."""
+    """Return the command by which root gives the user a login shell."""
     return f"as root: usermod --shell /bin/bash {account.pw_name}"
 
 
 def command_shell(account: pwd.struct_passwd) -> str:
-    """The shell for commands on this machine, where no sshd insists on the account's own."""
+    """Return the shell for commands on this machine: the login shell if usable, or /bin/sh."""
     return _PLAIN_SHELL if why_no_commands(account) else account.pw_shell or _PLAIN_SHELL

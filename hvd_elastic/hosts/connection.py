@@ -1,4 +1,4 @@
-"""What a connection to a host offers, whether over ssh or on this machine."""
+"""Interface of a connection to a host, over ssh or on this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How to connect.
+    """Options for connecting to hosts.
 
     Attributes:
-        config_path: an ssh configuration to use alone, as ``ssh -F``; None: the user's and the
-            system's.
-        connect_timeout_s: name lookup, TCP, key exchange and authentication together.
-        identity: a private key file to try first.
-        password: tried where no key is taken.
+        config_path: ssh configuration to use exclusively, as with ``ssh -F``; None for the user's
+            and the system's.
+        connect_timeout_s: limit for name lookup, TCP connect, key exchange and authentication
+            together [s].
+        identity: private key file to try first.
+        password: password to try if no key is accepted.
     """
 
     config_path: Path | None = None
@@ -35,11 +36,11 @@ class SshOptions:
 
 
 class Connection(ABC):
-    """A host that commands can be sent to, over ssh or on this machine.
+    """A host to which commands can be sent, over ssh or on this machine.
 
     Attributes:
-        host: the host as the hostfile has it.
-        peer_address: the host's address as seen from here; None through a jump host.
+        host: the host, as in the hostfile.
+        peer_address: address of the host as seen from here; None if reached through a jump host.
     """
 
     host: Host
@@ -48,51 +49,52 @@ class Connection(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """False once the connection is known to be gone."""
+        """False once the connection is known to be lost."""
 
     @abstractmethod
     def start(
         self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
     ) -> RemoteProcess:
-        """Starts a command in the user's home folder, in a session of its own.
+        """Start a command in the user's home folder, in a session of its own.
 
         Args:
-            command: a list is quoted for the shell; a string is shell text as it is.
+            command: a list of words, which are quoted for the shell; or shell text, used unchanged.
             on_stderr: called with each piece of stderr, in a thread of the process.
-            on_stdout: likewise; ``stdout`` of the process then holds nothing.
+            on_stdout: same for stdout; the ``stdout`` of the process is then empty.
 
         Raises:
-            SshError: the connection is gone or the host refuses another session.
+            SshError: the connection is lost or the host refuses another session.
         """
 
     def start_python(
         self, argv: Sequence[str], on_stderr: Sink = None, on_stdout: Sink = None
     ) -> RemoteProcess:
-        """Starts an interpreter with as few processes as can be.
+        """Start a Python interpreter with as few processes as possible.
 
         Args:
-            argv: its words up to ``-c``, the program in one line, its arguments.
-            on_stderr, on_stdout: as of :meth:`start`.
+            argv: the interpreter and its options up to ``-c``, the program as one line, and its
+                arguments.
+            on_stderr, on_stdout: as in :meth:`start`.
 
         Raises:
-            SshError: as :meth:`start`.
+            SshError: as in :meth:`start`.
         """
         return self.start(f"exec {shlex.join(argv)}", on_stderr, on_stdout)
 
     def run(
         self, command: Command, timeout_s: float | None = None, stdin: bytes | None = None
     ) -> Result:
-        """Runs a command to its end; a status other than 0 is no error here.
+        """Run a command until it ends; an exit status other than 0 does not raise an error.
 
         Raises:
-            CommandTimeoutError: it did not end in time; it got TERM, then KILL.
-            SshError: as :meth:`start`.
+            CommandTimeoutError: it did not end in time, and was sent TERM, then KILL.
+            SshError: as in :meth:`start`.
         """
         return collect(lambda on_stderr: self.start(command, on_stderr), timeout_s, stdin)
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the connection; commands still running read the end of their input."""
+        """Close the connection; commands still running read the end of their input."""
 
     def __enter__(self) -> Self:
         return self

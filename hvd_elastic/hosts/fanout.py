@@ -1,8 +1,8 @@
-"""One task on many hosts: bounded, each with its own deadline, results as they come.
+"""Run one task on many hosts: limited number at a time, a deadline each, results as they come.
 
-A thread a host, not a pool: a pool waits for its threads at exit, and one host that hangs in the
-kernel would hold the whole command. Here it is given up at its deadline and its place goes to the
-next host.
+Each host has a thread of its own, not one of a pool: a pool waits for its threads at exit, so one
+host that hangs would block the whole command. Here a host is given up at its deadline, and the next
+host starts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from hvd_elastic.errors import HostUnreachableError, HvdElasticError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import CommandTimeoutError
 
+# Each host takes a thread and a connection here, so their number is limited.
 DEFAULT_FANOUT = 64
-# What a task gets, after its deadline, to stop what it started.
+# Maximum wait for tasks that are stopped at the end.
 STOP_S = 8.0
+# Interval of the calls of ``on_wait``.
 TICK_S = 0.5
 
 T = TypeVar("T")
@@ -43,12 +45,15 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class HostResult(Generic[T]):
-    """One host's outcome.
+    """Result of a task on one host.
 
     Attributes:
-        value: what the task returned; None where it raised or was given up.
-        error: why not, in words; "" where all is well.
-        exception: what the task raised.
+        host: the host.
+        outcome: how the task ended.
+        seconds: duration [s].
+        value: return value of the task; None if it raised or was given up.
+        error: why it failed; "" if it did not.
+        exception: the exception that it raised, if any.
     """
 
     host: Host
@@ -64,13 +69,13 @@ class HostResult(Generic[T]):
 
     @property
     def answer(self) -> T:
-        """The value, where there is known to be one."""
+        """The value, for callers who know that there is one."""
         assert self.value is not None, "ask for it only when the task returned"
         return self.value
 
 
 class Stopper:
-    """Where a task leaves how to stop what it started (a remote command, a connection)."""
+    """Collects the actions that stop what a task has started (a remote command, a connection)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -78,7 +83,7 @@ class Stopper:
         self.stopped = False
 
     def add(self, action: Callable[[], object]) -> None:
-        """Registers an action; when the task is stopped already it runs at once."""
+        """Add an action; if the task has been stopped already, run it at once."""
         with self._lock:
             if not self.stopped:
                 self._actions.append(action)
@@ -86,7 +91,7 @@ class Stopper:
         action()
 
     def stop(self) -> None:
-        """Runs the actions, the last registered first."""
+        """Run the actions, the last added one first."""
         with self._lock:
             self.stopped = True
             actions, self._actions = self._actions[::-1], []
@@ -112,22 +117,21 @@ def fan_out(
     judge: Callable[[T], tuple[Outcome, str]] | None = None,
     on_wait: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> Iterator[HostResult[T]]:
-    """Runs a task on every host and yields each result as it comes.
+    """Run a task on every host and yield each result as soon as it is known.
+
+    If the caller stops iterating (as after Ctrl-C), running tasks are stopped and no more start.
 
     Args:
-        hosts: where.
+        hosts: hosts to run it on.
         task: called in a thread with the host and a :class:`Stopper`.
-        fanout: hosts at a time, >= 1.
-        timeout_s: seconds for each host, from its own start.
-        judge: gives a returned value its outcome and the reason; without it all are well.
-        on_wait: told, every half second, the seconds since the start of each host that is at it,
-            and how many hosts have not begun.
+        fanout: maximum number of hosts at a time, >= 1.
+        timeout_s: limit for each host, counted from its own start [s].
+        judge: returns the outcome and the reason for a returned value; without it all are OK.
+        on_wait: called every half second with the seconds since the start of each running host, and
+            the number of hosts that have not started.
 
     Yields:
-        One result a host, in the order in which they end.
-
-    When the caller stops iterating (Ctrl-C), the tasks still running are stopped and nothing more
-    is started.
+        One result for each host, in the order in which they end.
     """
     if fanout < 1:
         raise ValueError(f"fanout is {fanout}; it must be at least 1")
@@ -155,7 +159,7 @@ def fan_out(
                     on_wait(
                         {name: now - entry.started for name, entry in running.items()}, len(waiting)
                     )
-            # A result that comes after its host was given up is nobody's any more.
+            # A result of a host that was given up already is dropped.
             elif running.pop(result.host.name, None) is not None:
                 yield result
     finally:
@@ -185,7 +189,7 @@ def _run_task(
         elif isinstance(error, CommandTimeoutError):
             outcome = Outcome.TIMED_OUT
         result = HostResult(host, outcome, seconds(), None, str(error), error)
-    except Exception as error:  # a defect must not leave a host unaccounted for
+    except Exception as error:  # an unexpected error must count as the result of its host
         log.debug("task on %s", host.name, exc_info=True)
         message = f"host {host.name}: {type(error).__name__}: {error}"
         result = HostResult(host, Outcome.FAILED, seconds(), None, message, error)
@@ -198,7 +202,7 @@ def _next_result(
     timeout_s: float | None,
     most_s: float | None,
 ) -> HostResult[T] | None:
-    """The next result, or None when the next deadline or ``most_s`` has come."""
+    """Wait for the next result; None at the next deadline or after ``most_s``."""
     wait_s = most_s
     if timeout_s is not None:
         next_deadline = min(entry.started for entry in running.values()) + timeout_s
@@ -214,7 +218,7 @@ def _give_up_late(running: dict[str, _Running], timeout_s: float) -> Iterator[Ho
     late = {name: entry for name, entry in running.items() if now - entry.started >= timeout_s}
     for name, entry in late.items():
         del running[name]
-        # Stopping can hang as the task did: nobody waits for it.
+        # Stopping can hang just as the task did, so it is not waited for.
         threading.Thread(target=entry.stopper.stop, name=f"stop {name}", daemon=True).start()
         yield HostResult(
             entry.host,

@@ -1,6 +1,6 @@
-"""Hostfiles: which hosts a run may use, and how many processes each can hold.
+"""Read and write hostfiles: which hosts a run may use, and how many processes each can hold.
 
-One host a line, in any of these forms (order is kept, since ranks follow it)::
+A line names one host in one of these forms. The order matters, since ranks follow it::
 
     gpu1                            1 slot
     gpu1 slots=8                    Horovod's form
@@ -12,9 +12,8 @@ One host a line, in any of these forms (order is kept, since ranks follow it)::
     ::1   or   [fe80::1]:4          IPv6 addresses
     # a comment, alone or after a host; blank lines are skipped
 
-``host:port`` is told apart from ``host:slots`` by not existing: mpirun and horovodrun read the
-number as slots, so it is slots here too. A port is written ``port=2222``, or stands in the ssh
-configuration under that host's name.
+A number after a colon is the number of slots, as for mpirun and horovodrun, and never a port. The
+ssh port is written ``port=2222``, or set in the ssh configuration for that host.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pathlib import Path
 from hvd_elastic.errors import HostfileError
 from hvd_elastic.formatting import count, hosts_named
 
-# A slip such as gpu[1-1000000000] must end in a message, not in a full memory.
+# A mistake such as gpu[1-1000000000] must give an error instead of filling the memory.
 MAX_HOSTS = 65_536
 MAX_SLOTS = 65_536
 
@@ -55,17 +54,17 @@ _RANGE = re.compile(r"(?P<low>[0-9]{1,9})(-(?P<high>[0-9]{1,9}))?(/(?P<step>[0-9
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a hostfile.
+    """One host of a hostfile.
 
     Attributes:
-        name: host name, ssh alias or address; unique in its hostfile, whatever the case.
-        slots: processes it holds, >= 1.
-        user: ssh user; None leaves it to the ssh configuration.
-        port: ssh port; None leaves it to the ssh configuration.
-        max_slots: most processes it may ever hold, >= ``slots``.
-        cpus: CPU cores to count on, where they differ from what the host has.
+        name: host name, ssh alias or address; unique in its hostfile, ignoring case.
+        slots: number of processes that it can hold, >= 1.
+        user: ssh user; None for that of the ssh configuration.
+        port: ssh port; None for that of the ssh configuration.
+        max_slots: maximum number of processes that it may ever hold, >= ``slots``.
+        cpus: number of CPU cores to assume, if it differs from what the host has.
         price: cost of the host [any currency, per hour], >= 0.
-        labels: words to choose hosts by, such as ``spot``.
+        labels: words by which hosts can be selected, such as ``spot``.
     """
 
     name: str
@@ -83,13 +82,13 @@ class Host:
 
     @property
     def target(self) -> str:
-        """How ssh would be told: ``user@name`` or ``name``."""
+        """Destination for ssh: ``user@name`` or ``name``."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
 @dataclass(frozen=True)
 class Hostfile:
-    """The hosts of a hostfile in its order, and where they were read from."""
+    """Hosts of a hostfile in its order, and the name of the file."""
 
     hosts: tuple[Host, ...]
     source: str
@@ -100,11 +99,11 @@ class Hostfile:
 
     @property
     def slots(self) -> int:
-        """All slots of all hosts."""
+        """Total number of slots of all hosts."""
         return sum(host.slots for host in self.hosts)
 
     def get(self, name: str) -> Host | None:
-        """The host of that name, or None."""
+        """Return the host of that name (ignoring case), or None."""
         wanted = name.lower()
         return next((host for host in self.hosts if host.name.lower() == wanted), None)
 
@@ -116,7 +115,7 @@ class Hostfile:
 
 
 class _PartError(Exception):
-    """A part of a line that cannot be read; ``column`` counts from 0 in the text."""
+    """Part of a line that cannot be parsed; ``column`` is its position in the text, from 0."""
 
     def __init__(self, column: int, message: str) -> None:
         super().__init__(message)
@@ -124,10 +123,10 @@ class _PartError(Exception):
 
 
 def parse_hostfile(path: str | Path) -> Hostfile:
-    """Reads a hostfile.
+    """Read a hostfile.
 
     Raises:
-        HostfileError: the file is missing, unreadable, empty, or a line cannot be read; names
+        HostfileError: the file is missing, unreadable or empty, or a line cannot be parsed; names
             path, line, column, text, and the valid forms.
     """
     try:
@@ -156,7 +155,7 @@ def parse_hostfile(path: str | Path) -> Hostfile:
 
 
 def parse_hosts(text: str, source: str) -> Hostfile:
-    """Reads the text of a hostfile; ``source`` names it in errors.
+    """Parse the text of a hostfile; ``source`` names it in errors.
 
     Raises:
         HostfileError: as :func:`parse_hostfile`.
@@ -166,8 +165,8 @@ def parse_hosts(text: str, source: str) -> Hostfile:
     """
     hosts: list[Host] = []
     seen: dict[str, tuple[int, str]] = {}
-    # Not splitlines(): it also breaks at form feeds and Unicode separators, which no editor counts
-    # as a line, and the line numbers of errors would be wrong.
+    # Not splitlines(), which also splits at form feeds and Unicode separators: then line numbers
+    # in errors would differ from those in an editor.
     for number, raw in enumerate(text.split("\n"), start=1):
         line = raw.rstrip("\r")
         content = line.split("#", 1)[0].rstrip()
@@ -198,10 +197,10 @@ def parse_hosts(text: str, source: str) -> Hostfile:
 
 
 def require_prices(hostfile: Hostfile) -> None:
-    """Refuse hosts whose price is not known.
+    """Check that all hosts have a price.
 
     Raises:
-        HostfileError: names them.
+        HostfileError: some have none; names them.
     """
     missing = [host.name for host in hostfile if host.price is None]
     if missing:
@@ -212,7 +211,7 @@ def require_prices(hostfile: Hostfile) -> None:
 
 
 def format_hostfile(hosts: Iterable[Host]) -> str:
-    """The text of a hostfile with these hosts, one a line; :func:`parse_hosts` reads it back.
+    """Return the text of a hostfile with these hosts; :func:`parse_hosts` reads it back.
 
     >>> print(format_hostfile([Host("gpu1", slots=8, user="alice"), Host("::1")]), end="")
     alice@gpu1 slots=8
@@ -222,10 +221,10 @@ def format_hostfile(hosts: Iterable[Host]) -> str:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Host names of a list such as ``gpu[01-04,7],login``, in its order.
+    """Return the host names of a list such as ``gpu[01-04,7],login``, in its order.
 
     Raises:
-        HostfileError: a part cannot be read; names it.
+        HostfileError: a part cannot be parsed; names it.
 
     >>> expand_hosts("gpu[01-03],login")
     ('gpu01', 'gpu02', 'gpu03', 'login')
@@ -249,10 +248,10 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def fold_hosts(names: Iterable[str]) -> str:
-    """Names as a short list for people: ranges over the last number of a name, duplicates dropped.
+    """Return names as a short list: ranges over the last number in a name, without duplicates.
 
-    Groups stand in the order of their first name, numbers rise; :func:`expand_hosts` gives back
-    the same set of names.
+    Groups appear in the order of their first name, with numbers ascending. :func:`expand_hosts`
+    returns the same set of names.
 
     >>> fold_hosts(["gpu01", "gpu02", "gpu04", "login"])
     'gpu[01-02,04],login'
@@ -283,7 +282,7 @@ def fold_hosts(names: Iterable[str]) -> str:
 
 
 def _group_by_width(texts: list[str]) -> list[tuple[int, list[int]]]:
-    """Numbers that one range can hold, with the zero-padded width that writes them all."""
+    """Group numbers that fit in one range, each with the zero-padded width that they share."""
     padded = {len(text) for text in texts if text[0] == "0" and len(text) > 1}
     if not padded:
         return [(1, sorted(map(int, texts)))]
@@ -307,7 +306,7 @@ def _fold_numbers(numbers: list[int], width: int) -> str:
 
 
 def _describe(source: str, number: int, line: str, column: int, message: str) -> str:
-    """The whole error: place, reason, the line with a mark under the offending part, help."""
+    """Return the full error text: place, reason, the line with the faulty part marked, and help."""
     shown = line.replace("\t", " ")
     return (
         f"{source}, line {number}, column {column + 1}: {message}.\n"
@@ -322,7 +321,7 @@ def _parse_line(content: str) -> list[Host]:
     assert match is not None, "blank lines are skipped by the caller"
     entry, column = match.group(), match.start()
     if entry.startswith("-"):
-        # ssh would take it for an option: -oProxyCommand=... runs a command.
+        # ssh would treat it as an option, and -oProxyCommand=... runs a command.
         raise _PartError(column, f"'{entry}' begins with '-'; a host name cannot")
     if "=" in entry:
         raise _PartError(column, f"'{entry}' stands where the host name should")
@@ -343,7 +342,7 @@ def _parse_line(content: str) -> list[Host]:
 
 
 def _parse_entry(entry: str, column: int) -> tuple[str | None, list[str], int | None]:
-    """Takes ``user@names:slots`` apart."""
+    """Split ``user@names:slots`` into its parts."""
     user: str | None = None
     rest, start = entry, column
     if "@" in entry:
@@ -379,7 +378,7 @@ def _parse_entry(entry: str, column: int) -> tuple[str | None, list[str], int | 
 
 
 def _expand(pattern: str, column: int) -> list[str]:
-    """Names of a pattern; several brackets multiply, the last one runs fastest."""
+    """Return the names of a pattern; with several brackets, the last one varies fastest."""
     if _is_address6(pattern):
         return [pattern]
     leftover = _BRACKET.sub("", pattern)
@@ -527,7 +526,7 @@ def _is_address6(text: str) -> bool:
         ipaddress.IPv6Address(text)
     except ValueError:
         return False
-    # A scope is the name of an interface; anything else could smuggle characters into a command.
+    # A scope is the name of an interface. Other characters could be used to inject commands.
     return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?", text) is not None
 
 

@@ -1,7 +1,7 @@
-"""Known host keys: OpenSSH's known_hosts files, read strictly.
+"""Read OpenSSH's known_hosts files and check host keys as strictly as ssh does.
 
-paramiko's own reader ignores ``@revoked`` and patterns, and its client compares only with the
-first key it finds; both would let through, or refuse, what ssh does not. Pure: no network.
+paramiko's own reader ignores ``@revoked`` and patterns, and its client compares only with the first
+key it finds. So it accepts and refuses other keys than ssh. No network is used here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SSH_PORT = 22
 
 
 class KeyState(Enum):
-    """What the known_hosts files say about a key that a server shows."""
+    """Result of looking up a server's key in the known_hosts files."""
 
     KNOWN = "known"
     UNKNOWN = "unknown"
@@ -33,7 +33,7 @@ class KeyState(Enum):
 
 @dataclass(frozen=True)
 class HostKey:
-    """A public key as a server shows it: its type, such as ``ssh-ed25519``, and its bytes."""
+    """Public key of a server: its type, such as ``ssh-ed25519``, and its bytes."""
 
     key_type: str
     blob: bytes
@@ -54,7 +54,7 @@ class KnownKey:
     line: int
 
     def matches(self, name: str) -> bool:
-        """Whether the line speaks of that host (hashed names, wildcards and ``!`` as in ssh)."""
+        """Return whether the line is about that host, with ssh's hashes, wildcards and ``!``."""
         found = False
         for pattern in self.patterns.split(","):
             negated = pattern.startswith("!")
@@ -67,18 +67,18 @@ class KnownKey:
 
 @dataclass(frozen=True)
 class KnownHosts:
-    """All keys of some known_hosts files."""
+    """All keys in a number of known_hosts files."""
 
     keys: tuple[KnownKey, ...]
 
     @classmethod
     def load(cls, paths: Iterable[Path]) -> KnownHosts:
-        """Reads the files that can be read; a line that is no key line is skipped, as ssh does."""
+        """Read the files that are readable; lines without a valid key are skipped, as ssh does."""
         return _load(tuple((path, _state_of(path)) for path in paths))
 
     @functools.cached_property
     def _places(self) -> tuple[dict[str, list[int]], list[int]]:
-        """Where lines with plain names stand, by name, and where all others do."""
+        """Indices of lines with plain names, by name, and indices of all other lines."""
         plain: dict[str, list[int]] = {}
         others = []
         for place, key in enumerate(self.keys):
@@ -90,17 +90,17 @@ class KnownHosts:
         return plain, others
 
     def lookup(self, name: str) -> tuple[KnownKey, ...]:
-        """Lines about that host; ``name`` as :func:`known_name` gives it."""
+        """Return the lines about a host; ``name`` is a result of :func:`known_name`."""
         plain, others = self._places
         matching = [place for place in others if self.keys[place].matches(name)]
         places = sorted({*plain.get(name.lower(), ()), *matching})
         return tuple(self.keys[place] for place in places)
 
     def check(self, name: str, key: HostKey) -> tuple[KeyState, KnownKey | None]:
-        """What is known of this key at this host, and the line that decides it."""
+        """Return what is known of this key for this host, and the line that decides it."""
         about = self.lookup(name)
         for known in self.keys:
-            # A revoked key is refused wherever it shows up, as its owner meant.
+            # A revoked key is refused for every host that shows it.
             if known.marker == "@revoked" and known.key == key:
                 return KeyState.REVOKED, known
         plain = [known for known in about if not known.marker]
@@ -108,7 +108,7 @@ class KnownHosts:
             if known.key == key:
                 return KeyState.KNOWN, known
         if name.startswith("["):
-            # As ssh: a key recorded for the host without its port is good for any port.
+            # As in ssh, a key recorded for the host without a port is valid for any port.
             for known in self.lookup(name[1 : name.rindex("]")]):
                 if not known.marker and known.key == key:
                     return KeyState.KNOWN, known
@@ -118,14 +118,14 @@ class KnownHosts:
         return KeyState.UNKNOWN, plain[0] if plain else None
 
     def key_types(self, name: str) -> tuple[str, ...]:
-        """Types of the keys known of this host: those to ask its server for."""
+        """Return the types of the host's known keys, which to request from its server first."""
         bare = name[1 : name.rindex("]")] if name.startswith("[") else name
         about = [*self.lookup(name), *(self.lookup(bare) if bare != name else ())]
         return tuple(dict.fromkeys(known.key.key_type for known in about if not known.marker))
 
 
 def known_name(host: str, port: int) -> str:
-    """The name of a host in a known_hosts file.
+    """Return the name of a host in a known_hosts file.
 
     >>> known_name("gpu1", 22), known_name("gpu1", 2222)
     ('gpu1', '[gpu1]:2222')
@@ -134,13 +134,13 @@ def known_name(host: str, port: int) -> str:
 
 
 def fingerprint(blob: bytes) -> str:
-    """A key's fingerprint, as ``ssh-keygen -l`` prints it."""
+    """Return a key's fingerprint, as printed by ``ssh-keygen -l``."""
     digest = base64.b64encode(hashlib.sha256(blob).digest()).decode("ascii")
     return f"SHA256:{digest.rstrip('=')}"
 
 
 def remember(path: Path, entries: Iterable[tuple[str, HostKey]]) -> None:
-    """Adds (name, key) lines to a known_hosts file, made if need be (mode 600).
+    """Append (name, key) lines to a known_hosts file, creating it with mode 600 if needed.
 
     Raises:
         OSError: the file cannot be written.
@@ -148,7 +148,7 @@ def remember(path: Path, entries: Iterable[tuple[str, HostKey]]) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "r+b") as file:
-        # Two trust steps at a time must not tear each other's lines.
+        # Two processes that write at the same time must not mix their lines.
         fcntl.flock(file, fcntl.LOCK_EX)
         size = file.seek(0, os.SEEK_END)
         torn = b""
@@ -163,7 +163,7 @@ def remember(path: Path, entries: Iterable[tuple[str, HostKey]]) -> None:
 
 
 def _state_of(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file's content; None: it cannot be read."""
+    """Return values that change whenever the file's content changes; None if it is unreadable."""
     try:
         found = path.stat()
     except OSError:
@@ -173,7 +173,7 @@ def _state_of(path: Path) -> tuple[int, ...] | None:
 
 @functools.lru_cache(maxsize=8)
 def _load(files: tuple[tuple[Path, tuple[int, ...] | None], ...]) -> KnownHosts:
-    """Once for all hosts: what each of them costs must not grow with how many are known."""
+    """Read the files; cached, so that they are read once for all hosts."""
     keys: list[KnownKey] = []
     for path, _ in files:
         try:
@@ -206,6 +206,6 @@ def _matches(pattern: str, name: str) -> bool:
         except (binascii.Error, ValueError):
             return False
         return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
-    # Not fnmatch: the brackets of [host]:port are no character class.
+    # Not fnmatch, which would take the brackets of [host]:port for a set of characters.
     expression = re.escape(pattern.lower()).replace(r"\*", ".*").replace(r"\?", ".")
     return re.fullmatch(expression, name.lower()) is not None

@@ -1,4 +1,4 @@
-"""This machine as a host of a cluster, without ssh."""
+"""Connection to this machine as a host of a cluster, without ssh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command
 
 
 class LocalConnection(Connection):
-    """This machine, without ssh: commands as sshd would run them."""
+    """This machine as a host: runs commands without ssh, in the way sshd would."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -40,7 +40,7 @@ class LocalConnection(Connection):
         account = pwd.getpwuid(os.getuid())
         folder = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
         try:
-            # As sshd: the user's shell, in the home folder, in a session of its own.
+            # As sshd does: the user's shell, in the home folder, in a new session.
             popen = subprocess.Popen(
                 [command_shell(account), "-c", command],
                 stdin=subprocess.PIPE,
@@ -63,7 +63,7 @@ class LocalConnection(Connection):
 
 
 class _PopenEnds:
-    """A command's pipes on this machine."""
+    """Pipes of a command on this machine."""
 
     def __init__(self, popen: subprocess.Popen[bytes], host: str) -> None:
         assert popen.stdin is not None, "started with three pipes"
@@ -72,7 +72,7 @@ class _PopenEnds:
         self._popen = popen
         self._stdin, self._stdout, self._stderr = popen.stdin, popen.stdout, popen.stderr
         self._ended = threading.Event()
-        # Reaps it whether or not somebody waits, and lets several threads wait with timeouts.
+        # Reaps the process even if nobody waits; several threads can wait with timeouts.
         threading.Thread(target=self._reap, name=f"process on {host}", daemon=True).start()
 
     @property
@@ -104,7 +104,7 @@ class _PopenEnds:
 
     def signal(self, name: str) -> None:
         if not self.ended:
-            # It leads a session of its own, so its group is its pid.
+            # It is the leader of its session, so its process group has the same id.
             os.killpg(self._popen.pid, signals.Signals[f"SIG{name}"])
 
     def close(self) -> None:

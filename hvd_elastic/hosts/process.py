@@ -1,8 +1,8 @@
-"""A command on a host, as a process with pipes: the same over ssh and on this machine.
+"""A command on a host as a process with pipes, the same over ssh and on this machine.
 
-Two threads of each process empty its stdout and stderr into memory, so a caller that writes much
-before it reads, or never reads stderr, does not hang. ssh makes this necessary: stdout and stderr
-share one flow-control window, and a full window stops stdin too.
+Two threads for each process read its stdout and stderr into memory. So a caller that writes a lot
+before it reads, or never reads stderr, does not block. Over ssh this is essential: stdout and
+stderr share one flow-control window, and when it is full, stdin stops as well.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Protocol
 
 from hvd_elastic.errors import SshError
 
-# What a process may have written that nobody has read yet; beyond that it is stopped, as by a pipe.
+# Maximum output that is kept unread; beyond it the process blocks, as with a full pipe.
 BUFFER_BYTES = 64 * 1024 * 1024
 STDERR_TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 64 * 1024
-# A background child may hold the pipes open after the command ended; what comes within this time
-# after the end still belongs to the result.
+# A background child may keep the pipes open after the command has ended. Output that arrives within
+# this time still belongs to the result.
 STRAGGLER_S = 2.0
+# Time between TERM and KILL.
 TERMINATE_GRACE_S = 2.0
 
 Command = str | Sequence[str]
 Sink = Callable[[bytes], None] | None
-"""What is given each piece of a command's output."""
+"""Callback that receives each piece of a command's output."""
 
 
 class CommandTimeoutError(SshError):
-    """A command did not end in time; ``stdout`` and ``stderr`` hold what it had written."""
+    """A command did not end in time; ``stdout`` and ``stderr`` are its output until then."""
 
     def __init__(self, message: str, stdout: bytes, stderr: bytes) -> None:
         super().__init__(message)
@@ -42,12 +43,12 @@ class CommandTimeoutError(SshError):
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended.
+    """Result of a command that has ended.
 
     Attributes:
-        exit_status: 128 + N after signal N on this machine; -1 when the host told none (a signal).
-        stdout, stderr: all it wrote.
-        seconds: from start to end.
+        exit_status: exit status; after signal N 128 + N on this machine, -1 over ssh.
+        stdout, stderr: its complete output.
+        seconds: duration [s].
     """
 
     exit_status: int
@@ -61,12 +62,12 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Stdout as text without the last line end."""
+        """Stdout as text, without the last line break."""
         return self.stdout.decode("utf-8", errors="replace").removesuffix("\n")
 
 
 class ProcessEnds(Protocol):
-    """The five things a transport must do for a process; reads return b"" at the end."""
+    """Operations that a transport provides for a process; reads return b"" at the end."""
 
     def read_stdout(self, size: int) -> bytes: ...
     def read_stderr(self, size: int) -> bytes: ...
@@ -78,7 +79,7 @@ class ProcessEnds(Protocol):
 
 
 def as_command(command: Command) -> str:
-    """One shell command line; a list is quoted, a string is the caller's own shell text.
+    """Return one shell command line; the words of a list are quoted, a string stays unchanged.
 
     >>> as_command(["echo", "a b", "$HOME"])
     "echo 'a b' '$HOME'"
@@ -87,7 +88,7 @@ def as_command(command: Command) -> str:
 
 
 class ByteStream:
-    """Bytes that a thread puts in and a caller takes out, by line or by chunk."""
+    """Buffer that one thread fills and another reads, by line or by chunk."""
 
     def __init__(self, limit: int = BUFFER_BYTES) -> None:
         self._limit = limit
@@ -97,7 +98,7 @@ class ByteStream:
         self._changed = threading.Condition()
 
     def put(self, data: bytes) -> None:
-        """Adds bytes; waits while more than the limit stand unread."""
+        """Append bytes; blocks while the limit of unread bytes is reached."""
         with self._changed:
             while len(self._data) >= self._limit and not self._ended:
                 self._changed.wait()
@@ -106,16 +107,16 @@ class ByteStream:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """No more will come."""
+        """Mark the end of the stream."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def read(self, size: int = -1, timeout: float | None = None) -> bytes:
-        """All until the end, or what there is up to ``size`` (b"" at the end).
+        """Return everything until the end, or up to ``size`` available bytes; b"" at the end.
 
         Raises:
-            TimeoutError: nothing came in time.
+            TimeoutError: nothing arrived in time.
         """
         with self._changed:
             if not self._changed.wait_for(
@@ -125,10 +126,10 @@ class ByteStream:
             return self._take(len(self._data) if size < 0 else min(size, len(self._data)))
 
     def readline(self, timeout: float | None = None) -> bytes:
-        """The next line with its line end; b"" at the end.
+        """Return the next line with its line break; b"" at the end.
 
         Raises:
-            TimeoutError: no line came in time.
+            TimeoutError: no line arrived in time.
         """
         with self._changed:
             if not self._changed.wait_for(self._has_line, timeout):
@@ -143,7 +144,7 @@ class ByteStream:
         if self._data.find(b"\n", self._searched) >= 0:
             return True
         self._searched = len(self._data)
-        # A line longer than the buffer comes in pieces rather than never.
+        # A line longer than the buffer is returned in pieces, because it would block forever.
         return self._ended or len(self._data) >= self._limit
 
     def _take(self, count: int) -> bytes:
@@ -155,14 +156,14 @@ class ByteStream:
 
 
 class _Stdin:
-    """The way in; every write is sent at once."""
+    """Input of a process, unbuffered."""
 
     def __init__(self, ends: ProcessEnds) -> None:
         self._ends = ends
         self._lock = threading.Lock()
 
     def write(self, data: bytes) -> int:
-        """Sends all of it, waiting while the process does not read.
+        """Send all of the data; blocks while the process does not read.
 
         Raises:
             BrokenPipeError: the process or the connection is gone.
@@ -172,10 +173,10 @@ class _Stdin:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back; here so that it can stand where a file does."""
+        """Do nothing; makes the object usable in place of a file."""
 
     def close(self) -> None:
-        """The process reads the end of its input."""
+        """Close the input; the process reads its end."""
         with contextlib.suppress(OSError, EOFError):
             self._ends.close_stdin()
 
@@ -185,11 +186,11 @@ class RemoteProcess:
 
     Attributes:
         command: the shell command line.
-        host: where it runs.
-        stdin: ``write(bytes)``, ``flush()``, ``close()``.
-        stdout: iterate over lines (bytes), or ``readline(timeout)``, ``read(size, timeout)``;
-            empty where a callback takes it.
-        stderr_tail: the last 64 KiB of stderr, whether or not somebody listens.
+        host: name of the host that it runs on.
+        stdin: input, with ``write(bytes)``, ``flush()`` and ``close()``.
+        stdout: output; iterate over its lines (bytes), or use ``readline(timeout)`` or
+            ``read(size, timeout)``. Empty if a callback receives it.
+        stderr_tail: last 64 KiB of stderr, even if a callback receives it.
     """
 
     def __init__(
@@ -221,17 +222,18 @@ class RemoteProcess:
 
     @property
     def last_line(self) -> str:
-        """The last line of stderr, which mostly says why a command failed; "" if there is none."""
+        """The last line of stderr, usually the reason of a failure; "" if there is none."""
         lines = self._tail.decode("utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Exit status; 128 + N after signal N on this machine, -1 when the host told none.
+        """Wait until the command ends and return its exit status.
 
-        Over ssh -1 means ended by a signal, or the connection was lost.
+        After signal N it is 128 + N on this machine. Over ssh it is -1 after a signal or if the
+        connection was lost.
 
         Raises:
-            TimeoutError: it still runs.
+            TimeoutError: it is still running.
         """
         status = self._ends.wait(timeout)
         if status is None:
@@ -239,31 +241,31 @@ class RemoteProcess:
         return status
 
     def wait_drained(self, timeout: float | None = None) -> bool:
-        """Whether all output has arrived (a background child can hold a pipe open)."""
+        """Wait for all output and return whether it arrived; a background child can delay it."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for pump in self._pumps:
             pump.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(pump.is_alive() for pump in self._pumps)
 
     def signal(self, name: str) -> None:
-        """Sends TERM, KILL, INT, … to the command's process group, if it can still be reached."""
-        # paramiko's errors are no OSErrors; a host that is gone needs no signal.
+        """Send TERM, KILL, INT, … to the command's process group, if it can still be reached."""
+        # Errors of paramiko are not OSErrors; a host that is gone needs no signal.
         with contextlib.suppress(Exception):
             self._ends.signal(name)
 
     def close(self) -> None:
-        """Lets go of it: it reads the end of its input and cannot write any more.
+        """Close the pipes: the command reads the end of its input and cannot write any more.
 
-        It is not killed: call :meth:`signal` for that, or :meth:`stop` for both.
+        This does not kill it; use :meth:`signal` for that, or :meth:`stop` for both.
         """
         self._ends.close()
         self.stdout.end()
 
     def stop(self, grace_s: float = TERMINATE_GRACE_S) -> bool:
-        """TERM, ``grace_s``, KILL, then :meth:`close`; never longer than 3 x ``grace_s``.
+        """Send TERM, after ``grace_s`` KILL, then :meth:`close`; takes at most 3 x ``grace_s``.
 
         Returns:
-            Whether it is known to have ended; a host that does not answer cannot say.
+            Whether it is known to have ended; False if the host does not answer.
         """
 
         def ask() -> None:
@@ -273,7 +275,7 @@ class RemoteProcess:
                     self.wait(grace_s)
                     return
 
-        # A cut connection can hold a send back for minutes; closing it sets the thread free.
+        # On a dead connection a send can block for minutes; closing it releases the thread.
         asking = threading.Thread(target=ask, name=f"stop on {self.host}", daemon=True)
         asking.start()
         asking.join(3 * grace_s)
@@ -301,15 +303,15 @@ def collect(
     timeout_s: float | None,
     stdin: bytes | None = None,
 ) -> Result:
-    """Starts a command, feeds it, waits for its end and gathers what it wrote.
+    """Run a command with the given input until it ends, and return its output.
 
     Args:
-        start: starts it with the stderr callback it is given.
-        timeout_s: most seconds it may run; None waits for ever.
-        stdin: what it reads; None is an empty input.
+        start: starts the command with a callback for its stderr.
+        timeout_s: maximum duration [s]; None for no limit.
+        stdin: input of the command; None for an empty input.
 
     Raises:
-        CommandTimeoutError: it did not end in time; it was stopped.
+        CommandTimeoutError: it did not end in time and was stopped.
         SshError: it could not be started.
     """
     started = time.monotonic()
@@ -317,7 +319,7 @@ def collect(
     process = start(err.extend)
 
     def feed() -> None:
-        # A command may end without reading all its input (head); that is no failure.
+        # A command may end without reading all of its input, as head does; that is not an error.
         with contextlib.suppress(OSError, EOFError):
             if stdin:
                 process.stdin.write(stdin)

@@ -1,7 +1,7 @@
-"""Small Python programs of this package, run by a host's own python3 without installing anything.
+"""Run Python programs of this package with a host's own python3, without installing anything.
 
-The program and its input travel on stdin, so neither shows in a process list, and what a host must
-have is a Python, not this package.
+Program and input are sent on stdin, so neither appears in a process list. The host needs Python,
+but not this package.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, collect
 
 PROGRAMS = "hvd_elastic.hosts.programs"
-"""The package of programs that stand alone."""
+"""Package of the programs that are sent to hosts."""
 
 _LOADER = (
     "import sys, zlib; "
     "exec(compile(zlib.decompress(sys.stdin.buffer.read(int(sys.argv[1]))), sys.argv[2], 'exec'))"
 )
 _OWN_IMPORT = re.compile(r"^from (hvd_elastic\.[\w.]+) import", re.MULTILINE)
-# Modules of this package under their own names, on a host that has the package not.
+# Registers the sent modules under their own names, since the host may not have this package.
 _MODULES = """import sys, types
 for name, text in {modules!r}:
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(text, name, "exec"), module.__dict__)
 module.main()
 """
+# Exit status of a shell that does not find a command.
 COMMAND_NOT_FOUND = 127
 
 
@@ -44,10 +45,10 @@ def run_script(
     timeout_s: float | None = 60.0,
     python: str = "python3",
 ) -> Any:
-    """Runs ``programs/<name>.py`` on the host with a JSON input; returns its JSON output.
+    """Run ``programs/<name>.py`` on the host with a JSON input; return its JSON output.
 
     Raises:
-        SshError: there is no such python on the host, or the program failed; shows its last lines.
+        SshError: the host has no such Python, or the program failed; shows its last lines.
         CommandTimeoutError: it took too long.
     """
     source = _pack_program(f"{PROGRAMS}.{name}")
@@ -70,13 +71,13 @@ def run_script(
 
 
 def start_program(connection: Connection, name: str, python: str = "python3") -> RemoteProcess:
-    """Starts a program of this package, which reads what the caller writes to its stdin.
+    """Start a program of this package on the host; the caller writes its input to its stdin.
 
     Args:
-        connection: the host.
-        name: a module (``hvd_elastic.…``) whose ``main`` is called. Nothing of this package need be
-            there: the modules that it imports are sent with it.
-        python: the interpreter there; it is started without its site-packages.
+        connection: connection to the host.
+        name: module (``hvd_elastic.…``) whose ``main`` is called. The host does not need this
+            package: modules of it that the program imports are sent too.
+        python: Python interpreter on the host; it is started without its site-packages.
 
     Raises:
         SshError: no command can be started there.
@@ -84,7 +85,7 @@ def start_program(connection: Connection, name: str, python: str = "python3") ->
     source = _pack_program(name)
     argv = [python, "-I", "-S", "-c", _LOADER, str(len(source)), name.rpartition(".")[2]]
     process = connection.start_python(argv)
-    # Where there is no Python nobody reads it.
+    # If there is no Python, nobody reads it; the caller sees that by the exit status.
     with contextlib.suppress(OSError, EOFError):
         process.stdin.write(source)
     return process
@@ -92,7 +93,7 @@ def start_program(connection: Connection, name: str, python: str = "python3") ->
 
 @functools.cache
 def _pack_program(name: str) -> bytes:
-    """The same for all hosts, and small: it goes to each of them over the leader's own link."""
+    """Return a program with its modules, compressed for the leader's link; cached."""
     modules: dict[str, str] = {}
 
     def add(module: str) -> None:
@@ -100,20 +101,20 @@ def _pack_program(name: str) -> bytes:
         for imported in _OWN_IMPORT.findall(text):
             if imported not in modules:
                 add(imported)
-        modules[module] = text  # after those that it imports
+        modules[module] = text  # after the modules that it imports
 
     add(name)
     return zlib.compress(_MODULES.format(modules=[*modules.items()]).encode())
 
 
 def source_of(module: str) -> str:
-    """Returns the text of a module of this package."""
+    """Return the source of a module of this package."""
     package, *inside = module.split(".")
     return resources.files(package).joinpath("/".join(inside) + ".py").read_text("utf-8")
 
 
 def no_python(host: str, python: str) -> SshError:
-    """What is said when a host has no such interpreter."""
+    """Return the error for a host without this interpreter."""
     return SshError(
         f"host {host}: no {python} there. Install Python 3 on it, or name another with --python"
     )

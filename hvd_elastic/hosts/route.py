@@ -1,7 +1,7 @@
-"""The way to a host: configuration, jump hosts, socket, host key, authentication, and a deadline.
+"""Connect to a host: ssh configuration, jump hosts, socket, host key, authentication, deadline.
 
-What paramiko leaves open is closed here: host keys are verified before anything is sent, an attempt
-ends within its deadline, small packets are not held back, nobody is asked for a password.
+This adds what paramiko does not do: host keys are verified before anything is sent, an attempt ends
+within its deadline, small packets are sent at once, and the user is never asked for a password.
 """
 
 from __future__ import annotations
@@ -35,23 +35,26 @@ if TYPE_CHECKING:
     import paramiko
 
 
+# More than this can only be a ProxyJump that leads back to itself.
 MAX_JUMPS = 8
 SSH_PORT = 22
+# paramiko's own timeouts can expire this much before the deadline.
 DEADLINE_SLACK_S = 0.02
 IDLE_WAKE_S = 5.0
+# Interval of keepalive messages; gateways drop connections that are idle for minutes.
 KEEPALIVE_S = 15
 SILENCE_MS = 60_000
-"""Unanswered for so long, a connection counts as lost."""
+"""A connection that does not answer for this time is lost."""
 
 
 def own_known_hosts() -> Path:
-    """The project's own known_hosts, filled by ``hvd-elastic trust``."""
+    """Return the path of this project's known_hosts file, written by ``hvd-elastic trust``."""
     return home() / "known_hosts"
 
 
 @dataclass
 class Attempt:
-    """One try to connect, and what is cut off when its time is over."""
+    """One attempt to connect, with the sockets to close when its time is over."""
 
     host: Host
     options: SshOptions
@@ -61,14 +64,14 @@ class Attempt:
     expired: bool = False
 
     def remaining(self) -> float:
-        # 0 would mean "do not block" to a socket.
+        # A timeout of 0 would mean "do not block" for a socket.
         return max(0.001, self.deadline - time.monotonic())
 
     def expire(self) -> None:
         self.expired = True
         for sock in self.sockets:
             with contextlib.suppress(OSError, EOFError):
-                # Closing alone does not wake a thread that waits in recv.
+                # Only shutdown wakes a thread that is blocked in recv; closing does not.
                 if isinstance(sock, socket.socket):
                     sock.shutdown(socket.SHUT_RDWR)
                 else:
@@ -77,21 +80,21 @@ class Attempt:
 
 @contextlib.contextmanager
 def attempting(host: Host, options: SshOptions) -> Iterator[Attempt]:
-    """Bounds a try to connect and gives its failures the project's errors."""
-    # paramiko logs tracebacks of failures that are reported here in words.
+    """Limit the time of an attempt to connect, and turn its failures into this project's errors."""
+    # paramiko would log tracebacks of failures that are reported as errors here.
     logger = logging.getLogger("paramiko")
     if not logger.handlers:
         logger.addHandler(logging.NullHandler())
     attempt = Attempt(host, options, time.monotonic() + options.connect_timeout_s)
-    # paramiko has timeouts for each phase, none for all of them: a server that answers one byte a
-    # second would hold the caller for minutes.
+    # paramiko has a timeout for each phase but none for all together: a server that sends one byte
+    # per second would block the caller for minutes.
     timer = threading.Timer(options.connect_timeout_s, attempt.expire)
     timer.daemon = True
     timer.start()
     try:
         yield attempt
     except Exception as error:
-        # paramiko's own timeouts end with the same deadline, under other names.
+        # paramiko's own timeouts expire at the same time and raise other errors.
         if time.monotonic() >= attempt.deadline - DEADLINE_SLACK_S:
             attempt.expired = True
         if isinstance(error, SshError) and not attempt.expired:
@@ -100,12 +103,12 @@ def attempting(host: Host, options: SshOptions) -> Iterator[Attempt]:
     finally:
         timer.cancel()
     if attempt.expired:
-        # Logged in at the last moment, and cut off all the same.
+        # The login succeeded, but the connection was closed at the deadline.
         raise _explain(TimeoutError(), attempt)
 
 
 def _explain(error: Exception, attempt: Attempt) -> SshError:
-    """The project's error for one of the network or of paramiko."""
+    """Return this project's error for an error of the network or of paramiko."""
     from paramiko import ssh_exception
 
     host, options = attempt.host, attempt.options
@@ -159,7 +162,7 @@ def _user_of(attempt: Attempt) -> str:
 
 
 class Route:
-    """The way to a host: what the configuration says, its jump hosts, its socket, its keys."""
+    """How to reach a host: ssh configuration, jump hosts, socket and known keys."""
 
     def __init__(self, host: Host, options: SshOptions, attempt: Attempt, depth: int = 0) -> None:
         from paramiko import SSHClient
@@ -189,7 +192,7 @@ class Route:
         attempt.where = f"{self.user}@{self.address} port {self.port}"
 
     def open_socket(self) -> None:
-        """A socket to the host's sshd, or a channel through its jump hosts."""
+        """Open a socket to the host's sshd, or a channel through its jump hosts."""
         command = str(self.entry.get("proxycommand", "none"))
         if self.jumps:
             self.sock = self._open_through(self.jumps)
@@ -226,16 +229,16 @@ class Route:
         )
 
     def make_transport(self, sock: Any, **settings: Any) -> paramiko.Transport:
-        """A transport that asks the server for a key of a kind that is known.
+        """Return a transport that prefers host keys of known types.
 
-        paramiko's order of key exchanges stays: curve25519 (and its post-quantum form, where both
-        sides have it) comes first, at a fraction of what OpenSSH's sntrup761 costs the leader.
+        paramiko's order of key exchanges stays. It begins with curve25519 (and its post-quantum
+        form if both sides have it), which costs the leader much less than OpenSSH's sntrup761.
         """
         import paramiko
 
         transport = paramiko.Transport(sock, **settings)
-        # Keeps gateways from forgetting an idle connection, and gives TCP_USER_TIMEOUT something to
-        # wait an answer for: a cut cable shows in a minute, not after a quarter of an hour.
+        # Keepalives prevent gateways from dropping an idle connection. They also give
+        # TCP_USER_TIMEOUT data to wait for: a cut cable shows after one minute instead of 15.
         transport.set_keepalive(KEEPALIVE_S)
         security = transport.get_security_options()
         wanted = []
@@ -245,14 +248,14 @@ class Route:
         offered = tuple(security.key_types)
         first = [key_type for key_type in wanted if key_type in offered]
         security.key_types = tuple(dict.fromkeys([*first, *offered]))
-        # One pass over the bytes instead of two (cipher, then MAC): less work for a large file.
+        # GCM ciphers process the data once, others twice (cipher and MAC).
         ciphers = tuple(security.ciphers)
         gcm = [cipher for cipher in ciphers if "gcm" in cipher]
         security.ciphers = tuple(dict.fromkeys([*gcm, *ciphers]))
         return transport
 
     def log_in(self) -> None:
-        """Key exchange, verification of the host key, authentication."""
+        """Exchange keys, verify the host key, and authenticate."""
         import paramiko
 
         identities = [self.options.identity] if self.options.identity else []
@@ -283,14 +286,14 @@ class Route:
             if agent is not None:
                 agent.close()
         if isinstance(self.sock, socket.socket):
-            # paramiko's thread wakes up so often although nothing comes, to see whether a keepalive
-            # is due; its own 0.1 s costs hundredths of a core where 128 hosts are kept.
+            # This is how often paramiko's idle thread checks whether a keepalive is due. Its
+            # default of 0.1 s would use several percent of a core for 128 hosts.
             self.sock.settimeout(IDLE_WAKE_S)
 
     def close(self) -> None:
-        """Closes the connection, then the jump hosts behind it."""
+        """Close the connection, then those to its jump hosts."""
         if isinstance(self.sock, socket.socket):
-            # Else paramiko waits until its thread wakes up by itself.
+            # Without this, paramiko waits until its thread wakes up by itself.
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
         self.client.close()
@@ -318,7 +321,7 @@ def _parse_jumps(host: Host, text: str) -> list[Host]:
 
 
 def _make_policy(route: Route) -> Any:
-    """Called by paramiko for every key, since its own list of known hosts is left empty."""
+    """Return the policy that paramiko calls for every key, since its own known hosts stay empty."""
     import paramiko
 
     class VerifyPolicy(paramiko.MissingHostKeyPolicy):
@@ -356,7 +359,7 @@ def _verify(route: Route, key: HostKey) -> None:
 
 
 def _find_agent_key(agent: paramiko.Agent, identities: list[Path]) -> Any:
-    """With IdentitiesOnly: the agent's key for one of these files, if it has one."""
+    """Return the ssh agent's key for one of these files (for IdentitiesOnly), or None."""
     wanted = set()
     for path in identities:
         with contextlib.suppress(OSError, IndexError, UnicodeDecodeError):
@@ -376,8 +379,8 @@ def _open_tcp(name: str, port: int, attempt: Attempt) -> socket.socket:
             sock.close()
             last = error
             continue
-        # paramiko sends small packets and waits for answers: with Nagle and delayed
-        # acknowledgements each costs 40 ms (connect 72 ms, not 18; a command 48, not 2).
+        # paramiko sends small packets and waits for answers. With Nagle's algorithm and delayed
+        # acknowledgements each costs 40 ms (a login takes 72, not 18 ms, a command 48, not 2 ms).
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_QUICKACK"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
@@ -389,7 +392,7 @@ def _open_tcp(name: str, port: int, attempt: Attempt) -> socket.socket:
 
 
 def _look_up(name: str, port: int, attempt: Attempt) -> list[tuple[int, Any]]:
-    """Addresses of a name, within the time that is left (the resolver has no deadline)."""
+    """Return the addresses of a name, within the remaining time; the resolver has no timeout."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Connections to hosts: one layer for the launcher and the cluster tools.
+"""Connections to hosts, for the launcher and the cluster tools alike.
 
-:func:`connect` gives a :class:`Connection`, over ssh (paramiko) or, for this machine,
-on plain processes.
+:func:`connect` returns a :class:`Connection`: over ssh (paramiko), or with local processes if the
+host is this machine.
 """
 
 from __future__ import annotations
@@ -50,20 +50,22 @@ __all__ = [
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
-# Every command first tells its process id on stderr (taken out again here), so that it can be
-# signalled: without a terminal sshd ends nothing when a client goes away. sshd makes the login
-# shell leader of a session, so its id is the process group's. Through sh, since $$ and >&2 mean
-# other things to csh and fish.
+# Every command first prints its process id on stderr (removed again here), so that it can be
+# signalled: without a terminal, sshd does not end a command when its client is gone. sshd makes the
+# login shell a session leader, so its id is that of the process group. The command uses sh, since
+# $$ and >&2 mean something else in csh and fish.
 PID_MARK = b"\x01hvd-elastic-pid "
 TELL_PID = """sh -c 'printf "\\001hvd-elastic-pid %s\\n" "$PPID" >&2'"""
-# An interpreter that takes the shell's place tells its own, and no process is needed for that.
+# A Python interpreter that replaces the shell prints its own id, which needs no extra process.
 PYTHON_TELLS_PID = r"""import posix; posix.write(2, b"\1hvd-elastic-pid %d\n" % posix.getpid())"""
+# Maximum wait for the process id, and for each step of sending a signal.
 PID_WAIT_S = 2.0
+# Maximum output of login scripts before the process id.
 HELD_BYTES = 64 * 1024
 
 
 def connect(host: Host, options: SshOptions | None = None) -> Connection:
-    """A connection to the host: over ssh, or directly when it is this machine.
+    """Return a connection to the host: over ssh, or direct if it is this machine.
 
     Raises:
         HostUnreachableError: no answer in time; names host, address, port and cause.
@@ -77,10 +79,10 @@ def connect(host: Host, options: SshOptions | None = None) -> Connection:
 
 
 def is_local(host: Host, options: SshOptions | None = None) -> bool:
-    """Whether the host is used without ssh.
+    """Return whether the host is used without ssh.
 
-    So are localhost, 127.0.0.1, ::1 and this machine's own name, unless the hostfile gives a user
-    or port, or the ssh configuration has an entry for that name.
+    This applies to localhost, 127.0.0.1, ::1 and this machine's own name, unless the hostfile gives
+    a user or port, or the ssh configuration has an entry for that name.
     """
     if host.user is not None or host.port is not None:
         return False
@@ -92,13 +94,13 @@ def is_local(host: Host, options: SshOptions | None = None) -> bool:
 
 
 def jump_hosts(host: Host, options: SshOptions) -> list[Host]:
-    """The jump hosts that the ssh configuration puts before a host (no network is used)."""
+    """Return a host's jump hosts by the ssh configuration, without using the network."""
     with attempting(host, options) as attempt:
         return Route(host, options, attempt).jumps
 
 
 def own_address_towards(host: Host, options: SshOptions | None = None) -> str:
-    """This machine's address on the way to the host; 127.0.0.1 when the host's name is unknown.
+    """Return this machine's address on the route to the host; 127.0.0.1 if its name is unknown.
 
     Nothing is sent: connecting a datagram socket only looks up the route.
     """
@@ -114,10 +116,10 @@ def own_address_towards(host: Host, options: SshOptions | None = None) -> str:
 
 
 def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeyState]:
-    """What key a host shows, without logging in.
+    """Read the key that a host shows, without logging in.
 
     Returns:
-        Its name for known_hosts, its key, and what is known of it.
+        The host's name for known_hosts, its key, and what is known of the key.
 
     Raises:
         HostUnreachableError, HostKeyError (of a jump host), SshError: as :func:`connect`.
@@ -139,7 +141,7 @@ def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeySta
 
 
 class SshConnection(Connection):
-    """A host over ssh."""
+    """A connection to a host over ssh."""
 
     def __init__(self, host: Host, options: SshOptions) -> None:
         self.host = host
@@ -163,7 +165,7 @@ class SshConnection(Connection):
 
     @property
     def client(self) -> paramiko.SSHClient:
-        """The logged-in paramiko client, for libraries that build on one."""
+        """The logged-in paramiko client, for libraries that need one."""
         return self._route.client
 
     def start(
@@ -200,7 +202,7 @@ class SshConnection(Connection):
 
 
 class _ChannelEnds:
-    """A command's pipes over an ssh channel."""
+    """Pipes of a command over an ssh channel."""
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._channel = channel
@@ -246,7 +248,7 @@ class _ChannelEnds:
         return status
 
     def signal(self, name: str) -> None:
-        # Not the protocol's own signal request: OpenSSH refuses it for root and without privilege
+        # Not ssh's own signal request, which OpenSSH refuses for root and without privilege
         # separation.
         if self._pid_known.wait(PID_WAIT_S) and self._pid and not self._channel.closed:
             channel = self._channel.transport.open_session(timeout=PID_WAIT_S)
@@ -256,6 +258,6 @@ class _ChannelEnds:
             channel.close()
 
     def close(self) -> None:
-        # It says goodbye over the connection, which may be gone.
+        # Closing sends a message over the connection, which may be gone.
         with contextlib.suppress(OSError, EOFError):
             self._channel.close()

@@ -1,4 +1,4 @@
-"""The ssh configuration: which files, with their ``Include`` lines, and what they say of a host."""
+"""Read the ssh configuration, with its ``Include`` lines, and find what it says about a host."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 USER_CONFIG = "~/.ssh/config"
 SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 GLOBAL_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts"
+# The limit of OpenSSH, which also ends files that include themselves.
 MAX_INCLUDE_DEPTH = 16
 VIRTCLUST_MARK = "# Written by virtclust."
-"""How the ssh configuration of a virtual cluster begins."""
+"""First line of the ssh configuration of a virtual cluster."""
 
 _NAME = re.compile(r"[\w.:-]+")
 _EVERY_HOST = "Host *"
@@ -29,14 +30,14 @@ _KEYWORD = re.compile(r"\s*(?P<key>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<value>.*)")
 
 
 def load_ssh_config(config_path: Path | None, host: str | None = None) -> SSHConfig:
-    """The user's and the system's configuration, or that one file only (as ``ssh -F``).
+    """Return the user's and the system's configuration, or only the given file (as ``ssh -F``).
 
     Args:
-        config_path: that one file.
-        host: the host that will be looked up; what names only others is left out.
+        config_path: the only file to read, or None.
+        host: host that will be looked up; blocks for other hosts are left out. None for all.
 
     Raises:
-        SshError: ``config_path`` cannot be read, or a file holds something paramiko cannot parse.
+        SshError: ``config_path`` cannot be read, or paramiko cannot parse a file.
     """
     from paramiko.ssh_exception import ConfigParseError
 
@@ -52,10 +53,10 @@ def load_ssh_config(config_path: Path | None, host: str | None = None) -> SSHCon
 
 
 def _narrow(text: str, host: str) -> str:
-    """Without the blocks that name other hosts only.
+    """Return the text without the blocks that are only about other hosts.
 
-    paramiko asks for the user's name anew for each block that is not the host's: 5 ms for each of
-    128 hosts.
+    paramiko looks up the user's name for each block of another host, which would take 5 ms for
+    each of 128 hosts.
     """
     always, named = _blocks(text)
     chosen = {**always, **named.get(host, {})}
@@ -64,7 +65,7 @@ def _narrow(text: str, host: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _blocks(text: str) -> tuple[dict[int, str], dict[str, dict[int, str]]]:
-    """Blocks by their place: those that any host may match, and those that names alone choose."""
+    """Return blocks by position: those that may match any host, and by name those for that host."""
     always: dict[int, str] = {}
     named: dict[str, dict[int, str]] = {}
     canonical = "canonicalizehostname" in text.lower()
@@ -77,7 +78,7 @@ def _blocks(text: str) -> tuple[dict[int, str], dict[str, dict[int, str]]]:
     for at, lines in enumerate(blocks):
         match = _KEYWORD.match(lines[0]) if lines else None
         names = match["value"].split() if match and match["key"].lower() == "host" else []
-        # A host's canonical name, which is looked up as well, is not known here.
+        # The canonical name of a host, by which blocks may match as well, is not known here.
         if names and not canonical and all(_NAME.fullmatch(name) for name in names):
             for name in names:
                 named.setdefault(name, {})[at] = "\n".join(lines)
@@ -88,14 +89,14 @@ def _blocks(text: str) -> tuple[dict[int, str], dict[str, dict[int, str]]]:
 
 @functools.lru_cache(maxsize=8)
 def _parse(text: str) -> SSHConfig:
-    """Parsed once for all hosts that it says the same of: look-ups change nothing."""
+    """Parse a text once for all hosts that have the same one; look-ups do not change the result."""
     from paramiko import SSHConfig
 
     return SSHConfig.from_text(text)
 
 
 def read_config_text(config_path: Path | None) -> str:
-    """The configuration as one text, ``Include`` lines replaced by what they name."""
+    """Return the configuration as one text, with ``Include`` lines replaced by their files."""
     if config_path is not None:
         path = config_path.expanduser()
         try:
@@ -112,15 +113,15 @@ def read_config_text(config_path: Path | None) -> str:
             parts.append(_inline(path, path.read_text(encoding="utf-8", errors="replace"), 0))
         except OSError:
             continue
-    # The first value found wins, so the user's file stands first; each begins outside any block.
+    # ssh uses the first value found, so the user's file comes first. "Host *" ends its last block.
     return "\nHost *\n".join(parts)
 
 
 def _inline(path: Path, text: str, depth: int, outer: str = _EVERY_HOST) -> str:
-    """paramiko knows no Include, and cloud tools put their hosts behind one.
+    """Replace ``Include`` lines, which paramiko does not support, by their files.
 
-    ``outer`` is the Host or Match line that the text stands under: its own blocks count for hosts
-    that this one matches too.
+    ``outer`` is the Host or Match line that contains the text: the text's own blocks then apply
+    only to hosts that this line matches too.
     """
     if outer == _EVERY_HOST and "include" not in text.lower():
         return text
@@ -144,13 +145,13 @@ def _inline(path: Path, text: str, depth: int, outer: str = _EVERY_HOST) -> str:
                 except OSError:
                     continue
                 lines.append(_inline(included, inner, depth + 1, block))
-        # Blocks of the included file end with it.
+        # A block that an included file opens ends with the file.
         lines.append(block)
     return "\n".join(lines)
 
 
 def _both(outer: str, inner: str) -> str:
-    """The line of a block for hosts that both lines match."""
+    """Return the header line of a block for hosts that match both lines."""
     if outer == _EVERY_HOST:
         return inner
     criteria = [each for each in (_criteria(outer), _criteria(inner)) if each.lower() != "all"]
@@ -158,7 +159,7 @@ def _both(outer: str, inner: str) -> str:
 
 
 def _criteria(line: str) -> str:
-    """Of a Host or Match line, as a Match line has them."""
+    """Return the criteria of a Host or Match line in the form of a Match line."""
     match = _KEYWORD.match(line)
     assert match is not None
     if match["key"].lower() == "match":
@@ -167,9 +168,9 @@ def _criteria(line: str) -> str:
 
 
 def config_beside(hostfile: Path) -> Path | None:
-    """The ssh configuration that virtclust wrote beside this hostfile, if there is one.
+    """Return the ssh configuration that virtclust wrote next to this hostfile, or None.
 
-    Another user's is not taken: a ProxyCommand in it would run as this one.
+    A file of another user is ignored, since a ProxyCommand in it would run as the current user.
     """
     path = hostfile.expanduser().absolute().with_name("ssh_config")
     try:
@@ -181,7 +182,7 @@ def config_beside(hostfile: Path) -> Path | None:
 
 
 def has_entry(text: str, name: str) -> bool:
-    """Whether a Host line speaks of this name in particular (``Host *`` does not)."""
+    """Return whether a Host line is about this name in particular, which ``Host *`` is not."""
     for line in text.splitlines():
         match = _KEYWORD.match(line)
         if match is None or match["key"].lower() != "host":
@@ -195,7 +196,7 @@ def has_entry(text: str, name: str) -> bool:
 
 
 def known_hosts_files(entry: dict[str, str]) -> list[Path]:
-    """The user's and the system's known_hosts for a host with this configuration entry."""
+    """Return the user's and the system's known_hosts files for a host with this entry."""
     user = entry.get("userknownhostsfile")
     names = user.split() if user else ["~/.ssh/known_hosts", "~/.ssh/known_hosts2"]
     names += entry.get("globalknownhostsfile", GLOBAL_KNOWN_HOSTS).split()

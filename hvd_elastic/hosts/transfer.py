@@ -1,7 +1,7 @@
-"""Whole files over a host's connection, as one stream each.
+"""Send and receive whole files over a host's connection, each as one stream.
 
-sftp asks for a file in pieces of 32 KiB and answers each; here ``cat`` sends, and only the window
-of the ssh channel holds it back. What arrived is proven by the SHA-256 of its manifest, not here.
+sftp requests a file in pieces of 32 KiB; here ``cat`` sends it, limited only by the window of the
+ssh channel. The content is verified elsewhere, by the SHA-256 in the manifest of a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 
 _CHUNK_BYTES = 1 << 20
+# A transfer without any data for this time has failed.
 _SILENCE_S = 60.0
-# Shell start-up files may print before the command runs.
+# Marks the start of the file, since shell start-up files may print something before.
 _MARK = b"\x01hvd-elastic-file\n"
 _READ = 'printf "\\001hvd-elastic-file\\n" && exec cat -- "$1"'
-# A cut connection looks like the end of the file: only a file of the right length gets its name.
+# A lost connection looks like the end of the file, so the length is checked before the rename.
 _WRITE = (
     'umask 077; mkdir -p -- "$(dirname -- "$1")" && cat > "$1.part" && '
     'test "$(wc -c < "$1.part")" -eq "$2" && mv -- "$1.part" "$1" || '
@@ -29,10 +30,10 @@ _WRITE = (
 def receive_file(
     connection: Connection, remote: str, write: Callable[[bytes | memoryview], object]
 ) -> None:
-    """Give ``write`` the content of a file of the host, piece by piece.
+    """Pass the content of a file on the host to ``write``, piece by piece.
 
     Raises:
-        SshError: it cannot be read there, or the connection is lost.
+        SshError: it cannot be read, or the connection is lost.
     """
     process = connection.start(["sh", "-c", _READ, "sh", remote])
     try:
@@ -59,17 +60,18 @@ def receive_file(
 
 
 def send_file(connection: Connection, local: Path, remote: str) -> None:
-    """Copy a file to the host; it gets its name there when it is complete. Folders are made.
+    """Copy a file to the host, renaming it into place when it is complete; creates folders.
 
     Raises:
-        SshError: it cannot be written there, or the connection is lost.
+        SshError: it cannot be written, or the connection is lost.
         OSError: it cannot be read here.
     """
     with local.open("rb", buffering=0) as file:
         size = local.stat().st_size
         process = connection.start(["sh", "-c", _WRITE, "sh", remote, str(size)])
         try:
-            with contextlib.suppress(BrokenPipeError):  # its status says why it stopped reading
+            # The exit status shows why it stopped reading.
+            with contextlib.suppress(BrokenPipeError):
                 while chunk := file.read(_CHUNK_BYTES):
                     process.stdin.write(chunk)
             process.stdin.close()

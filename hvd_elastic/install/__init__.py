@@ -1,5 +1,5 @@
-"""What an installation is made of: system packages, and the Horovod wheel built on this machine.
+"""Check system packages, and build and install the Horovod wheel for this machine.
 
-Standard library only where the set-up imports it (``prerequisites``): it runs before anything is
-installed.
+The module ``prerequisites`` uses only the standard library, since the set-up script imports it
+before anything is installed.
 """

@@ -1,10 +1,10 @@
 """Build Horovod for this Python environment once, keep the wheel, install it.
 
-Horovod's newest source release (0.28.1) does not compile against a current torch, a process whose
-initialisation failed once can never initialise again, and a peer that dies in the middle of a
-message leaves the others waiting for 30 s. ``horovod-0.28.1.patch`` beside this file fixes that.
-The wheel is kept in the user's cache folder under a name made of everything it was compiled
-against, so the next environment of the same make has it in seconds.
+Horovod's newest source release (0.28.1) has three problems that ``horovod-0.28.1.patch`` in this
+folder fixes: it does not compile with current versions of torch; a process in which initialisation
+has failed can never initialise again; and if a peer dies in the middle of a message, the others
+wait for 30 s. The wheel is kept in the user's cache folder under a name made of everything that it
+was compiled against, so another environment with the same versions gets it in seconds.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 RUN_REQUIREMENTS = ("packaging", "cffi", "cloudpickle", "psutil", "pyyaml")
-"""What Horovod imports; the build imports it too."""
+"""Packages that Horovod imports, also during the build."""
 BUILD_REQUIREMENTS = ("setuptools", "wheel")
-"""Needed besides, since the build runs without pip's build isolation, to see this torch."""
+"""Further packages for the build, which runs without pip's isolation so that it finds torch."""
 
+# Disk space for a build, and memory for each compiler, with a margin.
 BUILD_SPACE_BYTES = 1_500_000_000
 MEMORY_PER_JOB_BYTES = 1_600_000_000
 
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+# The line of Horovod's CMakeLists.txt that compiles the XLA operations.
 _XLA_SOURCE = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n'
 _IMPORT_CHECK = (
     "import json, horovod.torch as hvd; print(json.dumps({"
@@ -65,12 +67,12 @@ _IMPORT_CHECK = (
 
 
 def patch_digest() -> str:
-    """SHA-256 of the patch."""
+    """Return the SHA-256 of the patch."""
     return hashlib.sha256(PATCH.read_bytes()).hexdigest()
 
 
 def without_xla_ops(tensorflow: str) -> bool:
-    """Whether this TensorFlow no longer ships the headers that Horovod's XLA ops include.
+    """Return whether this TensorFlow lacks the headers that Horovod's XLA operations include.
 
     >>> without_xla_ops("2.15.1"), without_xla_ops("2.21.0")
     (False, True)
@@ -80,15 +82,15 @@ def without_xla_ops(tensorflow: str) -> bool:
 
 
 def prepare_source(source: Path, inputs: BuildInputs) -> None:
-    """Patch the unpacked source release for these inputs; all of the patch, or nothing.
+    """Apply the patch, completely or not at all, and adapt the source to these inputs.
 
     Raises:
-        BuildError: the source is not what the patch was made for.
+        BuildError: the source is not the release that the patch was made for.
     """
     done = subprocess.run(
         ["git", "apply", "--whitespace=nowarn", str(PATCH)],
         cwd=source,
-        # Inside somebody's repository git would take the paths for that one's and change nothing.
+        # Inside another repository git would look for the paths there and change nothing.
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(source.resolve().parent)},
         capture_output=True,
         text=True,
@@ -117,23 +119,23 @@ def build_environment(
     cuda_home: Path | None = None,
     nccl: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The environment variables that make Horovod's setup.py build exactly ``inputs``.
+    """Return environment variables that make Horovod's setup.py build exactly ``inputs``.
 
-    A framework or transport that was found is demanded, so that a build without it fails instead
-    of quietly lacking it; what was not found is switched off.
+    Frameworks and transports in the inputs are required, so that the build fails instead of
+    silently leaving one out; all others are disabled.
 
     Args:
         inputs: what to build.
-        base: variables that are passed on.
-        jobs: compilers at once.
-        cuda_home: the CUDA toolkit, for a build with CUDA.
-        nccl: variables that say where NCCL is, from :func:`nccl_variables`.
+        base: variables to pass on.
+        jobs: number of compilers that run at the same time.
+        cuda_home: folder of the CUDA toolkit, for a build with CUDA.
+        nccl: variables that tell where NCCL is, from :func:`nccl_variables`.
     """
     environment = {
         name: value
         for name, value in base.items()
         if not name.startswith(("HOROVOD_WITH", "HOROVOD_GPU"))
-        # the outer make's job server is not ours to hand on; other generators print no percentage
+        # without the job server of an outer make, and without generators that print no percentage
         and name not in ("MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "CMAKE_GENERATOR", "GNUMAKEFLAGS")
     }
     environment["PATH"] = os.pathsep.join(
@@ -147,7 +149,7 @@ def build_environment(
         "HOROVOD_WITHOUT_TENSORFLOW" if inputs.tensorflow is None else "HOROVOD_WITH_TENSORFLOW"
     ] = "1"
     environment["HOROVOD_WITHOUT_MPI" if inputs.mpi is None else "HOROVOD_WITH_MPI"] = "1"
-    # the bundled Gloo names a minimum that CMake 4 refuses
+    # the bundled Gloo declares a minimum version that CMake 4 refuses
     environment["CMAKE_POLICY_VERSION_MINIMUM"] = "3.5"
     if inputs.cuda is not None:
         environment["CUDA_HOME"] = environment["HOROVOD_CUDA_HOME"] = str(cuda_home)
@@ -157,10 +159,10 @@ def build_environment(
 
 
 def provide_toolkit(inputs: BuildInputs, work: Path, log: Path) -> Path | None:
-    """The CUDA toolkit to compile with: this machine's, or one from the package index.
+    """Return the CUDA toolkit to compile with: this machine's, or one installed by pip.
 
     Raises:
-        BuildError: pip cannot bring it.
+        BuildError: pip cannot install it.
     """
     if inputs.cuda is None:
         return None
@@ -177,14 +179,14 @@ def provide_toolkit(inputs: BuildInputs, work: Path, log: Path) -> Path | None:
 
 
 def nccl_variables(work: Path) -> dict[str, str]:
-    """Where Horovod's build finds NCCL; variables that the user has set go before these."""
+    """Return variables that tell Horovod's build where NCCL is; those of the user go first."""
     header = find_nccl_header()
     if header is None:
         return {}
     found = {"HOROVOD_NCCL_INCLUDE": str(header.parent)}
     library = find_nccl_library(header)
     if library is not None:
-        # A linker looks for a name without a number.
+        # The linker needs the library under a name without a version number.
         (work / "nccl").mkdir()
         (work / "nccl" / "libnccl.so").symlink_to(library)
         found |= {"HOROVOD_NCCL_LIB": str(work / "nccl"), "HOROVOD_NCCL_LINK": "SHARED"}
@@ -192,7 +194,7 @@ def nccl_variables(work: Path) -> dict[str, str]:
 
 
 def parallel_jobs(cores: int, memory_bytes: int) -> int:
-    """Compilers at once: one a core, as long as each has memory.
+    """Return the number of compilers to run at the same time: one per core, if memory allows.
 
     >>> parallel_jobs(cores=16, memory_bytes=4_000_000_000)
     2
@@ -201,10 +203,10 @@ def parallel_jobs(cores: int, memory_bytes: int) -> int:
 
 
 def check_machine(inputs: BuildInputs, folder: Path) -> None:
-    """Everything a build needs and can be known before it begins.
+    """Check everything that a build needs before it begins.
 
     Raises:
-        BuildError: names what is missing and the command that brings it.
+        BuildError: something is missing; names it and the command that installs it.
     """
     if inputs.torch is None:
         raise BuildError(
@@ -245,7 +247,7 @@ def _check_cuda(cuda: str, nccl: str | None) -> None:
 
 
 def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
-    """Download, patch and compile in ``work``; returns the wheel there."""
+    """Download, patch and compile Horovod in ``work``; return the path of the wheel."""
     _install_missing(BUILD_REQUIREMENTS, "build requirements", log)
     run_quietly(
         [
@@ -281,10 +283,10 @@ def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
 
 
 def unpack_sdist(archive: Path, folder: Path) -> Path:
-    """Check the source release against its known digest and unpack it.
+    """Compare the source release with its known digest, and unpack it.
 
     Raises:
-        BuildError: it is missing or not the release that the patch was made for.
+        BuildError: it is missing or has another digest.
     """
     if not archive.is_file():
         raise BuildError(f"the download brought no {archive.name}")
@@ -303,13 +305,13 @@ def unpack_sdist(archive: Path, folder: Path) -> Path:
 
 
 def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> dict[str, bool]:
-    """Install ``wheel`` here, import it in a fresh process, and note which build it is.
+    """Install ``wheel``, import it in a new process, and record which build it is.
 
     Returns:
-        What the installed library says it was built with: gloo, mpi, nccl.
+        Whether the installed library has gloo, mpi and nccl.
 
     Raises:
-        BuildError: it cannot be installed or does not import.
+        BuildError: it cannot be installed or imported.
     """
     run_quietly(
         [
@@ -340,7 +342,7 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> dict[str, bool
 
 
 def keep_wheel(wheel: Path, inputs: BuildInputs, seconds: float) -> Path:
-    """Put a wheel that was seen to import into the cache, whole or not at all."""
+    """Copy a tested wheel into the cache, atomically."""
     folder = wheel_cache() / inputs.name
     folder.mkdir(parents=True, exist_ok=True)
     record = {"inputs": inputs.to_dict(), "seconds": round(seconds, 1), "built": int(time.time())}
@@ -353,7 +355,7 @@ def keep_wheel(wheel: Path, inputs: BuildInputs, seconds: float) -> Path:
 
 
 def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | None = None) -> None:
-    """Make this environment hold Horovod built from ``inputs``, by the shortest way there is."""
+    """Install Horovod built from ``inputs``: keep what is installed, use the cache, or build it."""
     if not rebuild and installed_build() == inputs.name:
         print(f"{inputs.describe()} is installed")
         return
@@ -368,7 +370,7 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
             try:
                 install_wheel(wheel, inputs, log)
             except BuildError as error:
-                # the machine changed under it, or the file was damaged
+                # the machine has changed since then, or the file is damaged
                 print(f"The kept wheel is of no use and is built anew: {error}", flush=True)
                 wheel.unlink()
                 wheel = None

@@ -1,9 +1,9 @@
-"""Where CUDA's compiler and NCCL come from when Horovod is built for GPUs.
+"""Find CUDA's compiler and NCCL for building Horovod for GPUs.
 
-PyTorch from PyPI brings all of CUDA's libraries and NCCL as packages beside it, but no compiler.
-From CUDA 13 on there are packages of the compiler too, so that a machine needs nothing but the
-GPU's driver: :func:`toolkit_packages` names them, :func:`assemble_toolkit` makes of them the folder
-that a build expects.
+PyTorch from PyPI installs CUDA's libraries and NCCL as packages, but no compiler. From CUDA 13 on
+the compiler is available as packages too, so a machine needs only the GPU's driver:
+:func:`toolkit_packages` returns their names, :func:`assemble_toolkit` makes the folder that a build
+expects.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _COMPILER_PACKAGES = (
     *("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"),
     *("nvidia-cuda-runtime", "nvidia-cuda-cccl"),
 )
-_FIRST_WITH_PACKAGES = 13
+_FIRST_WITH_PACKAGES = 13  # major version of CUDA
 _USUAL_HOME = Path("/usr/local/cuda")
 
 
 def find_cuda_home() -> Path | None:
-    """The CUDA toolkit (the folder with ``bin/nvcc``), looked for where torch looks."""
+    """Return the folder of the CUDA toolkit (with ``bin/nvcc``), which torch would find too."""
     for variable in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         named = os.environ.get(variable)
         if named and (Path(named) / "bin" / "nvcc").is_file():
@@ -35,7 +35,7 @@ def find_cuda_home() -> Path | None:
 
 
 def toolkit_packages(cuda: str) -> list[str]:
-    """What pip installs to compile for this CUDA; empty where there are no such packages.
+    """Return the packages with which pip can compile for this CUDA; empty if there are none.
 
     >>> toolkit_packages("13.0")[0], toolkit_packages("12.8")
     ('nvidia-cuda-nvcc==13.0.*', [])
@@ -46,15 +46,15 @@ def toolkit_packages(cuda: str) -> list[str]:
 
 
 def assemble_toolkit(installed: Path, cuda: str) -> Path:
-    """Make a CUDA toolkit of what pip has installed.
+    """Make a CUDA toolkit folder out of the packages that pip has installed.
 
-    The packages have the folders ``lib`` and ``include`` where compilers look for ``lib64``, and no
-    ``libcudart.so`` without a number. The headers of the mathematical libraries, which PyTorch's
-    headers read, lie beside PyTorch.
+    The packages have ``lib`` where compilers look for ``lib64``, and no ``libcudart.so`` without a
+    version number. The headers of the mathematical libraries, which PyTorch's headers include, are
+    in other packages beside PyTorch.
 
     Args:
-        installed: where :func:`toolkit_packages` were installed (``pip install --target``).
-        cuda: the version.
+        installed: folder in which the packages were installed (``pip install --target``).
+        cuda: version of CUDA.
 
     Returns:
         The folder for ``CUDA_HOME``.
@@ -78,13 +78,13 @@ def assemble_toolkit(installed: Path, cuda: str) -> Path:
 
 
 def find_nccl_header() -> Path | None:
-    """``nccl.h``: as the variables of Horovod's build say, PyTorch's own, or the machine's."""
+    """Return ``nccl.h``: named by variables of Horovod's build, PyTorch's own, or the machine's."""
     folders: list[Path] = []
     if include := os.environ.get("HOROVOD_NCCL_INCLUDE"):
         folders.append(Path(include))
     if home := os.environ.get("HOROVOD_NCCL_HOME"):
         folders.append(Path(home) / "include")
-    # A process has one NCCL: that which PyTorch has loaded.
+    # Only one NCCL can be loaded in a process, which is PyTorch's.
     if package := _nvidia_folder("nccl"):
         folders.append(package / "include")
     if cuda := find_cuda_home():
@@ -94,7 +94,7 @@ def find_nccl_header() -> Path | None:
 
 
 def find_nccl_library(header: Path) -> Path | None:
-    """The shared library of PyTorch's own NCCL if the header is its; None: Horovod looks itself."""
+    """Return PyTorch's own NCCL library if the header belongs to it; None lets Horovod search."""
     package = _nvidia_folder("nccl")
     if package is None or header.parent != package / "include":
         return None
@@ -106,7 +106,7 @@ def _major(version: str) -> str:
 
 
 def _nvidia_folder(name: str) -> Path | None:
-    """A package of NVIDIA's beside PyTorch; they have no code, so they are looked for by folder."""
+    """Return the folder of one of NVIDIA's packages, which have no module to find them by."""
     spec = importlib.util.find_spec("nvidia")
     for place in (spec.submodule_search_locations or []) if spec else []:
         if (Path(place) / name).is_dir():

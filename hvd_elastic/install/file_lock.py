@@ -1,4 +1,4 @@
-"""One at a time across processes: a lock on a file that goes with the process holding it."""
+"""A lock between processes, on a file; it is released when the process that holds it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def file_lock(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock at ``path``; ``waiting`` is called once if another process holds it first."""
+    """Hold the lock at ``path``; call ``waiting`` once if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         try:

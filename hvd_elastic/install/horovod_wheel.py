@@ -1,7 +1,7 @@
-"""Which Horovod wheel belongs to this environment, and where it is kept.
+"""Describe the Horovod wheel that fits this environment, and find it in the cache.
 
-A wheel compiled against one torch is of no use with another, so a cached wheel lies in a folder
-named after everything it was compiled against (:class:`BuildInputs`).
+A wheel that was compiled for one version of torch does not work with another. So a cached wheel is
+in a folder named after everything that it was compiled against (:class:`BuildInputs`).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from hvd_elastic.install.prerequisites import find_program
 HOROVOD_VERSION = "0.28.1"
 
 TORCH_REQUIREMENT = "torch>=2.2,<2.15"
-"""As in the extra of setup.py: versions that the patched Horovod compiles against."""
+"""Versions that the patched Horovod compiles with; the same as in the extra of setup.py."""
 
 INSTALLED_BUILD_FILE = "HVD_ELASTIC_BUILD"
-"""File in Horovod's .dist-info folder that holds :attr:`BuildInputs.name` of what is installed."""
+"""File in Horovod's .dist-info folder with the :attr:`BuildInputs.name` of the installed build."""
 
 
 @dataclass(frozen=True)
 class BuildInputs:
-    """Everything a Horovod wheel depends on; None = built without.
+    """Everything that a Horovod wheel depends on; None for parts that it is built without.
 
     Attributes:
         horovod: version of the source release.
         python: implementation and version, such as ``cp311``.
         platform: machine and C library, such as ``x86_64-glibc2.36``.
-        torch: full version, local part included (``2.13.0+cpu``).
+        torch: full version with its local part (``2.13.0+cpu``).
         tensorflow: full version.
-        mpi: Open MPI's version.
-        cuda: the version torch was compiled for; without it nothing on a GPU can be reduced.
+        mpi: version of Open MPI.
+        cuda: CUDA version of torch; without it there are no operations on GPUs.
         nccl: version of NCCL's header.
         patch: first characters of the patch's SHA-256.
     """
@@ -58,7 +58,7 @@ class BuildInputs:
 
     @property
     def name(self) -> str:
-        """Folder name in the cache: readable, and different where any input differs.
+        """Name of the folder in the cache: readable, and different for any other inputs.
 
         >>> inputs = BuildInputs("0.28.1", "cp311", "x86_64-glibc2.36", "2.13.0+cpu",
         ...                      None, "4.1.4", None, None, "0123456789ab")
@@ -73,7 +73,7 @@ class BuildInputs:
         return re.sub(r"[^A-Za-z0-9.+_-]", "_", "-".join(parts))
 
     def describe(self) -> str:
-        """What is compiled in, for a line on the terminal."""
+        """Return a line of text that says what is compiled in."""
         frameworks = [
             f"{key} {getattr(self, key)}"
             for key in ("torch", "tensorflow")
@@ -87,7 +87,7 @@ class BuildInputs:
         return f"Horovod {self.horovod} for {', '.join(frameworks)} with {', '.join(transports)}"
 
     def to_dict(self) -> dict[str, str | None]:
-        """As plain data."""
+        """Return the fields as a dictionary."""
         return asdict(self)
 
 
@@ -98,7 +98,7 @@ def detect_inputs(
     with_mpi: bool = True,
     with_nccl: bool = True,
 ) -> BuildInputs:
-    """What a build in this environment would depend on; nothing heavy is imported for it."""
+    """Return the inputs of a build in this environment; avoids importing heavy packages."""
     torch = _torch_facts()
     cuda = torch["cuda"] if with_nccl else None
     return BuildInputs(
@@ -115,23 +115,23 @@ def detect_inputs(
 
 
 def wheel_cache() -> Path:
-    """The user's folder of built wheels; one folder in it for each set of inputs."""
+    """Return the user's folder of built wheels, with a subfolder for each set of inputs."""
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("hvd_elastic")) / "wheels"
 
 
 def cached_wheel(inputs: BuildInputs) -> Path | None:
-    """The wheel built from ``inputs`` before, if it is still in the cache."""
+    """Return the cached wheel that was built from ``inputs``, or None."""
     return next(iter(sorted((wheel_cache() / inputs.name).glob("horovod-*.whl"))), None)
 
 
 def installed_build() -> str | None:
-    """Name of the build installed in this environment.
+    """Return the name of the build installed in this environment.
 
     Returns:
-        The :attr:`BuildInputs.name` it was built from, ``""`` where Horovod came from elsewhere,
-        None where there is no Horovod.
+        The :attr:`BuildInputs.name` that it was built from; ``""`` if Horovod was installed in
+        another way; None if there is no Horovod.
     """
     try:
         distribution = importlib.metadata.distribution("horovod")
@@ -155,7 +155,7 @@ def _package_folder(name: str) -> Path | None:
 
 
 def _torch_facts() -> dict[str, str | None]:
-    """torch/version.py alone: importing torch for its version takes seconds."""
+    """Return versions from torch/version.py, since importing torch takes seconds."""
     folder = _package_folder("torch")
     found: dict[str, object] = {}
     if folder is not None and (folder / "version.py").is_file():
@@ -165,7 +165,7 @@ def _torch_facts() -> dict[str, str | None]:
 
 
 def version_of(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed, or None."""
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -179,7 +179,7 @@ def _tensorflow_version() -> str | None:
 
 
 def _openmpi_version() -> str | None:
-    """Version of the Open MPI whose compiler wrapper and headers are there."""
+    """Return the version of Open MPI, if its compiler wrapper and headers are installed."""
     compiler = find_program("mpicxx", "mpic++")
     if compiler is None:
         return None
@@ -204,7 +204,7 @@ def _nccl_version() -> str | None:
 
 
 def _output(command: list[str]) -> str:
-    """What a short command prints; empty when it cannot run."""
+    """Return the output of a short command; empty if it cannot run."""
     try:
         done = subprocess.run(
             command,

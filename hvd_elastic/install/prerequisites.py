@@ -1,6 +1,6 @@
-"""What the machine itself must have, how to see whether it has it, and the package that brings it.
+"""Check for the system software that the project needs, and name the packages that provide it.
 
-Standard library only: the set-up asks before anything is installed.
+Standard library only, since the set-up runs this before anything is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/
 
 
 class Purpose(Enum):
-    """What cannot be done while a prerequisite is missing."""
+    """What cannot be done if a prerequisite is missing."""
 
     ENVIRONMENT = "set up the Python environment"
     BUILD = "build Horovod"
@@ -30,12 +30,12 @@ class Purpose(Enum):
 
 @dataclass(frozen=True)
 class Prerequisite:
-    """One thing the machine must have.
+    """One piece of software that the machine needs.
 
     Attributes:
-        name: as a user knows it.
-        find: where it is, or None.
-        apt: the Debian/Ubuntu packages that bring it.
+        name: name for users.
+        find: returns its path, or None.
+        apt: Debian/Ubuntu packages that provide it.
         purpose: what it is needed for.
         optional: whether everything else works without it.
     """
@@ -48,9 +48,9 @@ class Prerequisite:
 
 
 def find_program(*names: str) -> str | None:
-    """The first of ``names`` found on PATH or where daemons live.
+    """Return the first of ``names`` found on PATH or in the system's folders, or None.
 
-    An ordinary user's PATH often lacks /usr/sbin, where sshd, ip and tc are.
+    The PATH of a user who is not root often lacks /usr/sbin, where sshd, ip and tc are.
     """
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM_FOLDERS])
     for name in names:
@@ -61,7 +61,7 @@ def find_program(*names: str) -> str | None:
 
 
 def find_cmake() -> str | None:
-    """CMake, the one Horovod's build will call."""
+    """Return the path of the CMake that Horovod's build will call, or None."""
     return os.environ.get("HOROVOD_CMAKE") or find_program("cmake")
 
 
@@ -71,7 +71,7 @@ def _find_python_headers() -> str | None:
 
 
 def _find_venv() -> str | None:
-    # Debian ships the venv module without ensurepip, and `python3 -m venv` then fails half way.
+    # Debian has the venv module without ensurepip, so that `python3 -m venv` fails half-way.
     spec = importlib.util.find_spec("ensurepip")
     return None if spec is None else spec.origin
 
@@ -102,17 +102,17 @@ PREREQUISITES: tuple[Prerequisite, ...] = (
 
 
 def missing(wanted: Iterable[Prerequisite] = PREREQUISITES) -> list[Prerequisite]:
-    """Those of ``wanted`` that this machine lacks, in their order."""
+    """Return those of ``wanted`` that this machine lacks, in order."""
     return [item for item in wanted if item.find() is None]
 
 
 def has_apt() -> bool:
-    """Whether packages are installed with apt-get here (Debian, Ubuntu)."""
+    """Return whether this system installs packages with apt-get (Debian, Ubuntu)."""
     return find_program("apt-get") is not None
 
 
 def apt_command(lacking: Iterable[Prerequisite], *, sudo: bool = True) -> str:
-    """The command line that installs what ``lacking`` names, each package once.
+    """Return the command that installs the packages of ``lacking``, each once.
 
     >>> apt_command([item for item in PREREQUISITES if item.name in ("ip", "tc", "cmake")])
     'sudo apt-get install -y cmake iproute2'

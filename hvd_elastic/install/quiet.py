@@ -1,6 +1,6 @@
-"""Run long, talkative programs with one line on the terminal and everything in a log.
+"""Run long programs with much output, showing one line on the terminal and logging the rest.
 
-Standard library only: the set-up uses it before anything is installed.
+Standard library only, since the set-up uses it before anything is installed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import TextIO
 from hvd_elastic.errors import BuildError
 
 _MAKE_PERCENTAGE = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
+# Interval between lines of progress where they cannot be rewritten, as in a log.
 _PLAIN_INTERVAL_S = 30.0
 
 
 def make_percentage(line: str) -> int | None:
-    """Progress from a line of a CMake-made Makefile.
+    """Return the progress [%] in a line of a CMake-generated Makefile, or None.
 
     >>> make_percentage("  [ 12%] Building CXX object third_party/gloo/x.cc.o")
     12
@@ -36,13 +37,13 @@ def make_percentage(line: str) -> int | None:
 
 
 class Progress:
-    """``label … 42 % 1:23``: rewritten in place on a terminal, seldom repeated elsewhere.
+    """Shows ``label … 42 % 1:23``; rewrites the line on a terminal, else repeats it rarely.
 
     Args:
-        label: what is being done.
-        stream: where to write.
-        clock: seconds, rising.
-        terminal: whether lines can be rewritten; asked of the stream by default.
+        label: description of the task.
+        stream: stream to write to; default stdout.
+        clock: returns seconds that never decrease.
+        terminal: whether lines can be rewritten; by default the stream decides.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Progress:
         self._clock = clock
         self._terminal = self._stream.isatty() if terminal is None else terminal
         self._began = clock()
-        # elsewhere than on a terminal short steps need no line of their own but the last
+        # Without a terminal, a short step writes only its last line.
         self._written_at = self._began - (_PLAIN_INTERVAL_S - 10.0)
         self._percentage: int | None = None
 
     def update(self, percentage: int | None = None) -> None:
-        """Show the state if it is time to; call as often as you like."""
+        """Show the state, unless it was shown a short time ago."""
         if percentage is not None:
             self._percentage = max(percentage, self._percentage or 0)
         since = self._clock() - self._written_at
@@ -72,7 +73,7 @@ class Progress:
             self._write(f"{self._text()}\n")
 
     def finish(self, outcome: str) -> None:
-        """The last line: what became of it and how long it took."""
+        """Write the last line, with the outcome and the duration."""
         line = f"{self._label}: {outcome} ({_minutes(self._clock() - self._began)})"
         self._write(f"\r{line}\x1b[K\n" if self._terminal else f"{line}\n")
 
@@ -96,12 +97,12 @@ def run_quietly(
 ) -> None:
     """Run ``command`` with its output appended to ``log``.
 
-    The program gets its own process group, which is ended with us: an interrupted build leaves no
-    compiler behind.
+    The program has its own process group, which is killed if this process is interrupted, so that
+    no compiler keeps running.
 
     Raises:
-        BuildError: it could not be started or ended with another status than 0; the message holds
-            the telling lines and where the whole log is.
+        BuildError: it could not be started, or its exit status is not 0; the message has the
+            relevant lines and the path of the log.
     """
     progress = Progress(label)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +143,7 @@ def run_quietly(
 
 
 def telling_lines(lines: Sequence[str], limit: int = 20) -> list[str]:
-    """The lines that say what went wrong: the first errors, then the end.
+    """Return the lines that show what went wrong: the first errors, then the last lines.
 
     >>> telling_lines(["a", "x.cc:1: error: no such thing", "b", "c", "d"], limit=3)
     ['x.cc:1: error: no such thing', '…', 'c', 'd']
@@ -156,7 +157,7 @@ def telling_lines(lines: Sequence[str], limit: int = 20) -> list[str]:
 
 
 def _lines_or_ticks(process: subprocess.Popen[bytes], tick: Callable[[], None]) -> Iterator[str]:
-    """Lines as they come; ``tick`` about once a second while none does, so the time shown moves."""
+    """Yield lines as they arrive; call ``tick`` about once a second if there are none."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     rest = b""
@@ -177,7 +178,7 @@ def _lines_or_ticks(process: subprocess.Popen[bytes], tick: Callable[[], None]) 
 
 @contextlib.contextmanager
 def _terminated_as_exception() -> Iterator[None]:
-    """SIGTERM as SystemExit while a child runs, so that the child is ended too."""
+    """Turn SIGTERM into SystemExit while a child runs, so that the child is ended too."""
 
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

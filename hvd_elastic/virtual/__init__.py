@@ -1,8 +1,8 @@
-"""A private cluster on one machine, to rehearse what many machines will do.
+"""Virtual clusters: many hosts on one machine, to try out what real machines will do.
 
-Hosts are network namespaces on a bridge, each with its own sshd, host name, processes, ``/data``
-and ``/tmp``; without root they are addresses of the loopback interface. See `cluster` for the
-interface, `netns` and `loopback` for what hosts are made of.
+Each host is a set of namespaces on a network bridge, with its own sshd, host name, processes,
+``/data`` and ``/tmp``. Without root, hosts are addresses of the loopback interface instead. See
+`cluster` for the interface, `netns` and `loopback` for the two kinds of hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A virtual cluster from its making to its end."""
+"""Create, control and remove a virtual cluster."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from hvd_elastic.virtual.state import (
 from hvd_elastic.virtual.tools import find_tool
 
 _BACKENDS: dict[str, type[Loopback | Namespaces]] = {"loopback": Loopback, "netns": Namespaces}
-"""What hosts are made of: addresses of the loopback interface, or namespaces."""
+"""Classes that implement hosts: addresses of the loopback interface, or namespaces."""
 
 
 class VirtualCluster(AbstractContextManager["VirtualCluster"]):
-    """Hosts that can be cut off, crashed and booted, all on this machine.
+    """A cluster of hosts on this machine that can be disconnected, crashed and booted.
 
-    Made by :meth:`up` or found by :meth:`find`; what it says is read from the cluster's folder, so
-    several objects, in several processes, may look at one cluster. As a context manager it is
-    taken down at the end::
+    Create one with :meth:`up` or find one with :meth:`find`. All state is read from the cluster's
+    folder, so several objects in several processes can refer to the same cluster. Used as a context
+    manager, it removes the cluster at the end::
 
         with VirtualCluster.up(hosts=3, slots=2) as cluster:
             subprocess.run(["ssh", "-F", cluster.ssh_config, cluster.hosts[0], "hostname"])
@@ -54,7 +54,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         self.name = name
         self.folder = cluster_folder(name)
 
-    # ---- making and finding
+    # ---- create and find
 
     @classmethod
     def up(
@@ -69,18 +69,19 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         shares: Iterable[str | os.PathLike[str]] = (),
         hostfile: str | os.PathLike[str] | None = None,
     ) -> VirtualCluster:
-        """Make a cluster and wait until every host takes logins.
+        """Create a cluster and wait until every host accepts ssh logins.
 
         Args:
             hosts: number of hosts, 1 to 250.
-            slots: slots of each host, as the hostfile will say.
-            name: hosts are called ``<name>-1``, …; None takes the first free of vc1, vc2, ….
+            slots: number of slots of each host, for the hostfile.
+            name: name of the cluster, whose hosts are ``<name>-1``, …; None takes the first free
+                one of vc1, vc2, ….
             rate: link rate of each host in each direction, such as ``1gbit``.
-            loopback: hosts on 127/8 instead of namespaces; None: only where there is no root.
-            cpus: CPU cores that each host may use.
-            shares: files and folders under /tmp, /data or /run that the hosts shall see although
-                these are their own. The running Python and this package are always among them.
-            hostfile: where to put a second copy of the hostfile.
+            loopback: use addresses of 127/8 instead of namespaces; None: only if not root.
+            cpus: number of CPU cores that each host may use.
+            shares: files and folders under /tmp, /data or /run that all hosts shall see, although
+                each has its own of these. The running Python and this package are always shared.
+            hostfile: path of a second copy of the hostfile.
 
         Raises:
             UsageError: an argument is out of range.
@@ -137,7 +138,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
     @classmethod
     def find(cls, name: str | None = None) -> VirtualCluster:
-        """The cluster of that name; without a name, the only one there is."""
+        """Return the cluster of that name; without a name, the only cluster there is."""
         names = cluster_names()
         if name is None and len(names) == 1:
             return cls(names[0])
@@ -154,7 +155,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
     @classmethod
     def find_host(cls, host: str, name: str | None = None) -> tuple[VirtualCluster, str]:
-        """The cluster that has this host, and the host's full name."""
+        """Return the cluster that has this host, and the host's full name."""
         if name is None:
             for candidate in cluster_names():
                 state = load_state(cluster_folder(candidate))
@@ -165,7 +166,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
     @classmethod
     def every(cls) -> list[VirtualCluster]:
-        """All clusters of this home, also those of which only processes are left."""
+        """Return all clusters of this user, including those of which only processes are left."""
         folder = clusters_folder()
         orphans = {Path(path).name for path in marked_clusters() if Path(path).parent == folder}
         return [cls(name) for name in sorted({*cluster_names(), *orphans})]
@@ -174,14 +175,14 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         self.close()
 
     def close(self) -> None:
-        """As :meth:`down`, for a ``with`` statement."""
+        """Remove the cluster, as :meth:`down` does."""
         self.down()
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def state(self) -> ClusterState:
-        """The cluster as its folder says."""
+        """State of the cluster, read from its folder."""
         state = load_state(self.folder)
         if state is None:
             raise VirtualClusterError(f"cluster {self.name} is not up")
@@ -198,7 +199,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
     @property
     def ssh_config(self) -> Path:
-        """For ``ssh -F`` and for ``--ssh-config``."""
+        """Path of the ssh configuration, for ``ssh -F`` and ``--ssh-config``."""
         return self.folder / "ssh_config"
 
     @property
@@ -207,7 +208,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
     @property
     def leader_address(self) -> str:
-        """Where the hosts reach this machine."""
+        """Address at which the hosts reach this machine."""
         state = self.state
         return "127.0.0.1" if self.loopback else plan.leader_address(state.subnet)
 
@@ -215,43 +216,43 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         return self.state.host(host).address
 
     def data(self, host: str) -> Path:
-        """The host's ``/data``, seen from this machine (namespaces only)."""
+        """Return this machine's path of the host's ``/data`` (namespaces only)."""
         return self.folder / "hosts" / self.state.host(host).name / "data"
 
     def status(self, host: str) -> HostStatus:
-        """How a host stands: ``up``, ``cut`` or ``off`` (also when somebody killed it)."""
+        """Return a host's status; ``off`` also if its processes were killed."""
         state = self.state
         entry = state.host(host)
         alive = self._backend(state).pids(entry, system=True)
         return entry.status if alive else "off"
 
     def pids(self, host: str, *, system: bool = False) -> set[int]:
-        """Processes on a host, by this machine's ids.
+        """Return the process ids, as seen on this machine, of a host's processes.
 
         Args:
-            host: the host.
-            system: with the host's first process and its listening sshd, which are always there.
+            host: name of the host.
+            system: include the host's first process and its listening sshd, which always run.
         """
         state = self.state
         return self._backend(state).pids(state.host(host), system)
 
-    # ---- doing things to it
+    # ---- actions
 
     def cut(self, host: str) -> None:
-        """Pull the host's cable: packets are lost without a word, in both directions."""
+        """Disconnect the host's network cable: packets are lost silently in both directions."""
         self._set_link(host, "cut")
 
     def heal(self, host: str) -> None:
-        """Plug the cable in again."""
+        """Connect the host's network cable again."""
         self._set_link(host, "up")
 
     def crash(self, host: str, *, silent: bool = False) -> None:
-        """Kill -9 everything on the host, its sshd included; it stays off until :meth:`boot`.
+        """Kill all processes of the host, its sshd included; start it again with :meth:`boot`.
 
         Args:
-            host: the host.
-            silent: pull the cable first, so that peers see no closed connection, as when the
-                power fails.
+            host: name of the host.
+            silent: disconnect the cable first, so that peers do not see connections close, as in a
+                power failure.
         """
         with locked(self.folder.parent):
             state = self.state
@@ -260,14 +261,14 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
             save_state(self.folder, state.with_status(entry.name, "off"))
 
     def boot(self, host: str) -> None:
-        """Start a crashed host: same name, address, host key and /data; empty /tmp."""
+        """Boot a crashed host with the same name, address, host key and /data; /tmp is empty."""
         with locked(self.folder.parent):
             state = self.state
             entry = state.host(host)
             backend = self._backend(state)
             if entry.status != "off" and backend.pids(entry, system=True):
                 raise VirtualClusterError(f"host {entry.name} is running ({entry.status})")
-            # Of a host that died without virtclust, parts may be left.
+            # A host that died by itself may have left processes or its network interface.
             backend.crash(state, entry, False)
             try:
                 with _writing(self.folder):
@@ -280,7 +281,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
             save_state(self.folder, state.with_status(entry.name, "up"))
 
     def add(self, hosts: int = 1) -> list[str]:
-        """More hosts of the same kind; returns their names. The hostfile grows by them."""
+        """Add hosts of the same kind, also to the hostfile; return their names."""
         with locked(self.folder.parent):
             before = self.state
             last = max((host.index for host in before.hosts), default=0)
@@ -304,7 +305,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                 raise
 
     def down(self) -> None:
-        """End the cluster and leave nothing behind; does no harm when there is none."""
+        """End the cluster and remove everything it created; does nothing if it does not exist."""
         if not self.folder.exists() and str(self.folder) not in marked_clusters():
             return
         with locked(self.folder.parent):
@@ -318,9 +319,9 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside a host's namespaces, past ssh; ``options`` as `subprocess.run`.
+        """Run a command inside a host, without ssh; ``options`` as of `subprocess.run`.
 
-        On the loopback interface it runs on this machine, marked as the host's.
+        On the loopback interface it runs on this machine, marked as a process of the host.
         """
         command, environment = self._inside(host, argv, env)
         options.setdefault("capture_output", "stdout" not in options and "stderr" not in options)
@@ -334,14 +335,17 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> subprocess.Popen[str]:
-        """As :meth:`run_on`, without waiting. A signal to it reaches nsenter, not the command."""
+        """Start a command as :meth:`run_on` does, without waiting for it.
+
+        Signals to the returned process reach nsenter, not the command.
+        """
         command, environment = self._inside(host, argv, env)
         return subprocess.Popen(command, env=environment, text=True, **options)
 
     def kill(self, host: str, pid: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a process by the id that it has *on the host* (its ``os.getpid()``).
+        """Send a signal to a process, given its id *on the host* (its ``os.getpid()``).
 
-        Hosts in namespaces count their processes from 1, so ``os.kill`` from outside would hit
+        Hosts in namespaces number their processes from 1, so ``os.kill`` with that id would reach
         another process.
         """
         state = self.state
@@ -353,7 +357,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         return _BACKENDS[state.backend](self.folder)
 
     def _boot_new(self, before: ClusterState, indices: Iterable[int]) -> list[str]:
-        """Make hosts and start them; the state on disk knows them when they answer."""
+        """Create and start hosts; the state file lists them once they answer."""
         backend = self._backend(before)
         addresses = {index: plan.host_address(before.subnet, index) for index in indices}
         new = [
@@ -380,7 +384,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         files = {
             self.ssh_config: sshfiles.client_config(state, self.folder),
             self.folder / "known_hosts": sshfiles.known_hosts(state, self.folder),
-            # The hostfile last: who watches it must be able to reach what it names.
+            # The hostfile last: the hosts that it names must be reachable for those who watch it.
             self.hostfile: sshfiles.hostfile_text(state),
         }
         for copy in state.hostfiles:
@@ -419,9 +423,9 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
             save_state(self.folder, state.with_status(entry.name, status))
 
     def _remove(self) -> None:
-        """Take everything back; the caller holds the lock."""
+        """Remove everything; the caller holds the lock."""
         state: ClusterState | None = None
-        # Even a state that cannot be read must not keep the cluster alive.
+        # A state file that cannot be read must not prevent the removal.
         with contextlib.suppress(VirtualClusterError):
             state = load_state(self.folder)
         for name, backend in _BACKENDS.items():
@@ -445,7 +449,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 def _remove_copies(state: ClusterState) -> None:
     for copy in map(Path, state.hostfiles):
         with contextlib.suppress(OSError):
-            # One that the user has edited since is the user's.
+            # If the user has edited the copy, it stays.
             if copy.read_text() == sshfiles.hostfile_text(state):
                 copy.unlink()
 
@@ -479,7 +483,7 @@ def _all_shares(asked: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """What cannot be written is the user's to mend: an error with its place."""
+    """Turn an OSError into an error that names the path that cannot be written."""
     try:
         yield
     except OSError as error:
@@ -488,7 +492,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the cleaning up that a first one began is done."""
+    """Delay Ctrl-C and SIGTERM until a cleanup in progress is done."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -1,4 +1,4 @@
-"""CPU shares of virtual hosts through control groups, version 1 or 2."""
+"""Limit the CPU cores of virtual hosts with control groups, version 1 or 2."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
 
+# The kernel's default period of a CPU quota.
 PERIOD_US = 100_000
 
 
 @dataclass(frozen=True)
 class CpuGroups:
-    """The control groups of one cluster: ``<mount>/<name>/<host>``.
+    """Control groups of one cluster, at ``<mount>/<name>/<host>``.
 
     Attributes:
-        folder: the cluster's group.
-        version: of the control group file system, 1 or 2.
+        folder: folder of the cluster's group.
+        version: version of the control group file system, 1 or 2.
     """
 
     folder: Path
@@ -25,7 +26,7 @@ class CpuGroups:
 
     @classmethod
     def find(cls, name: str) -> CpuGroups | None:
-        """The groups of that name, made or not; None where no CPU controller is mounted."""
+        """Return the groups of that name, existing or not; None if no CPU controller is mounted."""
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
             kind, _, options = after.split(" ", 2)
@@ -39,7 +40,7 @@ class CpuGroups:
         return None
 
     def make(self, host: str, cpus: float) -> Path:
-        """A group that may use ``cpus`` cores."""
+        """Create a host's group, limited to ``cpus`` cores; return its folder."""
         group = self.folder / host
         try:
             group.mkdir(parents=True, exist_ok=True)
@@ -59,12 +60,12 @@ class CpuGroups:
         return group
 
     def remove(self) -> None:
-        """Take the groups away; their processes have ended."""
+        """Remove the groups; all of their processes have ended."""
         if not self.folder.is_dir():
             return
         groups = [entry for entry in self.folder.iterdir() if entry.is_dir()]
         for group in [*groups, self.folder]:
-            # The kernel lets go of a group shortly after its last process.
+            # The kernel releases a group shortly after its last process has ended.
             for attempt in range(100):
                 try:
                     group.rmdir()

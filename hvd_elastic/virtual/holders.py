@@ -1,4 +1,4 @@
-"""Long-lived processes that hold up a virtual host: started, heard, and left to themselves."""
+"""Start the first process of a virtual host, exchange a few lines, and leave it running."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from pathlib import Path
 from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.virtual.state import HostState
 
+# Interval at which a starting sshd is tried.
 POLL_S = 0.01
 
-# Processes that outlive their handle here; Popen would warn of them, and nobody would reap them.
+# Keeps references to processes that outlive their holder, so that they can be reaped and Popen does
+# not warn of them.
 _started: list[subprocess.Popen[bytes]] = []
 
 
 def plain_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """What a machine's first process has, and no more: nothing of the caller's stays behind."""
+    """Return a minimal environment with ``extra`` added, independent of the caller's."""
     return {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **extra}
 
 
 class Holder:
-    """A process in a session of its own, with which a few lines are exchanged at its start.
+    """A process in its own session that exchanges a few lines with the caller when it starts.
 
     Args:
-        argv: the command.
-        environment: all of its environment.
-        log: file that takes its standard error.
+        argv: command line.
+        environment: complete environment of the process.
+        log: file for its standard error.
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -44,7 +46,7 @@ class Holder:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 cwd="/",
-                # Ctrl-C on the terminal is for the caller, who then takes everything down.
+                # Ctrl-C in the terminal is for the caller, who then removes the cluster.
                 start_new_session=True,
             )
         self._heard = b""
@@ -55,7 +57,7 @@ class Holder:
         return self._process.pid
 
     def expect(self, word: str, what: str, timeout_s: float = 10.0) -> None:
-        """Wait until it prints this line."""
+        """Wait until the process prints the line ``word``; ``what`` names it in errors."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         deadline = time.monotonic() + timeout_s
@@ -74,13 +76,13 @@ class Holder:
 
     def tell(self, word: str) -> None:
         assert self._process.stdin is not None
-        # When it is dead, the reason is in its log; expect() reports it.
+        # If the process is dead, expect() reports the reason from its log.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(word.encode() + b"\n")
             self._process.stdin.flush()
 
     def let_go(self) -> None:
-        """Leave it running; nothing is said any more."""
+        """Close the pipes to the process and leave it running."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -88,7 +90,7 @@ class Holder:
 
 
 def last_lines(log: Path, count: int = 4) -> str:
-    """The end of a log, as part of a message; "" when there is nothing."""
+    """Return the last lines of a log as part of a message; "" if there are none."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()[-count:]
     except OSError:
@@ -97,7 +99,7 @@ def last_lines(log: Path, count: int = 4) -> str:
 
 
 def wait_for_sshd(address: str, port: int, what: str, log: Path, timeout_s: float = 10.0) -> None:
-    """Wait until an sshd greets at this address."""
+    """Wait until an sshd sends its greeting at this address."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -114,11 +116,11 @@ def wait_for_sshd(address: str, port: int, what: str, log: Path, timeout_s: floa
 
 
 def wait_until_up(cluster: Path, started: Sequence[tuple[HostState, Holder]]) -> None:
-    """Wait until the hosts' first processes are ready and their sshd take logins.
+    """Wait until the hosts' first processes are ready and their sshd accept connections.
 
     Args:
-        cluster: the cluster's folder.
-        started: hosts with their first processes, which are let go.
+        cluster: folder of the cluster.
+        started: hosts and their first processes, whose pipes are closed.
     """
     for host, holder in started:
         holder.expect("ready", f"host {host.name}")
@@ -129,7 +131,7 @@ def wait_until_up(cluster: Path, started: Sequence[tuple[HostState, Holder]]) ->
 
 
 def reap_started() -> None:
-    """Take the exit status of what has ended of the processes started here."""
+    """Reap the processes started here that have ended."""
     for process in list(_started):
         if process.poll() is not None:
             _started.remove(process)

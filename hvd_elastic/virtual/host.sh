@@ -1,21 +1,21 @@
 #!/bin/sh
 # The first process (PID 1) of a virtual host, in namespaces of its own; see netns.py.
 #
-# It says "made" when the namespaces exist, reads one line when the cable (eth0) is plugged in,
-# arranges the host, says "ready" and becomes the host's service manager: it reaps orphans and
-# keeps sshd running. When it dies, the kernel ends everything on the host.
+# It prints "made" when the namespaces exist, reads one line when the cable (eth0) is connected,
+# sets up the host, prints "ready" and becomes the host's service manager: it reaps orphans and
+# restarts sshd. When it dies, the kernel ends all processes on the host.
 #
 # Environment: VC_HOST name; VC_FOLDER the host's folder; VC_CLUSTER the cluster's folder;
-# VC_ADDRESS; VC_TBF words of the tc rate limit, or empty; VC_CGROUP folder, or empty;
-# VC_SHARES paths that stay visible, one a line; VC_SSHD, VC_IP, VC_TC programs.
+# VC_ADDRESS; VC_TBF arguments of the tc rate limit, or empty; VC_CGROUP folder, or empty;
+# VC_SHARES paths shared with the machine, one per line; VC_SSHD, VC_IP, VC_TC programs.
 set -eu
 umask 022
 
 echo made
-# End of file instead of a line: whoever builds the cluster is dead.
+# At end of file the process that builds the cluster is dead.
 read -r go || exit 1
 
-# "0" stands for the writer itself.
+# "0" means the process that writes it.
 [ -z "$VC_CGROUP" ] || echo 0 > "$VC_CGROUP/cgroup.procs"
 
 "$VC_IP" -batch - <<END
@@ -27,15 +27,14 @@ END
 # shellcheck disable=SC2086  # words
 [ -z "$VC_TBF" ] || "$VC_TC" qdisc add dev eth0 root $VC_TBF
 
-# A root folder of the host's own, in which everything is the machine's but what a host must have
-# to itself. An own root, because a mount point that the machine lacks (/data, /run/sshd) can then
-# be made without touching the machine.
+# The host has its own root folder. Most of its entries are the machine's, bind-mounted. Because it
+# is separate, mount points that the machine lacks (/data, /run/sshd) can be created in it.
 new=$VC_FOLDER/root
 mount -n -t tmpfs -o mode=755,size=16m virtclust "$new"
-# Unbindable: else the copy of the file system that holds "$new" would contain "$new" again.
+# Unbindable, or a bind mount of the file system that holds "$new" would contain "$new" again.
 mount -n --make-unbindable "$new"
 
-# mirror FROM TO SKIP: bind each entry of a folder.
+# mirror FROM TO SKIP: bind-mount each entry of folder FROM in TO, except the names in SKIP.
 mirror() {
     for entry in "$1"/* "$1"/.[!.]*; do
         name=${entry##*/}
@@ -53,9 +52,9 @@ mirror() {
 }
 mirror "" "$new" "proc sys run tmp data etc"
 
-# The host's /etc is a folder of its own that links to the entries of the machine's. Mounting over
-# the machine's files would not last: the kernel takes such a mount away in every namespace when the
-# machine renames another file over the one below it.
+# The host has its own /etc with symbolic links to the machine's entries. Bind mounts on the machine's
+# files would not last: when the machine renames another file over such a file, the kernel removes
+# the mount in every namespace.
 etc=/.etc.$VC_HOST
 mkdir "$new$etc" "$new/etc"
 mount -n --rbind /etc "$new$etc"
@@ -69,7 +68,7 @@ done
 [ $# = 0 ] || ln -s "$@" "$new/etc"
 : > "$new/etc/hosts"
 mount -n --bind "$VC_CLUSTER/etc_hosts" "$new/etc/hosts"
-# Without PAM, sshd turns away an account whose password is locked with '!'.
+# Without PAM, sshd refuses an account whose password is locked with '!'.
 if [ -e /etc/shadow ]; then
     (umask 077 && sed 's/^root:![^:]*:/root:*:/' /etc/shadow > "$new/etc/shadow")
 fi
@@ -109,7 +108,7 @@ mount -n --make-private /
 
 echo "$VC_HOST" > /proc/sys/kernel/hostname
 [ ! -d /dev/shm ] || mount -n -t tmpfs -o mode=1777 shm /dev/shm
-# Logins with a terminal are noted in the host's own books.
+# Logins with a terminal are recorded in the host's own log files.
 for book in wtmp btmp lastlog; do
     if [ -f "/var/log/$book" ]; then
         : > "/run/virtclust.$book"

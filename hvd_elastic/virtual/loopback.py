@@ -1,7 +1,7 @@
-"""Virtual hosts without root: addresses of 127/8, one user-mode sshd each.
+"""Virtual hosts without root: one address of 127/8 and one sshd of the user for each.
 
-They share the machine's processes, files and host name; what tells them apart is the address, and
-the mark in the environment of everything started over ssh.
+They share the machine's processes, files and host name. They differ in the address, and in the mark
+in the environment of all processes started over ssh.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from hvd_elastic.virtual.tools import find_tool
 
 SCRIPT = Path(__file__).with_name("loopback.sh")
 
-# Below the range from which the kernel takes ports for outgoing connections.
+# Below the kernel's range of ports for outgoing connections.
 PORTS = range(20_000, 32_000)
 
 SSHD_FOLDER = Path("/run/sshd")
 SSHD_FOLDER_MODE = 0o711
-"""Tells virtclust's folder from the system's, which has 755; sshd takes both."""
+"""Mode of the folder if virtclust created it; the system's has 755, and sshd accepts both."""
 
 
 class Loopback:
-    """The hosts of one cluster on the loopback interface.
+    """Hosts of one cluster on the loopback interface.
 
     Args:
-        folder: the cluster's folder; its name is the cluster's.
+        folder: folder of the cluster; its name is the cluster's name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,13 +51,13 @@ class Loopback:
     # ---- the whole cluster
 
     def prepare(self, state: ClusterState) -> ClusterState:
-        """Choose a network of 127/8; nothing has to be made."""
+        """Choose a network of 127/8; return the state with it."""
         subnet = next(plan.loopback_subnets((), random.SystemRandom()))
         _provide_sshd_folder(self.folder / "id_ed25519")
         return replace(state, subnet=subnet)
 
     def free_port(self, address: str) -> int:
-        """A port for a host's sshd."""
+        """Return a free port for a host's sshd."""
         rng = random.SystemRandom()
         for _ in range(100):
             port = rng.choice(PORTS)
@@ -73,10 +73,10 @@ class Loopback:
         )
 
     def publish(self, state: ClusterState) -> None:
-        """Names are known to ssh only; there is nobody else to tell."""
+        """Do nothing: only ssh knows the hosts' names, by its configuration."""
 
-    def remove(self, state: ClusterState | None) -> None:  # the processes tell all
-        """End and take back everything but the folder; nothing need be there."""
+    def remove(self, state: ClusterState | None) -> None:  # processes are found without it
+        """End all processes and remove everything but the folder, as far as it exists."""
         kill_all(self._processes_of, f"cluster {self.name}")
         reap_started()
         _remove_sshd_folder()
@@ -84,7 +84,7 @@ class Loopback:
     # ---- single hosts
 
     def boot(self, state: ClusterState, hosts: Sequence[HostState]) -> None:
-        """Start the hosts' sshd, all at the same time, and wait until they answer."""
+        """Start the sshd of all hosts at the same time and wait until they answer."""
         sshd = find_tool("sshd")
         started = []
         for host in hosts:
@@ -103,7 +103,7 @@ class Loopback:
         wait_until_up(self.folder, started)
 
     def crash(self, state: ClusterState, host: HostState, silent: bool) -> None:
-        """End everything that runs on the host; its port refuses connections afterwards."""
+        """End all processes of the host; its port then refuses connections."""
         if silent:
             raise _needs_namespaces("a crash that peers do not notice")
         kill_all(lambda: self._processes_of(host.name), f"host {host.name}")
@@ -120,27 +120,28 @@ class Loopback:
         return found
 
     def local_pid(self, host: HostState, pid: int) -> int:
-        """The machine's id of a process that is ``pid`` on the host: the same."""
+        """Return the id on this machine of the host's process ``pid``, which is the same."""
         if pid not in self.pids(host, system=True):
             raise VirtualClusterError(f"host {host.name} has no process {pid}")
         return pid
 
     def inside(self, host: HostState, argv: Sequence[str]) -> list[str]:
-        """The command line that runs ``argv`` inside a host: there is no inside."""
+        """Return the command line that runs ``argv`` on a host, which is ``argv`` itself."""
         return list(argv)
 
     # ---- private
 
     def _processes_of(self, host: str | None = None) -> set[Process]:
-        """The processes of one host, or of all."""
+        """Return the processes of one host, or of all hosts."""
         roots = {*marked_processes(self.folder, host), *self._listeners(host)}
-        # What a program starts with an empty environment is found below its parents only.
+        # A process started with an empty environment has no mark and is found by its parents.
         return roots | {*descendants([process.pid for process in roots])} if roots else set()
 
     def _listeners(self, host: str | None) -> list[Process]:
-        """The sshd that take connections, of one host or of all.
+        """Return the listening sshd processes of one host, or of all hosts.
 
-        Their environment is overwritten by their title, which holds their arguments.
+        They have no mark, because sshd overwrites its environment with its process title. The title
+        contains the path of their configuration.
         """
         hosts = os.fsencode(self.folder / "hosts") + b"/"
         wanted = hosts + os.fsencode(f"{host}/sshd_config") if host else hosts
@@ -163,9 +164,9 @@ def _is_holder(pid: int) -> bool:
 
 
 def _provide_sshd_folder(some_key: Path) -> None:
-    """Make the folder that sshd, run as root, drops its privileges in, when it is missing.
+    """Create sshd's privilege separation folder, which it needs as root, if it is missing.
 
-    Debian makes it when its ssh service starts, which it never does in a container.
+    Debian creates it when the ssh service starts, which never happens in a container.
     """
     if os.geteuid() != 0:
         return
@@ -182,7 +183,7 @@ def _provide_sshd_folder(some_key: Path) -> None:
 
 
 def _remove_sshd_folder() -> None:
-    """Take the folder back, when virtclust made it and nobody needs it any more."""
+    """Remove the privilege separation folder if virtclust created it and no sshd needs it."""
     with contextlib.suppress(OSError):
         if stat.S_IMODE(SSHD_FOLDER.stat().st_mode) == SSHD_FOLDER_MODE and os.geteuid() == 0:
             if not _sshd_is_running():
@@ -190,26 +191,26 @@ def _remove_sshd_folder() -> None:
 
 
 def _sshd_is_running() -> bool:
-    """Whether an sshd lives that sees this machine's files, and so needs the folder."""
+    """Return whether an sshd is running in this mount namespace, which needs the folder."""
     own = namespace_of(os.getpid(), "mnt")
     return any(namespace_of(pid, "mnt") == own for pid in _all_sshd())
 
 
 def _is_locked(user: str) -> bool:
-    """Whether sshd would turn the account away unless PAM is asked."""
+    """Return whether sshd would refuse the account without PAM, because its password is locked."""
     try:
         with Path("/etc/shadow").open() as lines:
             return any(line.startswith(f"{user}:!") for line in lines)
     except OSError:
-        # Nor can sshd, run by the same user, see it.
+        # Then sshd, run by the same user, cannot read it either.
         return False
 
 
 def login_user() -> str:
-    """The user who logs in, which is the one who makes the cluster.
+    """Return the name of the current user, as whom ssh logs in to the hosts.
 
     Raises:
-        VirtualClusterError: the user has no entry or no login shell.
+        VirtualClusterError: the user has no entry in /etc/passwd or no login shell.
     """
     try:
         entry = pwd.getpwuid(os.geteuid())

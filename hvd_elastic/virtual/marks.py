@@ -1,8 +1,8 @@
-"""Finding and ending the processes of a virtual cluster.
+"""Find and end the processes of a virtual cluster.
 
-Everything that belongs to a cluster carries two variables in its environment: the cluster's folder
-and the host's name. They are inherited, cannot go stale as recorded process ids do, and are found
-after a kill -9 of whatever made the cluster.
+All processes of a cluster have two variables in their environment: the cluster's folder and the
+host's name. Child processes inherit them. Unlike recorded process ids they are never out of date,
+and they are found even if the process that created the cluster was killed.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ CLUSTER_MARK = "HVD_ELASTIC_VIRTUAL"
 HOST_MARK = "HVD_ELASTIC_VIRTUAL_HOST"
 
 SWITCH = "(switch)"
-"""The host mark of the process that holds the bridge; no host can have this name."""
+"""Host mark of the process that holds the bridge; not a valid host name."""
 
 LIMIT_S = 10.0
+"""Time within which killed processes must end."""
 
 
 def marks(folder: Path, host: str) -> dict[str, str]:
-    """The variables that mark a process of this host."""
+    """Return the variables that mark a process of this host."""
     return {CLUSTER_MARK: str(folder), HOST_MARK: host}
 
 
 def marked_processes(folder: Path, host: str | None = None) -> dict[Process, str]:
-    """Process → host name, of the cluster in ``folder`` (of one host of it).
+    """Return the processes of the cluster in ``folder``, or of one of its hosts, with their host.
 
-    The caller and its ancestors are left out: whoever works inside a host must not end itself.
+    The caller and its ancestors are left out, since a command inside a host must not end itself.
     """
     spared = own_ancestors()
     found = {}
@@ -51,18 +52,18 @@ def marked_processes(folder: Path, host: str | None = None) -> dict[Process, str
 
 
 def marked_clusters() -> set[str]:
-    """Folders of all clusters that have a process."""
+    """Return the folders of all clusters that have a process."""
     found = {environment(pid).get(CLUSTER_MARK) for pid in all_processes()}
     return {folder for folder in found if folder is not None}
 
 
 def processes_in_namespace(kind: str, inode: int) -> list[Process]:
-    """Processes whose namespace of that kind (``pid``, ``net``) is the one given."""
+    """Return the processes in the namespace of that kind (``pid``, ``net``) and inode."""
     return [process for pid, process in all_processes().items() if namespace_of(pid, kind) == inode]
 
 
 def namespace_of(pid: int, kind: str) -> int | None:
-    """The inode of a process's namespace; None when it cannot be seen."""
+    """Return the inode of a process's namespace; None if it cannot be read."""
     try:
         return os.stat(f"/proc/{pid}/ns/{kind}").st_ino  # noqa: PTH116  # hot loop
     except OSError:
@@ -70,7 +71,7 @@ def namespace_of(pid: int, kind: str) -> int | None:
 
 
 def kill_all(find: Callable[[], Iterable[Process]], what: str) -> None:
-    """Kill -9 whatever ``find`` returns until it returns nothing.
+    """Kill the processes that ``find`` returns with SIGKILL, until it returns none.
 
     Raises:
         VirtualClusterError: a process does not end.

@@ -1,15 +1,15 @@
 """Virtual hosts in namespaces: network, host name, mounts, processes, System V IPC.
 
-Nothing is pinned: no named network namespace, no mount outside the hosts. Two kinds of processes
-hold everything, and when they die the kernel takes back the rest:
+Nothing is persistent: there are no named network namespaces and no mounts outside the hosts. Two
+kinds of processes hold all namespaces, and when they die the kernel removes everything:
 
-- the *switch* holds a network namespace with the bridge. In a namespace of its own, since the
-  machine's packet filter would otherwise judge what hosts say to one another (Docker sets it to
-  drop). One veth leads from it to the machine itself: the leader's side, with the leader's address.
-- each host's first process (``host.sh``), PID 1 of the host's process namespace. ``unshare`` stays
-  outside as its parent.
+- the *switch* holds a network namespace with the bridge. The bridge has its own namespace because
+  the machine's packet filter would otherwise filter traffic between hosts (Docker sets it to drop
+  packets). A veth pair connects it with the machine, whose end has the leader's address.
+- each host's first process (``host.sh``) is PID 1 of the host's process namespace; its parent
+  ``unshare`` stays outside.
 
-The host's cable is a veth from the bridge (``p1``, ``p2``, …) to ``eth0`` in the host.
+A host's network cable is a veth pair from the bridge (``p1``, ``p2``, …) to ``eth0`` in the host.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ from hvd_elastic.virtual.state import ClusterState, HostState, HostStatus
 from hvd_elastic.virtual.tools import find_tool, run_tool
 
 SEEN_IN_HOST = Path("/run/virtclust")
-"""Where a host finds its own folder, wherever that is on the machine."""
+"""Path of a host's own folder inside the host."""
 
 UNSHARE = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL"]
 NSENTER = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+# Each virtual host has its own address, so all can use the standard port.
 SSH_PORT = 22
-HIDDEN = ("/tmp", "/data", "/run")  # noqa: S108  # names of places, nothing is written there
+HIDDEN = ("/tmp", "/data", "/run")  # noqa: S108  # names of folders; nothing is written to them
 
-# States of /proc/net/tcp in which a peer has not been told that the host is gone:
-# established, FIN sent, last acknowledgement awaited, closing.
+# States in /proc/net/tcp in which the peer does not know yet that the connection is closed:
+# ESTABLISHED, FIN_WAIT1, LAST_ACK, CLOSING.
 _UNTOLD = {"01", "04", "09", "0B"}
 
 
 def why_no_namespaces() -> str | None:
-    """Why this process cannot make namespaces; None when it can."""
+    """Return why this process cannot create namespaces; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for name in ("unshare", "nsenter", "ip", "tc", "mount"):
@@ -79,10 +80,10 @@ def why_no_namespaces() -> str | None:
 
 
 class Namespaces:
-    """The hosts of one cluster in namespaces.
+    """Hosts of one cluster in namespaces.
 
     Args:
-        folder: the cluster's folder; its name is the cluster's.
+        folder: folder of the cluster; its name is the cluster's name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +93,7 @@ class Namespaces:
     # ---- the whole cluster
 
     def prepare(self, state: ClusterState) -> ClusterState:
-        """Make the bridge and the leader's side of it; returns the state with its subnet."""
+        """Create the bridge and its connection to the machine; return the state with the subnet."""
         switch = Holder(
             [find_tool("unshare"), "--net", "--", "sh", "-c", "echo made; exec sleep infinity"],
             plain_environment(marks(self.folder, SWITCH)),
@@ -103,7 +104,7 @@ class Namespaces:
         rng = random.SystemRandom()
         for subnet in plan.free_subnets(_subnets_in_use(), rng):
             interface = plan.interface_name(subnet)
-            # The name is the lock: of two callers that choose one subnet, the kernel refuses one.
+            # The name acts as a lock: of callers with the same subnet, the kernel refuses one.
             if _try_interface(interface, switch.pid):
                 break
         else:
@@ -134,11 +135,11 @@ class Namespaces:
         return replace(state, subnet=subnet)
 
     def free_port(self, address: str) -> int:
-        """A port for a host's sshd; each host has all of its own."""
+        """Return the port of a host's sshd; each host has an address and all ports of its own."""
         return SSH_PORT
 
     def publish(self, state: ClusterState) -> None:
-        """Tell the hosts of one another; the file is mounted in them, so it is never replaced."""
+        """Write the hosts' /etc/hosts, in place, because the file is mounted in running hosts."""
         text = sshfiles.etc_hosts(
             state, (plan.leader_address(state.subnet), socket.gethostname().split(".")[0])
         )
@@ -147,9 +148,9 @@ class Namespaces:
             file.write(text)
 
     def remove(self, state: ClusterState | None) -> None:
-        """End and take back everything but the folder; nothing need be there."""
+        """End all processes and remove everything but the folder, as far as it exists."""
         for pid in self._switch_pids():
-            # Deleted from the switch's side, so that another cluster's cannot be meant.
+            # Deleted inside the switch, so that it cannot be the interface of another cluster.
             with contextlib.suppress(VirtualClusterError):
                 run_tool(["nsenter", "-t", str(pid), "-n", "ip", "link", "delete", "uplink"])
         kill_all(lambda: marked_processes(self.folder), f"cluster {self.name}")
@@ -163,7 +164,7 @@ class Namespaces:
     # ---- single hosts
 
     def boot(self, state: ClusterState, hosts: Sequence[HostState]) -> None:
-        """Start hosts, all at the same time, and wait until their sshd answers."""
+        """Boot hosts at the same time and wait until their sshd answer."""
         switch = self._switch()
         started = []
         for host in hosts:
@@ -203,17 +204,17 @@ class Namespaces:
         wait_until_up(self.folder, started)
 
     def crash(self, state: ClusterState, host: HostState, silent: bool) -> None:
-        """End everything on the host at once.
+        """End all processes of the host at once.
 
-        The kernel then closes its connections, which peers see at once; ``silent`` pulls the
-        cable first, so that peers see nothing at all, as when the power fails.
+        The kernel then closes its connections, and the peers are notified. With ``silent`` the
+        cable is disconnected first, so that the peers notice nothing, as in a power failure.
         """
         first = self._first_process(host.name)
         if first is not None:
             if silent:
                 self.set_link(host, "cut")
             with contextlib.ExitStack() as stack:
-                # The network must outlive the processes for as long as it says good-bye.
+                # Keep the network until the kernel has closed the connections.
                 network = stack.enter_context(Path(f"/proc/{first.pid}/ns/net").open("rb"))
                 self._end_host(host.name)
                 if not silent:
@@ -224,7 +225,7 @@ class Namespaces:
         reap_started()
 
     def set_link(self, host: HostState, status: HostStatus) -> None:
-        """Pull the host's cable (``cut``) or plug it in (``up``)."""
+        """Disconnect the host's cable (``cut``) or connect it (``up``)."""
         direction = "down" if status == "cut" else "up"
         self._switch_batch(self._switch(), [f"link set p{host.index} {direction}"])
 
@@ -236,7 +237,7 @@ class Namespaces:
         return found if system else found - {first.pid, self._listener(host, found)}
 
     def local_pid(self, host: HostState, pid: int) -> int:
-        """The machine's id of a process that is ``pid`` on the host."""
+        """Return the id on this machine of the process ``pid`` of the host."""
         for candidate in self.pids(host, system=True):
             chain = _pid_chain(candidate)
             if chain and chain[-1] == pid:
@@ -244,7 +245,7 @@ class Namespaces:
         raise VirtualClusterError(f"host {host.name} has no process {pid}")
 
     def inside(self, host: HostState, argv: Sequence[str]) -> list[str]:
-        """The command line that runs ``argv`` inside a host."""
+        """Return the command line that runs ``argv`` inside a host."""
         first = self._first_process(host.name)
         if first is None:
             raise VirtualClusterError(
@@ -285,8 +286,7 @@ class Namespaces:
 
     @property
     def group_name(self) -> str:
-        """Name of the control group of this cluster."""
-        # Unique on the machine as the folder is; control group names hold no slash.
+        """Name of this cluster's control group, made from the folder's path to be unique."""
         return "hvd_elastic" + str(self.folder).replace("/", "-")
 
     def _switch_pids(self) -> list[int]:
@@ -307,7 +307,7 @@ class Namespaces:
         )
 
     def _first_process(self, host: str) -> Process | None:
-        """The process that is PID 1 on the host."""
+        """Return the process that is PID 1 on the host; None if the host is off."""
         for process in marked_processes(self.folder, host):
             chain = _pid_chain(process.pid)
             if len(chain) > 1 and chain[-1] == 1:
@@ -315,7 +315,7 @@ class Namespaces:
         return None
 
     def _listener(self, host: HostState, pids: Iterable[int]) -> int:
-        """The sshd that takes connections."""
+        """Return the id of the sshd that listens; 0 if there is none."""
         with contextlib.suppress(OSError, ValueError):
             number = int((self.folder / "hosts" / host.name / "sshd.pid").read_text())
             for pid in pids:
@@ -326,19 +326,19 @@ class Namespaces:
     def _end_host(self, host: str) -> None:
         first = self._first_process(host)
         if first is not None:
-            # All at the same instant: the kernel ends a process namespace with its first process.
+            # With its PID 1 the kernel ends a process namespace, so all processes end at once.
             kill_all(lambda: _processes_beside(first) if is_alive(first) else (), f"host {host}")
         kill_all(lambda: marked_processes(self.folder, host), f"host {host}")
 
     def _wait_interface_gone(self, interface: str) -> None:
-        # The kernel takes a dead namespace's interfaces away in the background.
+        # The kernel removes the interfaces of a dead namespace in the background.
         deadline = time.monotonic() + 10
         while Path(f"/sys/class/net/{interface}").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
 def _subnets_in_use() -> list[str]:
-    """Networks that this machine has a route or an address in; not the default route."""
+    """Return the networks for which this machine has a route or an address, except the default."""
     routes = json.loads(run_tool(["ip", "-4", "-json", "route", "show", "table", "all"]))
     return [route["dst"] for route in routes if route["dst"] != "default"]
 
@@ -357,13 +357,13 @@ def _try_interface(interface: str, switch: int) -> bool:
 
 
 def _processes_beside(first: Process) -> list[Process]:
-    """The processes in the process namespace of a host's first process."""
+    """Return all processes in the process namespace of a host's first process."""
     inode = namespace_of(first.pid, "pid")
     return [] if inode is None else processes_in_namespace("pid", inode)
 
 
 def _pid_chain(pid: int) -> list[int]:
-    """Ids of a process in each process namespace that it is in, the machine's first."""
+    """Return the ids of a process in all its process namespaces, the machine's first."""
     for line in read(pid, "status").splitlines():
         if line.startswith(b"NSpid:"):
             return [int(word) for word in line.split()[1:]]
@@ -371,7 +371,7 @@ def _pid_chain(pid: int) -> list[int]:
 
 
 def _let_connections_end(network: int, timeout_s: float = 0.5) -> None:
-    """Wait until the peers of a dead host have been told, as far as the link lets them."""
+    """Wait until the kernel has closed a dead host's connections, or the time is over."""
     deadline = time.monotonic() + timeout_s
     command = [find_tool("nsenter"), f"--net=/proc/self/fd/{network}", "cat", "/proc/net/tcp"]
     while time.monotonic() < deadline:
@@ -384,14 +384,14 @@ def _let_connections_end(network: int, timeout_s: float = 0.5) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """An empty folder: /tmp does not survive a boot."""
+    """Make an empty folder, removing what was there: /tmp does not survive a boot."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
 
 
 def default_shares() -> tuple[str, ...]:
-    """Python and this package, where a host's own /tmp, /data or /run would hide them."""
+    """Return the paths of Python and this package that hosts would not see otherwise."""
     import sys
 
     package = Path(__file__).resolve().parents[2]
@@ -400,7 +400,7 @@ def default_shares() -> tuple[str, ...]:
 
 
 def hidden_shares(paths: Iterable[str]) -> tuple[str, ...]:
-    """Those of the paths that the hosts would not see; without those inside another."""
+    """Return the paths that hosts would not see, without those inside another one of them."""
     found: list[str] = []
     for text in sorted({str(Path(path).absolute()) for path in paths}, key=len):
         path = Path(text)

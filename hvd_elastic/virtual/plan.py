@@ -1,6 +1,6 @@
-"""What a virtual cluster looks like before anything is made: shape, rate, addresses, names.
+"""Compute and check a virtual cluster's shape, rates, addresses and names.
 
-Pure: no process is started and no file is read here.
+Pure functions: no process is started and no file is read here.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from dataclasses import dataclass
 from hvd_elastic.errors import UsageError
 
 MAX_HOSTS = 250
-"""Hosts have the addresses .1 to .250 of a /24."""
+"""Hosts have the addresses .1 to .250 of a /24 network."""
 
+# Above all hosts, so that adding hosts never needs this address.
 LEADER_INDEX = 254
 MAX_SLOTS = 1024
 
 _SHAPE = re.compile(r"(?P<hosts>[0-9]{1,6})(?:[xX](?P<slots>[0-9]{1,6}))?")
 _RATE = re.compile(r"(?P<value>[0-9]{1,9}(?:\.[0-9]{1,6})?)\s*(?P<unit>[kmgt]?)bit", re.IGNORECASE)
 _SCALE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-# "vc12-250" is a host name: 63 characters at most, the number included.
+# A host name such as "vc12-250" may have at most 63 characters.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``3x2``: three hosts of two slots each."""
+    """Shape of a cluster: ``3x2`` is three hosts of two slots each."""
 
     hosts: int
     slots: int
@@ -36,27 +37,27 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rate:
-    """A link rate, with the bucket that ``tc tbf`` needs to reach it.
+    """A link rate, with the parameters that ``tc tbf`` needs to reach it.
 
     Attributes:
-        bits_per_s: rate of each direction of a host's link [bit/s].
+        bits_per_s: rate in each direction of a host's link [bit/s].
     """
 
     bits_per_s: int
 
     @property
     def burst_bytes(self) -> int:
-        """Bytes that may pass at once: 2 ms of the rate, but always some full-size packets."""
+        """Bytes that may pass at once: 2 ms at the rate, but at least a few full-size packets."""
         return min(max(self.bits_per_s // 8 // 500, 16_000), 4_000_000)
 
     @property
     def arguments(self) -> str:
-        """The words after ``tc qdisc add dev X root``."""
+        """Arguments after ``tc qdisc add dev X root``."""
         return f"tbf rate {self.bits_per_s}bit burst {self.burst_bytes}b latency 50ms"
 
 
 def parse_shape(text: str) -> Shape:
-    """Read ``HOSTSxSLOTS``; a bare number is hosts of one slot.
+    """Parse ``HOSTSxSLOTS``; a number alone means hosts of one slot.
 
     >>> parse_shape("3x2")
     Shape(hosts=3, slots=2)
@@ -76,13 +77,13 @@ def parse_shape(text: str) -> Shape:
 
 
 def parse_rate(text: str) -> Rate:
-    """Read a link rate such as ``1gbit``.
+    """Parse a link rate such as ``1gbit``.
 
     >>> parse_rate("100mbit").bits_per_s
     100000000
     """
     match = _RATE.fullmatch(text.strip())
-    # tc reads "gbps" as gigabytes a second: refused, since most people mean bits.
+    # tc reads "gbps" as gigabytes per second. It is refused, since most people mean bits.
     bits = int(float(match["value"]) * _SCALE[match["unit"].lower()]) if match else 0
     if not 10_000 <= bits <= 10**12:
         raise UsageError(
@@ -93,7 +94,7 @@ def parse_rate(text: str) -> Rate:
 
 
 def check_name(name: str) -> str:
-    """The name itself, when it can begin host names and name a folder."""
+    """Return the name if it is valid in host names and as the name of a folder."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"'{name}' is no cluster name; valid are up to 32 lower-case letters, digits and '-', "
@@ -103,7 +104,7 @@ def check_name(name: str) -> str:
 
 
 def host_address(subnet: str, index: int) -> str:
-    """Address of host number ``index`` (from 1).
+    """Return the address of host number ``index`` (from 1).
 
     >>> host_address("10.99.7.0/24", 2)
     '10.99.7.2'
@@ -112,12 +113,14 @@ def host_address(subnet: str, index: int) -> str:
 
 
 def leader_address(subnet: str) -> str:
-    """Address of the machine itself in the cluster's network."""
+    """Return the address of the machine itself in the cluster's network."""
     return host_address(subnet, LEADER_INDEX)
 
 
 def interface_name(subnet: str) -> str:
-    """The leader's interface: one for each /24, so that the kernel refuses a second owner.
+    """Return the name of the leader's interface.
+
+    Each /24 has one name, so that the kernel refuses a second cluster with the same network.
 
     >>> interface_name("10.99.7.0/24")
     'hve0a6307'
@@ -126,28 +129,28 @@ def interface_name(subnet: str) -> str:
 
 
 def hardware_address(subnet: str, index: int) -> str:
-    """A host's MAC address: fixed, so that a host that boots again is known to its neighbours."""
+    """Return a host's MAC address, which stays the same when the host boots again."""
     packed = ipaddress.IPv4Network(subnet)[index].packed
     return "02:e1:" + ":".join(f"{byte:02x}" for byte in packed)
 
 
 def free_subnets(taken: Iterable[str], rng: random.Random) -> Iterator[str]:
-    """Private /24 networks that overlap nothing in ``taken``, in random order.
+    """Yield private /24 networks that overlap none in ``taken``, in random order.
 
-    Random, because callers on one machine that choose at the same moment should rarely choose
-    alike. A VPN that takes all of 10/8 moves the choice to the other private ranges.
+    The order is random so that callers who choose at the same moment rarely choose the same one.
+    If a VPN uses all of 10/8, the other private ranges follow.
     """
     networks = [ipaddress.IPv4Network(text, strict=False) for text in taken]
     blocks = [
         ("10.64.0.0", 160 * 256),
         ("172.16.0.0", 16 * 256),
         ("192.168.64.0", 192),
-        # set aside for benchmarks between networks (RFC 2544): never on the Internet
+        # Reserved for network benchmarks (RFC 2544), never used on the Internet.
         ("198.18.0.0", 512),
     ]
     for first, count in blocks:
         base, start = int(ipaddress.IPv4Address(first)), rng.randrange(count)
-        # Primes that divide none of the counts: each step length visits the whole block.
+        # None of these primes divides a count, so each step length visits the whole block.
         step = rng.choice((7, 11, 13, 17, 19, 23))
         for number in range(count):
             chosen = ipaddress.IPv4Network((base + 256 * ((start + number * step) % count), 24))
@@ -156,7 +159,7 @@ def free_subnets(taken: Iterable[str], rng: random.Random) -> Iterator[str]:
 
 
 def loopback_subnets(taken: Iterable[str], rng: random.Random) -> Iterator[str]:
-    """/24 networks of 127/8 for hosts on the loopback interface, in random order."""
+    """Yield /24 networks of 127/8 for hosts on the loopback interface, in random order."""
     used = set(taken)
     while True:
         text = f"127.{rng.randrange(64, 224)}.{rng.randrange(256)}.0/24"

@@ -1,4 +1,4 @@
-"""Keys and configuration of the virtual hosts' sshd, and what a client needs to reach them."""
+"""Keys and configuration of the virtual hosts' sshd and of the ssh clients that log in to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOST_KEY = "ssh_host_ed25519_key"
 
 
 def quoted(text: str) -> str:
-    """A word of an OpenSSH configuration file; only what needs quotes gets them."""
+    """Return a word for an OpenSSH configuration file, with quotes if it needs them."""
     if '"' in text or "\n" in text:
         raise VirtualClusterError(
             f"ssh cannot be told of the path {text!r}: it holds a quote or a line break; "
@@ -27,7 +27,7 @@ def quoted(text: str) -> str:
 
 
 def make_keys(paths: Iterable[Path]) -> None:
-    """An ed25519 key pair at each path, all at the same time; what is there is kept."""
+    """Create an ed25519 key pair at each path in parallel; existing ones are kept."""
     keygen = find_tool("ssh-keygen")
     started = [
         (
@@ -52,15 +52,15 @@ def make_keys(paths: Iterable[Path]) -> None:
 def sshd_config(
     host: HostState, *, folder: Path, cluster_folder: Path, use_pam: bool = False
 ) -> str:
-    """Configuration of one host's sshd.
+    """Return the configuration of one host's sshd.
 
     Args:
         host: the host.
-        folder: where the host's own files are, as its sshd sees them.
-        cluster_folder: the cluster's state folder, part of the sessions' mark.
-        use_pam: whether PAM judges the account; without it, sshd refuses locked accounts.
+        folder: path of the host's own files, as its sshd sees it.
+        cluster_folder: folder of the cluster, part of the mark of sessions.
+        use_pam: whether to check accounts with PAM; without it, sshd refuses locked accounts.
     """
-    # A per cent sign in a file name would be read as the start of a token.
+    # sshd would read a percent sign in a file name as the start of a token.
     authorized_keys = quoted(str(folder / "authorized_keys").replace("%", "%%"))
     session = " ".join(
         quoted(f"{key}={value}") if " " in value else f"{key}={value}"
@@ -79,7 +79,7 @@ def sshd_config(
         "KbdInteractiveAuthentication no",
         "PermitRootLogin prohibit-password",
         f"UsePAM {'yes' if use_pam else 'no'}",
-        # The key is in a folder of virtclust's; whether its parents are writable says nothing.
+        # sshd would refuse the key if a folder above virtclust's were writable by others.
         "StrictModes no",
         "DisableForwarding yes",
         "UseDNS no",
@@ -90,8 +90,8 @@ def sshd_config(
         "MaxStartups 200",
         "MaxSessions 200",
         "LoginGraceTime 20",
-        # Bash reads ~/.bashrc in a session of sshd unless it takes itself for a nested shell. A
-        # host that is crashed in the middle of it would leave locks among this user's files.
+        # Bash reads ~/.bashrc in an ssh session unless SHLVL says that it is a nested shell.
+        # A host that crashes while it does so could leave lock files in the user's home folder.
         f"SetEnv {session} SHLVL=1",
         "Subsystem sftp internal-sftp",
     ]
@@ -99,7 +99,7 @@ def sshd_config(
 
 
 def client_config(cluster: ClusterState, folder: Path) -> str:
-    """The ssh configuration that knows every host by its name (``ssh -F``)."""
+    """Return an ssh configuration with an entry for each host (for ``ssh -F``)."""
     blocks = [f"{VIRTCLUST_MARK} Use it with: ssh -F THIS_FILE HOST\n"]
     for host in cluster.hosts:
         lines = [
@@ -113,7 +113,7 @@ def client_config(cluster: ClusterState, folder: Path) -> str:
             f"    UserKnownHostsFile {quoted(str(folder / 'known_hosts').replace('%', '%%'))}",
             "    GlobalKnownHostsFile /dev/null",
             "    StrictHostKeyChecking yes",
-            # The post-quantum exchange costs more time than everything else in a login here.
+            # The post-quantum key exchange would take longer than the rest of a login.
             "    KexAlgorithms curve25519-sha256",
         ]
         blocks.append("\n".join(lines) + "\n")
@@ -121,7 +121,7 @@ def client_config(cluster: ClusterState, folder: Path) -> str:
 
 
 def known_hosts(cluster: ClusterState, folder: Path) -> str:
-    """The hosts' keys, under their names and addresses."""
+    """Return a known_hosts file with the hosts' keys, by name and address."""
     lines = []
     for host in cluster.hosts:
         key = (folder / "hosts" / host.name / f"{HOST_KEY}.pub").read_text().split()[:2]
@@ -133,12 +133,12 @@ def known_hosts(cluster: ClusterState, folder: Path) -> str:
 
 
 def hostfile_text(cluster: ClusterState) -> str:
-    """The hostfile of the whole cluster."""
+    """Return the hostfile of the whole cluster."""
     return format_hostfile([Host(host.name, slots=cluster.slots) for host in cluster.hosts])
 
 
 def etc_hosts(cluster: ClusterState, leader: tuple[str, str]) -> str:
-    """/etc/hosts inside the hosts: they know one another and the leader (address, name)."""
+    """Return /etc/hosts for the hosts, with all hosts and the leader (address, name)."""
     lines = [
         "127.0.0.1 localhost",
         "::1 localhost ip6-localhost ip6-loopback",

@@ -1,8 +1,8 @@
-"""The state of virtual clusters on disk: one folder each under ``home()/virtual``.
+"""State of virtual clusters on disk: one folder for each under ``home()/virtual``.
 
-``state.json`` says what was asked for and how each host stands. It holds no process ids: those are
-found by the mark in their environment (`marks`), which cannot go stale and survives a kill -9 of
-whoever made the cluster.
+``state.json`` holds the arguments of the cluster and the status of each host, but no process ids.
+Processes are found by the mark in their environment (`marks`), which is never out of date and
+remains if the process that created the cluster is killed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 from hvd_elastic.config import home
 from hvd_elastic.errors import VirtualClusterError
 
+# Increased whenever older versions cannot read the state any more.
 FORMAT = 1
 HostStatus = Literal["up", "cut", "off"]
 
@@ -31,10 +32,10 @@ class HostState:
 
     Attributes:
         name: host name and ssh alias, such as ``vc1-1``.
-        index: number in its cluster, from 1; fixes its address.
+        index: number in its cluster, from 1; determines its address.
         address: IPv4 address.
         port: port of its sshd.
-        status: ``up``; ``cut``: its cable is pulled; ``off``: it crashed.
+        status: ``up``; ``cut``: its network cable is disconnected; ``off``: it has crashed.
     """
 
     name: str
@@ -51,14 +52,14 @@ class ClusterState:
     Attributes:
         name: name of the cluster and of its folder.
         backend: ``netns``, or ``loopback`` without root.
-        slots: slots of each host.
-        user: who logs in.
-        subnet: the /24 of the hosts; "" until one is chosen.
-        rate_bits_per_s: link rate, or None for no limit.
-        cpus: CPU share of each host [cores], or None for no limit.
-        shares: paths under /tmp, /data or /run that all hosts see nevertheless.
-        hostfiles: copies of the hostfile that the user asked for.
-        hosts: in the order of the hostfile.
+        slots: number of slots of each host.
+        user: user as whom ssh logs in.
+        subnet: /24 network of the hosts; "" until one is chosen.
+        rate_bits_per_s: link rate [bit/s], or None for no limit.
+        cpus: CPU cores that each host may use, or None for no limit.
+        shares: paths under /tmp, /data or /run that all hosts share with the machine.
+        hostfiles: paths of additional copies of the hostfile.
+        hosts: hosts in the order of the hostfile.
     """
 
     name: str
@@ -73,7 +74,7 @@ class ClusterState:
     hosts: tuple[HostState, ...] = ()
 
     def host(self, name: str) -> HostState:
-        """The host of that name or number."""
+        """Return the host of that name or number."""
         for host in self.hosts:
             if name in (host.name, str(host.index)):
                 return host
@@ -90,17 +91,17 @@ class ClusterState:
 
 
 def clusters_folder() -> Path:
-    """The folder that holds one folder for each virtual cluster of this user."""
+    """Return the folder that contains the folders of this user's virtual clusters."""
     return home().resolve() / "virtual"
 
 
 def cluster_folder(name: str) -> Path:
-    """The folder of one cluster, there or not."""
+    """Return the folder of one cluster, which may not exist."""
     return clusters_folder() / name
 
 
 def cluster_names() -> list[str]:
-    """Names of the clusters that have a folder, also of those left by a killed ``up``."""
+    """Return the names of all clusters with a folder, even if ``up`` was killed before its end."""
     try:
         return sorted(entry.name for entry in clusters_folder().iterdir() if entry.is_dir())
     except FileNotFoundError:
@@ -108,7 +109,7 @@ def cluster_names() -> list[str]:
 
 
 def save_state(folder: Path, state: ClusterState) -> None:
-    """Write the state, whole or not at all.
+    """Write the state atomically.
 
     Raises:
         VirtualClusterError: it cannot be written.
@@ -125,7 +126,7 @@ def save_state(folder: Path, state: ClusterState) -> None:
 
 
 def unwritable(path: Path, why: str | None) -> VirtualClusterError:
-    """What to say when something in a cluster's folder cannot be written."""
+    """Return the error for a file in a cluster's folder that cannot be written."""
     return VirtualClusterError(
         f"{path} cannot be written: {why}; free space or mend the permissions there, or "
         "set HVD_ELASTIC_HOME to a folder on another disk"
@@ -133,7 +134,7 @@ def unwritable(path: Path, why: str | None) -> VirtualClusterError:
 
 
 def load_state(folder: Path) -> ClusterState | None:
-    """The state, or None where ``up`` was killed before it had written one."""
+    """Return the state; None if ``up`` was killed before it had written one."""
     path = folder / "state.json"
     try:
         record = json.loads(path.read_text())
@@ -154,9 +155,9 @@ def load_state(folder: Path) -> ClusterState | None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One caller at a time changes the clusters in ``folder``.
+    """Hold the lock for changes to the clusters in ``folder``.
 
-    The lock is on the folder itself: no lock file is left behind.
+    The lock is on the folder itself, so no lock file is left behind.
     """
     descriptor = _lock(folder)
     try:
@@ -177,7 +178,7 @@ def _lock(folder: Path) -> int:
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The last cluster takes the folder with it, maybe while this caller waited.
+            # The removal of the last cluster removes the folder too, maybe while we waited.
             if os.path.samestat(os.fstat(descriptor), folder.stat()):
                 return descriptor
         except FileNotFoundError:

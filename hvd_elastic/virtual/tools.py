@@ -1,4 +1,4 @@
-"""The system's programs that a virtual cluster is made with."""
+"""Find and run the system programs that virtual clusters need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hvd_elastic.errors import VirtualClusterError
 
-# A plain user's PATH often lacks the sbin folders.
+# The PATH of a user who is not root often lacks the sbin folders.
 _SEARCH_PATH = os.pathsep.join(
     [os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"]
 )
@@ -26,21 +26,22 @@ _PACKAGES = {
 
 
 def find_tool(name: str) -> str:
-    """Absolute path of a program (sshd insists on being called by one)."""
+    """Return the absolute path of a program; sshd must be started by one."""
     path = shutil.which(name, path=_SEARCH_PATH)
     if path is None:
         raise VirtualClusterError(
             f"a virtual cluster needs the program '{name}', which is not installed; "
             f"install it with: sudo apt-get install {_PACKAGES[name]}"
         )
-    return os.path.abspath(path)  # noqa: PTH100  # resolving links would lose busybox's names
+    # Resolving links would lose the name by which busybox knows the program.
+    return os.path.abspath(path)  # noqa: PTH100
 
 
 def run_tool(argv: Sequence[str], *, text_in: str = "", timeout_s: float = 20.0) -> str:
-    """Run a program to its end and return what it printed.
+    """Run a program and return its output.
 
     Raises:
-        VirtualClusterError: it failed; with its own words.
+        VirtualClusterError: it failed or timed out; with its error output.
     """
     command = [find_tool(argv[0]), *argv[1:]]
     try:

@@ -1,1 +1,1 @@
-"""What would break a run on these hosts (``checkclust``)."""
+"""Check hosts for problems that would break a run (``checkclust``)."""

@@ -1,6 +1,6 @@
-"""Whether hosts are fit for a run, from what they say of themselves: pure, one check a thing.
+"""Check whether hosts are fit for a run, from the facts they report; pure functions.
 
-What a run cannot live with is FAILED, what it may stumble over is a WARNING; each says what to do.
+FAILED means that a run cannot work, WARNING that it may have problems. Both say what to do.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from hvd_elastic.hosts.programs.kill_run import OURS
 
 REQUIRED = ("hvd_elastic", "horovod")
 FRAMEWORKS = ("torch", "tensorflow")
+# A clock that differs by more than this from the leader's is a warning.
 CLOCK_SKEW_S = 1.0
+# Less free disk space or memory than LITTLE_… is a warning, less than NO_… a failure.
 LITTLE_DISK_BYTES = 1 << 30
 NO_DISK_BYTES = 100 << 20
 LITTLE_MEMORY_BYTES = 1 << 30
+# A lower limit of open files than FEW_FILES is a warning, than TOO_FEW_FILES a failure.
 FEW_FILES = 1024
 TOO_FEW_FILES = 256
+# A GPU with more memory in use than this is busy; an idle one with a display uses less.
 BUSY_GPU_MB = 1000.0
+# Maximum number of names in one message.
 NAMED = 3
 
 
 class Level(Enum):
-    """How much a check matters: a run works, works with care, does not work."""
+    """Severity of a check: a run works, may have problems, or cannot work."""
 
     OK = "ok"
     WARNING = "warning"
@@ -39,7 +44,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at; ``detail`` says what was found, and what to do unless it is ok."""
+    """Result of one check; ``detail`` says what was found, and what to do unless it is OK."""
 
     name: str
     level: Level
@@ -48,7 +53,7 @@ class Check:
 
 @dataclass(frozen=True)
 class HostHealth:
-    """All checks of a host, and the facts behind them."""
+    """All checks of a host, and the facts that they are based on."""
 
     checks: tuple[Check, ...]
     facts: Mapping[str, Any]
@@ -64,16 +69,16 @@ class HostHealth:
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What a cluster is checked for.
+    """Settings of a check of a cluster.
 
     Attributes:
-        python: the interpreter that runs would use on the hosts; None: the leader's own path.
+        python: Python interpreter that runs would use on the hosts; None for the leader's path.
         folders: folders that a run writes to, besides the home and the temporary folder.
-        code: a file or folder that must hold the same Python files on every host.
-        interface: the network interface that the ring shall use; None: the one ssh came in by.
+        code: file or folder that must have the same Python files on every host.
+        interface: network interface that the ring shall use; None for the one ssh connects to.
         network: whether to measure the network between the hosts.
-        fanout: hosts at a time.
-        gpus: whether GPUs are looked at.
+        fanout: maximum number of hosts at a time.
+        gpus: whether to check GPUs.
     """
 
     python: str | None = None
@@ -87,16 +92,16 @@ class CheckSettings:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the hosts are compared with.
+    """Values that the hosts are compared with.
 
     Attributes:
         python: Python version.
-        packages: versions; None where neither the leader nor a host has it.
-        cuda, driver, mtu, interface: the commonest among the hosts; None where there is none.
-        code, package_code: file name to digest; None where there is none to compare.
+        packages: versions by package; None if neither the leader nor most hosts have it.
+        cuda, driver, mtu, interface: most common values of the hosts; None if there is none.
+        code, package_code: digests by file name; None if there is nothing to compare.
         gpus: whether most hosts have GPUs.
-        known_names: whether hosts know one another by the names of the hostfile.
-        whose: of each of these, "the leader has" or "the others have".
+        known_names: whether hosts know one another by the names in the hostfile.
+        whose: for each package "the leader has" or "the others have".
     """
 
     python: str
@@ -115,12 +120,12 @@ class Reference:
 def choose_reference(
     leader: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]], settings: CheckSettings
 ) -> Reference:
-    """The leader's versions where it has them, else what most hosts have.
+    """Return the leader's versions, or where it has none, what most hosts have.
 
     Args:
         leader: "python", "packages", "code" and "package_code" of this machine.
-        facts: of each host, the answer of ``programs/look_at_host.py``.
-        settings: what is checked.
+        facts: answer of ``programs/look_at_host.py`` by host.
+        settings: settings of the check.
     """
     whose = {}
     packages = {}
@@ -153,13 +158,13 @@ def choose_reference(
 def judge_host(
     host: Host, facts: Mapping[str, Any], reference: Reference, settings: CheckSettings
 ) -> list[Check]:
-    """The checks for what a host said of itself.
+    """Return the checks of the facts that one host reported.
 
     Args:
-        host: as the hostfile has it.
-        facts: the answer of ``programs/look_at_host.py``.
-        reference: what it is compared with.
-        settings: what is checked.
+        host: the host, as in the hostfile.
+        facts: answer of ``programs/look_at_host.py``.
+        reference: values that it is compared with.
+        settings: settings of the check.
     """
     checks = [_check_python(facts, reference)]
     for package, version in reference.packages.items():
@@ -208,12 +213,12 @@ def judge_host(
 def judge_names(
     name: str, facts: Mapping[str, Mapping[str, Any]], reference: Reference
 ) -> list[Check]:
-    """Whether a host knows the others by name, and takes them for those they are.
+    """Check whether a host can look up the names of the others, with the right addresses.
 
     Args:
-        name: the host.
-        facts: of all hosts.
-        reference: says whether names are known in this cluster at all.
+        name: name of the host.
+        facts: facts of all hosts.
+        reference: says whether host names are known in this cluster at all.
     """
     if not reference.known_names:
         return []
@@ -240,7 +245,7 @@ def judge_names(
 
 
 def judge_clock(skew_s: float, doubt_s: float) -> Check:
-    """The skew is known to half the time of the question: only what is surely off counts."""
+    """Return the check of a clock that differs by ``skew_s``, measured to within ``doubt_s``."""
     text = f"{skew_s:+.3f} s ± {doubt_s:.3f} s"
     if abs(skew_s) - doubt_s > CLOCK_SKEW_S:
         return Check("clock", Level.WARNING, f"{text} from the leader's. Start NTP there")
@@ -248,7 +253,7 @@ def judge_clock(skew_s: float, doubt_s: float) -> Check:
 
 
 def judge_strays(processes: Sequence[Mapping[str, Any]]) -> Check:
-    """What crashed runs left behind.
+    """Return the check for processes that crashed runs left behind.
 
     Args:
         processes: each with "pid", "command", and "run": launcher and job.
@@ -267,14 +272,14 @@ def judge_strays(processes: Sequence[Mapping[str, Any]]) -> Check:
 
 
 def judge_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list[Check]]:
-    """What stands out in the network, said of the host or of the link.
+    """Return the checks of the network, each for the host that is the likely cause.
 
     Args:
         names: hosts that were measured.
-        links: as :class:`hvd_elastic.cluster.check.network.NetworkProbe` measured them.
+        links: results of :class:`hvd_elastic.cluster.check.network.NetworkProbe`.
 
     Returns:
-        Checks by host: ``ports`` and ``network``.
+        Checks named ``ports`` and ``network``, by host.
     """
     found: dict[str, list[Check]] = {name: [] for name in names}
     refused = [link for link in links if link.refused]
@@ -310,7 +315,12 @@ def judge_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list
 
 
 def _by_host(links: Sequence[Link], names: Sequence[str]) -> Iterable[tuple[str, list[Link], bool]]:
-    """Links under the host whose fault they seem: it when it is at most of its others' ends."""
+    """Group bad links by host.
+
+    Yields:
+        Host, links, and whether the host itself is the likely cause, because its links to most
+        other hosts are bad.
+    """
     left = list(links)
     others = len(names) - 1
     for name in names:
@@ -410,7 +420,7 @@ def _check_gpus(host: Host, facts: Mapping[str, Any], reference: Reference) -> l
 
 
 def _number(text: str) -> float:
-    """What nvidia-smi prints; what a GPU does not know (``[N/A]``) is 0."""
+    """Return a number that nvidia-smi printed; 0 for ``[N/A]``."""
     try:
         return float(text)
     except ValueError:
@@ -473,7 +483,7 @@ def _check_memlock(limit: int) -> Check:
 
 
 def _interface(facts: Mapping[str, Any], settings: CheckSettings) -> str | None:
-    """The interface that the ring would use."""
+    """Return the interface that the ring would use."""
     if settings.interface is not None:
         return settings.interface if settings.interface in facts["interfaces"] else None
     for name, entry in facts["interfaces"].items():

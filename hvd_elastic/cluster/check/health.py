@@ -1,4 +1,4 @@
-"""Looks at hosts for what would break a run on them (``checkclust``)."""
+"""Collect the facts of all hosts, measure their network, and check them (``checkclust``)."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from hvd_elastic.hosts.ssh import connect
 
 __all__ = ["Check", "CheckSettings", "ClusterHealth", "HostHealth", "Level", "check_cluster"]
 
+# Limit for each of the two programs that run on a host.
 SCRIPT_S = 30.0
 PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class ClusterHealth:
-    """What was found.
+    """Result of checking a cluster.
 
     Attributes:
-        hosts: one result a host, in the order given; FAILED when one of its checks failed.
-        links: the network between them, one entry a direction.
+        hosts: one result for each host, in the given order; FAILED if one of its checks failed.
+        links: measured network between the hosts, one entry for each direction.
     """
 
     hosts: tuple[HostResult[HostHealth], ...]
@@ -57,13 +58,13 @@ def check_cluster(
     settings: CheckSettings | None = None,
     on_step: Callable[[str], None] | None = None,
 ) -> ClusterHealth:
-    """Looks at every host, then at the network between them.
+    """Check every host, then the network between them.
 
     Args:
-        hosts: which.
-        options: how to connect.
-        settings: what to look at.
-        on_step: told what is done next.
+        hosts: hosts to check.
+        options: ssh options.
+        settings: settings of the check.
+        on_step: called with a description of each step before it begins.
     """
     options, settings = options or SshOptions(), settings or CheckSettings()
     tell = on_step or (lambda _: None)
@@ -113,7 +114,7 @@ def _measure(
     checks: Mapping[str, list[Check]],
     tell: Callable[[str], None],
 ) -> list[Link]:
-    """Adds what the network shows to the checks."""
+    """Measure the network, add its checks, and return the links."""
     addresses = {}
     if settings.interface is not None:
         for name, own in facts.items():
@@ -140,7 +141,7 @@ def _measure(
 
 
 def _leader_facts(settings: CheckSettings) -> dict[str, Any]:
-    """What the hosts are compared with, of this machine."""
+    """Return the facts of this machine that the hosts are compared with."""
     from hvd_elastic import __version__
 
     packages = {package: version_of(package) for package in (*REQUIRED, *FRAMEWORKS)}

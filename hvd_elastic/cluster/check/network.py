@@ -1,4 +1,4 @@
-"""The network between hosts, pair by pair: who reaches whom, how fast, which link stands out."""
+"""Measure the network between pairs of hosts, and find links that are slow or unusable."""
 
 from __future__ import annotations
 
@@ -22,28 +22,32 @@ from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.hosts.remote_python import PROGRAMS, start_program
 from hvd_elastic.hosts.ssh import connect, own_address_towards
 
+# Duration of one throughput measurement in each direction.
 MEASURE_S = 0.2
+# Maximum wait for an answer of a host.
 ANSWER_S = 15.0
+# Number of times that each clock is read; the fastest answer counts.
 CLOCK_ASKS = 3
-# A link is slow below this share of the median, or above this multiple of the median latency.
+# A link is slow below this share of the median rate, or if its latency exceeds the median by this
+# factor and by at least this time.
 SLOW_SHARE = 0.5
 FAR_TIMES = 5.0
 FAR_S = 1e-3
-# What looks slow is measured again alone, most suspicious first.
+# Links that look slow are measured again, one pair at a time, the slowest first.
 SECOND_LOOKS = 2
 MOST_SECOND_LOOKS = 12
-# Beyond so many rounds each host meets only so many others.
+# Maximum number of rounds; in larger clusters each host is measured with this number of others.
 MOST_ROUNDS = 15
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two hosts.
+    """One direction of the network between two hosts.
 
     Attributes:
         source, target: names of the hosts.
-        bytes_per_s: what goes through.
-        latency_s: there and back.
+        bytes_per_s: throughput [bytes/s].
+        latency_s: round-trip time [s].
         refused: why no connection can be made; the numbers are 0 then.
     """
 
@@ -64,14 +68,17 @@ class _Node:
 
 
 class NetworkProbe(AbstractContextManager["NetworkProbe"]):
-    """Programs on the hosts that measure the way to one another; use it in a ``with`` statement.
+    """Programs on the hosts that measure the network among them; used in a ``with`` statement.
 
     Args:
-        hosts: which.
-        options: how to connect.
-        addresses: where a host shall listen; those left out: where ssh comes in.
-        python: the interpreter there.
-        fanout: connections that are made at a time.
+        hosts: hosts to measure.
+        options: ssh options.
+        addresses: addresses to listen on, by host; others listen on the one ssh connects to.
+        python: Python interpreter on the hosts.
+        fanout: maximum number of connections that are opened at the same time.
+
+    Attributes:
+        failures: reasons why hosts could not be measured, by host.
     """
 
     def __init__(
@@ -105,11 +112,11 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hosts whose program answers."""
+        """Names of the hosts whose program answers."""
         return tuple(self._nodes)
 
     def clocks(self) -> dict[str, tuple[float, float]]:
-        """How far each host's clock is ahead of ours, and how far that may be wrong [s]."""
+        """Return how far each host's clock is ahead of ours, and the uncertainty of that [s]."""
         found: dict[str, tuple[float, float]] = {}
         for name, node in self._nodes.items():
             for _ in range(CLOCK_ASKS):
@@ -122,7 +129,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
         return found
 
     def unreachable(self) -> list[Link]:
-        """Directions in which no connection can be made."""
+        """Return the directions in which no connection can be made."""
         peers = {name: [node.address, node.port] for name, node in self._nodes.items()}
         answers = self._ask(
             {
@@ -139,11 +146,11 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
     def measure(
         self, broken: Iterable[Link], on_round: Callable[[int, int], None] | None = None
     ) -> list[Link]:
-        """Latency and throughput of the pairs, in rounds in which no host is in two of them.
+        """Measure latency and throughput of pairs, in rounds with each host in one pair at most.
 
         Args:
-            broken: directions that cannot be used.
-            on_round: told how many rounds of how many are done.
+            broken: directions in which no connection can be made.
+            on_round: called with the number of rounds done and in total.
         """
         without = {(link.source, link.target) for link in broken}
         without |= {(target, source) for source, target in without}
@@ -156,7 +163,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
         for _ in range(SECOND_LOOKS):
             suspects = list(dict.fromkeys(_pair(link) for link in slow_links(links)))
             for pair in suspects[:MOST_SECOND_LOOKS]:
-                # Beside other pairs it may have been them, or a busy machine.
+                # The first measurement may have been slowed down by other pairs or a busy machine.
                 again = {(link.source, link.target): link for link in self._measure_at_once([pair])}
                 links = [_better(link, again.get((link.source, link.target))) for link in links]
         return links
@@ -214,7 +221,7 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
         return links
 
     def _ask(self, requests: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Asks several hosts at the same time; who does not answer is not asked again."""
+        """Send requests to several hosts and return the answers; drop hosts that do not answer."""
         asked = []
         for name, request in requests.items():
             try:
@@ -240,16 +247,16 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
 
 
 def _read_answer(process: RemoteProcess, deadline: float) -> dict[str, Any]:
-    """The next JSON object that a program says.
+    """Return the next JSON object that a program prints.
 
     Raises:
-        TimeoutError: none came in time, or none will come.
+        TimeoutError: there was none in time, or the program has ended.
     """
     while True:
         line = process.stdout.readline(max(0.0, deadline - time.monotonic()))
         if not line:
             raise TimeoutError
-        # A login script that talks is not the program's voice.
+        # Output of login scripts is not JSON and is skipped.
         with contextlib.suppress(ValueError):
             answer = json.loads(line)
             if isinstance(answer, dict):
@@ -257,7 +264,7 @@ def _read_answer(process: RemoteProcess, deadline: float) -> dict[str, Any]:
 
 
 def all_pairs_in_rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Every pair once, in rounds in which nobody is in two pairs (the circle method).
+    """Return every pair once, in rounds with each host in one pair at most (circle method).
 
     >>> all_pairs_in_rounds(["a", "b", "c"])
     [[('a', 'b')], [('c', 'a')], [('b', 'c')]]
@@ -275,7 +282,7 @@ def all_pairs_in_rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def slow_links(links: Sequence[Link]) -> list[Link]:
-    """Links that carry far less than the median one, or answer far later; the worst first."""
+    """Return links whose rate is far below the median, or latency far above; slowest first."""
     good = [link for link in links if not link.refused]
     if not good:
         return []

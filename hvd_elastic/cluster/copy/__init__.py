@@ -1,4 +1,4 @@
-"""Copies a file or folder to many hosts (``copyclust``).
+"""Copy a file or folder to many hosts (``copyclust``).
 
 The way of a byte from the leader's disk to the last host's:
 

@@ -1,4 +1,4 @@
-"""Who feeds whom in a copy, and when that must change: no input, no output, time is an argument."""
+"""Decide which node of a copy feeds which, and when to change that; no I/O, time is an argument."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-# Nodes tell how far they are four times a second.
+# Seconds without a report after which a node is taken out; nodes report four times a second.
 SILENT_S = 2.0
+# Seconds without progress on a link that wants to send after which the node gets another feeder.
 STALLED_S = 2.5
-# A rate is that of so many seconds: TCP begins slowly.
+# Rates are averaged over this time, because TCP starts slowly.
 RATE_WINDOW_S = 1.5
+# A node is slow when its rate is at most this share of the best rate.
 SLOW_SHARE = 0.5
-# A host that is nearly through is left where it is.
+# A slow node is moved only if it still needs more than this time at its current rate.
 WORTH_MOVING_S = 2.0
+# A node that this number of feeders could not send to is given up.
 MOST_STALLS = 3
+# A node that failed to connect with this number of other nodes is fed by the source itself.
 MOST_BLOCKED = 2
 
 
 class Why(Enum):
-    """What is wrong with a node."""
+    """Reason why a node must be moved or removed."""
 
     SILENT = "fell silent"
     STALLED = "is not reached by what feeds it"
@@ -30,7 +34,7 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A node that must not stay where it is."""
+    """Verdict on a node that must not keep its place in the chain."""
 
     name: str
     why: Why
@@ -38,7 +42,20 @@ class Verdict:
 
 @dataclass
 class _Member:
-    """``left`` [bytes] is None until the node has told it; ``history`` holds (time, received)."""
+    """What is known of one node of the chain.
+
+    Attributes:
+        heard: time of its last report [s].
+        left: bytes that it still needs; None until it has reported that.
+        received: bytes that it has received.
+        history: (time, bytes received) of its reports in the rate window.
+        sent: bytes that its feeder has sent to it; -1 until connected.
+        sent_changed: time when ``sent`` last changed, or nothing was to be sent [s].
+        sending: whether its feeder is waiting for the link.
+        stalls: number of times it was moved because its feeder could not send to it.
+        moved: whether it was moved to the end because it is slow.
+        blocked: nodes that could not connect to it.
+    """
 
     heard: float
     left: int | None = None
@@ -50,28 +67,27 @@ class _Member:
     stalls: int = 0
     moved: bool = False
     blocked: list[str] = field(default_factory=list)
-    """Nodes that could not connect to it."""
 
     def rate(self) -> float:
-        """Bytes a second that arrived in the window; 0 until it is full."""
+        """Return the bytes per second received in the window; 0 until the window is full."""
         if not self.history:
             return 0.0
         (begun, before), (ended, after) = self.history[0], self.history[-1]
         return (after - before) / (ended - begun) if ended - begun >= RATE_WINDOW_S else 0.0
 
     def start(self, now: float) -> None:
-        """A new feeder: what was seen of the old one says nothing about it."""
+        """Reset what was measured of the old feeder, because a new one takes over."""
         self.sent, self.sent_changed, self.sending = -1, now, False
         self.history.clear()
 
 
 class Chain:
-    """The order in which nodes pass the data on.
+    """Order in which the nodes pass on the data.
 
     Args:
-        source: the node that has it all; None where each node has a share, and the last of the
-            chain feeds the first.
-        spread: whether the source feeds each node itself, as when each gets something else.
+        source: name of the node that has all data; None if each node has a share, in which case
+            the last node of the chain feeds the first.
+        spread: whether the source feeds each node itself, because each gets different files.
     """
 
     def __init__(self, source: str | None, spread: bool = False) -> None:
@@ -85,7 +101,7 @@ class Chain:
         return name in self._members
 
     def add(self, name: str, now: float) -> None:
-        """A node at the end of the chain, before those that were put there since they are slow."""
+        """Add a node at the end of the chain, but before the slow nodes that were moved there."""
         place = len(self.order)
         while place and self._members[self.order[place - 1]].moved:
             place -= 1
@@ -93,18 +109,18 @@ class Chain:
         self._members[name] = _Member(now, sent_changed=now)
 
     def remove(self, name: str) -> None:
-        """A node less; who was fed by it is fed by who fed it."""
+        """Remove a node; the node that it fed is then fed by the node before it."""
         if name in self._members:
             del self._members[name]
             self.order.remove(name)
-            # Who comes back may come back whole.
+            # If the host joins again later, its network may work again.
             self._apart.discard(name)
             for member in self._members.values():
                 if name in member.blocked:
                     member.blocked.remove(name)
 
     def links(self) -> dict[str, str]:
-        """Who feeds each node that still needs something, or whose followers do.
+        """Return the feeder of each node that still needs data.
 
         >>> chain = Chain("leader")
         >>> chain.add("a", 0.0); chain.add("b", 0.0)
@@ -121,7 +137,7 @@ class Chain:
         return found
 
     def _feeder_at(self, place: int) -> str | None:
-        """The nearest node before that can reach it and is not slow; else the source."""
+        """Return the nearest earlier node that is reachable and not slow, or else the source."""
         if self.source is None:
             return self.order[place - 1] if len(self.order) > 1 else None
         name = self.order[place]
@@ -129,14 +145,17 @@ class Chain:
             for feeder in reversed(self.order[:place]):
                 if feeder in self._members[name].blocked or feeder in self._apart:
                     continue
-                # A slow host holds up nobody: all of them are fed by the last of the others, which
-                # has nobody else to feed.
+                # Slow nodes feed nobody. All of them are fed by the last of the fast nodes, which
+                # has no other node to feed.
                 if not self._members[feeder].moved:
                     return feeder
         return self.source
 
     def _block(self, name: str, feeder: str) -> None:
-        """A node could not connect to another one; who cannot with two is apart from all."""
+        """Record that a feeder could not connect to a node.
+
+        A node with such failures towards ``MOST_BLOCKED`` others is fed by the source from then on.
+        """
         member = self._members[name]
         if feeder not in member.blocked:
             member.blocked.append(feeder)
@@ -147,11 +166,11 @@ class Chain:
                 self._apart.add(node)
 
     def blocked(self, name: str) -> list[str]:
-        """Who could not connect to a node."""
+        """Return the nodes that could not connect to a node."""
         return list(self._members[name].blocked) if name in self._members else []
 
     def after(self, name: str) -> list[str]:
-        """The nodes from the one that this one feeds on, round to the one before it.
+        """Return all other nodes in feeding order, beginning with the one that this node feeds.
 
         >>> chain = Chain(None)
         >>> chain.add("a", 0.0); chain.add("b", 0.0); chain.add("c", 0.0)
@@ -162,13 +181,13 @@ class Chain:
         return self.order[place + 1 :] + self.order[:place]
 
     def linked(self, name: str, now: float) -> None:
-        """A node was given a new feeder; what its followers got before was not their fault."""
+        """Record that a node has a new feeder, and restart its measurements and its followers'."""
         self._members[name].start(now)
         for follower in self.order[self.order.index(name) + 1 :]:
             self._members[follower].history.clear()
 
     def hear(self, name: str, now: float, received: int | None, left: int | None) -> None:
-        """A node told how far it is [bytes]."""
+        """Record a node's report of the bytes it has received and still needs."""
         member = self._members[name]
         member.heard = now
         if received is None:
@@ -179,9 +198,13 @@ class Chain:
             member.history.popleft()
 
     def hear_feeding(self, name: str, now: float, sent: int, sending: bool) -> None:
-        """A node's feeder told how much it has sent [bytes], and whether the link holds it up.
+        """Record a feeder's report on the node that it feeds.
 
-        -1 bytes: it has not connected yet.
+        Args:
+            name: the node that is fed.
+            now: time [s].
+            sent: bytes sent to it; -1 before the connection is made.
+            sending: whether the feeder is waiting for the link.
         """
         member = self._members.get(name)
         if member is None:
@@ -191,13 +214,13 @@ class Chain:
         member.sending = sending
 
     def excuse(self, seconds: float) -> None:
-        """The leader itself was asleep for so long: nobody's silence is meant by that."""
+        """Extend all deadlines by the time [s] for which the leader itself was suspended."""
         for member in self._members.values():
             member.heard += seconds
             member.sent_changed += seconds
 
     def judge(self, now: float) -> list[Verdict]:
-        """Nodes that must be taken out or moved; SILENT ones first."""
+        """Return the nodes that must be removed or moved: all silent ones, or else at most one."""
         silent = [
             Verdict(name, Why.SILENT)
             for name in self.order
@@ -213,15 +236,15 @@ class Chain:
         return [Verdict(slow, Why.SLOW)] if slow else []
 
     def blame(self, name: str) -> Verdict:
-        """What is said of a node that what feeds it does not reach: that, or that nothing does."""
+        """Return the verdict on a node that its feeder cannot reach: STALLED or HOPELESS."""
         hopeless = self._members[name].stalls + 1 >= MOST_STALLS
         return Verdict(name, Why.HOPELESS if hopeless else Why.STALLED)
 
     def move(self, name: str, why: Why) -> None:
-        """Puts a node where it holds nobody up; one that is there already is fed by the source.
+        """Move a node to the end of the chain, or to the start if it is the last one.
 
-        Where there is no source it changes places with the node that it feeds. One that was not
-        even connected to stays, if it is not the source that failed.
+        Without a source it changes places with the node that it feeds. A node that its feeder could
+        not even connect to stays and gets another feeder, unless that feeder is the source.
         """
         member = self._members[name]
         place = self.order.index(name)
@@ -244,7 +267,7 @@ class Chain:
             member.stalls += 1
 
     def _find_slow(self) -> str | None:
-        """The first node whose link is the reason why it and those after it are slow."""
+        """Return the first node whose link slows down itself and the nodes after it, or None."""
         if self._spread or not self.source:
             return None
         rates = {name: self._members[name].rate() for name in self.order}

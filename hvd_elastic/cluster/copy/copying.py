@@ -1,7 +1,7 @@
-"""A file or folder to many hosts, verified (``copyclust``).
+"""Copy a file or folder to many hosts and verify it (``copyclust``).
 
-The data go from host to host: the leader sends them once, and each host passes on what it receives
-while it writes it (``session``). A host asks whoever feeds it for exactly what it lacks.
+The leader sends the data once. Each host writes what it receives and at the same time passes it on
+to the next host (see ``session``). A host requests from its feeder only the data that it lacks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = [
 
 
 def check_source(path: Path) -> None:
-    """Nothing if there is a file or folder of this machine that can be read.
+    """Check that a path is a readable file or folder of this machine.
 
     Raises:
-        UsageError: there is none.
+        UsageError: it is not.
     """
     try:
         if path.is_dir():
@@ -49,10 +49,12 @@ def check_source(path: Path) -> None:
 
 
 def check_destination(source: Path, destination: str) -> str:
-    """The full path of the copy: as given, or inside it when it ends with a slash.
+    """Return the full path of the copy on the hosts.
+
+    A destination that ends with a slash is the folder to copy into; any other is the copy itself.
 
     Raises:
-        UsageError: it is not absolute (or under ``~/``), or not a place to copy to.
+        UsageError: the destination is neither absolute nor under ``~/``, or cannot be copied to.
 
     >>> check_destination(Path("/home/a/set.npz"), "/data/")
     '/data/set.npz'
@@ -82,27 +84,27 @@ def copy_to_hosts(
     on_skipped: Callable[[str], None] | None = None,
     newcomers: Callable[[], Sequence[Host]] | None = None,
 ) -> Iterator[HostResult[Copied]]:
-    """Copies a file or folder to the same place on every host.
+    """Copy a file or folder to the same path on every host.
 
     Args:
-        hosts: where to.
-        source: on this machine, or on ``source_host``; or what is fetched from a shared store.
-        destination: as :func:`check_destination` gives it.
-        options: how to connect.
-        settings: how it is made; ``checksum`` and ``shard`` mean nothing for a shared store.
-        source_host: another host that has the data.
-        on_progress: told how far it is, a few times a second.
-        on_skipped: told, at the end, what is neither file, folder nor link.
-        newcomers: asked a few times a second for hosts that shall have it too; not in a dry run,
-            nor where each host has its share.
+        hosts: hosts to copy to.
+        source: path on this machine or on ``source_host``; or what to fetch from a shared store.
+        destination: path on the hosts, as returned by :func:`check_destination`.
+        options: ssh options.
+        settings: settings of the copy; ``checksum`` and ``shard`` are ignored for a shared store.
+        source_host: host that has the source; None for this machine.
+        on_progress: called with the progress a few times a second.
+        on_skipped: called at the end with each path that is neither file, folder nor link.
+        newcomers: called a few times a second; returns further hosts to copy to. Not used in a dry
+            run or with ``shard``.
 
     Yields:
-        One result a host as it ends, newcomers included. A host that failed keeps what is complete
-        there, and a second call goes on from that. Who stops iterating ends the copy, and commands
-        that fetch, on all hosts.
+        One result for each host as soon as it is known, newcomers included. A host that failed
+        keeps its complete files, and another call continues from there. Closing the iterator ends
+        the copy and all fetching commands on all hosts.
 
     Raises:
-        UsageError: the source is not there, or cannot be read.
+        UsageError: the source does not exist or cannot be read.
         SshError: ``source_host`` cannot be used.
     """
     place = source if isinstance(source, Pulled) else decode(os.fsencode(source))

@@ -1,4 +1,4 @@
-"""What is copied to which hosts, how, and what came of it."""
+"""Types that describe a copy: its settings, hosts, progress and results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from hvd_elastic.hosts.hostfile import Host
 
 @dataclass(frozen=True)
 class CopySettings:
-    """How a copy is made.
+    """Settings of a copy.
 
     Attributes:
-        delete: remove at the destination what the source has not.
-        exclude: patterns of what is neither sent nor removed (see ``node.tree.is_excluded``).
-        checksum: compare contents even where size and time agree.
-        plain: no encryption; nodes still prove to one another that they belong to this copy.
-        compress: compress where it pays.
-        bytes_per_s: most that each node sends [bytes/s]; 0 for no limit.
-        shard: each host gets only its part: every n-th file.
+        delete: remove entries at the destination that the source does not have.
+        exclude: patterns of paths that are neither sent nor removed (see
+            ``node.tree.is_excluded``).
+        checksum: compare contents even where size and modification time agree.
+        plain: do not encrypt; nodes still prove to one another that they belong to this copy.
+        compress: compress data where that makes the copy faster.
+        bytes_per_s: maximum rate at which each node sends [bytes/s]; 0 for no limit.
+        shard: send each of n hosts only its share of the files, every n-th one.
         dry_run: only find out what would be sent.
-        fanout: connections that are made at a time.
-        python: the interpreter on the hosts.
+        fanout: maximum number of connections that are opened at the same time.
+        python: Python interpreter on the hosts.
     """
 
     delete: bool = False
@@ -40,19 +41,19 @@ class CopySettings:
 
 @dataclass(frozen=True)
 class Copied:
-    """What was done on a host, or would be in a dry run.
+    """Result of a copy on one host; in a dry run, the result that it would have.
 
     Attributes:
-        files, size_bytes: sent to it (in a dry run: to be sent).
-        skipped: files that it had.
-        touched: files of which only time or mode was set.
-        removed: entries that the source has not.
-        resumed_bytes: of ``size_bytes``, what an interrupted copy had left there.
-        problems: what could not be done.
-        fetched, fetched_bytes: fetched by it from a shared store (in a dry run: to be fetched, as
-            far as sizes are known).
-        failure: why a command that fetches failed there, where others did its work.
-        unreached: who should have fed it and could not connect to it.
+        files, size_bytes: number and size of the files sent to it [bytes].
+        skipped: number of files that were there already.
+        touched: number of files of which only the time or the mode was changed.
+        removed: entries that were removed because the source does not have them.
+        resumed_bytes: part of ``size_bytes`` that an interrupted copy had left there [bytes].
+        problems: descriptions of what could not be done.
+        fetched, fetched_bytes: number and size of the files that it fetched from a shared store;
+            in a dry run, as far as sizes are known.
+        failure: why its fetching command failed, if other hosts fetched its files instead.
+        unreached: nodes that should have fed it and could not connect to it.
     """
 
     files: int
@@ -70,12 +71,13 @@ class Copied:
 
 @dataclass(frozen=True)
 class CopyProgress:
-    """How far a copy is.
+    """Progress of a copy.
 
     Attributes:
-        done_bytes, total_bytes: of all hosts together.
-        states: of each host: ``connecting``, ``comparing``, ``fetching``, a share such as ``42%``,
-            ``done``, ``shared`` (another host fills the same place), ``silent``, ``failed``.
+        done_bytes, total_bytes: sums over all hosts [bytes].
+        states: state of each host: ``connecting``, ``comparing``, ``fetching``, a share such as
+            ``42%``, ``done``, ``shared`` (another host fills the same folder), ``silent``,
+            ``failed``.
     """
 
     done_bytes: int
@@ -85,12 +87,12 @@ class CopyProgress:
 
 @dataclass(frozen=True)
 class Pulled:
-    """What is fetched, and how.
+    """What to fetch from a shared store, and by which command.
 
     Attributes:
-        command: shell text with ``{dst}``, and with ``{path}`` or ``{list}`` where there is a list.
-        files: (path, size in bytes or None) of each; None: the command fetches all there is.
-        jobs: most commands at a time on a host.
+        command: shell command with ``{dst}``, and with ``{path}`` or ``{list}`` if there is a list.
+        files: (path, size in bytes or None) of each file; None if the command fetches all files.
+        jobs: maximum number of commands that run at the same time on a host.
     """
 
     command: str
@@ -100,17 +102,17 @@ class Pulled:
 
 @dataclass(frozen=True)
 class CopyJob:
-    """One copy to many hosts.
+    """Everything that defines one copy to many hosts.
 
     Attributes:
-        hosts: where to.
-        source: a folder or file; or what is fetched from a shared store.
-        destination: the place on every host.
-        options: how to connect.
-        settings: how it is made.
-        source_host: the host that has the source; None is this machine.
-        on_progress: told how far it is, a few times a second.
-        newcomers: asked a few times a second for further hosts.
+        hosts: hosts to copy to.
+        source: path of a file or folder, or what to fetch from a shared store.
+        destination: path of the copy on every host.
+        options: ssh options.
+        settings: settings of the copy.
+        source_host: host that has the source; None for this machine.
+        on_progress: called with the progress a few times a second.
+        newcomers: called a few times a second; returns further hosts to copy to.
     """
 
     hosts: Sequence[Host]

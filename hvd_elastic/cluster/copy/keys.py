@@ -1,4 +1,4 @@
-"""The throw-away certificate of one copy: its nodes know one another by it."""
+"""Create the certificate of one copy, by which its nodes authenticate one another."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from datetime import datetime, timezone
 
 
 def make_certificate() -> str:
-    """A private key and its own certificate, as PEM text.
+    """Return a new private key and its self-signed certificate as PEM text.
 
-    Handed to the nodes of one copy over ssh; a node accepts who shows this certificate alone.
-    It is good at any time, since hosts' clocks may be wrong: it dies with the copy.
+    Every node of a copy receives it over ssh and accepts only peers that show this certificate.
+    Its validity does not depend on the date, since clocks of hosts may be wrong; it is used for one
+    copy only.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

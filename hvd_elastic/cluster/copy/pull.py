@@ -1,7 +1,7 @@
-"""A data set from a shared store to many hosts, read there once: each host fetches a share of it.
+"""Copy a data set from a shared store to many hosts, reading it from the store only once.
 
-The user says how, by a command. Then the hosts give one another what they fetched: each feeds the
-next one, the last one the first (``session``).
+Each host fetches a share of the files by a command of the user. The hosts then exchange their
+shares in a ring: each feeds the next one, and the last feeds the first (see ``session``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 def read_list(data: bytes, patterns: Sequence[str] = ()) -> tuple[tuple[str, int | None], ...]:
-    r"""The files of a list: a path a line, or size, tab and path.
+    r"""Return the (path, size in bytes or None) of each file in a list.
 
     Args:
-        data: the list.
-        patterns: what is left out (see ``node.tree.is_excluded``).
+        data: the list: in each line a path, or a size, a tab and a path.
+        patterns: patterns of paths to leave out (see ``node.tree.is_excluded``).
 
     Raises:
-        UsageError: a line is no path below a folder; says which and why.
+        UsageError: a line is not a path below a folder; names the line and the reason.
 
     >>> read_list(b"a/b.tar\n1024\tc.tar\n")
     (('a/b.tar', None), ('c.tar', 1024))
@@ -65,10 +65,10 @@ def read_list(data: bytes, patterns: Sequence[str] = ()) -> tuple[tuple[str, int
 
 
 def check_pull(command: str, listed: bool) -> None:
-    """Nothing if a command has the placeholders that it needs.
+    """Check that a command has the placeholders that it needs.
 
     Raises:
-        UsageError: it has not; says which.
+        UsageError: one is missing or not allowed; names it.
     """
     names = set(placeholders(command))
     if "dst" not in names:
@@ -87,7 +87,7 @@ def check_pull(command: str, listed: bool) -> None:
 
 
 class PullSession(CopySession):
-    """A copy whose source are its hosts."""
+    """A copy in which the hosts themselves are the source: each fetches a share of the files."""
 
     program = f"{NODE}.pull"
 
@@ -98,7 +98,7 @@ class PullSession(CopySession):
         self._pulled = pulled
         self._listed = None if pulled.files is None else pack(pulled.files)
         self._shares = Shares(1 if pulled.files is None else len(pulled.files))
-        # Of each host how many listed files it had, and their bytes; of each file what it is like.
+        # By host: number and size of the listed files that it had. By file: size, time and mode.
         self._there: dict[str, tuple[int, int]] = {}
         self._entries: dict[int, list[int]] = {}
         self._told: set[str] = set()
@@ -107,7 +107,7 @@ class PullSession(CopySession):
         self._first_listed = 0.0
         self._shared_out = False
 
-    # ---- what is other than in a copy from a source
+    # ---- differences from a copy with a source
 
     def _config(self, node: Node) -> dict[str, Any]:
         pulled = self._pulled
@@ -154,11 +154,11 @@ class PullSession(CopySession):
         others = self._others(node)
         super()._obey(verdict)
         if verdict.why is Why.SILENT and node.state == "done":
-            # It has what it needs; what it was to give to others is lost all the same.
+            # The host is complete, but the files that it was to pass on to others are lost.
             self._replace(node, others)
 
     def _take_complete(self, node: Node, event: dict[str, Any]) -> None:
-        if node.name not in self._chain:  # it lacks nothing, and others lack what it has
+        if node.name not in self._chain:  # it needs nothing, but it has files that others need
             self._chain.add(node.name, self._now)
         super()._take_complete(node, event)
 
@@ -180,14 +180,17 @@ class PullSession(CopySession):
         self._there[node.name] = (len(have), sum(entry[1] for entry in have))
         for index, size, mtime_ns, mode in have if not self._shared_out else ():
             known = self._entries.get(index)
-            # Where hosts have different ones, and the list has no size, the newest counts.
+            # Hosts may have different versions; if the list has no sizes, the newest one is used.
             if known is None or mtime_ns > known[1]:
                 self._entries[index] = [size, mtime_ns, mode]
                 self._shares.owners[index] = node.name
         self._send_tree(node)
 
     def _others(self, node: Node) -> list[str]:
-        """Who can fetch in the place of a host: at first any, then best the one that it feeds."""
+        """Return the hosts that can fetch in place of a host.
+
+        Before the exchange these are all that can; later the one that it feeds comes first.
+        """
         if self._tree is None:
             found = [
                 name
@@ -201,14 +204,14 @@ class PullSession(CopySession):
         return [name for name in found if name != node.name]
 
     def _share_out(self) -> None:
-        """Once every host has said what it has: who fetches what; a late one is only fed."""
+        """Assign the files once every host has reported its own; a late host is only fed."""
         if self._shared_out:
             return
         states = {name: node.state for name, node in self._nodes.items()}
         comparing = [name for name, state in states.items() if state == "comparing"]
         able = [name for name in comparing if name in self._there]
         waits = self._now - self._first_listed < self._job.options.connect_timeout_s
-        waits = waits or self._job.settings.dry_run  # who is late would never hear of it
+        waits = waits or self._job.settings.dry_run  # a late host would not be in the plan
         if not able or able != comparing or ("connecting" in states.values() and waits):
             return
         self._shared_out = True
@@ -223,7 +226,7 @@ class PullSession(CopySession):
             self._end_fetching()
 
     def _end_planned(self, node: Node, indices: list[int]) -> None:
-        """Of a dry run: what a host would do."""
+        """Record, in a dry run, what a host would do."""
         there, there_bytes = self._there[node.name]
         sizes = [size or 0 for _, size in self._pulled.files or ()]
         fetched_bytes = sum(sizes[index] for index in indices) if sizes else 0
@@ -271,7 +274,7 @@ class PullSession(CopySession):
         self._end_fetching()
 
     def _end_fetching(self) -> None:
-        """When nothing is being fetched any more: the exchange begins."""
+        """Begin the exchange if nothing is being fetched any more."""
         if not self._shared_out or not self._shares.finished:
             return
         if self._pulled.files is not None:
@@ -301,13 +304,13 @@ class PullSession(CopySession):
             parts = path.split("/")
             folders |= {"/".join(parts[:end]) for end in range(1, len(parts))}
         self._files = len(entries)
-        # Parents first; nobody knows what the store's folders are like.
+        # Parents before their contents; times and modes of folders in the store are unknown.
         return [True, entries, [[path, ANY, ANY] for path in sorted(folders)], []]
 
     # ---- hosts that are lost
 
     def _replace(self, node: Node, others: list[str]) -> None:
-        """Lets others fetch what a host had that is gone."""
+        """Let other hosts fetch the files that a lost host had."""
         if not self._shared_out:
             self._shares.disown(node.name)
             return

@@ -1,6 +1,6 @@
-"""One copy to many hosts as the leader leads it: nodes are started over ssh, then fed in a chain.
+"""Run one copy to many hosts: start a node on each over ssh and direct which node feeds which.
 
-The leader itself carries no data: the source is a process too, here or on another host.
+The leader itself handles no file data: the source is a separate process, here or on another host.
 """
 
 from __future__ import annotations
@@ -32,18 +32,22 @@ from hvd_elastic.hosts.ssh import connect, is_local, own_address_towards
 
 NODE = "hvd_elastic.cluster.copy.node"
 SOURCE = "the source"
+# Interval of the checks, pings to the nodes, and requests for newcomers.
 TICK_S = 0.1
 PING_S = 5.0
 LOOK_S = 0.25
-# A host that takes longer to be reached than this after the first joins when it is there.
+# A host that takes longer than this after the first ready host joins the running copy later.
 LATE_S = 3.0
-# What a silent host gets to be heard again before it is given up; less when it is the last.
+# Time in which a silent host may report again before it is given up; less if no other is copying.
 SILENCE_S = 15.0
 LAST_SILENCE_S = 4.0
+# Wait before a broken link is made again, times the number of failures so far.
 RELINK_S = 0.3
+# Number of failures of its links after which a node gets another feeder.
 MOST_BROKEN = 5
-# A connection that was never made counts for more than one that broke.
+# A connection that could not be made counts as this number of broken ones.
 UNMADE = 3
+# Maximum wait for the nodes to end.
 END_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Node:
-    """A host, or the source, as the leader sees it."""
+    """What the leader knows of a host, or of the source."""
 
     host: Host
     name: str
@@ -72,15 +76,15 @@ class Node:
     result: Copied | None = None
     mute: bool = False
     asked: bool = False
-    """Whether the source was asked for the digests of what came from other hosts' copies."""
+    """Whether the source was asked for the digests of files that came from other hosts' copies."""
 
     @property
     def is_done(self) -> bool:
-        """Whether its result is known."""
+        """Whether the host's result is known."""
         return self.state in ("done", "failed")
 
     def tell(self, do: str, **fields: Any) -> None:
-        """One line to the node; that it is gone shows elsewhere."""
+        """Send one message to the node; errors are ignored, since its output ends as well then."""
         if self.process is not None:
             try:
                 self.process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
@@ -88,9 +92,9 @@ class Node:
                 log.debug("%s: %s", self.name, error)
 
     def end(self) -> None:
-        """Lets it end by itself, then makes it."""
+        """Close the node's input so that it ends, or else stop it; close the connection."""
         try:
-            # One that does not answer is not asked: its own watch ends it.
+            # Do not wait for a node that does not answer: it ends by itself without a leader.
             if self.process is not None and not self.mute:
                 self.process.stdin.close()
                 try:
@@ -104,10 +108,10 @@ class Node:
 
 
 class CopySession(AbstractContextManager["CopySession"]):
-    """A copy from its first connection to its last; use it in a ``with`` statement.
+    """One copy, from the first connection to the last; used in a ``with`` statement.
 
     Attributes:
-        skipped: of the source, what is neither file nor folder nor link.
+        skipped: paths in the source that are neither file, folder nor link.
     """
 
     program = f"{NODE}.node"
@@ -116,13 +120,13 @@ class CopySession(AbstractContextManager["CopySession"]):
         options, settings = job.options, job.settings
         self._now = time.monotonic()
         self._job = job
-        # Which file is whose is settled with the number of hosts.
+        # With shares, the number of hosts fixes which files each gets, so none can be added.
         self._newcomers = None if settings.shard or settings.dry_run else job.newcomers
         self._events: queue.Queue[tuple[Node, dict[str, Any] | Exception]] = queue.Queue()
         self._results: list[HostResult[Copied]] = []
         self._gate = threading.Semaphore(settings.fanout)
         self._closed = threading.Event()
-        # Hosts without ssh first: what feeds them is this machine.
+        # Local hosts first, so that the source on this machine feeds them and not a remote host.
         ordered = sorted(job.hosts, key=lambda host: not is_local(host, options))
         self._nodes = {host.name: Node(host, host.name, self._now) for host in ordered}
         self._source: Node | None = Node(job.source_host or Host("localhost"), SOURCE, self._now)
@@ -154,13 +158,13 @@ class CopySession(AbstractContextManager["CopySession"]):
         self._begun = False
         self.skipped: list[str] = []
 
-    # ---- from outside
+    # ---- public methods
 
     def run(self) -> Iterator[HostResult[Copied]]:
-        """One result a host, as it ends.
+        """Yield one result for each host, as soon as it is known.
 
         Raises:
-            UsageError: the source is not there or cannot be read.
+            UsageError: the source does not exist or cannot be read.
             SshError: the host of the source cannot be used.
         """
         for node in self._everybody():
@@ -199,7 +203,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         self.close()
 
     def close(self) -> None:
-        """Ends all nodes; waits for them no longer than a few seconds."""
+        """End all nodes; returns after a few seconds at most."""
         self._closed.set()
         threads = [threading.Thread(target=node.end, daemon=True) for node in self._everybody()]
         for thread in threads:
@@ -214,11 +218,11 @@ class CopySession(AbstractContextManager["CopySession"]):
         ).start()
 
     def _admit(self, hosts: Sequence[Host]) -> list[str]:
-        """Takes hosts into the copy that nobody has spoken of before; returns their names."""
+        """Add the hosts that are new to this copy; return their names."""
         new = [host for host in hosts if host.name not in self._nodes]
         for host in new:
             node = Node(host, host.name, self._now)
-            # Threads of other nodes may be going through them.
+            # Other threads may be iterating over the old dictionary, so it is not changed.
             self._nodes = {**self._nodes, host.name: node}
             self._begin(node)
         return [host.name for host in new]
@@ -227,13 +231,13 @@ class CopySession(AbstractContextManager["CopySession"]):
         return [*([self._source] if self._source else []), *self._nodes.values()]
 
     def _excuse(self, seconds: float) -> None:
-        """The leader itself was asleep for so long: nobody's silence is meant by that."""
+        """Extend the deadlines by the time [s] for which the leader itself was suspended."""
         self._chain.excuse(seconds)
 
     # ---- one node
 
     def _open(self, node: Node) -> None:
-        """Connects, starts the program, and passes on what it says: the body of a thread."""
+        """Connect, start the program and queue its messages; runs in a thread of its own."""
         try:
             with self._gate:
                 connection = node.connection or connect(node.host, self._job.options)
@@ -248,7 +252,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             self._events.put((node, error))
             return
         for line in process.stdout:
-            # A login script that talks is not the program's voice.
+            # Output of login scripts is not JSON and is skipped.
             with contextlib.suppress(ValueError):
                 message = json.loads(line)
                 if isinstance(message, dict):
@@ -258,7 +262,7 @@ class CopySession(AbstractContextManager["CopySession"]):
     def _config(self, node: Node) -> dict[str, Any]:
         config = {**self._common, "name": node.name, "secret": node.secret}
         if not isinstance(node.connection, LocalConnection):
-            config["listen"] = None  # where ssh comes in
+            config["listen"] = None  # it listens on the address that ssh connected to
         if node is self._source:
             config.update(role="source", place=self._job.source)
         elif self._job.settings.shard:
@@ -303,7 +307,7 @@ class CopySession(AbstractContextManager["CopySession"]):
                 node.state = "comparing"
                 self._send_tree(node)
             case "shared":
-                # Another host fills the same place: looked at again when that one is through.
+                # Another host fills the same folder; this one is compared again when that is done.
                 node.state = "shared"
             case "doubts":
                 self._ask_source(node, event["files"])
@@ -352,7 +356,7 @@ class CopySession(AbstractContextManager["CopySession"]):
     def _take_progress(self, node: Node, event: dict[str, Any]) -> None:
         node.mute = False
         if node.state == "silent":
-            # It was not dead after all.
+            # The node was only delayed, so it joins the chain again.
             log.debug("%s is heard again", node.name)
             self._join(node)
         if node.name in self._chain:
@@ -368,10 +372,10 @@ class CopySession(AbstractContextManager["CopySession"]):
             self._chain.hear_feeding(name, self._now, sent, sending)
 
     def _take_broken(self, event: dict[str, Any]) -> None:
-        """A node lost its link: the same again, unless more is known by then."""
+        """Handle a broken link: schedule the same link again after a delay."""
         node = self._nodes[event["name"]]
         log.debug("the link to %s broke: %s", node.name, event["why"])
-        # Both of its ends tell, and so do those of a link that was given up for another.
+        # Both ends report a broken link; reports on a link that was replaced are ignored.
         if event["number"] == node.link_number and not node.relink_at:
             node.broken += 1 if event["made"] else UNMADE
             node.relink_at = self._now + RELINK_S * node.broken
@@ -394,7 +398,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             self._end_well(node, node.result)
 
     def _prove(self, node: Node, digests: dict[int, str]) -> None:
-        """Holds what came from another host's own copy against the source."""
+        """Compare the digests of files that came from another host's own copy with the source's."""
         assert node.result is not None, "said to be complete"
         wrong = sum(digests.get(index) != digest for index, digest in node.ready["unproved"])
         if wrong:
@@ -421,7 +425,7 @@ class CopySession(AbstractContextManager["CopySession"]):
     # ---- results
 
     def _end_well(self, node: Node, value: Copied) -> None:
-        """A host is through; all is well if there are no problems."""
+        """Record the result of a host that has finished; it failed if there are problems."""
         if node.state == "done":
             return
         node.state = "done"
@@ -434,7 +438,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         self._results.append(HostResult(node.host, outcome, seconds, value, error))
 
     def _lose(self, node: Node, error: Exception) -> None:
-        """A host, or the source, is gone."""
+        """Record the failure of a host; a failure of the source ends the copy."""
         if node is self._source:
             if isinstance(error, HvdElasticError):
                 raise error
@@ -468,7 +472,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         self._relink()
 
     def _may_begin(self) -> bool:
-        """Once every host has said that the copy fits, but for those that are not reached yet."""
+        """Return whether all reached hosts are ready and the others need not be waited for."""
         states = {node.state for node in self._nodes.values()}
         if "comparing" in states or not self._first_ready:
             return False
@@ -495,10 +499,10 @@ class CopySession(AbstractContextManager["CopySession"]):
             )
         else:
             self._chain.move(node.name, verdict.why)
-            node.relink_at = self._now  # even if the same node feeds it again
+            node.relink_at = self._now  # link again even if the feeder stays the same
 
     def _look_again(self) -> None:
-        """Hosts whose place another one fills are asked again, one by one, as the others end."""
+        """Compare one of the hosts that share a folder again, once no other host is copying."""
         states = [node.state for node in self._nodes.values()]
         if "shared" in states and not set(states) & {"connecting", "comparing", "ready", "copying"}:
             node = next(node for node in self._nodes.values() if node.state == "shared")
@@ -513,7 +517,7 @@ class CopySession(AbstractContextManager["CopySession"]):
                 self._drop(node, "it fell silent during the copy")
 
     def _relink(self) -> None:
-        """Makes the feeders feed as the chain says."""
+        """Send the feeders the changes that make their links match the chain."""
         wanted = self._chain.links()
         nodes = {node.name: node for node in self._everybody()}
         for name, feeder in list(self._links.items()):

@@ -1,23 +1,23 @@
-"""Which host fetches which files from a shared store, and who does where one cannot; no IO."""
+"""Assign the files of a shared store to the hosts that fetch them, also after failures; no I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-# A file that two hosts cannot fetch is missing in the store, or the command is wrong.
+# If two hosts cannot fetch a file, it is missing in the store or the command is wrong.
 MOST_TRIES = 2
 
 
 class Shares:
-    """Files by number, each fetched by one host.
+    """Records which host fetches which files; files are known by their numbers.
 
     Args:
-        count: how many files there are.
+        count: number of files.
 
     Attributes:
-        owners: who has a file from the store, or had it before.
-        failures: why the command failed, by host.
-        lost: why a file does not come, by number.
+        owners: host that has fetched a file or had it before, by file.
+        failures: reason why the command failed, by host.
+        lost: reason why a file cannot be fetched, by file.
     """
 
     def __init__(self, count: int) -> None:
@@ -29,7 +29,9 @@ class Shares:
         self._asked: dict[str, set[int]] = {}
 
     def begin(self, hosts: Sequence[str]) -> dict[str, list[int]]:
-        """What each host fetches of what has no owner: every n-th file, the same in each call.
+        """Assign the files without an owner: each of n hosts fetches every n-th file.
+
+        The same numbers go to the same hosts in each copy.
 
         >>> shares = Shares(5)
         >>> shares.owners[2] = "b"
@@ -45,17 +47,17 @@ class Shares:
     def hear(
         self, host: str, came: Iterable[int], failed: Sequence[int], why: str, hosts: Sequence[str]
     ) -> dict[str, list[int]]:
-        """A host has done some of what it was asked for.
+        """Record what a host has fetched and reassign what it could not fetch.
 
         Args:
-            host: which.
-            came: files that it has now.
-            failed: those it could not fetch.
-            why: the reason.
-            hosts: who could fetch them.
+            host: the host.
+            came: files that it has fetched.
+            failed: files that it could not fetch.
+            why: reason of the failure.
+            hosts: hosts that can fetch the failed files.
 
         Returns:
-            Who shall fetch them now.
+            The files that each host shall fetch now.
         """
         self.owners.update(dict.fromkeys(came, host))
         self._asked.get(host, set()).difference_update(came, failed)
@@ -72,10 +74,10 @@ class Shares:
         return self._give(again, [other for other in hosts if other != host])
 
     def lose(self, host: str, hosts: Sequence[str]) -> dict[str, list[int]]:
-        """A host is gone, with all that it had and was asked for.
+        """Record that a host is gone and reassign the files that it had and was to fetch.
 
         Returns:
-            Who of ``hosts`` shall fetch that.
+            The files that each of ``hosts`` shall fetch now.
         """
         files = self._asked.pop(host, set()) | self.disown(host)
         if not hosts:
@@ -84,7 +86,7 @@ class Shares:
         return self._give(sorted(files), hosts)
 
     def disown(self, host: str) -> set[int]:
-        """Forgets what a host had; returns the files."""
+        """Remove a host as the owner of its files; return the files."""
         files = {index for index, owner in self.owners.items() if owner == host}
         for index in files:
             del self.owners[index]
@@ -92,11 +94,11 @@ class Shares:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is being fetched."""
+        """Whether no host is fetching anything."""
         return not any(self._asked.values())
 
     def _give(self, files: Sequence[int], hosts: Sequence[str]) -> dict[str, list[int]]:
-        """Spreads files over the hosts, those first whose command has not failed."""
+        """Distribute files over the hosts whose command has not failed, or else over all."""
         well = [host for host in hosts if host not in self.failures] or list(hosts)
         orders: dict[str, list[int]] = {}
         for number, index in enumerate(files):

@@ -1,1 +1,1 @@
-"""A shell command on many hosts (``runclust``)."""
+"""Run a shell command on many hosts (``runclust``)."""

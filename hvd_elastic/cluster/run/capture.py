@@ -1,7 +1,7 @@
-"""What a command writes: the beginning of it kept, all of it counted and fingerprinted.
+"""Capture the output of a command: keep its beginning, count and fingerprint all of it.
 
-A command that prints a gigabyte, or bytes without a line end, costs no more memory than one that
-prints a page.
+A command that prints a gigabyte, or bytes without line breaks, needs no more memory here than one
+that prints a page.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import hashlib
 import threading
 from collections.abc import Callable
 
+# Longer lines are emitted in parts, to limit the memory.
 LONGEST_LINE_BYTES = 64 * 1024
 
 
 class Capture:
-    """Keeps the first bytes that it is given, counts and fingerprints all.
+    """Keeps the first bytes that it receives; counts and fingerprints all of them.
 
     Args:
-        limit: most bytes to keep.
-        on_lines: is given lines as they come; see :class:`LineSplitter`.
+        limit: maximum number of bytes to keep.
+        on_lines: called with lines as they arrive; see :class:`LineSplitter`.
     """
 
     def __init__(self, limit: int, on_lines: Callable[[str], None] | None) -> None:
@@ -36,7 +37,7 @@ class Capture:
             self._lines.feed(data)
 
     def finish(self) -> None:
-        """Gives out what came after the last line end."""
+        """Emit what came after the last line break."""
         if self._lines is not None:
             self._lines.finish()
 
@@ -46,17 +47,17 @@ class Capture:
 
     @property
     def fingerprint(self) -> bytes:
-        """Equal for equal bytes, kept or not."""
+        """Digest of all bytes, kept or not; equal for equal output."""
         return self._hash.digest()
 
 
 class LineSplitter:
-    """Cuts pieces of output where lines end; the last one may lack its line end.
+    """Splits output into lines; the last one may lack its line break.
 
-    A line of more than 64 KiB comes in parts.
+    A line of more than 64 KiB is emitted in parts.
 
     Args:
-        emit: is given one or more whole lines, as many as came at once, without the last line end.
+        emit: called with the whole lines that arrived together, without the last line break.
     """
 
     def __init__(self, emit: Callable[[str], None]) -> None:
@@ -76,7 +77,7 @@ class LineSplitter:
             self._emit(text.decode("utf-8", errors="replace"))
 
     def finish(self) -> None:
-        """Gives out what came after the last line end."""
+        """Emit what came after the last line break."""
         with self._lock:
             rest, self._rest = self._rest, b""
         if rest:

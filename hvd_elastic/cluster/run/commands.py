@@ -1,4 +1,4 @@
-"""A shell command on many hosts, its output line by line as it comes (``runclust``)."""
+"""Run a shell command on many hosts, with its output line by line (``runclust``)."""
 
 from __future__ import annotations
 
@@ -30,24 +30,27 @@ __all__ = [
     "select_hosts",
 ]
 
-# The fan-out's own deadline only catches a host that hangs where no other deadline reaches.
+# Added to the fan-out's limit, so that it only ends hosts that hang where no other limit applies.
 BACKSTOP_S = 20.0
+# Pause before the second attempt to connect; it doubles with each further one.
 FIRST_PAUSE_S = 0.5
+# Exit statuses that a shell defines; SIGNALLED + N is that of signal N.
 CANNOT_EXECUTE, NOT_FOUND, SIGNALLED = 126, 127, 128
 LAST_SIGNAL = 64
 
 
 @dataclass(frozen=True)
 class CommandSettings:
-    """How a command is run on many hosts.
+    """Settings for running a command on many hosts.
 
     Attributes:
-        how: its environment, its folder, whether as root.
-        fanout: hosts at a time.
-        timeout_s: seconds for the command on each host, connecting not counted; None: no limit.
-        total_timeout_s: seconds for everything; hosts whose turn has not come time out as well.
-        retries: further attempts to connect; a command that may have begun is never repeated.
-        keep_bytes: most that is kept of a host's stdout, and of its stderr.
+        how: environment, folder and user of the command.
+        fanout: maximum number of hosts at a time.
+        timeout_s: limit for the command on each host, without connecting [s]; None for no limit.
+        total_timeout_s: limit for all hosts together [s]; hosts not started by then time out.
+        retries: number of further attempts to connect; a command that may have begun is never
+            repeated.
+        keep_bytes: maximum kept of each host's stdout, and of its stderr.
     """
 
     how: HowToRun = field(default_factory=HowToRun)
@@ -60,12 +63,12 @@ class CommandSettings:
 
 @dataclass(frozen=True)
 class CommandResult(Result):
-    """How a command ended on a host; ``stdout`` and ``stderr`` hold the beginnings.
+    """Result of a command on a host; ``stdout`` and ``stderr`` are the beginning of its output.
 
     Attributes:
-        stdout_bytes, stderr_bytes: how much it wrote.
-        stdout_fingerprint, stderr_fingerprint: equal where two hosts wrote the same, kept or not.
-        timed_out: whether it was stopped because its time was over; ``exit_status`` is -1 then.
+        stdout_bytes, stderr_bytes: size of its complete output.
+        stdout_fingerprint, stderr_fingerprint: equal if two hosts printed the same, kept or not.
+        timed_out: whether it was stopped at its time limit; ``exit_status`` is -1 then.
         stopped: whether it is known to have ended.
     """
 
@@ -78,16 +81,16 @@ class CommandResult(Result):
 
     @property
     def left_out_bytes(self) -> int:
-        """What it wrote beyond what is kept."""
+        """Number of bytes printed that were not kept."""
         kept = len(self.stdout) + len(self.stderr)
         return self.stdout_bytes + self.stderr_bytes - kept
 
 
 def join_command(words: Sequence[str]) -> str:
-    """The shell text for what stood on a command line.
+    """Return the shell text for the words of a command line.
 
-    One word is shell text as it is (``'ls | wc -l'``); several are a program and its arguments,
-    and arrive as they were typed, blanks and quotes included.
+    A single word is shell text already (``'ls | wc -l'``). Several are a program and its arguments,
+    which are quoted so that they arrive unchanged.
 
     >>> join_command(["ls | wc -l"]), join_command(["ls", "my file"])
     ('ls | wc -l', "ls 'my file'")
@@ -96,16 +99,16 @@ def join_command(words: Sequence[str]) -> str:
 
 
 def select_hosts(hostfile: Hostfile, only: str | None, exclude: str | None) -> list[Host]:
-    """The hosts of ``only`` (all when None) without those of ``exclude``, in hostfile order.
+    """Return the hosts of ``only`` (None for all) without those of ``exclude``, in hostfile order.
 
     Args:
-        hostfile: the hosts to choose from.
-        only: names as in ``gpu[01-04],login``.
-        exclude: names likewise.
+        hostfile: hosts to choose from.
+        only: names such as ``gpu[01-04],login``.
+        exclude: names in the same form.
 
     Raises:
         UsageError: a name is not in the hostfile, or no host is left.
-        HostfileError: a list cannot be read.
+        HostfileError: a list cannot be parsed.
     """
     chosen = {host.name for host in hostfile}
     for flag, text in (("--hosts", only), ("--exclude-hosts", exclude)):
@@ -136,23 +139,24 @@ def run_on_hosts(
     on_lines: Callable[[Host, str, str], None] | None = None,
     on_wait: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> Iterator[HostResult[CommandResult]]:
-    """Runs a shell command on every host.
+    """Run a shell command on every host.
 
-    Who stops iterating ends it on all hosts, with all that it started there; so does the end of
-    this process. A command that ends by itself leaves its background children alone.
+    If the caller stops iterating, or this process ends, the command and all that it started are
+    ended on all hosts. If a command ends by itself, its background children keep running.
 
     Args:
-        hosts: where.
+        hosts: hosts to run it on.
         command: shell text.
-        options: how to connect.
-        settings: time limits, environment and the like.
-        stdin: a binary file that every host's command reads from its beginning; None: nothing.
-        on_lines: is given (host, "stdout" or "stderr", text) in the thread of that host: whole
-            lines, as many as came at once, without the last line end.
+        options: ssh options.
+        settings: time limits, environment and other settings.
+        stdin: binary file that the command on every host reads from the beginning; None for no
+            input.
+        on_lines: called with (host, "stdout" or "stderr", text) in the thread of that host; the
+            text is all whole lines that arrived together, without the last line break.
         on_wait: see :func:`hvd_elastic.hosts.fanout.fan_out`.
 
     Yields:
-        One result a host as it ends; an exit status other than 0 is the outcome FAILED.
+        One result for each host as it ends; FAILED if the exit status is not 0.
     """
     options, settings = options or SshOptions(), settings or CommandSettings()
     with contextlib.ExitStack() as stack:
@@ -169,7 +173,7 @@ def run_on_hosts(
 
 
 class _PlainCommand:
-    """For a host without Python: as ``ssh HOST COMMAND``."""
+    """A command on a host without Python, started as by ``ssh HOST COMMAND``."""
 
     def __init__(self, process: RemoteProcess) -> None:
         self._process = process
@@ -186,7 +190,7 @@ class _PlainCommand:
 
 
 class _Task:
-    """What is done on each host."""
+    """The task that runs the command on each host."""
 
     def __init__(
         self,
@@ -206,7 +210,7 @@ class _Task:
 
     @property
     def limit_s(self) -> float | None:
-        """After so long something hangs that has no deadline of its own."""
+        """Limit for one host, after which something must hang that has no limit of its own [s]."""
         settings = self._settings
         limits = [settings.total_timeout_s] if settings.total_timeout_s is not None else []
         if settings.timeout_s is not None:
@@ -263,7 +267,7 @@ class _Task:
         stopper: Stopper,
         captures: tuple[Capture, Capture],
     ) -> tuple[int | None, bool]:
-        """The exit status (None: its time was over) and whether it has surely ended."""
+        """Return the exit status (None if it timed out) and whether it has certainly ended."""
         stopper.add(running.stop)
         failures: list[HvdElasticError] = []
         if self._spool is None:
@@ -329,7 +333,7 @@ class _Task:
 def _feed(
     running: HeldCommand | _PlainCommand, spool: Spool, failures: list[HvdElasticError]
 ) -> None:
-    # A command may end without reading all its input (head); that is no failure.
+    # A command may end without reading all of its input, as head does; that is not an error.
     with contextlib.suppress(OSError, EOFError):
         try:
             for piece in spool.pieces():

@@ -1,7 +1,7 @@
-"""A command held on its host by ``programs/hold_command.py``: nothing of it outlives its leader.
+"""Run a command on a host under ``programs/hold_command.py``, which ends it with its leader.
 
-The environment, the folder and the input travel on the holder's stdin: none of their values is on
-a command line anywhere.
+Environment, folder and input are sent on the stdin of that program (the holder), so none of their
+values appears on a command line.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.programs import hold_command
 from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, PROGRAMS, no_python, source_of
 
-# Reads its program from stdin without reading on: what follows is the command's input. The program
-# is there as code, and packed as text for a Python of another version. One line, since csh takes no
-# other.
+# Reads its program from stdin and not a byte more, since the command's input follows. The program
+# is sent as compiled code, and as compressed source for another Python version. It is a single
+# line, since csh accepts no other.
 _LOADER = (
     "import marshal, posix, sys; s = b''; a, b, c = map(int, sys.argv[1:4]); "
     'exec("while len(s) < c: s += posix.read(0, c - len(s)) or sys.exit(1)"); '
@@ -34,24 +34,27 @@ _LOADER = (
 )
 _AS_ROOT = '[ "$(id -u)" = 0 ] || exec sudo -n -- "$@"; exec "$@"'
 PYTHON = "python3"
-# Every Python 3 reads it.
+# Every Python 3 can read this version.
 MARSHAL_VERSION = 2
+# Time between TERM and KILL on the host.
 GRACE_S = 2.0
-# What the holder gets, beyond the grace time, to end all and say so.
+# Time after that in which the holder must have ended.
 STOP_S = 4.0
+# Maximum wait for output that reports whether the command was started.
 DRAIN_S = 2.0
+# Limit of output kept while looking for that report.
 SPOKEN_BYTES = 64 * 1024
 STARTED = "started"
 
 
 @dataclass(frozen=True)
 class HowToRun:
-    """What surrounds a command on its host.
+    """Environment, folder and user of a command on its host.
 
     Attributes:
-        env: variables set for it.
-        cwd: the folder it runs in; "" is the user's home.
-        sudo: whether it runs as root, by ``sudo -n`` where the user is another.
+        env: variables to set for it.
+        cwd: folder to run it in; "" for the user's home.
+        sudo: whether to run it as root, with ``sudo -n`` if the user is not root.
     """
 
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -60,17 +63,17 @@ class HowToRun:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a command as sshd would run it."""
+        """Whether the command runs just as sshd would run it."""
         return not (self.env or self.cwd or self.sudo)
 
 
 class NotHeldError(SshError):
-    """The holder did not start, as where there is no Python; nor did the command."""
+    """The holder could not start, for example without Python on the host; nor did the command."""
 
 
 @functools.cache
 def _read_holder() -> tuple[bytes, bytes]:
-    """The holder as code and as packed text, with what it may need."""
+    """Return the holder as compiled code and as compressed source, with the modules it may need."""
     later = {name: source_of(f"{PROGRAMS}.{name}") for name in ("processes", "pass_input")}
     text = f"{source_of(hold_command.__name__)}\nLATER = {later!a}"
     code = compile(text, "hold_command.py", "exec", dont_inherit=True, optimize=2)
@@ -81,11 +84,11 @@ class HeldCommand:
     """A shell command running on a host.
 
     Args:
-        connection: the host.
+        connection: connection to the host.
         command: shell text, for the user's login shell.
-        how: what surrounds it.
+        how: environment, folder and user.
         feeds: whether :meth:`feed` and :meth:`end_input` will be called.
-        on_stdout, on_stderr: are given each piece of what it writes, in threads of its own.
+        on_stdout, on_stderr: called with each piece of its output, in threads of their own.
 
     Raises:
         SshError: no command can be started there.
@@ -117,54 +120,56 @@ class HeldCommand:
             self._process = connection.start(command, self._listen, on_stdout)
         else:
             self._process = connection.start_python(argv, self._listen, on_stdout)
-        # Where there is no Python nobody reads it, and how the shell ends tells why.
+        # Without Python on the host nobody reads it, and the shell's exit status shows why.
         with contextlib.suppress(OSError, EOFError):
             self._process.stdin.write(source)
 
     def feed(self, data: bytes) -> None:
-        """Input for the command; waits while it does not read.
+        """Send input to the command; blocks while it does not read.
 
         Raises:
-            BrokenPipeError: it or the connection is gone.
+            BrokenPipeError: the command or the connection is gone.
         """
         for at in range(0, len(data), PIECE_BYTES):
             piece = data[at : at + PIECE_BYTES]
             self._process.stdin.write(len(piece).to_bytes(4, "big") + piece)
 
     def end_input(self) -> None:
-        """The command reads the end of its input."""
+        """Close the input of the command."""
         if not self._feeds:
             return  # it reads /dev/null
         with contextlib.suppress(OSError, EOFError):
             self._process.stdin.write(bytes(4))
 
     def wait(self, timeout_s: float | None) -> int:
-        """The exit status; 128 + N after signal N, -1 when the connection was lost.
+        """Wait for the end of the command and return its exit status.
+
+        It is 128 + N after signal N, and -1 if the connection was lost.
 
         Raises:
-            TimeoutError: it still runs.
-            NotHeldError: the holder did not start, as where there is no Python.
-            SshError: it could not be started: no such folder, sudo asks for a password, ….
+            TimeoutError: it is still running.
+            NotHeldError: the holder did not start, for example without Python on the host.
+            SshError: the command could not be started: no such folder, sudo asks for a password, ….
         """
         status = self._process.wait(timeout_s)
         if self._said is None:
-            # What says whether it was held may be on its way.
+            # The holder's message, or the shell's error, may still be on its way.
             self._process.wait_drained(DRAIN_S)
         if self._said == STARTED or (self._said is None and status < 0):
             return status
         raise self._why_not(status)
 
     def wait_drained(self, timeout_s: float | None = None) -> bool:
-        """Whether all output has arrived (a background child can hold a pipe open)."""
+        """Wait for all output and return whether it arrived; a background child can delay it."""
         return self._process.wait_drained(timeout_s)
 
     def stop(self) -> bool:
-        """Ends the command and all it started.
+        """End the command and everything that it started.
 
         Returns:
-            Whether that is known; a host that does not answer cannot say.
+            Whether that is known; False if the host does not answer.
         """
-        # The holder ends it all when its stdin ends; that reaches root's command as well.
+        # The holder ends everything when its stdin ends, also a command that runs as root.
         self._process.stdin.close()
         try:
             self._process.wait(GRACE_S + STOP_S)
@@ -174,11 +179,11 @@ class HeldCommand:
         return True
 
     def close(self) -> None:
-        """Lets go of it; if it still runs there, its holder ends it."""
+        """Close the pipes to the command; if it is still running, its holder ends it."""
         self._process.close()
 
     def _listen(self, data: bytes) -> None:
-        """Stderr, without what the holder says before the command's own begins."""
+        """Receive stderr and take out what the holder prints before the command's output."""
         if self._said is None:
             self._begins += data
             before, _, after = self._begins.partition(hold_command.MARK)

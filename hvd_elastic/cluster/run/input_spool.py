@@ -1,4 +1,4 @@
-"""One input for many readers, each at its own pace: kept in a file as it arrives."""
+"""Give one input to many readers, each at its own speed, by keeping it in a file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PIECE_BYTES = 64 * 1024
 
 
 class Spool(AbstractContextManager["Spool"]):
-    """Reads an input once and gives it to every reader from its beginning.
+    """Reads an input once and gives all of it to every reader.
 
-    Held on the disk and not in memory, since a reader may begin when the input has long ended, and
-    a slow one must not hold up the others.
+    It is kept on disk and not in memory, since a reader may begin when the input has long ended,
+    and a slow reader must not block the others.
 
     Args:
-        source: a binary file; one that never ends is no hindrance.
+        source: a binary file, which need not end.
     """
 
     def __init__(self, source: Any) -> None:
@@ -34,10 +34,10 @@ class Spool(AbstractContextManager["Spool"]):
         threading.Thread(target=self._fill, name="standard input", daemon=True).start()
 
     def pieces(self) -> Iterator[bytes]:
-        """All of it, waiting for what has not come yet.
+        """Yield all of the input, waiting for parts that have not arrived yet.
 
         Raises:
-            HvdElasticError: it cannot be read, or kept.
+            HvdElasticError: the input cannot be read or written to disk.
         """
         at = 0
         while True:
@@ -59,7 +59,7 @@ class Spool(AbstractContextManager["Spool"]):
         self.close()
 
     def close(self) -> None:
-        """Readers come to an end; what is still to come is not looked at."""
+        """End all readers, and ignore further input."""
         with self._changed:
             self._ended = True
             self._file.close()

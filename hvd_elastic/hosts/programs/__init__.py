@@ -1,1 +1,1 @@
-"""Programs for a host's own python3: standard library and each other only, Python 3.7 or newer."""
+"""Programs for a host's own python3 (3.7 or newer): standard library and each other only."""

@@ -1,12 +1,12 @@
-"""Removes what dead processes of this user left in files, and tells who still holds GPU memory.
+"""Remove files that dead processes of this user left behind, and list who holds GPU memory.
 
 Input (JSON on stdin): {"run": run id or null for any, "host": the host's name in the hostfile,
 "dry_run": bool}.
 Output: {"removed": [{"path", "kind", "bytes", "problem"}], "gpus": [text]}.
 
-Removed is only what surely nobody uses: scratch folders of agents of ours that do not live, shared
-memory and lock files that no process of any container has open (the kernel grants a write lease
-on no other).
+Only files that are certainly unused are removed: temporary folders of our agents that have ended,
+and shared memory and lock files that no process of any container has open (the kernel grants a
+write lease only on such files).
 """
 
 from __future__ import annotations
@@ -27,20 +27,24 @@ from pathlib import Path
 from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.hosts.programs.processes import all_processes, environment, read
 
-# What an agent of ours listens on, as /proc/net/unix has it (agent/agent.py).
+# Name of the socket that an agent listens on, as shown in /proc/net/unix.
 AGENT = re.compile(r"@hvd_elastic/(?P<run>[^/\s]+)/")
-# agent/scratch.py: 12 digits of the SHA-256 of run and host.
+# Temporary folder of an agent, with 12 digits of the SHA-256 of run and host.
 SCRATCH = re.compile(r"hvd-[0-9a-f]{12}-.+")
-# PyTorch's data loaders (with the process id), NCCL, Open MPI; unlinked at an orderly end.
+# Names used by PyTorch's data loaders (with the process id), NCCL and Open MPI, which remove these
+# files themselves when they end normally.
 SHARED_MEMORY = re.compile(r"torch_(?P<pid>\d+)_.+|nccl-.+|vader_segment\..+|sm_segment\..+")
+# Lock files of PyTorch's extension builds, below the user's cache folder.
 BUILD_LOCKS = ("torch_extensions/*/*/lock", "torch_extensions/*/lock")
+# Socket of PyTorch's shared memory manager, in the temporary folder.
 MANAGER_SOCKET = "torch-shm-dir-*/manager.sock"
+# File systems on which a lock cannot be held by another machine.
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay")
 HOLDERS = "--query-compute-apps=gpu_bus_id,pid,used_memory"
 
 
 def live_runs() -> set[str]:
-    """Runs of which an agent lives here, whoever's."""
+    """Return the runs, of any user, that have a living agent on this host."""
     try:
         text = Path("/proc/net/unix").read_text(errors="replace")
     except OSError:
@@ -49,7 +53,7 @@ def live_runs() -> set[str]:
 
 
 def own(path: Path) -> bool:
-    """Whether it is this user's, and no symbolic link."""
+    """Return whether a path belongs to this user and is not a symbolic link."""
     try:
         status = path.lstat()
     except OSError:
@@ -58,7 +62,7 @@ def own(path: Path) -> bool:
 
 
 def is_open(path: Path) -> bool:
-    """Whether any process, of any container, has the file open or mapped."""
+    """Return whether any process, in any container, has the file open or mapped."""
     try:
         descriptor = os.open(str(path), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -75,7 +79,7 @@ def is_open(path: Path) -> bool:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process of this user has it for its temporary folder, or works or reads in it."""
+    """Return whether a process of this user has it as TMPDIR or has something open in it."""
     name = str(folder)
     for pid in all_processes():
         if environment(pid).get("TMPDIR") == name:
@@ -85,14 +89,14 @@ def is_in_use(folder: Path) -> bool:
             links += Path(f"/proc/{pid}/fd").iterdir()
         for link in links:
             with contextlib.suppress(OSError):
-                target = os.readlink(str(link))  # noqa: PTH115  # Path.readlink is of 3.9
+                target = os.readlink(str(link))  # noqa: PTH115  # Path.readlink needs Python 3.9
                 if f"{target}/".startswith(f"{name}/"):
                     return True
     return False
 
 
 def is_local(path: Path) -> bool:
-    """Whether it lies on a file system of this machine alone, where nobody else can have it."""
+    """Return whether a path is on a file system of this machine that no other machine can use."""
     best, kind = "", ""
     for line in Path("/proc/mounts").read_text(errors="replace").splitlines():
         _, where, name = line.split()[:3]
@@ -102,7 +106,7 @@ def is_local(path: Path) -> bool:
 
 
 def listens(path: Path) -> bool:
-    """Whether somebody takes connections on a unix socket."""
+    """Return whether a process accepts connections on a unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.settimeout(1.0)
         try:
@@ -115,7 +119,7 @@ def listens(path: Path) -> bool:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files of a folder."""
+    """Return the size of a file, or of all files in a folder [bytes]."""
     if not path.is_dir():
         return path.lstat().st_size
     total = 0
@@ -127,12 +131,12 @@ def size_of(path: Path) -> int:
 
 
 def scratch_folders(run: str | None, host: str) -> list[Path]:
-    """Temporary folders of agents of ours that do not live."""
+    """Return the temporary folders of our agents that have ended."""
     alive = live_runs()
     prefix = "hvd-"
     if run is not None:
         prefix = f"hvd-{hashlib.sha256(f'{run}/{host}'.encode()).hexdigest()[:12]}-"
-    # Of a folder only the hash of its run is known: any live agent may be its owner.
+    # A folder's name has only a hash of its run, so any living agent could be its owner.
     if alive if run is None else run in alive:
         return []
     folders = Path(tempfile.gettempdir()).glob(f"{prefix}*")
@@ -140,8 +144,8 @@ def scratch_folders(run: str | None, host: str) -> list[Path]:
 
 
 def shared_memory() -> list[Path]:
-    """Shared memory of training programs that no process has."""
-    folder = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory lies
+    """Return shared memory files of training programs that no process has open."""
+    folder = Path("/dev/shm")  # noqa: S108  # the folder of POSIX shared memory
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         named = SHARED_MEMORY.fullmatch(path.name)
@@ -152,7 +156,7 @@ def shared_memory() -> list[Path]:
 
 
 def find(run: str | None, host: str) -> list[tuple[Path, str]]:
-    """What nobody uses any more, and its kind."""
+    """Return the unused files and folders with their kind."""
     cache, temporary = Path("~/.cache").expanduser(), Path(tempfile.gettempdir())
     folders = [path for path in scratch_folders(run, host) if not is_in_use(path)]
     locks = [path for pattern in BUILD_LOCKS for path in cache.glob(pattern) if own(path)]
@@ -166,7 +170,7 @@ def find(run: str | None, host: str) -> list[tuple[Path, str]]:
 
 
 def remove(path: Path) -> str:
-    """Why it could not be removed, or ""."""
+    """Remove a file or folder; return why that failed, or ""."""
     try:
         if path.is_dir():
             shutil.rmtree(str(path))
@@ -178,7 +182,7 @@ def remove(path: Path) -> str:
 
 
 def held_gpus() -> list[str]:
-    """A line for each process that holds GPU memory."""
+    """Return a line of text for each process that holds GPU memory."""
     answer = ask_nvidia_smi(HOLDERS)
     if answer is None or answer.status is None:
         return [] if answer is None else [f"nvidia-smi: {answer.error}"]
@@ -191,7 +195,7 @@ def held_gpus() -> list[str]:
 
 
 def who(pid: int) -> str:
-    """The user and the command of a process that can be seen from here."""
+    """Return the command and user id of a process, as far as it is visible from here."""
     with contextlib.suppress(OSError):
         name = read(pid, "comm").decode("utf-8", "replace").strip()
         return f"({name} of user {Path(f'/proc/{pid}').stat().st_uid}) "
@@ -199,7 +203,7 @@ def who(pid: int) -> str:
 
 
 def main() -> None:
-    """Reads what to look for, removes it, tells what it was."""
+    """Read the request, remove what it asks for, and write the answer."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
     removed = []
     for path, kind in find(request["run"], request["host"]):

@@ -1,18 +1,18 @@
-"""Holds one command on a host: when its leader goes away, nothing that the command started stays.
+"""Hold one command on a host: if its leader goes away, end everything that the command started.
 
-It is the child subreaper of the command (prctl(2)), so whatever the command starts, however it
-detaches, is a descendant of this process, found and ended with it. A command that ends by itself
-leaves its background children alone, as under ssh.
+It is the child subreaper of the command (prctl(2)). So all processes that the command starts, even
+detached ones, are its descendants, and it can find and end them. If the command ends by itself, its
+background children keep running, as under ssh.
 
-Its leader calls ``main``.
-Input (stdin, from then on): pieces of the command's input, each a length (4 bytes, big endian) and
-that many bytes; length 0 is the end of the input. The end of stdin itself: end the command.
-Output: the command's own stdout and stderr; before it on stderr one line, ``MARK`` and "started",
-or why it could not be. Exit status: the command's, 128 + N after signal N.
+The leader calls ``main``.
+Input (stdin, from then on): pieces of the command's input, each with its length (4 bytes, big
+endian) in front; length 0 is the end of the input. At the end of stdin the command is ended.
+Output: stdout and stderr of the command; before that, on stderr, one line of ``MARK`` and "started"
+or the reason why it did not start. Exit status: the command's, 128 + N after signal N.
 
-Few imports (``posix`` is what ``os`` is made of) and little text: on many hosts at a time on one
-machine, what this loads and compiles is what a command costs. What is rarely needed stands in
-modules of its own, whose text the leader puts into ``LATER``.
+Loading and compiling this program is the main cost of a short command on many hosts. So it imports
+little (``posix`` is the base of ``os``), and rarely needed code is in other modules, whose source
+the leader puts into ``LATER``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import posix
 import pwd
 import sys
 
-TYPE_CHECKING = False  # typing is slow to load
+TYPE_CHECKING = False  # importing typing is slow
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -33,9 +33,9 @@ SIGPIPE, SIGTERM, SIGXFSZ = 13, 15, 25
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants of this process become its children (prctl(2))."""
+    """Make orphaned descendants of this process its children (prctl(2))."""
     try:
-        # Without ctypes where that is possible: loading it takes 2 ms.
+        # Not through ctypes where possible, since importing that takes 2 ms.
         import _ctypes
 
         address = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")  # type: ignore[arg-type]
@@ -47,12 +47,12 @@ def become_subreaper() -> None:
 
 
 def say(text: str) -> None:
-    """Sends one line to the leader."""
+    """Send one line to the leader."""
     posix.write(2, MARK + text.encode("utf-8", "replace") + b"\n")
 
 
 def start(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool) -> tuple[int, int]:
-    """Starts the command; returns its pid and the write end of its stdin (-1: none)."""
+    """Start the command; return its pid and the write end of its stdin (-1 for none)."""
     account = pwd.getpwuid(posix.getuid())
     shell = account.pw_shell or "/bin/sh"
     if cwd == b"~" or cwd.startswith(b"~/"):
@@ -67,7 +67,7 @@ def start(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool) -> t
         {**posix.environ, **env},
         file_actions=[(posix.POSIX_SPAWN_DUP2, inside, 0)],
         setsid=True,
-        # Python ignores these, and what is ignored stays so in what is started.
+        # Python ignores these signals, and a child process would inherit that.
         setsigdef=[SIGPIPE, SIGXFSZ],
     )
     posix.close(inside)
@@ -75,20 +75,20 @@ def start(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool) -> t
 
 
 def later(module: str) -> dict[str, Callable[..., None]]:
-    """Compiles a module that is rarely needed and returns its names."""
+    """Compile a rarely needed module and return its names."""
     found: dict[str, Callable[..., None]] = {}
     exec(compile(LATER[module], f"{module}.py", "exec"), found)  # noqa: S102  # our own
     return found
 
 
 def main(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool, grace_s: float) -> None:
-    """Holds the command until it ends, or ends it.
+    """Hold the command until it ends, or end it when stdin ends.
 
     Args:
         command: shell text.
-        env: variables set for it.
-        cwd: the folder it runs in; empty is where this program runs.
-        feeds: whether input will come.
+        env: variables to set for it.
+        cwd: folder to run it in; empty for the current one.
+        feeds: whether it gets input.
         grace_s: seconds between TERM and KILL.
     """
     become_subreaper()
@@ -107,7 +107,7 @@ def main(command: bytes, env: dict[bytes, bytes], cwd: bytes, feeds: bool, grace
         _, status = posix.waitpid(pid, 0)
         by_signal = posix.WIFSIGNALED(status)
         code = 128 + posix.WTERMSIG(status) if by_signal else posix.WEXITSTATUS(status)
-        # Held for good by the main thread once it ends what is left.
+        # The main thread keeps this lock once it begins to end the processes.
         with ending:
             posix._exit(code)
 

@@ -1,10 +1,10 @@
-"""Ends this user's processes that carry a run id in their environment, and their descendants.
+"""End processes of this user with a run id in their environment, and their descendants.
 
-Or, as strays, the workers of other launchers that their launcher has left behind.
+With "strays", end the workers of other launchers whose launcher is gone.
 
-Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "ours": whether what our own
-agents left counts among the strays, "pattern": instead of these a regular expression for command
-lines, or null, "grace_s": seconds, "dry_run": bool}.
+Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "ours": whether processes of
+our own runs count as strays too, "pattern": a regular expression for command lines to use instead,
+or null, "grace_s": seconds, "dry_run": bool}.
 Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}]}.
 Processes are found by environment and parentage, so that no other process is touched; only with
 "pattern" (``killclust --user-processes``) are they found by their command line.
@@ -30,14 +30,16 @@ from hvd_elastic.hosts.programs.processes import (
 
 VARIABLE = "HVD_ELASTIC_RUN_ID"
 OURS = "hvd-elastic"
-# What stock launchers put into their workers' environment, and which of it names the job.
+# Launcher, a variable that it sets for its workers, and the variable that names the job.
 LAUNCHERS = (
     ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RUN_ID"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE"),
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
 )
 SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
+# Maximum length of the command line that a pattern is searched in.
 MOST_LETTERS = 1 << 20
+# Appears in the command line of a `killclust` that searches by pattern.
 ASKS = "--user-processes"
 
 
@@ -52,10 +54,10 @@ def job_of(variables: dict[str, str], ours: bool) -> str | None:
 
 
 def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> bool:
-    """Whether nothing but workers and their shells stands between a worker and init.
+    """Return whether only workers and their shells are between a worker and init.
 
-    A launcher that lives, an sshd that serves one, a terminal: any other process there means that
-    somebody still holds the job.
+    Any other process in between, such as a living launcher, an sshd or a terminal, means that
+    somebody still controls the job.
     """
     while True:
         parent = processes[pid].parent
@@ -68,7 +70,7 @@ def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]
 
 
 def is_own(pid: int) -> bool:
-    """Whether a process is this user's."""
+    """Return whether a process belongs to this user."""
     try:
         return os.stat(f"/proc/{pid}").st_uid == os.geteuid()  # noqa: PTH116  # hot loop
     except OSError:
@@ -76,7 +78,7 @@ def is_own(pid: int) -> bool:
 
 
 def find(run: str | None, strays: bool, ours: bool, pattern: str | None) -> dict[Process, str]:
-    """Return what is to end, with its run or job; never this process or those above it."""
+    """Return the processes to end, with run or job; never this process or its ancestors."""
     processes = {pid: process for pid, process in all_processes().items() if is_own(pid)}
     spared = own_ancestors()
     marked: dict[int, str] = {}
@@ -84,7 +86,7 @@ def find(run: str | None, strays: bool, ours: bool, pattern: str | None) -> dict
         wanted = re.compile(pattern)
         for pid in processes:
             command = command_line(pid, MOST_LETTERS)
-            # Who asks for this has the pattern on its command line, and may be on this host.
+            # The command that asks for this has the pattern in its own command line.
             if ASKS not in command and wanted.search(command):
                 marked[pid] = environment(pid).get(VARIABLE, "")
     elif strays:
@@ -105,7 +107,7 @@ def find(run: str | None, strays: bool, ours: bool, pattern: str | None) -> dict
 
 
 def main() -> None:
-    """Reads what to end, ends it, tells what was ended."""
+    """Read the request, end the processes, and write the answer."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
     seen: dict[tuple[int, int], dict[str, object]] = {}
 

@@ -1,7 +1,7 @@
-"""What a host is: Python, packages, folders, limits, interfaces, names it knows, code, GPUs.
+"""Describe a host: Python, packages, folders, limits, interfaces, name lookup, code and GPUs.
 
-Input: {"packages": [import names], "folders": [paths], "names": [host names], "code": a path or
-null}. Output: a JSON object, see the end.
+Input (JSON on stdin): {"packages": [import names], "folders": [paths], "names": [host names],
+"code": a path or null}. Output: a JSON object with the fields set at the end of `main`.
 """
 
 from __future__ import annotations
@@ -28,35 +28,37 @@ from typing import Any
 from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 
 SIOCGIFADDR = 0x8915
+# Limit for all name lookups together, since a resolver can block for much longer.
 RESOLVE_S = 3.0
 GPU_FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used",
     "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
+# Maximum number of files of code that are compared.
 MOST_FILES = 2000
 NOT_CODE = ("node_modules", "__pycache__", "site-packages")
 
 
 def version_of(package: str) -> str | None:
-    """The version of an importable package, or None; heavy ones are not imported for it."""
+    """Return the version of an installed package, or None; avoids importing heavy packages."""
     try:
         if util.find_spec(package) is None:
             return None
-        # Cheap to import, and right where it runs from a source tree and was never installed.
+        # Its import is fast, and also finds the version of a source tree that is not installed.
         if package == "hvd_elastic":
             return str(importlib.import_module(package).__version__)
-        # Missing before Python 3.8, whose age is then what the leader complains of.
+        # importlib.metadata needs Python 3.8; the leader reports an older Python anyway.
         from importlib import metadata
 
         return metadata.version(package.replace("_", "-"))
     except ImportError:
         return "unknown"
-    except Exception as error:  # noqa: BLE001  # whatever a broken package raises is the answer
+    except Exception as error:  # noqa: BLE001  # whatever error a broken package raises is reported
         return f"broken ({type(error).__name__}: {error})"
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version that PyTorch is built for, read without importing PyTorch."""
+    """Return the CUDA version that PyTorch was built for, without importing PyTorch."""
     with contextlib.suppress(Exception):
         spec = util.find_spec("torch")
         if spec is not None and spec.origin is not None:
@@ -67,7 +69,7 @@ def cuda_of_torch() -> str | None:
 
 
 def look_at_folder(folder: str) -> dict[str, Any]:
-    """Free bytes where a folder lies, or would lie, and why nothing can be written there."""
+    """Return the free bytes of a folder (which may not exist yet) and why it is not writable."""
     path = Path(folder).expanduser()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -82,7 +84,7 @@ def look_at_folder(folder: str) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Bytes in all, and bytes that can be had."""
+    """Return the total and the available memory [bytes]."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -91,7 +93,7 @@ def memory() -> dict[str, int]:
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
-    """Addresses, MTU and state of each network interface."""
+    """Return addresses, MTU and state of each network interface."""
     found: dict[str, dict[str, Any]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
@@ -115,7 +117,7 @@ def interfaces() -> dict[str, dict[str, Any]]:
 
 
 def resolve(names: list[str]) -> dict[str, list[str] | None]:
-    """The addresses of each name, [] where it is not known, None where nobody answered in time."""
+    """Return the addresses of each name; [] if unknown, None if there was no answer in time."""
     found: dict[str, list[str] | None] = dict.fromkeys(names)
 
     def ask(name: str) -> None:
@@ -140,7 +142,7 @@ def resolve(names: list[str]) -> dict[str, list[str] | None]:
 
 
 def code_files(folder: Path) -> Iterator[Path]:
-    """Python files of a folder, without hidden ones and environments."""
+    """Yield the Python files of a folder, without hidden files and virtual environments."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".") or path.name in NOT_CODE or path.is_symlink():
             continue
@@ -152,7 +154,7 @@ def code_files(folder: Path) -> Iterator[Path]:
 
 
 def digest_of(path: Path) -> dict[str, str] | None:
-    """Name to digest of the Python files of a folder (or of one file); None: not there."""
+    """Return digests of a folder's Python files (or of one file) by name; None if missing."""
     found = {}
     try:
         files = [path] if path.is_file() else code_files(path) if path.is_dir() else None
@@ -169,7 +171,7 @@ def digest_of(path: Path) -> dict[str, str] | None:
 
 
 def package_code() -> dict[str, str] | None:
-    """The same of this package, where the interpreter finds it."""
+    """Return the digests of this package's files, where the interpreter finds it."""
     with contextlib.suppress(ImportError, ValueError):
         spec = util.find_spec("hvd_elastic")
         if spec is not None and spec.origin is not None:
@@ -178,7 +180,7 @@ def package_code() -> dict[str, str] | None:
 
 
 def gpus() -> dict[str, Any]:
-    """What nvidia-smi says of each GPU; where there is none, nothing."""
+    """Return the fields that nvidia-smi reports for each GPU, and its error."""
     answer = ask_nvidia_smi(f"--query-gpu={','.join(GPU_FIELDS)}")
     if answer is None:
         return {"gpus": [], "gpu_error": None}
@@ -188,13 +190,13 @@ def gpus() -> dict[str, Any]:
         if len(words) == len(GPU_FIELDS):
             found.append({name: words[at] for at, name in enumerate(GPU_FIELDS)})
         else:
-            # Such as "Unable to determine the device handle for GPU 0000:1C:00.0: GPU is lost".
+            # For example "Unable to determine the device handle for GPU 0000:1C:00.0: GPU is lost".
             problems.append(line)
     return {"gpus": found, "gpu_error": [*problems, answer.error][0] or None}
 
 
 def main() -> None:
-    """Reads the request, answers it."""
+    """Read the request and write the answer."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
     temporary = tempfile.gettempdir()
     folders = dict.fromkeys(["~", temporary, *request["folders"]])

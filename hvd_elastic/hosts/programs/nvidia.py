@@ -1,4 +1,4 @@
-"""Asks nvidia-smi; standard library only, as it is sent to hosts."""
+"""Run nvidia-smi; standard library only, since this module is sent to hosts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import shutil
 import subprocess
 from typing import NamedTuple
 
-LIMIT_S = 8.0
+LIMIT_S = 8.0  # nvidia-smi can hang if a GPU or the driver is broken
 
 
 class Answer(NamedTuple):
-    """What nvidia-smi said.
+    """Answer of nvidia-smi.
 
     Attributes:
-        lines: not empty ones.
-        status: its exit status; None where it could not be started or did not end.
+        lines: lines of its output that are not empty.
+        status: exit status; None if it could not be started or did not end.
         error: why it failed, or "".
     """
 
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 
 
 def ask_nvidia_smi(query: str) -> Answer | None:
-    """Return the answer to a query such as ``--query-gpu=name``; None: there is no nvidia-smi."""
+    """Return the answer to a query such as ``--query-gpu=name``; None if nvidia-smi is missing."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

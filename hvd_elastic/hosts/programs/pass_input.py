@@ -1,6 +1,6 @@
-"""Passes a command's input on, in pieces as ``hold_command`` describes them.
+"""Pass a command's input on, in the format that ``hold_command`` describes.
 
-Few imports, and loaded only when it is needed: see there.
+Like that module it imports little, and it is loaded only if the command has input.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import os
 import select
 
+# Input that is kept until the command reads it; beyond that the leader has to wait.
 HELD_BYTES = 1 << 18
 
 
 def feed(way_in: int) -> None:
-    """Passes stdin on to the command and returns when stdin has ended.
+    """Pass stdin on to the command; returns when stdin has ended.
 
     Args:
-        way_in: the write end of the command's stdin; closed at the end of the input, or when the
-            command reads no more.
+        way_in: write end of the command's stdin; closed at the end of the input, or when the
+            command does not read any more.
     """
     os.set_blocking(way_in, False)
     arrived, waiting, complete = b"", b"", False
     while True:
         poll = select.poll()
-        # The end of stdin is noticed even while the buffer is full.
+        # The end of stdin must be noticed even while the buffer is full.
         poll.register(0, select.POLLRDHUP | (select.POLLIN if len(arrived) < HELD_BYTES else 0))
         if way_in >= 0 and waiting:
             poll.register(way_in, select.POLLOUT)

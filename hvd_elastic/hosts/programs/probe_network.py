@@ -1,7 +1,7 @@
-"""Measures the way to other hosts: who can be reached, how far away it is, how much goes through.
+"""Measure the network to other hosts: reachability, latency and throughput.
 
-A dialogue of JSON lines on stdin and stdout: each request {"do": …} gets one answer. It listens at
-one address, serves only who shows the token that the leader handed over, and ends with its stdin.
+The leader writes JSON lines {"do": …} to stdin, and each gets one answer on stdout. The program
+listens on one address, serves only peers that send the leader's token, and ends with its stdin.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import sys
 import threading
 import time
 
+# A firewall that drops packets gives no answer, so do not wait longer than this.
 CONNECT_S = 2.0
+# A peer that neither sends nor receives for this time has failed.
 SILENCE_S = 3.0
 PIECE_BYTES = 1 << 18
+# Number of round trips, of which the median counts.
 PINGS = 15
-# The beginning does not count: TCP starts slowly, and a shaped link lets a first burst through.
+# Share of the time that is not counted: TCP starts slowly, and rate limits allow a first burst.
 WARM_UP = 0.25
 TOKEN_BYTES = 32
 PING, SEND, RECEIVE = b"p", b"s", b"r"
@@ -29,7 +32,7 @@ RATE = struct.Struct("!d")
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytes:
-    """So many bytes, or OSError."""
+    """Read exactly ``size`` bytes, or raise OSError."""
     data = b""
     while len(data) < size:
         piece = sock.recv(size - len(data))
@@ -40,7 +43,7 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def send_until_told(sock: socket.socket) -> float:
-    """Sends as much as goes through until the other side tells the rate [bytes/s]."""
+    """Send as fast as possible until the other side reports the rate; return it [bytes/s]."""
     piece = bytes(PIECE_BYTES)
     sock.setblocking(False)
     while True:
@@ -55,7 +58,7 @@ def send_until_told(sock: socket.socket) -> float:
 
 
 def receive_for(sock: socket.socket, seconds: float) -> float:
-    """Counts what comes for so long, tells the rate [bytes/s] and gives it back."""
+    """Receive for this time [s]; report the rate to the sender and return it [bytes/s]."""
     sock.settimeout(SILENCE_S)
     buffer = bytearray(PIECE_BYTES)
     begun = counted_from = time.monotonic()
@@ -77,12 +80,12 @@ def receive_for(sock: socket.socket, seconds: float) -> float:
 
 
 def connect(peer: list[object], token: bytes, what: bytes) -> socket.socket:
-    """A connection to another host's probe."""
+    """Return a connection to another host's probe."""
     sock = socket.create_connection((str(peer[0]), int(str(peer[1]))), CONNECT_S)
     try:
         sock.settimeout(SILENCE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # What is still unsent at the end is dropped, or a slow link would go on with it.
+        # Drop unsent data when closing, or a slow link would stay busy with it.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.sendall(token + what)
         read_exactly(sock, 1)
@@ -93,7 +96,7 @@ def connect(peer: list[object], token: bytes, what: bytes) -> socket.socket:
 
 
 def serve(sock: socket.socket, token: bytes, seconds: float) -> None:
-    """The other end of :func:`connect`."""
+    """Serve one connection made with :func:`connect`."""
     with sock:
         try:
             sock.settimeout(SILENCE_S)
@@ -108,7 +111,7 @@ def serve(sock: socket.socket, token: bytes, seconds: float) -> None:
                     sock.sendall(read_exactly(sock, 1))
             elif what == SEND:
                 receive_for(sock, seconds)
-                # Until the sender has read the rate and closes.
+                # Wait until the sender has read the rate and closes.
                 while sock.recv(PIECE_BYTES):
                     pass
             elif what == RECEIVE:
@@ -118,19 +121,19 @@ def serve(sock: socket.socket, token: bytes, seconds: float) -> None:
 
 
 class Probe:
-    """What the leader asks for, by name."""
+    """Requests of the leader, each a method of that name."""
 
     def __init__(self) -> None:
         self._token = b""
         self._seconds = 0.0
 
     def clock(self, request: dict[str, object]) -> dict[str, object]:
-        """What time it is here [unix seconds]."""
+        """Return the time of this host's clock [unix seconds]."""
         del request
         return {"clock": time.time()}
 
     def listen(self, request: dict[str, object]) -> dict[str, object]:
-        """Listens at an address: the one that is given, or that by which ssh came in."""
+        """Listen on the given address, or on the one that ssh connected to."""
         self._token = bytes.fromhex(str(request["token"]))
         self._seconds = float(str(request["seconds"]))
         words = os.environ.get("SSH_CONNECTION", "").split()
@@ -150,7 +153,7 @@ class Probe:
         return {"address": address, "port": listener.getsockname()[1]}
 
     def reach(self, request: dict[str, object]) -> dict[str, object]:
-        """Tries to connect to every peer; tells why those failed that did."""
+        """Try to connect to every peer; return the reason for each that failed."""
         failed: dict[str, str] = {}
 
         def attempt(name: str, peer: list[object]) -> None:
@@ -169,7 +172,7 @@ class Probe:
         return {"failed": failed}
 
     def measure(self, request: dict[str, object]) -> dict[str, object]:
-        """Latency [s], and what goes through to and from a peer [bytes/s]."""
+        """Return latency [s] and throughput to and from a peer [bytes/s]."""
         peer = request["peer"]
         assert isinstance(peer, list)
         times = []
@@ -187,7 +190,7 @@ class Probe:
 
 
 def main() -> None:
-    """Answers line by line."""
+    """Answer requests, one per line."""
     probe = Probe()
     for line in sys.stdin.buffer:
         request = json.loads(line)

@@ -1,8 +1,8 @@
-"""Reads the processes of this machine, finds some of them, and ends them.
+"""Read, find and end processes of this machine.
 
-Everything that looks into ``/proc`` for a process or signals a tree of processes does it here: the
-agent, virtual clusters, and the programs that are sent to hosts without this package. So there is
-nothing but the standard library in it, and it runs on Python 3.7.
+All code that reads ``/proc`` or signals a tree of processes uses this module: the agent, virtual
+clusters, and the programs that are sent to hosts without this package. So it needs only the
+standard library and Python 3.7.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 SHOWN_LETTERS = 200
+# Intervals at which processes that are being ended are checked, and searched for again.
 PAUSE_S = 0.01
 FIND_AGAIN_S = 0.1
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -23,10 +24,10 @@ class Process(NamedTuple):
     """A living process.
 
     Attributes:
-        pid: its id, which another process may have when it has ended.
-        started: clock ticks from boot to its start; with ``pid`` it names one process only.
+        pid: its id, which another process may get after its end.
+        started: clock ticks from boot to its start; together with ``pid`` it is unique.
         parent, session: ids of its parent and its session.
-        state: the letter of proc(5), such as ``S`` or ``T``.
+        state: state letter of proc(5), such as ``S`` or ``T``.
         cpu_s: processor time that it has used [s].
     """
 
@@ -39,21 +40,21 @@ class Process(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Names this process and no later one."""
+        """Unique key of this process: id and start time."""
         return self.pid, self.started
 
 
 def read(pid: int, name: str) -> bytes:
-    """Return a file of a process's folder in /proc; empty when it is gone or another user's."""
+    """Return a file in the process's /proc folder; empty if the process is gone or not readable."""
     try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:  # noqa: PTH123  # pathlib is slow to load
+        with open(f"/proc/{pid}/{name}", "rb") as file:  # noqa: PTH123  # importing pathlib is slow
             return file.read()
     except OSError:
         return b""
 
 
 def read_process(pid: int) -> Process | None:
-    """Return a process; None when it has ended (a zombie has)."""
+    """Return a process; None if it has ended, also if it is a zombie."""
     fields = read(pid, "stat").rpartition(b")")[2].split()
     if len(fields) < 20 or fields[0] in (b"Z", b"X"):
         return None
@@ -69,18 +70,18 @@ def all_processes() -> dict[int, Process]:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """Return the variables that a process was started with."""
+    """Return the environment variables that a process was started with."""
     entries = os.fsdecode(read(pid, "environ")).split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def command_line(pid: int, most: int = SHOWN_LETTERS) -> str:
-    """Return the command line of a process, cut to so many letters."""
+    """Return the command line of a process, cut to ``most`` characters."""
     return read(pid, "cmdline").replace(b"\0", b" ").decode("utf-8", "replace").strip()[:most]
 
 
 def own_ancestors() -> set[int]:
-    """Return the ids of this process and of those above it."""
+    """Return the ids of this process and its ancestors."""
     found: set[int] = set()
     process = read_process(os.getpid())
     while process is not None and process.pid not in found:
@@ -92,7 +93,7 @@ def own_ancestors() -> set[int]:
 def descendants(
     roots: Iterable[int] = (), processes: dict[int, Process] | None = None
 ) -> list[Process]:
-    """Return the living processes below some (without any: below this one)."""
+    """Return the living descendants of some processes (default: of this one)."""
     below: dict[int, list[Process]] = {}
     for process in (all_processes() if processes is None else processes).values():
         below.setdefault(process.parent, []).append(process)
@@ -106,13 +107,13 @@ def descendants(
 
 
 def is_alive(process: Process) -> bool:
-    """Whether it, and not another process with its id, lives."""
+    """Return whether this process, and not a later one with the same id, is alive."""
     now = read_process(process.pid)
     return now is not None and now.started == process.started
 
 
 def send(process: Process, number: int) -> None:
-    """Signal a process, never the next one with its id; another user's is left alone."""
+    """Send a signal to a process, never to a later one with its id; errors are ignored."""
     try:
         handle = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else -1
         try:
@@ -132,19 +133,19 @@ def send(process: Process, number: int) -> None:
 def end_processes(
     find: Callable[[], Iterable[Process]], grace_s: float, limit_s: float = 10.0
 ) -> dict[tuple[int, int], str]:
-    """Send TERM to what ``find`` finds, KILL to what is left after the grace time.
+    """End the processes that ``find`` returns: send TERM, and after the grace time KILL.
 
-    ``find`` is asked again until it finds nothing, since what is being ended may start more. Before
-    KILL all are stopped, so that none can start another when its parent, by which it would be
-    found, is gone.
+    ``find`` is called again until it returns nothing, since processes may start others while they
+    are being ended. Before KILL all are stopped: otherwise one could start a child that, once its
+    parent is dead, would not be found any more.
 
     Args:
         find: returns living processes.
-        grace_s: seconds between TERM and KILL; 0: no TERM.
+        grace_s: seconds between TERM and KILL; 0 for no TERM.
         limit_s: seconds after the grace time until it gives up.
 
     Returns:
-        Of each process, by its key, how it ended: ``TERM``, ``KILL``, or ``left``.
+        How each process, by its key, ended: ``TERM``, ``KILL``, or ``left`` (still alive).
     """
     begin = time.monotonic()
     ended: dict[tuple[int, int], str] = {}
@@ -170,7 +171,7 @@ def end_processes(
             for process in known.values():
                 send(process, signal.SIGKILL)
             ended.update(dict.fromkeys(known, "KILL"))
-        # Who is not their parent is not told when they end.
+        # Only a parent is notified of the end of a process, so poll.
         find_again = time.monotonic() + FIND_AGAIN_S
         while any(map(is_alive, known.values())) and time.monotonic() < find_again:
             time.sleep(PAUSE_S)

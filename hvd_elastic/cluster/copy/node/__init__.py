@@ -1,1 +1,1 @@
-"""The program of a node of a copy: standard library only, Python 3.7 or newer."""
+"""Program of a copy that runs on each host: standard library only, Python 3.7 or newer."""

@@ -1,4 +1,4 @@
-"""What a destination lacks of a tree, found out before anything is changed there."""
+"""Find out what a destination lacks of a tree of files, without changing anything there."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from hvd_elastic.cluster.copy.node.tree import (
     shown,
 )
 
+# Space that must stay free on the file system after a copy.
 HEADROOM_BYTES = 16 << 20
+# Size of the pieces in which files are read for hashing.
 READ_BYTES = 1 << 20
 
 
 class StoreError(Exception):
-    """A destination that cannot take the copy, and why."""
+    """The destination cannot take the copy; the message says why."""
 
 
 def hash_of(number: int, end: int | None = None) -> Any:
-    """A sha256 object that has been given an open file from its beginning, up to ``end``."""
+    """Return a sha256 object updated with the first ``end`` bytes of an open file; None for all."""
     digest = hashlib.sha256()
     offset = 0
     while end is None or offset < end:
@@ -45,10 +47,10 @@ def hash_of(number: int, end: int | None = None) -> Any:
 
 
 def check_free(place: bytes, size: int, files: int) -> None:
-    """Nothing if so many bytes and new files fit there.
+    """Check that this number of bytes and of new files fits on the file system.
 
     Raises:
-        StoreError: they do not.
+        StoreError: it does not.
     """
     there = place
     while not os.path.isdir(there) and there != os.path.dirname(there):
@@ -56,7 +58,7 @@ def check_free(place: bytes, size: int, files: int) -> None:
     disk = os.statvfs(there)
     free = disk.f_bavail * disk.f_frsize
     where = shown(os.fsdecode(place))
-    # Of a file system that has no blocks at all (/proc), writing tells what is wrong.
+    # Where a file system reports no blocks at all (such as /proc), only writing shows the error.
     if disk.f_blocks and size > 0 and size + HEADROOM_BYTES > free:
         raise StoreError(
             f"{where} needs {size / 1e6:.0f} MB and {HEADROOM_BYTES / 1e6:.0f} MB to spare, "
@@ -70,32 +72,34 @@ def check_free(place: bytes, size: int, files: int) -> None:
 
 
 def part_name(file: File) -> bytes:
-    """The name that a file has among the parts while it arrives."""
+    """Return the name of a file in the folder of partial files."""
     text = f"{file.size} {file.mtime_ns} ".encode() + encode(file.path)
     return hashlib.sha256(text).hexdigest()[:32].encode()
 
 
 class Comparison:
-    """What has to be done at a destination. First settle the doubts, then look for room.
+    """The changes that make a destination equal to the source's tree.
+
+    First call :meth:`settle_doubts`, then :meth:`check_room`.
 
     Args:
-        place: the destination's path.
-        tree: what shall be there.
-        patterns: what is left alone there.
-        deletes: whether what the source has not is removed.
-        checksum: whether contents are compared where size and time agree.
+        place: path of the destination.
+        tree: files that the destination shall have.
+        patterns: patterns of paths that are not removed there.
+        deletes: whether entries that the source does not have are removed.
+        checksum: whether contents are compared even where size and time agree.
 
     Attributes:
-        tree: the same; a single file as a folder with one entry.
-        folders: of the destination.
-        needed: files that are sent.
-        doubtful: files of the right size whose time says nothing.
-        touched: files of which only the time or the mode is set.
-        extra: entries that are removed.
-        digests: of doubtful files that turned out to be the source's.
+        tree: the tree; a single file is turned into a folder with one entry.
+        folders: open folders of the destination.
+        needed: files to be sent, by index.
+        doubtful: files whose size is right and whose time differs (or that are to be compared).
+        touched: files of which only the time or the mode is to be set.
+        extra: paths to be removed.
+        digests: sha256 of doubtful files that proved equal to the source's.
 
     Raises:
-        StoreError: what is there is of another kind.
+        StoreError: there is a file in place of a folder or the reverse.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Comparison:
     ) -> None:
         root = place = os.path.realpath(place)
         if not tree.is_folder:
-            # As a tree of one entry: everything below works with a folder and names in it.
+            # Treat it as a tree of one entry: everything below expects a folder with names in it.
             root, name = os.path.split(place)
             tree = tree._replace(files=[tree.files[0]._replace(path=decode(name))])
         self.tree = tree
@@ -166,15 +170,15 @@ class Comparison:
                     self.extra.append(path)
 
     def take_share(self, number: int, shares: int) -> None:
-        """Leaves all but one part of the files to other hosts: every ``shares``-th from a number.
+        """Keep only this host's share of the files: every ``shares``-th, beginning with ``number``.
 
-        Files of other parts that are there stay as they are.
+        Existing files of other shares stay as they are.
         """
         for files in (self.needed, self.doubtful, self.touched):
             files[:] = [index for index in files if index % shares == number]
 
     def settle_doubts(self, digests: dict[int, bytes]) -> None:
-        """Compares the doubtful files with the digests of the source's."""
+        """Compare the doubtful files with the digests of the source's files."""
         for index in self.doubtful:
             try:
                 number = self.folders.open_file(self.tree.files[index].path)
@@ -195,17 +199,17 @@ class Comparison:
 
     @property
     def needed_bytes(self) -> int:
-        """The size of the files that are sent."""
+        """Size of the files to be sent [bytes]."""
         return sum(self.tree.files[index].size for index in self.needed)
 
     def check_room(self) -> None:
-        """Nothing if the copy fits.
+        """Check that the copy fits on the file system.
 
         Raises:
             StoreError: it does not.
         """
-        # Old files go as new ones get their names: at worst the largest, and what has none yet,
-        # have no room.
+        # An old file is freed when the new one is renamed over it. So at any time the space needed
+        # in addition is at most the largest file and the files that wait for the next sync.
         left = self.needed_bytes
         largest = max((self.tree.files[index].size for index in self.needed), default=0)
         wanted = max(left - self._replaced_bytes, min(left, largest + SYNC_BYTES))

@@ -1,4 +1,4 @@
-"""The sending side of a link: a thread that gives another node what it asks for."""
+"""The sending side of a link: a thread that sends another node the data that it requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import zlib
-from typing import Any, Callable, Iterator  # noqa: UP035  # of Python 3.7
+from typing import Any, Callable, Iterator  # noqa: UP035  # Python 3.7 has no others
 
 from hvd_elastic.cluster.copy.node.comparison import hash_of
 from hvd_elastic.cluster.copy.node.frames import (
@@ -25,20 +25,24 @@ from hvd_elastic.cluster.copy.node.frames import (
 )
 from hvd_elastic.cluster.copy.node.store import Gone, Store
 
+# Interval at which a waiting feeder checks whether it was dropped.
 WAIT_S = 0.5
+# Bytes that are compressed to estimate how far a frame shrinks.
 SAMPLE_BYTES = 4096
+# A frame is sent compressed if that takes at most this share of its size.
 WORTH = 0.9
-# How fast the link is shows when the kernel's buffers are full.
+# Frames sent before the first try: a link's speed shows only once the kernel's buffers are full.
 LINK_UNKNOWN = 16
+# Maximum number of frames between two tries, for data that do not shrink and for a link too fast.
 MOST_SKIPPED = 256
 MOST_SKIPPED_FOR_LINK = 64
 
 
 class Packer:
-    """Compresses frames where that makes the link faster, and finds out by itself where it does.
+    """Compresses frames where that makes the link faster, which it measures itself.
 
-    What is gained is the link's time for the bytes saved, what is lost is the processor's time for
-    it. How far a frame shrinks is guessed from a sample until one has shrunk enough.
+    Compression pays if the link time saved exceeds the processor time spent. Until one frame has
+    paid, the ratio is estimated from a sample of each frame.
     """
 
     def __init__(self) -> None:
@@ -49,11 +53,11 @@ class Packer:
         self._cost_s_per_byte = 0.0
 
     def sent(self, size: int, seconds: float) -> None:
-        """Takes note of how long the link held a send up."""
+        """Record the time for which the link blocked a send of ``size`` bytes."""
         self._link_s_per_byte += 0.1 * (seconds / max(size, 1) - self._link_s_per_byte)
 
     def pack(self, payload: bytes) -> bytes | None:
-        """A shorter form, or None."""
+        """Return the compressed payload, or None if it is to be sent as it is."""
         if self._skip > 0:
             self._skip -= 1
             return None
@@ -64,8 +68,8 @@ class Packer:
             if not self._would_pay(share):
                 self._wait_longer(share)
                 return None
-        # Not what other threads and processes have meanwhile; nor by the sample, whose compression
-        # mostly is setting up.
+        # Thread time, because other threads and processes do not count; and of the whole frame,
+        # because the time for a sample is mostly setup.
         begun = time.thread_time()
         packed = zlib.compress(payload, 1)
         cost = (time.thread_time() - begun) / len(payload)
@@ -79,18 +83,18 @@ class Packer:
         return share < WORTH and (1 - share) * self._link_s_per_byte > self._cost_s_per_byte
 
     def _wait_longer(self, share: float) -> None:
-        """Asked ever more seldom where it never pays: what it costs goes towards nothing."""
+        """Double the number of frames before the next try, since trying costs time too."""
         self._skip = self._next_skip
         most = MOST_SKIPPED_FOR_LINK if share < WORTH else MOST_SKIPPED
         self._next_skip = min(2 * self._next_skip, most)
-        self._cost_s_per_byte *= 0.9  # it may have been a busy moment
+        self._cost_s_per_byte *= 0.9  # the measured cost may have been that of a busy moment
 
 
 class Pace:
-    """Holds the sends of a link back to a rate.
+    """Limits the sending rate of a link.
 
     Args:
-        bytes_per_s: the rate; 0 for none.
+        bytes_per_s: maximum rate [bytes/s]; 0 for no limit.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -98,7 +102,7 @@ class Pace:
         self._due = time.monotonic()
 
     def wait(self, size: int) -> None:
-        """Until so many more bytes may go."""
+        """Wait until ``size`` more bytes may be sent."""
         if self._rate:
             now = time.monotonic()
             self._due = max(self._due, now - 0.1) + size / self._rate
@@ -110,19 +114,20 @@ class Feeder:
     """Feeds one node; ``run`` is the body of a thread.
 
     Args:
-        store: where from.
-        peer: the node's name.
-        number: the link's, by which both ends speak of it.
-        addresses: where it listens.
-        secret: what it and we know.
-        certificate: for encryption; None for none.
-        bytes_per_s: most that is sent; 0 for no limit.
+        store: files to send from.
+        peer: name of the node that is fed.
+        number: number of the link, which both ends use in their reports.
+        addresses: addresses on which the node listens.
+        secret: secret shared with the node.
+        certificate: certificate for encryption; None for no encryption.
+        bytes_per_s: maximum sending rate [bytes/s]; 0 for no limit.
         packs: whether frames may be compressed.
-        on_end: told (this, why) when the link broke, (this, "") when all was sent.
+        on_end: called with (this feeder, reason) when the link breaks, or with "" as the reason
+            when all is sent.
 
     Attributes:
-        sent: bytes given to the link so far [bytes]; -1 until the node was reached.
-        sending: whether it waits for the link (and not for the store).
+        sent: bytes given to the link so far; -1 until the node was reached.
+        sending: whether it is waiting for the link (and not for the store).
     """
 
     def __init__(
@@ -151,13 +156,13 @@ class Feeder:
         self._held = bytearray()
 
     def drop(self) -> None:
-        """Ends it, in whatever it waits."""
+        """Stop feeding, whatever it is waiting for."""
         self.dropped.set()
         if self._link is not None:
             self._link.drop()
 
     def run(self) -> None:
-        """Feeds until all that was asked for is sent, or the link breaks."""
+        """Feed until all requested data is sent or the link breaks."""
         why = ""
         try:
             self._link = connect(*self._to, self._reached)
@@ -181,7 +186,7 @@ class Feeder:
         self.sent = 0
 
     def _in_turn(self, wanted: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """What is there first, then what begins to come: nothing waits for anything else."""
+        """Yield files that are available first, then the others as their data begins to arrive."""
         store = self._store
         seen = len(store.begun)
         waiting = dict(wanted)
@@ -197,10 +202,10 @@ class Feeder:
                 yield index, waiting.pop(index)
 
     def _pause_until(self, over: Callable[..., bool], *arguments: int) -> None:
-        """Until something is so; it is called with the arguments and a time limit."""
+        """Wait until ``over``, called with the arguments and a time limit [s], returns True."""
         if over(*arguments, 0):
             return
-        # What is ready must not wait for what is not.
+        # Send what is ready, instead of holding it until the rest is.
         self._flush()
         self.sending = False
         while not over(*arguments, WAIT_S):
@@ -282,7 +287,7 @@ class Feeder:
         raise Gone(reason)
 
     def _wait(self, index: int, offset: int) -> int:
-        """Until the file can be read beyond ``offset``; how far it then can."""
+        """Wait until a file can be read beyond ``offset``; return how far it can be read."""
         end = -1
 
         def is_ready(index: int, offset: int, timeout: float) -> bool:

@@ -1,8 +1,8 @@
-"""What the nodes of a copy say to one another: frames, who is who, and encryption.
+"""The protocol between the nodes of a copy: frames, authentication and encryption.
 
-A link is a TCP connection from the node that feeds to the node that is fed. Both prove that they
-know a secret that the leader handed them over ssh; in TLS both show, in addition, the throw-away
-certificate of this copy, and accept no other.
+A link is a TCP connection from the feeding node to the node that is fed. Both prove that they know
+a secret that the leader sent them over ssh. With TLS, both also show the certificate of this copy
+and accept no other.
 """
 
 from __future__ import annotations
@@ -21,49 +21,56 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Callable  # noqa: UP035  # of Python 3.7
+from typing import Any, BinaryIO, Callable  # noqa: UP035  # Python 3.7 has no others
 
 HEADER = struct.Struct("!BIQI")  # kind, index of the file, offset, bytes of payload
+# Kinds of frames: piece of a file, its end, a whole small file, a file that fails, the end of all.
 DATA, END, WHOLE, GONE, LAST = 1, 2, 3, 4, 5
+# Added to the kind of a frame with compressed payload.
 PACKED = 0x80
-# A frame is passed on when it is complete: larger ones make every hop of a chain later.
+# A frame is forwarded only when it is complete, so larger ones add delay at every hop of a chain.
 FRAME_BYTES = 1 << 16
 DIGEST_BYTES = 32
+# The largest payload: data, its digest, and the byte that tells its origin.
 MOST_BYTES = FRAME_BYTES + DIGEST_BYTES + 1
 NONCE_BYTES = 32
+# Limit for the authentication of a link.
 HANDSHAKE_S = 10.0
+# Limit for a TCP connection to one address.
 CONNECT_S = 5.0
 LIST_BYTES = struct.Struct("!I")
+# Limits the memory that a faulty peer can claim; a list of ten million files is smaller.
 MOST_LISTED_BYTES = 1 << 28
 LINK_BUFFER_BYTES = 1 << 17
-TCP_NOTSENT_LOWAT = 25  # has a name since Python 3.12
+TCP_NOTSENT_LOWAT = 25  # a constant of Python's socket module only since 3.12
+# Maximum of unsent data in the kernel's buffer of a link.
 UNSENT_BYTES = 1 << 18
 
 
 class LinkError(Exception):
-    """A link that cannot be used, and why."""
+    """A link cannot be used; the message says why."""
 
 
 def pack(value: Any) -> str:
-    """Any JSON value as a short text without line ends."""
+    """Return a JSON value as compressed text without line breaks."""
     return base64.b64encode(zlib.compress(json.dumps(value).encode("ascii"), 6)).decode("ascii")
 
 
 def unpack(text: str) -> Any:
-    """The value that :func:`pack` was given."""
+    """Return the value that :func:`pack` was given."""
     return json.loads(zlib.decompress(base64.b64decode(text)).decode("ascii"))
 
 
 def make_frame(kind: int, index: int, offset: int = 0, payload: bytes = b"") -> bytes:
-    """One frame, ready to be sent."""
+    """Return the bytes of one frame."""
     return HEADER.pack(kind, index, offset, len(payload)) + payload
 
 
 def read_exactly(file: BinaryIO, size: int) -> bytes:
-    """So many bytes.
+    """Read exactly ``size`` bytes.
 
     Raises:
-        LinkError: the other side closed before.
+        LinkError: the other side closed the connection before.
     """
     data = file.read(size)
     if len(data) != size:
@@ -72,10 +79,10 @@ def read_exactly(file: BinaryIO, size: int) -> bytes:
 
 
 def read_frame(file: BinaryIO) -> tuple[int, int, int, bytes]:
-    """The next frame: kind, index, offset, payload.
+    """Read the next frame; return its kind, index, offset and payload.
 
     Raises:
-        LinkError: there is none, or it is none of ours.
+        LinkError: the connection is closed, or the data is not a frame.
     """
     kind, index, offset, size = HEADER.unpack(read_exactly(file, HEADER.size))
     if size > MOST_BYTES or not DATA <= kind & ~PACKED <= LAST:
@@ -84,10 +91,10 @@ def read_frame(file: BinaryIO) -> tuple[int, int, int, bytes]:
 
 
 def unpack_payload(payload: bytes) -> bytes:
-    """The bytes of a packed payload, of which there are never more than a frame holds.
+    """Return the uncompressed payload, which is never larger than a frame may be.
 
     Raises:
-        LinkError: they are damaged, or too many.
+        LinkError: the data is damaged or too large.
     """
     unpacker = zlib.decompressobj()
     try:
@@ -100,7 +107,7 @@ def unpack_payload(payload: bytes) -> bytes:
 
 
 class _Tls:
-    """TLS over a socket, many records to a system call (a wrapped socket makes two for each)."""
+    """TLS over a socket; unlike ``ssl.SSLSocket`` it passes many records in one system call."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, feeds: bool) -> None:
         self._sock = sock
@@ -132,7 +139,7 @@ class _Tls:
 
 
 class _Incoming(io.RawIOBase):
-    """What arrives by a link, for a buffered reader."""
+    """Raw stream of the data that arrives on a link, for a buffered reader."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -150,9 +157,9 @@ class Link:
     """An authenticated connection to another node.
 
     Attributes:
-        file: for reading, buffered.
-        dropped: whether this side has given it up.
-        dropped_for_another: whether another link took its place.
+        file: buffered reader of the data that arrives.
+        dropped: whether this side has given up the link.
+        dropped_for_another: whether another link has replaced it.
     """
 
     def __init__(self, sock: socket.socket, channel: Any) -> None:
@@ -163,29 +170,29 @@ class Link:
         self.dropped_for_another = False
 
     def send(self, data: bytes) -> None:
-        """All of it, however long the other side takes."""
+        """Send all of the data; blocks until the other side has taken it."""
         self._channel.sendall(data)
 
     def send_list(self, value: Any) -> None:
-        """A JSON value of any length."""
+        """Send a JSON value of any length."""
         data = zlib.compress(json.dumps(value).encode("ascii"), 1)
         self.send(LIST_BYTES.pack(len(data)) + data)
 
     def read_list(self) -> Any:
-        """What :meth:`send_list` was given at the other side."""
+        """Receive the value that the other side gave to :meth:`send_list`."""
         (size,) = LIST_BYTES.unpack(read_exactly(self.file, LIST_BYTES.size))
         if size > MOST_LISTED_BYTES:
             raise LinkError("what arrives is no list")
         return json.loads(zlib.decompress(read_exactly(self.file, size)).decode("ascii"))
 
     def drop(self) -> None:
-        """Ends it; threads that read or write it find that out."""
+        """Shut the connection down; threads that are reading or writing it get an error."""
         self.dropped = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Drops it and gives back what it holds."""
+        """Shut the connection down and close its socket."""
         self.drop()
         self._sock.close()
 
@@ -196,15 +203,15 @@ def connect(
     certificate: str | None,
     reached: Callable[[], None] = lambda: None,
 ) -> Link:
-    """A link to the first of the addresses that answers; the caller feeds.
+    """Connect to the first of the addresses that answers and return the link; the caller feeds.
 
     Args:
-        addresses: where the other node listens.
-        secret, certificate: what both know.
-        reached: called when there is a connection, of which it is not known yet who answers.
+        addresses: addresses on which the other node listens.
+        secret, certificate: what both nodes know.
+        reached: called when a connection is made, before the other side has proved who it is.
 
     Raises:
-        LinkError: none does, or it is another than expected; says which and why.
+        LinkError: no address answers, or another program does; names each and the reason.
     """
     reasons = []
     for address, port in addresses:
@@ -222,10 +229,10 @@ def connect(
 
 
 def accept(sock: socket.socket, secret: bytes, certificate: str | None) -> Link:
-    """A link of an accepted connection, whose other end feeds.
+    """Authenticate an accepted connection and return the link; the other end feeds.
 
     Raises:
-        LinkError, OSError: it is not a node of this copy, or it says nothing.
+        LinkError, OSError: the other end is not a node of this copy, or does not answer.
     """
     return _secure(sock, secret, certificate, feeds=False)
 
@@ -235,7 +242,7 @@ def _secure(sock: socket.socket, secret: bytes, certificate: str | None, feeds: 
         sock.settimeout(HANDSHAKE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sys.platform == "linux":
-            # What stands unsent in the kernel is lost when the feeder changes.
+            # Unsent data in the kernel's buffer is lost when the feeder changes; keep it small.
             sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         channel = sock if certificate is None else _Tls(sock, _context(certificate, feeds), feeds)
         link = Link(sock, channel)
@@ -248,7 +255,7 @@ def _secure(sock: socket.socket, secret: bytes, certificate: str | None, feeds: 
 
 
 def _prove(link: Link, secret: bytes, feeds: bool) -> None:
-    """Both sides show that they know the secret, neither shows the secret."""
+    """Exchange proofs that both sides know the secret, without sending the secret itself."""
 
     def proof(role: bytes, first: bytes, second: bytes) -> bytes:
         return hmac.new(secret, role + first + second, hashlib.sha256).digest()
@@ -264,7 +271,7 @@ def _prove(link: Link, secret: bytes, feeds: bool) -> None:
 
 
 def _context(certificate: str, feeds: bool) -> ssl.SSLContext:
-    """For one link: shows this certificate and accepts only the same."""
+    """Return a TLS context that shows this certificate and accepts no other."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if feeds else ssl.PROTOCOL_TLS_SERVER)
     context.check_hostname = False
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -278,7 +285,7 @@ def _context(certificate: str, feeds: bool) -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def _as_file(text: str) -> Iterator[str]:
-    """A path under which OpenSSL finds the text; in memory alone where the kernel can do that."""
+    """Yield a path where OpenSSL can read the text; it is only in memory where possible."""
     data = text.encode("ascii")
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("certificate")

@@ -1,10 +1,10 @@
-"""A node of a copy: the source, or a destination that is fed and feeds.
+"""A node of a copy: the source, or a destination that is fed and feeds others.
 
-On stdin a JSON object a line: first what it is, then what to do. On stdout what it says. The end of
-stdin, or half a minute without a word from there, ends it.
+It reads one JSON object per line from stdin, the configuration first and then commands, and writes
+messages to stdout. It ends when stdin ends, or after half a minute without a command.
 
-It is told: {"do": "tree" | "digests" | "digest" | "feed" | "rest" | "ping", …}.
-It says: {"say": "hello" | "tree" | "doubts" | "digests" | "shared" | "ready" | "at" | "complete" |
+Commands: {"do": "tree" | "digests" | "digest" | "feed" | "rest" | "ping", …}.
+Messages: {"say": "hello" | "tree" | "doubts" | "digests" | "shared" | "ready" | "at" | "complete" |
 "unlinked" | "failed", …}.
 """
 
@@ -43,25 +43,29 @@ from hvd_elastic.cluster.copy.node.frames import (
 from hvd_elastic.cluster.copy.node.store import Gone, SharedError, SourceStore, Store, Target
 from hvd_elastic.cluster.copy.node.tree import Tree, encode, read_tree, shown, walk
 
+# Interval of the progress reports.
 BEAT_S = 0.25
+# The leader pings every 5 s; without anything for this time it is taken for lost.
 LEADER_SILENCE_S = 30.0
+# Maximum wait at the end for the thread that receives.
 ENDING_S = 3.0
 
 
 class Node:
-    """What source and destination share: the leader's ear, and feeding others."""
+    """Base of source and destination: talks to the leader and feeds other nodes."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.store: Store | None = None
         self._feeders: dict[str, Feeder] = {}
-        self._lock = threading.RLock()  # a signal may find it taken by its own thread
+        # Reentrant, since a signal handler may run in the thread that holds it.
+        self._lock = threading.RLock()
         self._saying = threading.Lock()
         self._heard = time.monotonic()
         self._ending = False
 
     def say(self, what: str, **fields: Any) -> None:
-        """One line to the leader; when nobody reads any more, the node ends."""
+        """Send one message to the leader; end the node if nobody reads it."""
         line = json.dumps({"say": what, **fields}).encode("ascii") + b"\n"
         try:
             with self._saying:
@@ -71,7 +75,7 @@ class Node:
             self.end()
 
     def run(self) -> None:
-        """Does what it is told until its input ends."""
+        """Carry out commands until the input ends."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: self.end())
         threading.Thread(target=self._beat, daemon=True).start()
@@ -92,11 +96,11 @@ class Node:
         self.end()
 
     def begin(self) -> None:
-        """The first words."""
+        """Prepare the node and send its first message."""
         raise NotImplementedError
 
     def obey(self, do: str, message: dict[str, Any]) -> None:
-        """Does one thing that it was told."""
+        """Carry out one command."""
         if do == "feed":
             self._feed(message)
         elif do == "rest":
@@ -104,12 +108,12 @@ class Node:
                 self._drop(name)
 
     def fail(self, why: str) -> None:
-        """Says why it cannot go on; it ends."""
+        """Report why the node cannot continue, and end it."""
         self.say("failed", why=why)
         self.end()
 
     def end(self) -> None:
-        """Ends the process; nothing of it stays but what the next copy takes up."""
+        """End the process; only partial files that the next copy can resume stay."""
         with self._lock:
             if self._ending:
                 return
@@ -120,10 +124,10 @@ class Node:
         os._exit(0)
 
     def leave(self) -> None:
-        """What a kind of node does at its end."""
+        """Clean up at the end; for subclasses."""
 
     def beat(self) -> dict[str, Any]:
-        """What a kind of node tells with every beat."""
+        """Return the fields that a subclass adds to each progress report."""
         return {}
 
     def _beat(self) -> None:
@@ -171,10 +175,10 @@ class Node:
 
 
 class Source(Node):
-    """Where the files are."""
+    """The node that has the files."""
 
     def begin(self) -> None:
-        """Reads the tree and tells it."""
+        """Read the tree of files and send it."""
         root = os.path.expanduser(encode(self.config["place"]))
         tree, skipped = walk(root, self.config["patterns"])
         self._source = SourceStore(root, tree)
@@ -190,7 +194,7 @@ class Source(Node):
         )
 
     def obey(self, do: str, message: dict[str, Any]) -> None:
-        """As any node; digests are made beside the feeding."""
+        """Carry out one command; digests are computed in another thread while feeding goes on."""
         if do == "digest":
             self._asked.put((message["name"], unpack(message["files"])))
         else:
@@ -201,14 +205,14 @@ class Source(Node):
             name, files = self._asked.get()
             found: dict[int, str] = {}
             for index in files:
-                # What has changed is sent, and its sending finds out.
+                # A changed file has no digest; it is reported as changed when it is sent.
                 with contextlib.suppress(Gone):
                     found[index] = self._source.digest(index).hex()
             self.say("digests", name=name, digests=pack(list(found.items())))
 
 
 class Destination(Node):
-    """Where the files go.
+    """A node that receives files.
 
     Attributes:
         trusts: see :class:`Target`.
@@ -228,7 +232,7 @@ class Destination(Node):
         self._keeps = True
 
     def begin(self) -> None:
-        """Listens where ssh came in, and tells where that is."""
+        """Listen on the address that ssh connected to, and report address and port."""
         os.umask(0)
         address = self.config["listen"] or os.environ.get("SSH_CONNECTION", "").split(" ")[2]
         if address.startswith("::ffff:"):  # an IPv4 address that sshd reports as IPv6
@@ -241,7 +245,7 @@ class Destination(Node):
         self.say("hello", address=address, port=self._listener.getsockname()[1])
 
     def obey(self, do: str, message: dict[str, Any]) -> None:
-        """As any node; "tree" and "digests" begin the copy."""
+        """Carry out one command; "tree" and "digests" begin the copy."""
         if do == "tree":
             self._begin_copy(read_tree(unpack(message["tree"])))
         elif do == "digests":
@@ -252,16 +256,16 @@ class Destination(Node):
             super().obey(do, message)
 
     def beat(self) -> dict[str, Any]:
-        """How far it is."""
+        """Return the bytes received and left."""
         target = self._target
         if target is None:
             return {}
-        # 0 says that everything has its name, not only that every byte is there.
+        # 0 means that every file has its name, so it is at least 1 until then.
         left = 0 if target.complete else max(1, target.left)
         return {"received": target.received, "left": left}
 
     def leave(self) -> None:
-        """Keeps what the next copy can take up."""
+        """Keep partial files that the next copy can resume."""
         if self._link is not None:
             self._link.drop()
         receiving = self._receiving
@@ -337,12 +341,12 @@ class Destination(Node):
             threading.Thread(target=self._take, args=(sock,), daemon=True).start()
 
     def _take(self, sock: socket.socket) -> None:
-        """Makes a connection the one that feeds, in place of any other, if it may."""
+        """Accept a connection and receive from it in place of the previous one."""
         try:
             secret = bytes.fromhex(self.config["secret"])
             link = accept(sock, secret, self.config["certificate"])
         except (OSError, LinkError, ValueError):
-            return  # whoever it was, the feeder that the leader sent tries and tells for itself
+            return  # not a node of this copy, or a feeder that reports the failure itself
         with self._taking:
             if self._link is not None:
                 self._link.dropped_for_another = True
@@ -408,6 +412,6 @@ class Destination(Node):
 
 
 def main() -> None:
-    """Reads what it is, and is that."""
+    """Read the configuration from stdin and run the node that it describes."""
     config = json.loads(sys.stdin.buffer.readline().decode("ascii"))
     (Source if config["role"] == "source" else Destination)(config).run()

@@ -1,7 +1,8 @@
-"""A node of a copy whose files come from a shared store: it fetches its share, the rest is sent.
+"""A node of a copy from a shared store: it fetches its share and receives the rest.
 
-It is told in addition: {"do": "list" | "fetch" | "forget"}. It says in addition: {"say": "listed" |
-"fetched"}. Where the user gave no list, one node fetches all, and says what came.
+Commands in addition to those of a node: {"do": "list" | "fetch" | "forget"}. Messages in addition:
+{"say": "listed" | "fetched"}. If the user gave no list, one node fetches all files and reports
+which ones it got.
 """
 
 from __future__ import annotations
@@ -39,24 +40,26 @@ from hvd_elastic.cluster.copy.node.tree import (
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import descendants, end_processes
 
-# After so many failures one after the other the command is at fault, and not the file.
+# After this number of failures in a row the command is at fault and not the file.
 MOST_FAILED = 5
+# Time between SIGTERM and SIGKILL for commands at the end.
 GRACE_S = 1.0
+# Bytes of a failed command's error output that are read to report the last line.
 TOLD_BYTES = 2000
-# The kernel's times of files lag behind the clock by so much at most.
+# The kernel's file times are at most this far behind the clock.
 CLOCK_NS = 20_000_000
-ALL = 0  # the one file that is asked for where there is no list
+ALL = 0  # the number of the only item if there is no list
 
 
 class Listed(NamedTuple):
-    """A file of the user's list; its size may be unknown."""
+    """A file of the user's list; its size is None if unknown."""
 
     path: str
     size: int | None
 
 
 class Fetched(NamedTuple):
-    """What came of fetching: paths' numbers, and why some did not come."""
+    """Result of fetching: numbers of the files that came and that failed, and the first reason."""
 
     came: list[int]
     failed: list[int]
@@ -64,19 +67,19 @@ class Fetched(NamedTuple):
 
 
 class CommandError(Exception):
-    """The user's command failed, or did not do what it was there for."""
+    """The user's command failed, or the file is not what the list says."""
 
 
 class Pull:
-    """Runs the user's command for some of the listed files and gives what came their names.
+    """Fetches listed files with the user's command and gives them their final names.
 
     Args:
-        place: the destination.
-        command: the user's, with its placeholders.
-        files: the list; None where the command itself knows what there is.
-        copy: the copy's own name.
-        jobs: most commands at a time.
-        umask: what the command's files get.
+        place: path of the destination.
+        command: the user's command, with its placeholders.
+        files: the list; None if the command itself knows the files.
+        copy: identifier of the copy.
+        jobs: maximum number of commands at the same time.
+        umask: umask of the command.
     """
 
     def __init__(
@@ -102,10 +105,10 @@ class Pull:
         self.fetched = os.path.join(self._work, b"files")
 
     def look(self) -> list[tuple[int, int, int, int]]:
-        """Number, size, time and mode of the listed files that are there.
+        """Return number, size, time and mode of the listed files that exist already.
 
         Raises:
-            StoreError: the place is no folder, or there is no room.
+            StoreError: the destination is not a folder, or there is not enough room.
         """
         if not os.path.isdir(self.place):
             if os.path.lexists(self.place):
@@ -134,10 +137,10 @@ class Pull:
         return found
 
     def fetch(self, indices: list[int]) -> Fetched:
-        """Runs the command for these files; what came lies in ``fetched`` until it is named.
+        """Run the command for these files; they stay in ``fetched`` until :meth:`name` is called.
 
         Raises:
-            StoreError, OSError: the place cannot be used.
+            StoreError, OSError: the destination cannot be used.
         """
         os.makedirs(self.place, 0o755, exist_ok=True)
         if not self.has_list:
@@ -147,7 +150,8 @@ class Pull:
                 return Fetched([], [ALL], str(error))
             return Fetched([ALL], [], "")
         if self._lock < 0:
-            with contextlib.suppress(SharedError):  # its files are others
+            # Another host that shares the folder holds the lock.
+            with contextlib.suppress(SharedError):
                 self._lock = lock_folder(self._folders, FETCHED, self._copy)
         for index in indices:
             folder = os.path.dirname(os.path.join(self.fetched, encode(self.files[index].path)))
@@ -205,14 +209,14 @@ class Pull:
         return Fetched(came, failed, reasons[0] if reasons else "")
 
     def path_of(self, index: int) -> bytes:
-        """Where a fetched file lies before it has its name."""
+        """Return the path of a fetched file before it has its final name."""
         return os.path.join(self.fetched, encode(self.files[index].path))
 
     def name(self, index: int) -> tuple[int, int, int, int]:
-        """Gives a fetched file its name; returns as :meth:`look`.
+        """Give a fetched file its final name; return number, size, time and mode.
 
         Raises:
-            OSError: that cannot be.
+            OSError: it cannot be renamed.
         """
         source, path = self.path_of(index), self.files[index].path
         with self._naming:
@@ -221,7 +225,8 @@ class Pull:
                 folder = f"{folder}/{part}" if folder else part
                 if self._folders.status(folder) is None:
                     parent, name = self._folders.of(folder)
-                    with contextlib.suppress(FileExistsError):  # another host shares the place
+                    # Another host that shares the folder was faster.
+                    with contextlib.suppress(FileExistsError):
                         os.mkdir(name, 0o777 & ~self._umask, dir_fd=parent)
             parent, name = self._folders.of(path)
             os.rename(source, name, dst_dir_fd=parent)
@@ -229,15 +234,15 @@ class Pull:
         return index, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)
 
     def is_new(self, file: File, begun_ns: int) -> bool:
-        """Whether a file was made or changed since then."""
+        """Return whether a file was created or changed at or after ``begun_ns``."""
         status = self._folders.status(file.path)
         return status is not None and status.st_ctime_ns >= begun_ns
 
     def close(self, keep: bool) -> None:
-        """Lets others fetch to the same place.
+        """Release the destination for other copies.
 
         Args:
-            keep: leave what came of files that are not complete; the command may go on with it.
+            keep: leave partial files there, so that the command can resume them.
         """
         keep = keep and any(names for _, _, names in os.walk(self.fetched))
         with contextlib.suppress(OSError, SharedError, StoreError):
@@ -248,7 +253,7 @@ class Pull:
         self._folders.close()
 
     def _problem(self, index: int) -> str:
-        """Why what came is not the listed file; "" if it is."""
+        """Return why a fetched file is not the listed one; "" if it is."""
         file = self.files[index]
         where = shown(file.path)
         try:
@@ -282,9 +287,9 @@ class Pull:
 
 
 class PullNode(Destination):
-    """A destination that fetches its share by itself."""
+    """A destination that fetches its share itself."""
 
-    # What a host fetched is the source, and so is what it had of the listed size.
+    # There is no source to compare with: a file that was fetched, or has the listed size, is right.
     trusts = True
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -296,13 +301,13 @@ class PullNode(Destination):
         self._orders: queue.Queue[list[int]] = queue.Queue()
 
     def begin(self) -> None:
-        """As any destination."""
+        """Start the thread that fetches, then as any destination."""
         become_subreaper()
         threading.Thread(target=self._fetch_on_order, daemon=True).start()
         super().begin()
 
     def obey(self, do: str, message: dict[str, Any]) -> None:
-        """As any destination; fetching goes on beside it."""
+        """Carry out one command; fetching goes on in its own thread."""
         if do == "list":
             listed = unpack(message["files"])
             self._pull = Pull(
@@ -334,12 +339,12 @@ class PullNode(Destination):
             super().obey(do, message)
 
     def _number(self, index: int) -> int:
-        """The number in the tree of a listed file."""
+        """Return the number in the tree of a listed file."""
         assert self._pull is not None, "it was given the list first"
         return self._numbers[self._pull.files[index].path]
 
     def leave(self) -> None:
-        """Ends the commands, and all that they started."""
+        """End the commands and all their child processes."""
         end_processes(descendants, GRACE_S)
         super().leave()
         if self._pull is not None:
@@ -406,7 +411,7 @@ class PullNode(Destination):
             self._complete(target)
 
     def _adopt(self, target: Target, pull: Pull, indices: list[int]) -> None:
-        """Takes what was fetched in the place of a lost host; links begin again after that."""
+        """Add files fetched in place of a lost host to the copy; the feeding link is made again."""
         with self._taking:
             if self._link is not None:
                 self._link.drop()
@@ -417,9 +422,10 @@ class PullNode(Destination):
                 try:
                     target.adopt(number, path)
                 except LinkError:
-                    target.adopt(number, path)  # what had come of it was of another file
+                    # Its partial content was of another version and is dropped now.
+                    target.adopt(number, path)
 
 
 def main() -> None:
-    """Reads what it is, and is that."""
+    """Read the configuration from stdin and run the node."""
     PullNode(json.loads(sys.stdin.buffer.readline().decode("ascii"))).run()

@@ -1,4 +1,4 @@
-"""A user's shell command with placeholders, such as ``cp /mnt/set/{path} {dst}/{path}``."""
+"""Fill in a user's shell command with placeholders, such as ``cp /mnt/set/{path} {dst}/{path}``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SPECIAL = re.compile(r"""([$`"\\])""")
 
 
 def placeholders(command: str) -> list[str]:
-    """The names of the placeholders in a command.
+    """Return the names of the placeholders in a command.
 
     >>> placeholders("rclone copy --files-from-raw {list} far:set {dst} | awk '{print}'")
     ['list', 'dst']
@@ -19,11 +19,11 @@ def placeholders(command: str) -> list[str]:
 
 
 def fill(command: str, values: dict[str, str]) -> str:
-    """The command with values in the place of its placeholders, quoted as their places ask for.
+    """Return the command with its placeholders replaced, each value quoted for its place.
 
     Args:
-        command: text for sh.
-        values: by name; a placeholder that is missing here stays.
+        command: command for sh.
+        values: values by name; a placeholder without a value stays.
 
     >>> print(fill("cp {path} '/a/{path}'", {"path": "two words"}))
     cp 'two words' '/a/two words'
@@ -40,7 +40,7 @@ def fill(command: str, values: dict[str, str]) -> str:
                 elif quote == text:
                     quote = ""
             elif quote == "'" and text[1] == "'":
-                quote = ""  # a backslash says nothing between single quotes
+                quote = ""  # between single quotes a backslash has no meaning
             return text
         value = values.get(name)
         if value is None:

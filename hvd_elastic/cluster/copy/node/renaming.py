@@ -1,8 +1,8 @@
-"""Files that have arrived get their names once they are on the disk.
+"""Give files that have arrived their final names once their contents are on the disk.
 
-A name that is there before its bytes would, after a power cut, be that of an empty file. Asking the
-disk for each file would cost more than the file; here the whole file system is asked, behind the
-stream, whenever so much has come.
+If a name were on the disk before the contents, a power cut would leave an empty file. Syncing each
+file would take longer than sending it, so the whole file system is synced in the background,
+whenever ``SYNC_BYTES`` have been written.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import os
 import threading
 from collections.abc import Callable
 
-# What is left for the end of a copy is waited for.
+# Bytes written between two syncs. What is left at the end of a copy delays its end.
 SYNC_BYTES = 16 << 20
+# Minimum pause between two syncs.
 PAUSE_S = 0.5
 
 
 def sync_disk(descriptor: int) -> None:
-    """Waits until all that was written to a file system is on its disk.
+    """Wait until everything written to a file system is on its disk.
 
     Args:
-        descriptor: of anything on it.
+        descriptor: descriptor of any file or folder on the file system.
 
     Raises:
-        OSError: it cannot be.
+        OSError: the sync failed.
     """
     syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
     if syncfs is None:
@@ -35,11 +36,11 @@ def sync_disk(descriptor: int) -> None:
 
 
 class Names:
-    """The names that are still to be given.
+    """Files that have arrived completely but do not have their final names yet.
 
     Args:
-        folder: a descriptor of a folder on the file system.
-        give: gives a file its name; called with its index and where it is until then.
+        folder: descriptor of a folder on the file system.
+        give: gives a file its name; called with its index and its temporary name.
     """
 
     def __init__(self, folder: int, give: Callable[[int, bytes], None]) -> None:
@@ -54,22 +55,22 @@ class Names:
         threading.Thread(target=self._follow, name="names", daemon=True).start()
 
     def __contains__(self, index: int) -> bool:
-        """Whether that file's name is still to be given."""
+        """Return whether that file does not have its name yet."""
         return index in self._waiting
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, index: int, part: bytes) -> None:
-        """A file has all arrived."""
+        """Add a file that has arrived completely, under its temporary name."""
         with self._changed:
             self._waiting[index] = part
 
     def count(self, size: int) -> None:
-        """So many bytes have been written.
+        """Record that ``size`` bytes have been written.
 
         Raises:
-            OSError: the disk could not take what was written before.
+            OSError: an earlier write failed on the disk.
         """
         with self._changed:
             if self._error is not None:
@@ -79,13 +80,13 @@ class Names:
                 self._changed.notify_all()
 
     def settle(self) -> None:
-        """Gives the names of all that has arrived.
+        """Sync the disk, then give all files that have arrived their names.
 
-        The kernel tells of a failed write once, and holds what was lost for written afterwards:
-        after an error no name is given any more.
+        The kernel reports a failed write only once, and treats the lost data as written afterwards.
+        So after an error no file gets a name any more.
 
         Raises:
-            OSError: the disk cannot take it, or a name cannot be given; now or before.
+            OSError: the sync or a rename failed, now or in an earlier call.
         """
         with self._giving:
             with self._changed:
@@ -105,7 +106,7 @@ class Names:
                 raise
 
     def end(self) -> None:
-        """No more will arrive; what has no name then gets none."""
+        """Stop the background thread; files that do not have a name yet get none."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -121,6 +122,6 @@ class Names:
             try:
                 self.settle()
             except OSError:
-                return  # who writes on is told
+                return  # the next call of `count` or `settle` raises it
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, PAUSE_S)

@@ -1,7 +1,7 @@
-"""The files of a node of a copy: those it reads from, and those that are made there.
+"""The files of a node of a copy: those that it reads and those that it is receiving.
 
-A feeder asks a store for pieces of files by index and offset and waits until they are there, so a
-node passes on what it is still receiving, and any node can feed any other from any point.
+A feeder requests pieces of files by index and offset and waits until they have arrived. So a node
+passes on what it is still receiving, and any node can feed any other from any offset.
 """
 
 from __future__ import annotations
@@ -32,31 +32,34 @@ from hvd_elastic.cluster.copy.node.tree import (
     shown,
 )
 
+# Size of the frames kept in memory for feeding.
 RECENT_BYTES = 8 << 20
-# A smaller rest of an interrupted copy is not worth its place.
+# Smaller partial files of an interrupted copy are not kept.
 KEPT_PART_BYTES = 1 << 20
+# A file that arrives damaged this number of times ends the copy to the host.
 MOST_DAMAGED = 3
+# File in the lock folder with the identifier of the copy that holds it.
 OWNER = b"owner"
-# A lock without this copy's name in it is another copy's only after this long: the name in it may
-# be that of a killed copy, or be missing since its holder has just begun or is just ending.
+# A lock under another name counts as another copy's only after this time: its holder may have just
+# begun or be ending, so that the name is missing or that of a killed copy.
 OWNER_S = 2.0
 OWNER_PAUSE_S = 0.02
 
 
 class SharedError(Exception):
-    """A destination that another node of the same copy is filling: the hosts share it."""
+    """Another node of the same copy is filling this destination: the hosts share the folder."""
 
 
-class Gone(Exception):  # noqa: N818  # it is no defect of this program
-    """A file that will not come, and why."""
+class Gone(Exception):  # noqa: N818  # it is an outcome, not an error of the program
+    """A file will not arrive; the message says why."""
 
 
 def lock_folder(folders: Folders, folder: str, copy: str) -> int:
-    """A folder of ours in a destination, made if need be, for one copy at a time; its descriptor.
+    """Create and lock one of our own folders in a destination; return its descriptor.
 
     Raises:
-        SharedError: another node of the same copy has it.
-        StoreError: another copy has it.
+        SharedError: another node of the same copy holds the lock.
+        StoreError: another copy holds the lock.
     """
     name = encode(folder)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -68,7 +71,7 @@ def lock_folder(folders: Folders, folder: str, copy: str) -> int:
         try:
             number = os.open(name, flags, dir_fd=parent)
         except FileNotFoundError:
-            continue  # another copy ended in this moment
+            continue  # another copy ended and removed it in this moment
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(number).st_nlink:
@@ -77,7 +80,7 @@ def lock_folder(folders: Folders, folder: str, copy: str) -> int:
             if _owner_of(number) == copy:
                 os.close(number)
                 raise SharedError from None
-            # Who holds it may be about to write its name, or about to end: it is asked again.
+            # The holder may be about to write its name or to end, so try again for a while.
             if time.monotonic() > deadline:
                 os.close(number)
                 raise StoreError(
@@ -93,7 +96,7 @@ def lock_folder(folders: Folders, folder: str, copy: str) -> int:
 
 
 def _owner_of(parts: int) -> str:
-    """The copy that says that it holds the lock; "" while none does."""
+    """Return the copy whose name is in the lock folder; "" if there is none."""
     try:
         number = os.open(OWNER, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=parts)
     except FileNotFoundError:
@@ -105,13 +108,13 @@ def _owner_of(parts: int) -> str:
 
 
 class Store:
-    """What feeders read: files of the tree, complete or growing.
+    """Files of a tree, complete or still arriving, that feeders read.
 
     Attributes:
         tree: the tree.
-        digests: sha256 of files, by index, as far as they are known.
-        gone: files that will not come, by index, with the reason.
-        begun: files that have begun to come, in that order; one may stand there twice.
+        digests: known sha256 of files, by index.
+        gone: reasons why files will not arrive, by index.
+        begun: files whose data has begun to arrive, in that order; one may appear twice.
     """
 
     def __init__(self, tree: Tree) -> None:
@@ -122,47 +125,47 @@ class Store:
         self.changed = threading.Condition()
 
     def has_begun(self, index: int) -> bool:
-        """Whether the file is there, or coming just now, or known never to come."""
+        """Return whether the file is complete, is arriving, or will never arrive."""
         raise NotImplementedError
 
     def begun_beyond(self, count: int, timeout: float) -> bool:
-        """Whether ``begun`` grows beyond so many within ``timeout`` seconds."""
+        """Return whether ``begun`` has more than ``count`` entries within ``timeout`` seconds."""
         with self.changed:
             return self.changed.wait_for(lambda: len(self.begun) > count, timeout)
 
     def is_own(self, index: int) -> bool:
-        """Whether the file was there before the copy."""
+        """Return whether the file was there before the copy."""
         raise NotImplementedError
 
     def origin(self, index: int) -> int:
-        """0 when the file's bytes are the source's, 1 when they are those of a host's own copy."""
+        """Return 0 if the file's bytes are the source's, 1 if they are from a host's own copy."""
         raise NotImplementedError
 
     def ready(self, index: int, offset: int, timeout: float) -> int:
-        """How far the file can be read, once that is beyond ``offset`` (or the file is complete).
+        """Wait until the file can be read beyond ``offset`` or is complete.
 
         Returns:
-            -1 when that is not so within ``timeout`` seconds.
+            The offset up to which it can be read; -1 if there is no more after ``timeout`` seconds.
 
         Raises:
-            Gone: it will not come.
+            Gone: it will not arrive.
         """
         raise NotImplementedError
 
     def recent(self, index: int, offset: int) -> tuple[bytes, int] | None:
-        """A frame of the file as it arrived, with the bytes it stands for."""
+        """Return a frame as it arrived and its number of data bytes; None if it is not kept."""
         raise NotImplementedError
 
     def open(self, index: int) -> int:
-        """The file for reading.
+        """Open the file for reading; return its descriptor.
 
         Raises:
-            Gone: it is not there any more.
+            Gone: it does not exist any more.
         """
         raise NotImplementedError
 
     def problem(self, index: int, number: int) -> str:
-        """Why what was read of an open file is not the file that was asked for; "" if it is."""
+        """Return why an open file is not the requested one; "" if it is."""
         file = self.tree.files[index]
         status = os.fstat(number)
         if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
@@ -170,7 +173,7 @@ class Store:
         return ""
 
     def give_up(self, index: int, reason: str) -> None:
-        """Lets everybody know that a file will not come."""
+        """Record that a file will not arrive, and wake the feeders that wait for it."""
         with self.changed:
             self.gone[index] = reason
             self.begun.append(index)
@@ -178,11 +181,11 @@ class Store:
 
 
 class SourceStore(Store):
-    """The source itself.
+    """Files of the source.
 
     Args:
-        root: the folder or file.
-        tree: what is in it.
+        root: path of the folder or file.
+        tree: its contents.
     """
 
     def __init__(self, root: bytes, tree: Tree) -> None:
@@ -215,7 +218,7 @@ class SourceStore(Store):
             raise Gone(f"it cannot be read any more ({error.strerror})") from error
 
     def digest(self, index: int) -> bytes:
-        """The sha256 of a file, read now if it is not known.
+        """Return the sha256 of a file; reads the file if it is not known yet.
 
         Raises:
             Gone: it cannot be read or was changed.
@@ -234,13 +237,13 @@ class SourceStore(Store):
 
 
 class Part:
-    """A file that is still to come.
+    """A file that has not arrived completely.
 
     Attributes:
-        have: how much of it has come [bytes].
-        number: its descriptor; -1 before any has come.
-        digest: sha256 object that was given what has come.
-        damaged: how often it has come and was not what was sent.
+        have: bytes that have arrived.
+        number: descriptor; -1 before any byte has arrived.
+        digest: sha256 object of the bytes that have arrived.
+        damaged: number of times the file arrived with a wrong digest.
     """
 
     def __init__(self) -> None:
@@ -250,26 +253,26 @@ class Part:
         self.damaged = 0
 
     def open(self, number: int, size: int = 0) -> None:
-        """Begins, or goes on with what is there."""
+        """Use an open file whose first ``size`` bytes have arrived already."""
         self.number, self.have, self.digest = number, size, hash_of(number, size)
         os.lseek(number, size, os.SEEK_SET)
 
     def close(self) -> None:
-        """Gives back its descriptor."""
+        """Close its descriptor."""
         if self.number >= 0:
             os.close(self.number)
             self.number = -1
 
 
 class RecentFrames:
-    """The last frames as they arrived, so that feeders need not read them from the disk."""
+    """The latest frames as they arrived, so that feeders need not read them from the disk."""
 
     def __init__(self) -> None:
         self._frames: OrderedDict[tuple[int, int], tuple[bytes, int]] = OrderedDict()
         self._bytes = 0
 
     def add(self, index: int, offset: int, frame: bytes, size: int) -> None:
-        """Keeps a frame, which stands for so many bytes, in the place of the oldest."""
+        """Add a frame with ``size`` data bytes; drops the oldest ones beyond the limit."""
         self._frames[index, offset] = (frame, size)
         self._bytes += len(frame)
         while self._bytes > RECENT_BYTES:
@@ -277,7 +280,7 @@ class RecentFrames:
             self._bytes -= len(old)
 
     def get(self, index: int, offset: int) -> tuple[bytes, int] | None:
-        """A frame and the bytes it stands for."""
+        """Return a frame and its number of data bytes; None if it is not kept."""
         return self._frames.get((index, offset))
 
 
@@ -286,18 +289,18 @@ class Target(Store):
 
     Args:
         plan: what is needed there.
-        copy: the copy's own name.
+        copy: identifier of the copy.
         trusts: whether a host's own file of the right size and time counts as the source's.
 
     Attributes:
-        received: bytes that have arrived [bytes].
-        left: bytes that are to come [bytes].
+        received: bytes that have arrived.
+        left: bytes that have not arrived yet.
         unproved: files that came from another host's own copy.
-        finished: whether :meth:`finish` is through.
+        finished: whether :meth:`finish` has returned.
 
     Raises:
-        SharedError: another node of the same copy has the place.
-        StoreError: another copy goes to the same place, or it cannot be written.
+        SharedError: another node of the same copy holds the destination.
+        StoreError: another copy goes to the same destination, or it cannot be written.
     """
 
     def __init__(self, plan: Comparison, copy: str, trusts: bool = False) -> None:
@@ -350,13 +353,13 @@ class Target(Store):
             _make_writable(self._folders.folder(path))
 
     def _take_up_parts(self) -> None:
-        """Goes on with the large files that an interrupted copy left."""
+        """Resume the large files that an interrupted copy left."""
         large = [i for i in self._coming if self.tree.files[i].size > FRAME_BYTES]
         wanted = {self._part(index): index for index in large}
         for name in map(encode, list_names(self._parts)):
             index = wanted.get(name)
             if index is not None:
-                # One that had all come may be read-only already; a link is not followed.
+                # A complete one may be read-only already; a symbolic link is refused.
                 found = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._parts)
                 try:
                     os.chmod(f"/proc/self/fd/{found}", 0o600)
@@ -377,26 +380,26 @@ class Target(Store):
     # ---- receiving
 
     def wants(self) -> list[tuple[int, int]]:
-        """(index, offset) of what is still to come, in the order of the tree."""
-        self._current = -1  # another link may begin with another file
+        """Return the (index, offset) of all missing data, in the order of the tree."""
+        self._current = -1  # a new link may begin with another file
         return [(index, part.have) for index, part in self._coming.items()]
 
     def lacks(self, index: int) -> bool:
-        """Whether the file is still to come."""
+        """Return whether the file has not arrived completely."""
         return index in self._coming
 
     @property
     def arrived(self) -> bool:
-        """Whether nothing is to come any more."""
+        """Whether all files have arrived."""
         return not self._coming
 
     @property
     def complete(self) -> bool:
-        """Whether everything has its name too."""
+        """Whether all files have arrived and have their names."""
         return self.arrived and not self._names
 
     def write(self, index: int, offset: int, data: bytes, frame: bytes) -> None:
-        """Takes a piece of a file; ``frame`` is what it came in."""
+        """Write a piece of a file that arrived in ``frame``."""
         part = self._coming.get(index)
         if part is None or offset != part.have:
             raise LinkError("a piece came that nobody asked for")
@@ -414,11 +417,11 @@ class Target(Store):
             self.changed.notify_all()
 
     def end(self, index: int, digest: bytes, origin: int) -> None:
-        """A file has all arrived; it gets its name if it is what was sent.
+        """Check a file that has arrived completely against its digest and accept it.
 
         Raises:
-            LinkError: it is not; it must be sent again.
-            StoreError: it never is.
+            LinkError: the digest differs; the file must be sent again.
+            StoreError: the digest has differed too often.
         """
         file, part = self.tree.files[index], self._coming.get(index)
         if part is None or part.number < 0 or part.have != file.size:
@@ -436,7 +439,7 @@ class Target(Store):
         self._take(index, digest, origin)
 
     def whole(self, index: int, digest: bytes, origin: int, data: bytes, frame: bytes) -> None:
-        """A small file has arrived in one piece; raises as :meth:`end`."""
+        """Check, write and accept a small file that arrived in one frame; raises as :meth:`end`."""
         file, part = self.tree.files[index], self._coming.get(index)
         if part is None or len(data) != file.size:
             raise LinkError("a file came that nobody asked for")
@@ -447,7 +450,7 @@ class Target(Store):
         try:
             _write_all(number, data)
             if file.mode & ~0o777 or not file.mode & 0o200:
-                os.fchmod(number, file.mode)  # what making it could not set
+                os.fchmod(number, file.mode)  # mode bits that open() does not set
             os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
         finally:
             os.close(number)
@@ -456,7 +459,7 @@ class Target(Store):
         self._take(index, digest, origin)
 
     def give_up(self, index: int, reason: str) -> None:
-        """Lets go of what had come of a file that will not come."""
+        """Remove what has arrived of a file that will not be completed."""
         with self.changed:
             part = self._coming.pop(index, None)
             if part is not None:
@@ -468,9 +471,9 @@ class Target(Store):
         super().give_up(index, reason)
 
     def adopt(self, index: int, path: bytes) -> None:
-        """Takes a file that was not sent but fetched here, as if it were sent from where it stands.
+        """Accept a file that was fetched here as if the rest of it had been sent.
 
-        Nothing else may arrive meanwhile. Raises as :meth:`end`.
+        No link may be receiving meanwhile. Raises as :meth:`end`.
         """
         file = self.tree.files[index]
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -494,13 +497,15 @@ class Target(Store):
             os.close(number)
 
     def finish(self) -> list[str]:
-        """Names, links, times, modes and removals, when all files are there; then all is on disk.
+        """Set names, links, times and modes, remove extra entries, and sync the disk.
+
+        Called when all files have arrived.
 
         Returns:
-            What of that could not be done, but for the names.
+            Descriptions of what could not be done, apart from names.
 
         Raises:
-            OSError: the disk cannot take it, or a name cannot be given.
+            OSError: the sync failed, or a file cannot be given its name.
         """
         if self._names:
             self._names.settle()
@@ -559,7 +564,7 @@ class Target(Store):
         os.utime(name, ns=(mtime_ns, mtime_ns), dir_fd=parent, follow_symlinks=False)
 
     def abandon(self, keep: bool) -> None:
-        """Ends an unfinished copy; of large files, what has come stays if ``keep``."""
+        """End an unfinished copy; ``keep`` leaves large partial files for the next one."""
         if not self.finished:
             with contextlib.suppress(OSError):
                 self._names.settle()
@@ -594,7 +599,7 @@ class Target(Store):
         raise LinkError(f"{path} arrived damaged")
 
     def _take(self, index: int, digest: bytes, origin: int) -> None:
-        """A file is what was sent: others can have it, and it gets its name when it is on disk."""
+        """Accept a verified file: feeders can read it, and it gets its name after the next sync."""
         with self.changed:
             self._names.add(index, self._part(index))
             self.digests[index] = digest
@@ -648,14 +653,14 @@ class Target(Store):
         try:
             return os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
-            # It got its name in this moment.
+            # It got its final name in this moment.
             return os.open(named, os.O_RDONLY | os.O_NOFOLLOW)
 
     def problem(self, index: int, number: int) -> str:
         return "" if index in self.digests else super().problem(index, number)
 
     def explain(self, error: OSError) -> str:
-        """An error of writing, for people."""
+        """Return the text of a write error for the user."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return (
                 f"{self._folders.shown()}: {error.strerror}. Make room there and call again; what "

@@ -1,6 +1,6 @@
-"""A tree of files: what is in it, and places in it that cannot be left through a link.
+"""A tree of files, and access to its folders that no symbolic link can lead outside.
 
-Names are bytes on every host, and travel as text with surrogates for what is not UTF-8.
+Names are bytes on every host; they are sent as text with surrogates for what is not UTF-8.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import stat
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-# Where files grow until they are complete: in the destination, so that a rename is enough.
+# Folder of partial files; inside the destination, so that they can be renamed into place.
 PARTS = ".hvd_elastic-part"
-# Where the user's own command puts what it fetches until it is complete.
+# Folder into which the user's own command fetches files.
 FETCHED = ".hvd_elastic-pull"
+# Never copied or removed.
 OURS = (PARTS, FETCHED)
-# In the place of a folder's mode or time: as it is.
+# As a folder's mode or time: leave it unchanged.
 ANY = -1
+# Maximum number of descriptors kept open, well below the usual limit of 1024.
 OPEN_FOLDERS = 200
 
 
 class File(NamedTuple):
-    """A file of the source: its path in the tree, "" when the source is a file."""
+    """A file of the source; its path is relative to the tree, "" if the source is a single file."""
 
     path: str
     size: int
@@ -33,8 +35,13 @@ class File(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """What is copied; ``folders`` are (path, mode, mtime), parents first; ``links`` are
-    (path, to, mtime).
+    """Contents of the source.
+
+    Attributes:
+        is_folder: whether the source is a folder; otherwise it is the single file.
+        files: files in it.
+        folders: (path, mode, mtime in ns) of each folder, parents first.
+        links: (path, target, mtime in ns) of each symbolic link.
     """
 
     is_folder: bool
@@ -44,24 +51,24 @@ class Tree(NamedTuple):
 
 
 def encode(path: str) -> bytes:
-    """A path as the kernel takes it."""
+    """Return a path as the bytes that the kernel takes."""
     return path.encode("utf-8", "surrogateescape")
 
 
 def decode(path: bytes) -> str:
-    """A path as text from which :func:`encode` makes the same bytes."""
+    """Return a path as text from which :func:`encode` makes the same bytes."""
     return path.decode("utf-8", "surrogateescape")
 
 
 def shown(path: str) -> str:
-    """A path for people."""
+    """Return a path as printable text."""
     return encode(path).decode("utf-8", "backslashreplace")
 
 
 def is_excluded(path: str, patterns: list[str]) -> bool:
-    """Whether a pattern fits the path, or the name of it or of a folder above it.
+    """Return whether a pattern matches the path, its name, or a folder above it.
 
-    A pattern with a / is held against the path from the top, one without against each name.
+    A pattern with a / must match the path from the top, one without may match any name in it.
     """
     names = path.split("/")
     for pattern in patterns:
@@ -77,7 +84,7 @@ def is_excluded(path: str, patterns: list[str]) -> bool:
 
 
 def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
-    """Everything below a folder, or the one file; and what can be neither of the three.
+    """Return the tree below a folder (or of one file) and the paths of no supported kind.
 
     Raises:
         OSError: something cannot be read.
@@ -117,10 +124,10 @@ def _file(path: str, status: os.stat_result) -> File:
 
 
 def read_tree(value: Any) -> Tree:
-    """A tree as it came from another host.
+    """Return the tree that another host sent.
 
     Raises:
-        ValueError: a path of it would lead out of the destination.
+        ValueError: a path in it would lead out of the destination.
     """
     is_folder, files, folders, links = value
     tree = Tree(
@@ -141,7 +148,7 @@ def read_tree(value: Any) -> Tree:
 
 
 def check_inside(path: str) -> None:
-    """Nothing if the path stays below the place it begins at.
+    """Check that a relative path stays below the folder that it starts in.
 
     Raises:
         ValueError: it does not.
@@ -158,10 +165,10 @@ def check_inside(path: str) -> None:
 
 
 class Folders:
-    """Open folders below a destination, found without following a symbolic link on the way.
+    """Open folders below a destination, reached without following symbolic links.
 
     Args:
-        root: the destination itself; links that lead to it are the user's own wish.
+        root: path of the destination itself, in which symbolic links are allowed.
     """
 
     def __init__(self, root: bytes) -> None:
@@ -169,16 +176,18 @@ class Folders:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def of(self, path: str) -> tuple[int, bytes]:
-        """The folder that an entry lies in, as a descriptor to use at once, and its name there.
+        """Return the descriptor of the folder of an entry, and the entry's name in it.
+
+        The descriptor is valid until the next call.
 
         Raises:
-            OSError: there is no such folder (a link to one is none).
+            OSError: there is no such folder, or it is a symbolic link.
         """
         folder, _, name = path.rpartition("/")
         return self.folder(folder), encode(name)
 
     def folder(self, path: str) -> int:
-        """A folder's descriptor, good until the next call."""
+        """Return a folder's descriptor, valid until the next call."""
         known = self._open.get(path)
         if known is not None:
             self._open.move_to_end(path)
@@ -195,7 +204,7 @@ class Folders:
         return number
 
     def status(self, path: str) -> os.stat_result | None:
-        """What an entry is, links not followed; None when there is none."""
+        """Return an entry's status without following links; None if it does not exist."""
         try:
             parent, name = self.of(path)
             return os.stat(name, dir_fd=parent, follow_symlinks=False)
@@ -207,38 +216,38 @@ class Folders:
             raise
 
     def open_file(self, path: str) -> int:
-        """A file's descriptor for reading; a link in its place is refused."""
+        """Open a file for reading; return its descriptor. A symbolic link is refused."""
         parent, name = self.of(path)
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=parent)
 
     def remove(self, path: str) -> int:
-        """Removes an entry with all that is below it; returns how many entries that were."""
+        """Remove an entry and everything below it; return the number of entries removed."""
         self.forget(path)
         parent, name = self.of(path)
         return remove_entry(parent, name)
 
     def forget(self, path: str) -> None:
-        """Closes a folder and those below it, which are about to be something else."""
+        """Close a folder and those below it, before they are removed or replaced."""
         for known in [each for each in self._open if each == path or each.startswith(path + "/")]:
             os.close(self._open.pop(known))
 
     def shown(self, path: str = "") -> str:
-        """The full path of an entry, for people."""
+        """Return the full path of an entry as printable text."""
         return shown(os.fsdecode(self.root) + (f"/{path}" if path else ""))
 
     def says(self, error: OSError) -> str:
-        """An error, with the path that it is about."""
+        """Return the text of an error, with the path that it concerns."""
         text = "" if error.filename is None else shown(os.fsdecode(error.filename))
         return f"{text if text.startswith('/') else self.shown(text)}: {error.strerror}"
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Close all descriptors."""
         while self._open:
             os.close(self._open.popitem()[1])
 
 
 def remove_entry(parent: int, name: bytes) -> int:
-    """Removes a file, link or folder with all that is below it; returns how many entries."""
+    """Remove a file, link or folder and everything below it; return the number of entries."""
     status = os.stat(name, dir_fd=parent, follow_symlinks=False)
     if not stat.S_ISDIR(status.st_mode):
         os.unlink(name, dir_fd=parent)
@@ -255,5 +264,5 @@ def remove_entry(parent: int, name: bytes) -> int:
 
 
 def list_names(folder: int) -> list[str]:
-    """The names in an open folder."""
+    """Return the names in an open folder."""
     return [decode(os.fsencode(name)) for name in os.listdir(folder)]  # a descriptor
