@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Leader"]
 
 _TAKEOVER_S = 12.0
-"""How long a takeover waits for the answers of the hosts [s]; docs/architecture.md names it."""
+"""How long a takeover waits for the hosts' answers [s]: enough for a slow ssh connection."""
 _STOP_CHECKPOINT_S = 10.0
 """How long a stop waits for the last checkpoint [s], beside the time to notice a frozen worker."""
 _FETCH_PATIENCE_S = 60.0
