@@ -468,7 +468,7 @@ class RunMachine:
                 self._break(cause, now)
 
     def _fell_out(self, worker: Worker, generation: int, cause: str, now: float) -> None:
-        """Abort ``generation``, which ``worker`` has left: others may be blocked in a collective."""
+        """Abort ``generation``, which ``worker`` has left while others may wait in a collective."""
         if not worker.joined:
             return
         if generation == self._current.number:
