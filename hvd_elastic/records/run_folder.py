@@ -40,7 +40,7 @@ __all__ = ["COMMAND_TIMEOUT_S", "LeaderLock", "Request", "RunFolder", "check_run
 __all__ += ["new_run_id"]
 
 COMMAND_TIMEOUT_S = 20.0
-"""How long to wait for the leader's answer [s]; longer than a takeover, which answers no requests."""
+"""How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOCK_TRIES = 20  # readers that check whether the leader is alive hold the lock for a moment
