@@ -43,11 +43,12 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 """Format that is written. Format 2, with a header pickled by PyTorch and without ``world``, can
 still be read."""
-PICKLED_FORMAT = 2
-_CHUNK_BYTES = 4 << 20
+PICKLED_FORMAT = 2  # the last format with a pickled header
+_CHUNK_BYTES = 4 << 20  # per write and hash update; large enough to make calls cheap
 _ABANDONED_S = 3600.0
 """Age after which unfinished files of a writer on another host are removed [s]; it cannot be seen
 whether that writer is alive. A write that takes longer fails with an error."""
+# Names of manifests, shards, shards' descriptions in a spool, and temporary files.
 MANIFEST = re.compile(r"step-(\d{12,})\.json")
 SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
 _DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")

@@ -28,9 +28,9 @@ __all__ = ["OPAQUE", "Header", "TensorInfo", "decode_values", "describe_place", 
 
 OPAQUE = "__hvd_elastic__.opaque"
 """Name of the tensor with bytes that only the checkpoint's framework can read."""
-RESERVED = frozenset({OPAQUE, "__metadata__"})
-LENGTH_BYTES = 8
-_KEY = "hvd_elastic"
+RESERVED = frozenset({OPAQUE, "__metadata__"})  # not available as names of a script's tensors
+LENGTH_BYTES = 8  # of the header's length, as defined by safetensors
+_KEY = "hvd_elastic"  # of this library's entry in __metadata__
 
 _SAFETENSORS = {
     "bool": "BOOL",
@@ -163,9 +163,10 @@ def _dump(value: Any) -> str:
 
 # -- values that are not tensors
 
+# Types whose values need no framework to be encoded.
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
-_JSON_INTEGERS = range(-(2**63), 2**63)
-_ABSENT = object()
+_JSON_INTEGERS = range(-(2**63), 2**63)  # what other JSON readers can represent
+_ABSENT = object()  # distinguishes a missing attribute from one that is None
 
 Path = tuple[Any, ...]
 Leaf = Callable[[Any, Path], Any]

@@ -33,7 +33,7 @@ __all__ = ["PATIENCE_S", "Claim", "ClaimKeeper", "ClaimWatch", "find_claimant"]
 PATIENCE_S = 9.0
 """Time after which an unchanged lease has expired [s]: three missed renewals."""
 
-_NAME = "leader.json"
+_NAME = "leader.json"  # beside the checkpoints
 _RENEW_S = 3.0
 """Time between two renewals [s]; each is a small write to the storage."""
 _LOOK_S = 0.5

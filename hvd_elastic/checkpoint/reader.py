@@ -26,7 +26,7 @@ from hvd_elastic.errors import CheckpointError
 
 __all__ = ["CheckpointReader", "load_arrays", "open_checkpoint", "read_header"]
 
-_READ_BYTES = 4 << 20
+_READ_BYTES = 4 << 20  # most bytes per read; skipped data is held in memory only in such pieces
 
 
 def read_header(path: Path | str) -> Header:

@@ -85,7 +85,7 @@ class Content(ABC):
             :func:`~hvd_elastic.checkpoint.header.encode_values`; they refer to tensors by name.
         stream: tensors that are the same on all ranks, in the order of the stream.
         own: tensors that only rank 0 writes.
-        pinned: whether :meth:`make_buffer` returns special memory into which copies are faster.
+        pinned: whether :meth:`make_buffer` returns pinned memory, for faster copies from a GPU.
     """
 
     frontend: str

@@ -29,7 +29,7 @@ from hvd_elastic.errors import CheckpointError
 
 __all__ = ["CheckpointUrl", "is_url"]
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20  # per read of a download; large enough to make requests cheap
 
 
 def is_url(place: str) -> bool:

@@ -38,6 +38,7 @@ from hvd_elastic.records.tensorboard import TensorBoardWriter
 
 __all__ = ["run"]
 
+# Parameters that may be given with --resume; the run keeps all others from its start.
 _WITH_RESUME = {
     *("resume", "command", "hostfile", "ssh_config", "np", "max_np", "detach", "json_output"),
 }
@@ -258,7 +259,7 @@ def _lead(
     return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
 
 
-_STARTED = b"started"
+_STARTED = b"started"  # what a forked leader sends when the run has begun
 
 
 def _await_leader(child: int, answer: int, folder: RunFolder) -> None:

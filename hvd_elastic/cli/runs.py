@@ -40,7 +40,7 @@ STOP_TIMEOUT_S = 60.0
 """How long to wait for a run to end [s]; it may have to write a last checkpoint."""
 DRAIN_TIMEOUT_S = 90.0
 """How long to wait for a host to be drained [s]; longer than replacements take to become warm."""
-_POLL_S = 0.1
+_POLL_S = 0.1  # between two readings of files that are followed
 _TAIL_BYTES = 256 * 1024  # holds the last events of a run, and most tails of logs
 
 OptionalRun = Annotated[

@@ -12,7 +12,7 @@ __all__ = ["Departure", "Endings", "StopCause", "crash_stack", "explain_script_e
 __all__ += ["how_it_ended"]
 
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
-_LAST_SIGNAL = 31
+_LAST_SIGNAL = 31  # the last of the standard signals
 
 # Patterns in the output of Python's tracebacks, of its faulthandler, and of the C++ runtime.
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
@@ -21,9 +21,11 @@ _INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|<")
 _FAULT, _CURRENT, _OTHER = "Fatal Python error: ", "Current thread", "Thread"
 _UNCAUGHT_CPP = "terminate called"
 
+# Environment variables that torchrun sets; a script that needs them fails with a KeyError.
 _TORCHRUN_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
+# What torch.distributed raises if there is no process group, and where its files are.
 _GROUP_ERRORS = {"ValueError", "RuntimeError"}
 _TORCH_DISTRIBUTED = "/torch/distributed/"
 _NEEDS_GROUP = {"_get_default_group", "_get_env_or_raise"}
@@ -34,7 +36,7 @@ class Departure(enum.Enum):
     """How a worker process ended, as reported by the event ``worker_left``.
 
     LEFT: it left on request. FINISHED: its training function returned. HOST_LOST: its host was
-    lost. KILLED: the run killed it. DIED: anything else, such as a crash or somebody's kill.
+    lost. KILLED: the run killed it. DIED: anything else, such as a crash or a kill from outside.
     """
 
     LEFT = "left"

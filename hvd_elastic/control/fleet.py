@@ -24,7 +24,7 @@ STABLE_S = 60.0
 
 
 class AgentState(enum.Enum):
-    """State of an agent. STARTING was requested; READY and FAILED were observed."""
+    """State of an agent: ABSENT (not requested), STARTING (requested), READY, FAILED (observed)."""
 
     ABSENT = "absent"
     STARTING = "starting"
@@ -190,7 +190,7 @@ class Fleet:
         return list(dict.fromkeys(found))
 
     def troubles_in_brief(self, slots: Iterable[SlotId]) -> list[str]:
-        """Return the same in a few words, with what happens next; the causes were reported."""
+        """Return the troubles in a few words, with what happens next; causes were reported."""
         hosts: dict[str, list[str]] = {}
         given_up = []
         for slot in slots:

@@ -62,7 +62,7 @@ class Phase(enum.Enum):
     REGROUPING = "regrouping"
 
 
-_TOGETHER = (Phase.FORMING, Phase.RUNNING)
+_TOGETHER = (Phase.FORMING, Phase.RUNNING)  # phases in which a generation is alive
 
 
 @dataclass
@@ -265,9 +265,8 @@ class RunMachine:
             for slot in ((member.host, member.slot) for member in missing)
         }
         self._current.formed = joined
-        self._current.member_lost = (
-            bool(missing) or not joined
-        )  # whatever breaks now has its reason
+        # If it breaks now, the loss of the leader explains that.
+        self._current.member_lost = bool(missing) or not joined
 
     def _take_from_worker(self, event: ev.WorkerEvent, worker: Worker, now: float) -> None:
         match event:

@@ -106,7 +106,7 @@ def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Mem
     for seat in sorted(seats, key=lambda s: (place.get(s.host, len(place)), s.host, s.slot)):
         by_host.setdefault(seat.host, []).append(seat)
     members: list[Member] = []
-    met: dict[int, int] = {}  # local rank → hosts so far that have it
+    met: dict[int, int] = {}  # local rank → number of hosts so far that have it
     for seats_here in by_host.values():
         for local_rank, seat in enumerate(seats_here):
             members.append(

@@ -27,13 +27,15 @@ _STUCK_FACTOR = 5.0
 """Multiple of the run's longest wait after which ranks that all wait count as stuck."""
 _FIRST_WAIT_S = 30.0  # Gloo's own timeout, used until the run has shown how long its waits are
 _BUSY_FACTOR = 3.0
+"""Multiple of the run's longest step after which a rank that others wait for is reported."""
 _BUSY_AT_LEAST_S = 5.0
-"""A rank is reported as slow after this multiple of the longest step; short steps vary too much."""
+"""Shortest time before that [s], since short steps vary much."""
 _NAMED = 4
 """Number of ranks listed by name of those that wait in the same place, to keep messages short."""
 _HOPELESS_FACTOR = 20.0
+"""Multiple of the run's longest step after which a rank that others wait for counts as stuck."""
 _HOPELESS_AT_LEAST_S = 600.0
-"""A rank counts as stuck after this multiple of the longest step; a rare validation may be long."""
+"""Shortest time before that [s], since a rare validation or compilation may take long."""
 _AFTER_TRAINING_S = 60.0
 """Silence allowed after training [s]: an exiting process sends no heartbeats, and no other rank
 waits for it in a collective."""

@@ -152,7 +152,7 @@ class ScalingController:
         if changes and decision.target != asked:  # else its slots are still starting
             self._change = decision, snapshot
         elif asked != snapshot.current and not changes and decision.known and not decision.wish:
-            self._change = None  # called off before its slots trained
+            self._change = None  # cancelled before its slots trained
         self._memory = remember(self._memory, decision, snapshot.current, now)
         wait_s = min(max(_LOOK_S, (now - self._formed_at) / _CALM_AFTER), _CALM_LOOK_S)
         if decision.wish is not None or self.evidence.measured < parameters.evidence:

@@ -86,7 +86,8 @@ class Agents:
     def _own_address(self, host: Host, others: Iterable[Host]) -> str:
         """Return the address by which ``others`` reach this machine, if ``host`` is this machine.
 
-        For any other host this is the loopback address, which its agent does not use.
+        Otherwise, or if all hosts are this machine, it is the loopback address. Agents of other
+        hosts do not use it.
         """
         if is_local(host, self._options):
             for other in others:

@@ -54,6 +54,7 @@ _FETCH_PATIENCE_S = 60.0
 _LEAST_RESERVE_S = 10.0
 """Part of a preempted host's remaining time kept for a last checkpoint and for leaving [s]."""
 
+# Signals that stop a run, with the cause that is recorded.
 _STOP_SIGNALS = {
     signal.SIGINT: StopCause.INTERRUPT,
     signal.SIGTERM: StopCause.TERMINATE,
@@ -63,7 +64,7 @@ _SHUTDOWN = {StopCause.TERMINATE, StopCause.HANGUP}
 """A machine that shuts down may send both signals in a row; together they are one request."""
 
 
-_START = Position(0, 0, 0, 0)
+_START = Position(0, 0, 0, 0)  # before the first step
 
 
 @dataclass
@@ -526,7 +527,8 @@ class Leader:
         """
         trains = bool(self._workers.places and self._machine.members) and self._finish is None
         least_s = min(silence, default=0.0)
-        # Agents send heartbeats at different moments, so half the timeout is enough for the last.
+        # Heartbeats come at different moments: when one host exceeds the timeout, the others
+        # count as silent too if they have reached half of it.
         overdue = least_s > self._spec.failure_timeout_s / 2
         return trains and self._spec.leader_grace_s > 0 and overdue
 

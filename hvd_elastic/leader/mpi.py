@@ -21,10 +21,11 @@ from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 
 __all__ = ["mpirun_command", "run_mpi"]
 
+# Variables that make Horovod use MPI for control messages and for data on the CPU.
 _FOR_MPI = {
     "HOROVOD_CONTROLLER": "mpi",
     "HOROVOD_CPU_OPERATIONS": "mpi",
-    "PYTHONFAULTHANDLER": "1",  # a rank that dies by a signal prints its Python stack
+    "PYTHONFAULTHANDLER": "1",  # a rank that is killed by a signal prints its Python stack
 }
 
 

@@ -34,6 +34,7 @@ _DISCARD_TIMEOUT_S = 10.0
 
 _CHUNK_BYTES = 1 << 16
 """Most bytes per read: the usual size of a pipe's buffer."""
+# The last line of Python's traceback when a host lacks a package.
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 
 

@@ -14,7 +14,7 @@ from hvd_elastic.errors import RunError
 __all__ = ["SHORTEST_HEARTBEAT_S", "RunSpec", "forwarded_environment"]
 
 SHORTEST_HEARTBEAT_S = 0.1
-"""Shortest time between heartbeats [s]; a failure timeout has to be several times as long."""
+"""Shortest time between heartbeats [s]; a failure timeout has to be at least twice as long."""
 
 _OF_THE_LEADER_ALONE = (
     # These describe the leader's shell and session, and would be wrong on the other hosts.
@@ -22,7 +22,9 @@ _OF_THE_LEADER_ALONE = (
     *("_", "DISPLAY", "LS_COLORS", "STY", "TERM", "TERM_PROGRAM", "WAYLAND_DISPLAY", "WINDOWID"),
     *("XAUTHORITY", "INVOCATION_ID", "JOURNAL_STREAM", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"),
 )
+# The same for all variables that begin with one of these.
 _PREFIXES_OF_THE_LEADER_ALONE = ("SSH_", "TMUX", "XDG_", "DBUS_", "VSCODE_", "HVD_ELASTIC_WORKER")
+# Set for each worker by its agent; they are present if the leader itself runs under Horovod.
 _RANK_VARIABLES = frozenset(
     f"HOROVOD_{name}"
     for name in (

@@ -34,7 +34,7 @@ After a power failure, others may be lost; all survive the death of the process.
 """
 
 _STAMPS = frozenset({"t", "mono", "kind"})  # set by the writer, never taken from the fields
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 20  # most bytes per read of a followed file
 
 
 class RecordNotWrittenError(RunError):
@@ -58,7 +58,7 @@ class EventLog(AbstractContextManager["EventLog"]):
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.lost = 0  # records not written since the last one that was
+        self.lost = 0  # number of records lost since the last one that was written
         self._lock = threading.Lock()
         try:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC

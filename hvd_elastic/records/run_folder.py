@@ -44,8 +44,8 @@ COMMAND_TIMEOUT_S = 20.0
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LOCK_TRIES = 20  # readers that check whether the leader is alive hold the lock for a moment
-_LOCK_WAIT_S = 0.05
-_POLL_S = 0.05
+_LOCK_WAIT_S = 0.05  # between two attempts; together with their number, 1 s
+_POLL_S = 0.05  # between two readings of the events while a user waits for an answer
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class RunFolder:
         except BlockingIOError:
             return True
         finally:
-            os.close(fd)  # frees the shared lock as well
+            os.close(fd)  # frees this shared lock too
         return False
 
     def leaderless_until(self, last_event: float | None) -> float | None:

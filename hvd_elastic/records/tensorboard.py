@@ -23,11 +23,13 @@ from hvd_elastic.records.json_lines import Record
 
 __all__ = ["TensorBoardWriter", "check_tensorboard", "scalars"]
 
+# Tags of the library's metrics; all others get the group "train".
 _TAGS = {
     **{name: f"goodput/{name}" for name in ("throughput", "efficiency", "goodput", "noise_scale")},
     "size": "size/world_size",
     "global_batch_size": "size/global_batch_size",
 }
+# Fields of a metrics record that are not metrics.
 _PLACES = frozenset({"t", "mono", "kind", "step", "position", "examples", "passes"})
 _RETRY_S = 30.0
 """Time before writing is tried again after an error [s], as a full disk rarely empties at once."""
