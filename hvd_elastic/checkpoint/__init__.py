@@ -1,1 +1,1 @@
-"""Checkpoints as files, without any framework: shards, manifests, places, collection."""
+"""Checkpoints as files, independent of any framework: written, collected, stored and read."""

@@ -1,8 +1,8 @@
-"""Brings the shards of checkpoints together: from the hosts to the run, and back for a restart.
+"""Collects the shards of checkpoints from the hosts, and sends checkpoints back for a restart.
 
-The leader tells it what workers and agents said and asks it nothing but whether it is busy; files
-move in its threads, from all hosts at once, one checkpoint at a time. If they come faster than the
-network takes them, the newest complete one is next.
+The leader passes on the reports of workers and agents. Files are transferred in threads, from all
+hosts at once, one checkpoint at a time. If checkpoints come faster than the network can transfer
+them, the newest complete one is next.
 """
 
 from __future__ import annotations
@@ -34,40 +34,42 @@ from hvd_elastic.wire.messages import AgentHello, CheckpointWritten, Collected, 
 __all__ = ["Brought", "CheckpointCollector", "HostFiles"]
 
 _AT_ONCE = 16
+"""Most transfers at the same time; more would only compete for the leader's network."""
 _TRY_AGAIN_S = (1.0, 2.0, 5.0, 10.0, 15.0)
-"""Waits before a checkpoint that could not be brought to a host is tried again."""
+"""Delays before further attempts to send a checkpoint to a host [s]."""
 _LOOK_S = 0.25
-"""How soon it is seen that it is not wanted any more: its generation waits for the answer."""
+"""Time between checks during such a delay of whether the checkpoint is still needed [s]; short,
+because the generation waits for the result."""
 
 
 class HostFiles(Protocol):
-    """What a collector needs of the connection to an agent."""
+    """The part of a connection to an agent that a collector uses."""
 
     @property
     def info(self) -> AgentHello | None:
-        """What the agent said of its host; None before that."""
+        """Return the agent's hello, which describes its host; None before it arrived."""
 
     def send(self, message: LeaderToAgent) -> None:
-        """Queue a message to the agent."""
+        """Queue a message for the agent."""
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
-        """Give ``write`` the content of a file there; SshError if it cannot be had."""
+        """Pass the content of a file of the host to ``write``; raises SshError on failure."""
 
     def put(self, local: Path, remote: str) -> None:
-        """Copy a file to there; SshError if it cannot be written."""
+        """Copy a file to the host; raises SshError on failure."""
 
     def discard(self, remote: str) -> None:
-        """Remove a folder there; SshError if that cannot be done."""
+        """Remove a folder of the host; raises SshError on failure."""
 
 
 @dataclass(frozen=True)
 class Brought:
-    """What the workers can go on from.
+    """The checkpoint that was sent to a host for a restart.
 
     Attributes:
-        checkpoint: the newest; None: there is no complete one, or it could not be brought.
-        host, manifest: where it was brought to.
-        error: why one that exists, or may exist, could not be brought; empty: none failed.
+        checkpoint: newest checkpoint; None: there is no complete one, or it could not be sent.
+        host, manifest: host it was sent to, and path of its manifest there.
+        error: why a checkpoint that exists, or may exist, could not be sent; empty: no error.
     """
 
     checkpoint: CheckpointInfo | None = None
@@ -78,7 +80,7 @@ class Brought:
 
 @dataclass(frozen=True)
 class _Source:
-    """A shard, and a host that has it."""
+    """A shard, and a host whose spool has it."""
 
     host: str
     agent: HostFiles
@@ -94,7 +96,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Missed:
-    """The newest checkpoint that could not be collected; the hosts still have it."""
+    """The newest checkpoint that could not be collected and is still in the hosts' spools."""
 
     key: Key
     sources: list[_Source]
@@ -102,16 +104,16 @@ class _Missed:
 
 
 class CheckpointCollector:
-    """The checkpoints of one run; its methods are called from the leader's loop.
+    """Collects the checkpoints of one run; its methods are called from the leader's loop.
 
     Args:
-        store: where they are kept.
-        copies: other hosts that keep a copy of each shard.
-        resumed: checkpoints that an earlier leader did not collect are wanted.
-        agents: host → connection, of the hosts that are up now.
-        post: has something called in the leader's loop.
-        emit, warn: record an event, a warning.
-        on_idle: told when the last of what was on its way is there, or is given up.
+        store: store that keeps the checkpoints.
+        copies: number of other hosts that keep a copy of each shard.
+        resumed: whether to collect checkpoints that an earlier leader has not collected.
+        agents: returns the connections of the hosts that are up now, by host.
+        post: schedules a call in the leader's loop.
+        emit, warn: record an event or a warning.
+        on_idle: called when no more checkpoint is being collected.
     """
 
     def __init__(
@@ -144,22 +146,22 @@ class CheckpointCollector:
         self._expected = ""
         self._searched_in_vain = False
         self.newest_step = -1
-        """Of the newest checkpoint in the folder that training went on from, or passed."""
+        """Step of the newest checkpoint of the current history of training; -1: none."""
         self.newest_s = 0.0
-        """How long that one took to be written and brought here [s]."""
+        """How long that checkpoint took to be written and collected [s]."""
         self.restored_from = ""
-        """Manifest of the checkpoint that was last brought to the workers."""
+        """Manifest of the checkpoint that the workers last restored."""
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is on its way."""
+        """Return whether a checkpoint is being collected."""
         return self._working
 
     def check(self) -> None:
-        """Make sure that checkpoints can be written, before training counts on it.
+        """Check that checkpoints can be written, before training starts.
 
         Raises:
-            CheckpointError: they cannot, or there are those of another run.
+            CheckpointError: they cannot be written, or there are checkpoints of another run.
         """
         self._writable = False
         try:
@@ -169,13 +171,13 @@ class CheckpointCollector:
         self._writable = True
 
     def expect(self, why: str) -> None:
-        """From now on nothing begins anew where no checkpoint is found; ``why``: there was one."""
+        """Treat it as an error if no checkpoint is found; ``why``: why there should be one."""
         self._expected = why
 
-    # -- what is there to collect ----------------------------------------------------------
+    # -- reports of shards -----------------------------------------------------------------
 
     def written(self, host: str, agent: HostFiles, said: CheckpointWritten) -> None:
-        """A worker has written its shard into the spool of its host."""
+        """Handle a worker's report that its shard is in the spool of its host."""
         try:
             shard = parse_shard(said.shard, self._store.folder)
         except ValueError as error:
@@ -187,11 +189,11 @@ class CheckpointCollector:
         self._begin()
 
     def offered(self, host: str, agent: HostFiles, spooled: Sequence[Any]) -> None:
-        """A fresh agent says what the spool of its host holds from an earlier leader."""
+        """Handle a new agent's list of shards in its host's spool, left under an earlier leader."""
         if not spooled:
             return
         if not self._accepting:
-            # Training has gone on from elsewhere: what is there belongs to no history any more.
+            # Training has continued from another state, so these shards are obsolete.
             agent.send(Collected(None))
             return
         for described in spooled:
@@ -201,11 +203,11 @@ class CheckpointCollector:
         self._begin()
 
     def failed(self, host: str, message: str) -> None:
-        """A worker could not write its shard."""
+        """Handle a worker's report that it could not write its shard."""
         self._complain(f"host {host}: {message}")
 
     def _complain(self, message: str) -> None:
-        """Warn, once until a checkpoint succeeds: a full disk stays full."""
+        """Warn, but only once until a checkpoint succeeds, as a full disk affects all of them."""
         kind = re.sub(r"\d+", "#", message)
         if kind not in self._complaints:
             self._complaints.add(kind)
@@ -227,7 +229,7 @@ class CheckpointCollector:
             ).start()
 
     def _collect(self, shards: Sequence[ShardInfo], sources: Sequence[_Source]) -> None:
-        """In a thread: bring all shards of a checkpoint, then do for it what else was asked."""
+        """Fetch all shards of a checkpoint, then copy and upload it; runs in a thread."""
         began = time.monotonic()
         written_s = max(source.seconds for source in sources)
         info: CheckpointInfo | None = None
@@ -286,7 +288,7 @@ class CheckpointCollector:
         self._post(lambda: self._emit("checkpoint", fields))
 
     def _copy(self, info: CheckpointInfo) -> list[str]:
-        """Put copies of each shard on other hosts; what went wrong."""
+        """Copy each shard to other hosts; return a message for each failure."""
         problems = []
         agents = dict(self._agents())
         spools = {host: agent.info.spool for host, agent in agents.items() if agent.info}
@@ -317,15 +319,15 @@ class CheckpointCollector:
             self._missed, self._writable = None, True
             self.newest_step, self.newest_s = info.step, info.seconds
             self.expect(f"that of step {info.step} was written")
-            # What is older and still not complete will never be, or is of no interest.
+            # Older incomplete checkpoints are no longer needed.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
             self._release(info.step - 1 if self._copies else info.step)
         else:
             why = "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
             self._missed = _Missed(key, sources, why)
-            self._release(key[0] - 1)  # the newest stays where it is
+            self._release(key[0] - 1)  # the hosts keep the newest
             if key[0] <= self.newest_step:
-                problems = ()  # the leader before had fetched it, and the hosts told of it again
+                problems = ()  # an earlier leader had already collected this one
         if not problems:
             self._complaints.clear()
         for problem in problems:
@@ -340,16 +342,16 @@ class CheckpointCollector:
             agent.send(Collected(up_to_step))
 
     def leaving(self, agent: HostFiles) -> None:
-        """A host is not part of the run any more: its spool goes with its agent."""
+        """Let an agent delete its spool, because its host leaves the run."""
         agent.send(Collected(None))
 
     def end(self, *, succeeded: bool) -> None:
-        """The run ends: nothing of the spools is needed, unless it is all there is."""
+        """Let all hosts delete their spools at the end of the run, unless they may be needed."""
         needed = self._copies or self._missed or self.busy or self._searched_in_vain
         if succeeded or not (needed or not self._writable):
             self._release(None)
 
-    # -- the way back ----------------------------------------------------------------------
+    # -- restoring -------------------------------------------------------------------------
 
     def bring(
         self,
@@ -358,13 +360,13 @@ class CheckpointCollector:
         wanted: Callable[[], bool],
         done: Callable[[Brought], None],
     ) -> None:
-        """Put the newest complete checkpoint where a worker can load it; beside the loop.
+        """Start a thread that sends the newest complete checkpoint to one of the workers' hosts.
 
         Args:
-            hosts: of the workers; one of them is enough, the first that can take it.
-            name: of the folder to make in its spool.
-            wanted: whether it still is; called from another thread, too.
-            done: told what came of it, in the loop.
+            hosts: hosts of the workers; the first one that can receive it is used.
+            name: name of the folder to create in its spool.
+            wanted: returns whether the checkpoint is still needed; called from any thread.
+            done: called with the result, in the leader's loop.
         """
         threading.Thread(
             target=self._bring, args=(hosts, name, wanted, done), name="restore", daemon=True
@@ -397,7 +399,7 @@ class CheckpointCollector:
             brought = self._try_to_bring(hosts, name, say)
 
         def tell() -> None:
-            if not brought.error and wanted():  # else a later generation may train already
+            if not brought.error and wanted():  # else a newer generation may be training already
                 self._goes_on_from(brought.checkpoint)
             done(brought)
 
@@ -409,7 +411,7 @@ class CheckpointCollector:
         self._missed = None
         self.restored_from = "" if newest is None else str(newest.path)
         self.newest_step = -1 if newest is None else newest.step
-        # A history that is not gone on with must not be taken up later.
+        # A later takeover must not use shards of a history that training has abandoned.
         self._release(None)
 
     def _try_to_bring(self, hosts: Sequence[str], name: str, say: Callable[[str], None]) -> Brought:
@@ -442,7 +444,7 @@ class CheckpointCollector:
         return Brought(error=f"checkpoint {newest.path} cannot be brought to any host: {problems}")
 
     def _why_none(self) -> str:
-        """What is wrong with having no checkpoint; empty where none was ever written."""
+        """Return why it is an error that no checkpoint was found; empty: none was expected."""
         if not self._expected:
             return ""
         return (
@@ -451,8 +453,8 @@ class CheckpointCollector:
         )
 
     def _newest(self, say: Callable[[str], None]) -> CheckpointInfo | None:
-        """See :meth:`CheckpointStore.newest`; what is not collected yet comes first."""
-        self._idle.wait()  # what earlier leaders left is being collected
+        """Return the newest checkpoint of the store, after collecting what the hosts still have."""
+        self._idle.wait()  # shards of an earlier leader may still be being collected
         if self._missed:
             self._idle.clear()
             self._post(self._collect_missed)
@@ -460,7 +462,7 @@ class CheckpointCollector:
         return self._store.newest(say)
 
     def _collect_missed(self) -> None:
-        """Try again what the hosts that are still up have."""
+        """Try again to collect the missed checkpoint from the hosts that are still up."""
         agents, missed = self._agents(), self._missed
         if missed is not None:
             there = [source for source in missed.sources if agents.get(source.host) is source.agent]
@@ -477,7 +479,7 @@ def _reading(source: _Source) -> Callable[[HashingWriter], None]:
 
 
 def _others(hosts: Sequence[str], own: str, count: int) -> list[str]:
-    """The ``count`` hosts after ``own`` in order, the first after the last.
+    """Return the ``count`` hosts after ``own`` in cyclic order.
 
     >>> _others(["a", "b", "c"], "b", 2)
     ['c', 'a']

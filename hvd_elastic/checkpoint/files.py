@@ -1,15 +1,16 @@
-"""Writes, finds, verifies and prunes checkpoints as files; each is whole or not there.
+"""Writes, finds, verifies and prunes checkpoint files; a checkpoint is always complete or absent.
 
-A checkpoint of N shards is N + 1 files in one folder. Each shard,
-``step-000000000100-0-of-2-0123456789ab.shard``, holds the share of the state that one rank wrote;
-its name has the first digits of its SHA-256, so writing a step again never touches what is there.
-``step-000000000100.json``, the manifest, names all shards with their sizes and SHA-256 and is
-written last: shards without a matching manifest are not a checkpoint. All appear by renaming a
-synced temporary, so at every instant, whoever is killed, what was complete stays so.
+A checkpoint of N shards is N + 1 files in one folder. Each shard, such as
+``step-000000000100-0-of-2-0123456789ab.shard``, holds the part of the state that one rank wrote.
+Its name contains the first digits of its SHA-256, so writing a step again never changes an existing
+file. The manifest, ``step-000000000100.json``, lists all shards with their sizes and SHA-256. It is
+written last: shards without a matching manifest are not a checkpoint. Every file is written under a
+temporary name, synced and renamed, so a complete checkpoint stays complete even if a writer is
+killed.
 
-On the host of a rank, in the *spool*, a shard has a description of its own beside it, of the same
-name ending in ``.json``: whoever finds the shards of one checkpoint on several hosts can put it
-together from them.
+In the *spool*, the folder of a run on the disk of a rank's host, each shard has a description
+beside it, with the same name ending in ``.json``. From these, the shards of one checkpoint on
+several hosts can be put together.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ __all__ += ["temporary_in", "why_invalid", "write_shard"]
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Of what is written. Format 2 had a header pickled by PyTorch, and no ``world``; it is read."""
-PICKLED_FORMAT = 2
-_CHUNK_BYTES = 4 << 20
-# A temporary or an unfinished checkpoint of a writer that cannot be asked (another host) is given
-# this long; a write that takes longer fails, and says so, when its temporary has gone.
+"""Format that is written. Format 2, with a header pickled by PyTorch and without ``world``, can
+still be read."""
+PICKLED_FORMAT = 2  # the last format with a pickled header
+_CHUNK_BYTES = 4 << 20  # per write and hash update; large enough to make calls cheap
 _ABANDONED_S = 3600.0
+"""Age after which unfinished files of a writer on another host are removed [s]; it cannot be seen
+whether that writer is alive. A write that takes longer fails with an error."""
+# Names of manifests, shards, shards' descriptions in a spool, and temporary files.
 MANIFEST = re.compile(r"step-(\d{12,})\.json")
 SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
 _DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
@@ -62,38 +65,39 @@ _FIELDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("life", "host", "layout", "sha256", "run"), str, "a text"),
     (("created",), (int, float), "Unix seconds"),
 )
-"""Fields of a shard's description, their type, and the type in words."""
+"""Fields of a shard's description, their type, and the type as text for error messages."""
 
 OnSkip = Callable[[Path, str], None]
 Key = tuple[int, int, str, str]
 
 
 class DamagedShardError(CheckpointError):
-    """What arrived of a shard is not what was written."""
+    """A received shard differs from the one that was written."""
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One rank's share of a checkpoint.
+    """One shard of a checkpoint: the part that one rank writes.
 
-    What all ranks hold alike is one stream of bytes, tensor after tensor; a shard has the part
-    from ``begin`` to ``end`` of it. Before that, shard 0 has ``header`` bytes: the description of
-    the checkpoint (:mod:`hvd_elastic.checkpoint.header`), and what only rank 0 writes.
+    The tensors that all ranks share form one stream of bytes; a shard holds the part from ``begin``
+    to ``end`` of it. In shard 0, ``header`` bytes come before that: the description of the
+    checkpoint (:mod:`hvd_elastic.checkpoint.header`), and the data that only rank 0 writes.
 
     Attributes:
-        path: the file.
-        step, epoch, examples: the progress it holds.
+        path: path of the file.
+        step, epoch, examples: point in training that it holds.
         generation: number of the generation that wrote it.
-        life: drawn by each leader; tells the generations of a resumed run from the earlier ones.
-        index, count: which shard of how many.
-        host, rank, world: who wrote it, and how many ranks there were; 0: not known.
+        life: id of the leader term, which distinguishes the generations of a resumed run from
+            earlier ones with the same number.
+        index, count: index of the shard, and number of shards.
+        host, rank, world: host and rank that wrote it, and number of ranks; world 0: unknown.
         layout: digest of the names, shapes and types of the stream's tensors.
-        header: bytes before the part of the stream.
-        begin, end, total: its part of the stream and the length of the whole [bytes].
-        bytes, sha256: of the file.
+        header: number of bytes before the part of the stream.
+        begin, end, total: its range in the stream, and the length of the stream [bytes].
+        bytes, sha256: size and SHA-256 of the file.
         created: when it was written [Unix seconds].
-        seconds: how long writing took; 0 for one that was found.
-        run: id of the run that wrote it; empty: there was none, or it was not noted yet then.
+        seconds: how long writing took [s]; 0 for a shard that was found.
+        run: name of the run that wrote it; empty: unknown, or there was no run.
         format: :data:`FORMAT`, or an earlier one that can be read.
     """
 
@@ -122,16 +126,16 @@ class ShardInfo:
 
     @property
     def file(self) -> str:
-        """Its name, wherever it lies."""
+        """Return the name of its file."""
         return f"step-{self.step:012d}-{self.index}-of-{self.count}-{self.sha256[:12]}.shard"
 
     @property
     def key(self) -> Key:
-        """The same for all shards of one checkpoint, and for no other's."""
+        """Return what identifies its checkpoint: equal for all shards of one and no others."""
         return (self.step, self.generation, self.life, self.layout)
 
     def manifest(self) -> dict[str, Any]:
-        """Plain data, for manifests and messages."""
+        """Return its description as plain data, for manifests and messages."""
         fields = asdict(self)
         del fields["path"], fields["seconds"], fields["format"]
         return {"format": self.format, "file": self.file, **fields}
@@ -139,12 +143,12 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint as its manifest describes it.
+    """A checkpoint as described by its manifest.
 
     Attributes:
-        path: the manifest.
-        shards: by index; their files lie beside it.
-        seconds: how long writing it took; 0 for one that was found.
+        path: path of the manifest.
+        shards: shards by index; their files are in the same folder.
+        seconds: how long writing took [s]; 0 for a checkpoint that was found.
     """
 
     path: Path
@@ -153,41 +157,41 @@ class CheckpointInfo:
 
     @property
     def run(self) -> str:
-        """Id of the run that wrote it; empty where that is not known."""
+        """Return the name of the run that wrote it; empty if unknown."""
         return self.shards[0].run
 
     @property
     def format(self) -> int:
-        """How its shards are to be read."""
+        """Return the format of its shards."""
         return self.shards[0].format
 
     @property
     def step(self) -> int:
-        """Optimizer steps in it."""
+        """Return the number of optimizer steps in it."""
         return self.shards[0].step
 
     @property
     def epoch(self) -> int:
-        """The epoch it stands in."""
+        """Return the epoch of its state."""
         return self.shards[0].epoch
 
     @property
     def examples(self) -> int:
-        """Examples consumed so far."""
+        """Return the number of examples consumed until its state."""
         return self.shards[0].examples
 
     @property
     def bytes(self) -> int:
-        """Of all shards."""
+        """Return the size of all shards together."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def files(self) -> list[Path]:
-        """The shards, then the manifest that makes them a checkpoint."""
+        """Return the paths of all its files in the order to write them: shards, then manifest."""
         return [*(shard.path for shard in self.shards), self.path]
 
     def manifest(self) -> dict[str, Any]:
-        """What the manifest holds."""
+        """Return the content of the manifest."""
         first = self.shards[0]
         return {
             "format": self.format,
@@ -204,7 +208,7 @@ class CheckpointInfo:
 
 
 class HashingWriter:
-    """A file to write to that counts and hashes on the way."""
+    """Writes to a file, and counts and hashes the bytes."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -212,7 +216,7 @@ class HashingWriter:
         self.bytes = 0
 
     def write(self, data: Any) -> int:
-        """Write all of ``data``; returns its size in bytes."""
+        """Write all of ``data``; return its size [bytes]."""
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), _CHUNK_BYTES):
             chunk = view[begin : begin + _CHUNK_BYTES]
@@ -222,7 +226,7 @@ class HashingWriter:
         return len(view)
 
     def finish(self) -> str:
-        """Bring everything to the disk; returns the SHA-256 in hex."""
+        """Sync the file to the disk; return the SHA-256 as hexadecimal digits."""
         self._raw.flush()
         os.fsync(self._raw.fileno())
         return self._hash.hexdigest()
@@ -236,15 +240,15 @@ def write_shard(
     shard: ShardInfo,
     write: Callable[[HashingWriter], None],
 ) -> ShardInfo:
-    """Write one shard's data, without a description; returns it with size, SHA-256 and times.
+    """Write the data of one shard; return the shard with path, size, SHA-256 and times.
 
     Args:
-        folder: made if it is not there.
-        shard: what it is going to hold.
-        write: writes the data to the file it is given.
+        folder: folder of the file; created if missing.
+        shard: shard to write.
+        write: function that writes the data to the file it is given.
 
     Raises:
-        CheckpointError: the folder cannot be written, or is full; nothing of the attempt is left.
+        CheckpointError: the folder cannot be written, or is full; no file is left behind.
     """
     folder = Path(folder)
     started = time.monotonic()
@@ -270,10 +274,10 @@ def write_shard(
 def receive_shard(
     folder: Path | str, shard: ShardInfo, copy: Callable[[HashingWriter], None]
 ) -> ShardInfo:
-    """Write a shard that comes from elsewhere, and prove that it is what was written there.
+    """Write a shard that comes from another host or URL, and verify its size and SHA-256.
 
     Raises:
-        DamagedShardError: it was cut or changed there or on the way.
+        DamagedShardError: it was truncated or changed at its source or on the way.
         CheckpointError: it cannot be read, or the folder cannot be written.
     """
     arrived = write_shard(folder, replace(shard, path=Path(folder)), copy)
@@ -288,7 +292,11 @@ def receive_shard(
 
 
 def describe_shard(shard: ShardInfo, keep: int) -> None:
-    """Make a shard in a spool findable by :func:`find_shards`; older steps than ``keep`` go.
+    """Write the description of a shard in a spool, for :func:`find_shards`; prune older shards.
+
+    Args:
+        shard: shard whose file is in the spool.
+        keep: number of steps whose shards are kept.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -305,9 +313,9 @@ def describe_shard(shard: ShardInfo, keep: int) -> None:
 
 
 def find_shards(folder: Path | str) -> list[ShardInfo]:
-    """The shards of a spool whose files are as long as they should be, newest step first.
+    """Return the shards of a spool whose files have the right size, newest step first.
 
-    Contents are not verified: whoever fetches one does that. A folder that is not there has none.
+    Contents are verified later, when a shard is fetched. A missing folder has no shards.
     """
     folder = Path(folder)
     found = []
@@ -322,7 +330,7 @@ def find_shards(folder: Path | str) -> list[ShardInfo]:
 
 
 def drop_shards(folder: Path | str, up_to_step: int | None) -> None:
-    """Remove the shards of a spool up to a step, that included; None: all of them."""
+    """Remove the shards of a spool up to and including a step; None: all of them."""
     folder = Path(folder)
     with _logged(folder):
         for path in list(folder.iterdir()) if folder.is_dir() else []:
@@ -333,9 +341,9 @@ def drop_shards(folder: Path | str, up_to_step: int | None) -> None:
 
 
 def complete_sets(shards: Iterable[ShardInfo]) -> list[tuple[ShardInfo, ...]]:
-    """The checkpoints that can be put together from these shards, newest first.
+    """Return the complete checkpoints among these shards, newest first.
 
-    A shard may be there several times (copies on other hosts); the first one is taken.
+    Of several copies of a shard, such as those on other hosts, the first is used.
 
     >>> complete_sets([])
     []
@@ -352,7 +360,7 @@ def complete_sets(shards: Iterable[ShardInfo]) -> list[tuple[ShardInfo, ...]]:
 
 
 def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
-    """Why these shards, by index, are not one whole checkpoint; None if they are."""
+    """Return why these shards, by index, are not one complete checkpoint; None if they are."""
     if not shards:
         return "it has no shards"
     count, total, form = shards[0].count, shards[0].total, shards[0].format
@@ -378,16 +386,17 @@ def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
 def complete_checkpoint(
     folder: Path | str, shards: Sequence[ShardInfo], keep: int, seconds: float = 0.0
 ) -> CheckpointInfo:
-    """Make shards that lie in ``folder`` its newest checkpoint and prune what is too old.
+    """Write the manifest for shards in ``folder``, and prune older checkpoints.
 
     Args:
-        shards: all of them, by index, their files in ``folder``, verified.
-        keep: checkpoints to keep, this one included, >= 1.
-        seconds: how long it took, for the answer.
+        folder: folder of the checkpoints.
+        shards: all verified shards of the checkpoint, by index, with their files in ``folder``.
+        keep: number of checkpoints to keep, this one included, >= 1.
+        seconds: how long writing took [s], for the returned description.
 
     Raises:
-        CheckpointError: they are not a whole, the folder cannot be written, or another run keeps
-            its own there; the checkpoints that were there are untouched.
+        CheckpointError: the shards are not complete, the folder cannot be written, or it holds
+            checkpoints of another run; existing checkpoints are untouched.
     """
     _require_keep(keep)
     folder = Path(folder)
@@ -402,7 +411,7 @@ def complete_checkpoint(
     try:
         with _explained(folder, f"the checkpoint of step {info.step}"):
             check_owner(find_checkpoints(folder), str(folder), info.run)
-            # The shards' names must be on the disk before the manifest that counts on them.
+            # The shards' directory entries must be on the disk before the manifest names them.
             _sync_folder(folder)
             _write_json(info.path, info.manifest())
     except CheckpointError:
@@ -417,9 +426,9 @@ def complete_checkpoint(
 
 
 def find_checkpoints(folder: Path | str) -> list[CheckpointInfo]:
-    """The complete checkpoints of a folder, newest (greatest step) first; contents not verified.
+    """Return the complete checkpoints of a folder, greatest step first, without verification.
 
-    A folder that is not there has none.
+    A missing folder has none.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -430,17 +439,17 @@ def find_checkpoints(folder: Path | str) -> list[CheckpointInfo]:
 def newest_valid(
     folder: Path | str, on_skip: OnSkip | None = None, run_id: str = ""
 ) -> CheckpointInfo | None:
-    """The newest checkpoint whose data is what was written; None if there is none.
+    """Return the newest checkpoint whose content is verified; None if there is none.
 
     Args:
-        folder: where to look.
-        on_skip: told (path, why) of each newer one that is incomplete, damaged or another run's,
-            newest first; by default a warning is logged.
-        run_id: whose; empty: anybody's.
+        folder: folder of the checkpoints.
+        on_skip: called with (path, why) for each newer one that is incomplete, damaged or of
+            another run, newest first; by default a warning is logged.
+        run_id: run whose checkpoints are searched; empty: any run.
 
     Raises:
-        CheckpointError: the folder cannot be read; or there is none but one that cannot be read
-            now, of which nobody knows whether it is damaged.
+        CheckpointError: the folder cannot be read; or none is valid, and one that cannot be read
+            now might be.
     """
     tell = _warn_of_skip if on_skip is None else on_skip
     unreadable = ""
@@ -465,12 +474,12 @@ def newest_valid(
 
 
 def why_invalid(info: CheckpointInfo) -> tuple[Path, str] | None:
-    """The first file of a checkpoint that is not what it should be, and why; None if all are.
+    """Return the first invalid file of a checkpoint and why it is invalid; None if all are valid.
 
     Raises:
-        OSError: a file is there and cannot be read.
+        OSError: a file exists but cannot be read.
     """
-    # The cheap half first.
+    # All sizes are checked first, since hashing is slow.
     for check in (_wrong_size, _wrong_content):
         for shard in info.shards:
             try:
@@ -483,20 +492,20 @@ def why_invalid(info: CheckpointInfo) -> tuple[Path, str] | None:
 
 
 def is_own(info: CheckpointInfo, run_id: str) -> bool:
-    """Whether a checkpoint may be that of a run: it says so, or one of the two has no id."""
+    """Return whether a checkpoint belongs to a run, or may belong because one has no name."""
     return not run_id or info.run in ("", run_id)
 
 
 def check_owner(found: Iterable[CheckpointInfo], place: str, run_id: str | None) -> None:
-    """Make sure that no two runs keep their checkpoints in one place.
+    """Check that a place holds no checkpoints of another run.
 
     Args:
-        found: what is there.
-        place: a folder or a URL.
-        run_id: whose place it is to be; None: that of a new run, which can have none there.
+        found: checkpoints that are there.
+        place: the folder or URL, for messages.
+        run_id: run that is to use the place; None: a new run, which cannot have any there.
 
     Raises:
-        CheckpointError: there is one of another run; names both.
+        CheckpointError: there is a checkpoint of another run; the message names it.
     """
     for info in found:
         if run_id is None:
@@ -515,11 +524,11 @@ def check_owner(found: Iterable[CheckpointInfo], place: str, run_id: str | None)
 
 
 def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
-    """Remove what is older than the newest ``keep`` up to ``latest``, and what writers left behind.
+    """Remove old checkpoints and abandoned files; failures to remove are only logged.
 
-    Checkpoints of later steps than ``latest`` stay: training went back behind them, perhaps
-    because they are damaged, and what is known to be good must not give way to them. What cannot
-    be removed is logged; that is no reason to fail.
+    Kept are the newest ``keep`` checkpoints up to the step of ``latest``. Checkpoints of later
+    steps are kept too but not counted: training went back to an earlier step, perhaps because they
+    are damaged, and they must not displace checkpoints that are known to be valid.
     """
     _require_keep(keep)
     folder = Path(folder)
@@ -532,7 +541,7 @@ def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
         }
         for path in list(folder.iterdir()):
             found = MANIFEST.fullmatch(path.name)
-            # The manifest goes first: data without one is rubbish, one without data a puzzle.
+            # Manifests are removed first, so that a manifest never names missing shards.
             if found and int(found[1]) < oldest:
                 with _logged(path):
                     path.unlink(missing_ok=True)
@@ -546,10 +555,10 @@ def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
 
 
 def check_folder(folder: Path | str) -> None:
-    """Make sure that checkpoints can be written to ``folder``, before training counts on it.
+    """Check that checkpoints can be written to ``folder``, before training starts.
 
     Raises:
-        CheckpointError: it cannot be made or written.
+        CheckpointError: the folder cannot be created or written.
     """
     folder = Path(folder)
     with _explained(folder, "checkpoints"):
@@ -574,7 +583,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def temporary_in(folder: Path) -> Iterator[Path]:
-    """Yield a name in ``folder`` that says who writes it; remove what is still there afterwards."""
+    """Yield a temporary path in ``folder`` that names this process; remove the file afterwards."""
     path = folder / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         yield path
@@ -588,14 +597,15 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems
+        # Some network file systems cannot sync a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
 
 
 def _is_replaced(path: Path, complete: list[CheckpointInfo]) -> bool:
-    """Whether a shard gave way to a newer checkpoint of the same step."""
+    """Return whether a shard was replaced by a newer checkpoint of the same step."""
     return any(
         path.name.startswith(f"step-{info.step:012d}-")
         and path.stat().st_mtime_ns < info.path.stat().st_mtime_ns
@@ -611,7 +621,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether nobody is going to finish this file."""
+    """Return whether the writer of an unfinished file has ended, or probably has."""
     found = _TEMPORARY.fullmatch(path.name)
     if found and found["host"] == socket.gethostname():
         pid = int(found["pid"])
@@ -631,7 +641,7 @@ def _is_abandoned(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _explained(folder: Path, what: str) -> Iterator[None]:
-    """Turn the system's refusal into what the user can do about it."""
+    """Turn an OSError into a CheckpointError that says what the user can do."""
     try:
         yield
     except OSError as error:
@@ -666,7 +676,7 @@ def _require_keep(keep: int) -> None:
 
 
 def _candidates(folder: Path) -> list[tuple[Path, CheckpointInfo | None, str]]:
-    """(path, info, "") or (path, None, why it is no checkpoint), newest first."""
+    """Return (path, checkpoint, "") or (path, None, why it is not one) of each, newest first."""
     try:
         names = {path.name for path in folder.iterdir()}
     except FileNotFoundError:
@@ -687,7 +697,7 @@ def _candidates(folder: Path) -> list[tuple[Path, CheckpointInfo | None, str]]:
                 missing = [s.path.name for s in info.shards if s.path.name not in names]
                 if missing:
                     raise ValueError(f"its shard {missing[0]} is missing")
-            except FileNotFoundError:  # pruned by its writer since it was listed
+            except FileNotFoundError:  # pruned since the folder was listed
                 continue
             except (OSError, ValueError) as error:
                 found.append((step, path, None, f"its manifest is of no use: {error}"))
@@ -705,10 +715,10 @@ def _candidates(folder: Path) -> list[tuple[Path, CheckpointInfo | None, str]]:
 
 
 def parse_manifest(manifest: Any, folder: Path) -> CheckpointInfo:
-    """What a checkpoint's manifest says; its shards are in ``folder``.
+    """Return the checkpoint that a manifest describes, with its shards in ``folder``.
 
     Raises:
-        ValueError: it makes no sense; names the field.
+        ValueError: the manifest is invalid; the message names the field.
     """
     _check_format(manifest)
     described = manifest.get("shards")
@@ -722,12 +732,12 @@ def parse_manifest(manifest: Any, folder: Path) -> CheckpointInfo:
 
 
 def parse_shard(described: Any, folder: Path) -> ShardInfo:
-    """What :meth:`ShardInfo.manifest` said, of a file in ``folder``.
+    """Return the shard that :meth:`ShardInfo.manifest` described, as a file in ``folder``.
 
-    It may come from another host, so nothing in it is trusted as a path.
+    The description may come from another host, so no path is taken from it.
 
     Raises:
-        ValueError: it makes no sense; names the field.
+        ValueError: the description is invalid; the message names the field.
     """
     _check_format(described)
     fields: dict[str, Any] = {"world": 0, "run": "", **described}  # format 2 has neither

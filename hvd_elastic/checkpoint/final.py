@@ -1,8 +1,8 @@
-"""The checkpoint that a run writes before it ends early: who is asked for it, and when it is there.
+"""Decides which workers to ask for the last checkpoint of a run that is stopped early.
 
-Whoever is asked may be frozen, or about to be found dead, so others are asked when nothing came of
-it. One answer is enough: a training member has all of its generation write, and a worker that
-waits writes the whole state by itself.
+A worker that is asked may be frozen or dead, so others are asked if it does not respond. One
+response is enough: a training member makes its whole generation write, and a waiting worker writes
+the whole state by itself.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from collections.abc import Sequence
 __all__ = ["LastCheckpoint"]
 
 _ASK_OTHERS_S = 2.0
+"""Time for the first worker to respond before all are asked [s]; it does so after its step."""
 _ASK_AGAIN_S = 5.0
+"""Time between further requests to all workers [s], in case some were lost."""
 
 
 class LastCheckpoint:
-    """Pure: times are given.
+    """State of the request for a last checkpoint; times are arguments.
 
     Args:
-        now: when it is asked for [s].
+        now: when it is requested [s].
         patience_s: how long to wait for it [s].
-        step: as far as training is known to be; 0 where that is not known.
+        step: last step that is known to be done; 0 if unknown. Only a checkpoint of this step or
+            a later one counts.
 
     >>> last = LastCheckpoint(0.0, 15.0, step=90)
     >>> last.whom_to_ask(["rank 0", "rank 1"], 0.0), last.whom_to_ask(["rank 0", "rank 1"], 1.0)
@@ -42,10 +45,10 @@ class LastCheckpoint:
         self._written = math.inf
 
     def whom_to_ask(self, holders: Sequence[str], now: float) -> list[str]:
-        """Workers to be asked now.
+        """Return the workers to ask now, if any.
 
         Args:
-            holders: those that are alive and hold the state, the one to be asked first in front.
+            holders: live workers that hold the state, in order of preference.
             now: time [s].
         """
         if now < self._ask_at or not holders:
@@ -56,14 +59,14 @@ class LastCheckpoint:
         return asked
 
     def survives_at(self, step: int) -> None:
-        """No worker that is left is further than ``step``."""
+        """Note that the newest state among the surviving workers is that of ``step``."""
         self._step = min(self._step, step)
 
     def written(self, step: int) -> None:
-        """A worker has written its share of a checkpoint."""
+        """Note that a worker has written its shard of the checkpoint of ``step``."""
         if step >= self._step:
             self._written = min(self._written, step)
 
     def is_kept(self, newest_step: int) -> bool:
-        """Whether the newest complete checkpoint is the one, or a later one."""
+        """Return whether the checkpoint of step ``newest_step`` is the requested one or newer."""
         return newest_step >= self._written

@@ -1,13 +1,13 @@
-"""The header of a checkpoint: its tensors, its progress, and the values that are not tensors.
+"""Encodes and decodes the header of a checkpoint: its tensors, progress, and other values.
 
-The shards of a checkpoint, one after another, are one file in the format of safetensors. That
-begins with the length of a JSON object (8 bytes, little-endian), and that object, which names
-every tensor with its type, shape and place in the bytes that follow. What is specific to this
-library is one entry of its ``__metadata__``. docs/run-folder.md describes all fields.
+The concatenated shards of a checkpoint are one file in the safetensors format. It begins with the
+length of a JSON object (8 bytes, little-endian) and that object, which lists every tensor with its
+type, shape and position in the data that follows. Everything specific to this library is one entry
+of its ``__metadata__``. docs/run-folder.md describes all fields.
 
 Values that are not tensors (learning rates, counters, the structure of a ``state_dict``) are JSON
-as well: :func:`encode_values` keeps Python types that JSON lacks. What only one framework can
-represent is a blob of its own, the tensor :data:`OPAQUE`.
+too; :func:`encode_values` represents Python types that JSON lacks. Values that only one framework
+can represent are stored as bytes, in the tensor :data:`OPAQUE`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hvd_elastic.errors import ScriptError
 __all__ = ["OPAQUE", "Header", "TensorInfo", "decode_values", "describe_place", "encode_values"]
 
 OPAQUE = "__hvd_elastic__.opaque"
-"""Name of the bytes that only the framework of the checkpoint can read."""
-RESERVED = frozenset({OPAQUE, "__metadata__"})
-LENGTH_BYTES = 8
-_KEY = "hvd_elastic"
+"""Name of the tensor with bytes that only the checkpoint's framework can read."""
+RESERVED = frozenset({OPAQUE, "__metadata__"})  # not available as names of a script's tensors
+LENGTH_BYTES = 8  # of the header's length, as defined by safetensors
+_KEY = "hvd_elastic"  # of this library's entry in __metadata__
 
 _SAFETENSORS = {
     "bool": "BOOL",
@@ -50,7 +50,7 @@ _SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""numpy's name (that of ml_dtypes, where numpy has none) and the one in the file; others stay."""
+"""Names of types in numpy (or ml_dtypes) and in safetensors; other names are written unchanged."""
 _NAMES = {there: here for here, there in _SAFETENSORS.items()}
 _NUMPY = {name for name in _SAFETENSORS if not name.startswith(("bfloat", "float8"))}
 _NUMPY.add("complex128")
@@ -62,9 +62,9 @@ class TensorInfo:
 
     Attributes:
         name: keys to it in the state, joined by dots, such as ``model.layers.0.weight``.
-        dtype: as numpy or ml_dtypes call it, such as ``float32`` and ``bfloat16``.
-        shape: its dimensions.
-        bytes: its size.
+        dtype: name of its type in numpy or ml_dtypes, such as ``float32`` or ``bfloat16``.
+        shape: dimensions.
+        bytes: size of its data.
 
     >>> TensorInfo("w", "bfloat16", (2, 3), 12).array_dtype
     dtype('uint16')
@@ -77,7 +77,7 @@ class TensorInfo:
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """numpy's type for it; an unsigned integer of the same size where numpy has none."""
+        """Return its numpy type; an unsigned integer of the same size if numpy lacks the type."""
         if self.dtype in _NUMPY:
             return np.dtype(self.dtype).newbyteorder("<")
         elements = math.prod(self.shape)
@@ -86,15 +86,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a checkpoint holds, without the tensors' data.
+    """The header of a checkpoint: everything except the tensors' data.
 
     Attributes:
-        tensors: in the order of their data.
-        progress: where training stood: ``step``, ``epoch``, ``position``, ``examples`` and others.
-        world: ranks that trained.
-        frontend: the framework that wrote it, such as ``torch``.
+        tensors: descriptions of the tensors, in the order of their data.
+        progress: point in training: ``step``, ``epoch``, ``position``, ``examples`` and others.
+        world: number of ranks that trained.
+        frontend: name of the framework that wrote it, such as ``torch``.
         library: version of this package that wrote it.
-        values: what is not a tensor, encoded; see :func:`decode_values`.
+        values: encoded values that are not tensors; see :func:`decode_values`.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -127,14 +127,14 @@ class Header:
 
     @classmethod
     def decode(cls, text: bytes, data_bytes: int) -> Header:
-        """Return what :meth:`encode` wrote after the length.
+        """Return the header that :meth:`encode` wrote after the length.
 
         Args:
-            text: the JSON object.
+            text: JSON object.
             data_bytes: length of the data that follows it.
 
         Raises:
-            ValueError: it is not what :meth:`encode` writes, or of data of another length.
+            ValueError: the object is not a valid header, or describes data of another length.
         """
         described = json.loads(text)
         about = json.loads(described.pop("__metadata__")[_KEY])
@@ -163,27 +163,29 @@ def _dump(value: Any) -> str:
 
 # -- values that are not tensors
 
+# Types whose values need no framework to be encoded.
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
-_JSON_INTEGERS = range(-(2**63), 2**63)
-_ABSENT = object()
+_JSON_INTEGERS = range(-(2**63), 2**63)  # what other JSON readers can represent
+_ABSENT = object()  # distinguishes a missing attribute from one that is None
 
 Path = tuple[Any, ...]
 Leaf = Callable[[Any, Path], Any]
 
 
 def encode_values(value: Any, leaf: Leaf, path: Path = ()) -> Any:
-    """Return a nest of dicts, lists, tuples, sets and plain values in the terms of JSON.
+    """Return nested dicts, lists, tuples, sets and plain values as JSON data.
 
-    What JSON lacks is an object with one key that begins with ``$``. NumPy scalars become Python's,
-    and subclasses of dict and tuple become plain, except ``OrderedDict`` and ``Counter``.
+    A type that JSON lacks becomes an object with one key that begins with ``$``. NumPy scalars
+    become Python numbers, and subclasses of dict and tuple become dicts and tuples, except
+    ``OrderedDict`` and ``Counter``.
 
     Args:
-        value: the nest.
-        leaf: gives the encoding of a value of the framework's, :data:`NotImplemented` for others.
+        value: value to encode.
+        leaf: returns the encoding of a value of the framework, :data:`NotImplemented` for others.
         path: keys that lead to ``value``.
 
     Raises:
-        ScriptError: a value cannot be encoded; names its keys and type.
+        ScriptError: a value cannot be encoded; the message names its keys and type.
 
     >>> encode_values({"lr": 0.1, "betas": (0.9, 0.99)}, lambda value, path: NotImplemented)
     {'lr': 0.1, 'betas': {'$tuple': [0.9, 0.99]}}
@@ -210,7 +212,7 @@ def encode_values(value: Any, leaf: Leaf, path: Path = ()) -> Any:
 
 
 def describe_place(path: Path) -> str:
-    """Return the keys to a value as they stand in Python."""
+    """Return the keys to a value as they are written in Python."""
     return "".join(f"[{key!r}]" for key in path) or "the value"
 
 
@@ -237,7 +239,7 @@ def _encode_dict(value: dict[Any, Any], leaf: Leaf, path: Path) -> Any:
                 raise ScriptError(f"in a key of {describe_place(path)}: {error}") from error
         items.append([encoded, encode_values(item, leaf, (*path, key))])
     if isinstance(value, OrderedDict):
-        # PyTorch modules keep versions of their layers in this attribute of a state_dict.
+        # PyTorch keeps the versions of a model's layers in this attribute of a state_dict.
         metadata = getattr(value, "_metadata", _ABSENT)
         if metadata is _ABSENT:
             return {"$ordered": items}
@@ -253,15 +255,15 @@ def _encode_dict(value: dict[Any, Any], leaf: Leaf, path: Path) -> Any:
 
 
 def decode_values(encoded: Any, tensors: Mapping[str, Any], opaque: Sequence[Any]) -> Any:
-    """Return what :func:`encode_values` was given.
+    """Return the value that :func:`encode_values` encoded.
 
     Args:
-        encoded: its result.
-        tensors: by name, for ``{"$tensor": name}``.
-        opaque: for ``{"$opaque": index}``.
+        encoded: result of ``encode_values``.
+        tensors: tensors by name, for ``{"$tensor": name}``.
+        opaque: values of the framework by index, for ``{"$opaque": index}``.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError: it is not the result of ``encode_values``.
+        ValueError, TypeError, KeyError, IndexError: ``encoded`` is not such a result.
     """
 
     def decode(item: Any) -> Any:

@@ -1,10 +1,11 @@
-"""The leader's claim on the place of its run's checkpoints, for leaders that share nothing else.
+"""The leader's lease on the checkpoint folder, which keeps two leaders of one run apart.
 
-Two leaders of one run meet on the hosts that both use. Where they use different ones, what they
-share is ``--checkpoint-dir``: whoever leads keeps a small file there and renews it. A file that
-changes has a living leader behind it. That is judged by one's own clock between two looks, since
-clocks differ, and needs nothing of the storage but that a file can be replaced. Whoever finds his
-own claim replaced looks who did it; so it does not matter if two write at the same time.
+Two leaders of one run normally find each other on the hosts that both use. If they use different
+hosts, they share only ``--checkpoint-dir``, so each leader keeps a small lease file there and
+renews it. A file that changes belongs to a live leader. Whether it changes is measured with the
+reader's own clock, since the clocks of two machines differ. The storage only has to support
+replacing a file: a leader that finds its lease replaced reads who replaced it, so simultaneous
+writes do no harm.
 """
 
 from __future__ import annotations
@@ -30,29 +31,33 @@ from hvd_elastic.errors import HvdElasticError
 __all__ = ["PATIENCE_S", "Claim", "ClaimKeeper", "ClaimWatch", "find_claimant"]
 
 PATIENCE_S = 9.0
-"""A claim that has not changed for so long is nobody's."""
+"""Time after which an unchanged lease has expired [s]: three missed renewals."""
 
-_NAME = "leader.json"
+_NAME = "leader.json"  # beside the checkpoints
 _RENEW_S = 3.0
+"""Time between two renewals [s]; each is a small write to the storage."""
 _LOOK_S = 0.5
+"""Time between two readings of another leader's lease [s], while starting waits for the result."""
 _STOOD_STILL_S = 2 * _RENEW_S
+"""Time between two readings above which this process was paused and must observe anew [s]."""
 _END_S = 3.0
+"""How long the end of a run waits for slow storage to remove the lease [s]."""
 
 Verdict = Literal["mine", "open", "led"]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the file says.
+    """The content of a lease file.
 
     Attributes:
-        run: id of the run.
-        leader: tells the process from all others.
-        led_by: what users call it.
-        led_since: when it began to lead [Unix seconds, of its own clock].
-        machine: where process ids mean the same; empty: not known.
-        pid: of the process there.
-        count: rises with each renewal.
+        run: name of the run.
+        leader: unique id of the leader's process.
+        led_by: description of the process for users.
+        led_since: when it began to lead [Unix seconds by its own clock].
+        machine: id of the process's machine, boot and pid namespace; empty: unknown.
+        pid: process id there.
+        count: number of renewals.
     """
 
     run: str
@@ -65,14 +70,14 @@ class Claim:
 
     @classmethod
     def of_this_process(cls, run_id: str, led_since: float) -> Claim:
-        """A new one; nobody else has the same."""
+        """Return a new lease of this process, with a unique id."""
         pid = os.getpid()
         led_by = f"process {pid} on {socket.gethostname()}"
         return cls(run_id, secrets.token_hex(8), led_by, led_since, _machine(), pid)
 
     @property
     def is_of_a_dead_process(self) -> bool:
-        """Whether its process was one of this machine, and has ended."""
+        """Return whether its process was on this machine and has ended."""
         if not self.machine or self.machine != _machine():
             return False
         try:
@@ -85,21 +90,25 @@ class Claim:
 
 
 class ClaimWatch:
-    """Whether somebody else lives behind the claims that are found. Pure: times are given."""
+    """Decides whether the leases that are found belong to a live leader; times are arguments."""
 
     def __init__(self, own: str) -> None:
         self._own = own
         self._seen: Claim | None = None
         self._since = self._looked = 0.0
         self.first_seen = 0.0
-        """When the claim that is there was first found to be another's [s]."""
+        """When the current lease of another leader was first seen [s]."""
 
     def judge(self, found: Claim | None, now: float) -> Verdict:
-        """What the place is: ``mine`` to claim, ``led`` by a living leader, or still ``open``.
+        """Decide who may write to the place, from one reading of its lease file.
 
         Args:
-            found: what is there; None: nothing.
-            now: of a clock that goes on while the machine sleeps [s].
+            found: lease that is there; None: there is none.
+            now: time by a clock that continues while the machine sleeps [s].
+
+        Returns:
+            ``mine`` if this leader may take the lease, ``led`` if another live leader holds it,
+            ``open`` if it is not known yet whether that leader is alive.
         """
         stood_still = now - self._looked > _STOOD_STILL_S
         before, self._seen, self._looked = self._seen, found, now
@@ -115,16 +124,16 @@ class ClaimWatch:
 
 
 class ClaimKeeper:
-    """Keeps a claim renewed, and looks out for others, in a thread: storage may be slow.
+    """Renews this leader's lease and watches for other leaders, in a thread as storage may be slow.
 
-    What goes wrong with the file is no reason to say anything: checkpoints go the same way.
+    Errors with the file are not reported: checkpoints use the same storage, and report them.
 
     Args:
         place: folder or URL of the run's checkpoints.
-        claim: of this process.
-        on_settled: told once that the place is claimed, or cannot be asked.
-        on_rival: told of each sign of life of another leader, and since when its claim was there
-            [s, monotonic]; until :meth:`insist` the place is left to it.
+        claim: lease of this process.
+        on_settled: called once, when the lease is held or the storage cannot be read.
+        on_rival: called with another leader's lease, whenever it was renewed, and the time when it
+            was first seen [monotonic s]; it is not replaced until :meth:`insist` is called.
     """
 
     def __init__(
@@ -145,11 +154,11 @@ class ClaimKeeper:
         self._thread.start()
 
     def insist(self) -> None:
-        """Replace the other leader's claim, for it to see."""
+        """Replace the other leader's lease, so that it notices this leader."""
         self._insisted.set()
 
     def end(self) -> None:
-        """Take the claim back, if the storage lets that be done soon."""
+        """Stop renewing and remove the lease, if the storage responds soon."""
         self._over.set()
         self._thread.join(_END_S)
 
@@ -181,7 +190,10 @@ class ClaimKeeper:
 
 
 def find_claimant(place: Path | CheckpointUrl) -> Claim | None:
-    """The living leader that keeps checkpoints there; waits while that is not known."""
+    """Return the lease of the live leader that uses ``place``, None if there is none.
+
+    Waits for up to ``PATIENCE_S`` to see whether an existing lease is being renewed.
+    """
     watch = ClaimWatch(secrets.token_hex(8))
     folder = _Folder(place) if isinstance(place, Path) else place
     with contextlib.suppress(OSError, HvdElasticError):
@@ -192,7 +204,7 @@ def find_claimant(place: Path | CheckpointUrl) -> Claim | None:
 
 
 class _Folder:
-    """As a :class:`CheckpointUrl`, for the claim."""
+    """A folder with the methods of :class:`CheckpointUrl` that a lease needs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -213,7 +225,7 @@ class _Folder:
 
 
 def _read(place: _Folder | CheckpointUrl) -> Claim | None:
-    """The claim there; None: there is no such file."""
+    """Return the lease at ``place``; None if there is no such file."""
     text = place.read_file(_NAME)
     if not text:
         return None
@@ -224,7 +236,7 @@ def _read(place: _Folder | CheckpointUrl) -> Claim | None:
 
 
 _UNREADABLE = Claim("", "", "", 0.0, "", 0)
-"""Half of one, of a storage that does not replace files as a whole, or no claim at all."""
+"""Stands for a file that is not a lease, or that was read while it was only partly replaced."""
 
 
 def _machine() -> str:

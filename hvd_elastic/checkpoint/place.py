@@ -1,4 +1,4 @@
-"""Keeps the checkpoints of a run in one place, a folder or a URL, that no other run uses."""
+"""Stores the checkpoints of a run in a folder or at a URL that no other run uses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["CheckpointStore", "check_new_place"]
 
 
 def check_new_place(place: str) -> None:
-    """Make sure that a run that is to be started can keep its checkpoints at ``--checkpoint-dir``.
+    """Check that a new run can store its checkpoints at ``--checkpoint-dir``.
 
     Raises:
-        CheckpointError: it cannot be written, holds those of another run, or a leader is about to
-            write there.
+        CheckpointError: it cannot be written, it holds checkpoints of another run, or another
+            leader is using it.
     """
     where = CheckpointUrl(place) if is_url(place) else Path(place)
     check_place(where, None)
@@ -41,14 +41,14 @@ def check_new_place(place: str) -> None:
 
 
 def check_place(place: Path | CheckpointUrl, run_id: str | None) -> list[CheckpointInfo]:
-    """Make sure that checkpoints can be written, before training counts on it; return those there.
+    """Check that checkpoints can be written before training starts; return the existing ones.
 
     Args:
-        place: a folder, or a URL.
-        run_id: whose checkpoints; None: those of a new run, which has none yet.
+        place: folder or URL of the checkpoints.
+        run_id: run that owns it; None: a new run, which has no checkpoints yet.
 
     Raises:
-        CheckpointError: it cannot be written, or holds those of another run.
+        CheckpointError: it cannot be written, or holds checkpoints of another run.
     """
     if isinstance(place, CheckpointUrl):
         place.check()
@@ -61,17 +61,18 @@ def check_place(place: Path | CheckpointUrl, run_id: str | None) -> list[Checkpo
 
 
 class CheckpointStore:
-    """The place of one run's checkpoints.
+    """Stores and finds the checkpoints of one run.
 
     Args:
-        run_id: the run's; checkpoints of others are never taken.
-        folder: where checkpoints are put together and kept.
-        place: ``--checkpoint-dir``; a URL is uploaded to, a folder is used instead of ``folder``.
-        keep: checkpoints to keep.
-        resumed: the run may have checkpoints already.
+        run_id: name of the run; checkpoints of other runs are never used.
+        folder: folder in which checkpoints are assembled and kept.
+        place: ``--checkpoint-dir``; checkpoints are uploaded to a URL, and kept in a folder
+            instead of ``folder``.
+        keep: number of checkpoints to keep.
+        resumed: whether the run may have checkpoints already.
 
     Attributes:
-        run_id, folder, url: as given; ``url`` None: there is none.
+        run_id, folder, url: as given; ``url`` is None if the place is a folder.
     """
 
     def __init__(
@@ -85,31 +86,31 @@ class CheckpointStore:
 
     @property
     def place(self) -> Path | CheckpointUrl:
-        """Return where users look for checkpoints."""
+        """Return the folder or URL in which users find the checkpoints."""
         return self.url or self.folder
 
     def check(self) -> None:
-        """Make sure that checkpoints can be written, before training counts on it.
+        """Check that checkpoints can be written, before training starts.
 
         Raises:
-            CheckpointError: they cannot, or there are those of another run.
+            CheckpointError: they cannot be written, or there are checkpoints of another run.
         """
         check_place(self.folder, self._owner)
         if self.url is not None:
             check_place(self.url, self._owner)
 
     def newest_step(self) -> int:
-        """Return the step of the newest checkpoint in the folder; -1: there is none."""
+        """Return the step of the newest checkpoint in the folder; -1 if there is none."""
         with contextlib.suppress(CheckpointError):
             return max((info.step for info in find_checkpoints(self.folder)), default=-1)
         return -1
 
     def add(self, shards: Sequence[ShardInfo], seconds: float) -> CheckpointInfo:
-        """Make shards in the folder its newest checkpoint; see :func:`complete_checkpoint`."""
+        """Turn shards in the folder into a checkpoint; see :func:`complete_checkpoint`."""
         return complete_checkpoint(self.folder, shards, self._keep, seconds)
 
     def upload(self, info: CheckpointInfo) -> str:
-        """Copy a checkpoint to the URL, if there is one; return where users find it.
+        """Copy a checkpoint to the URL, if there is one; return its path or URL.
 
         Raises:
             CheckpointError: it could not be uploaded.
@@ -120,13 +121,13 @@ class CheckpointStore:
         return f"{self.url}/{info.path.name}"
 
     def newest(self, say: Callable[[str], None]) -> CheckpointInfo | None:
-        """Return the newest valid checkpoint, here or at the URL, brought here.
+        """Return the newest valid checkpoint, downloaded if it is at the URL; None if none exists.
 
         Args:
-            say: told what was skipped, and why.
+            say: called with a message for each checkpoint that was skipped.
 
         Raises:
-            CheckpointError: it cannot be known that there is none.
+            CheckpointError: a folder or URL cannot be read, so a checkpoint may exist there.
         """
 
         def skip(path: Path, why: str) -> None:

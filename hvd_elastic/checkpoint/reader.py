@@ -1,6 +1,7 @@
 """Reads checkpoints: their header, and their tensors as NumPy arrays or into a framework's memory.
 
-All that is read is data: JSON and bytes. Each shard that is read is compared with its SHA-256.
+Everything is read as data, JSON and bytes, so no code of a file is run. Each shard that is read is
+compared with its SHA-256.
 
 >>> load_arrays("nowhere/step-000000000100.json")
 Traceback (most recent call last):
@@ -25,17 +26,17 @@ from hvd_elastic.errors import CheckpointError
 
 __all__ = ["CheckpointReader", "load_arrays", "open_checkpoint", "read_header"]
 
-_READ_BYTES = 4 << 20
+_READ_BYTES = 4 << 20  # most bytes per read; skipped data is held in memory only in such pieces
 
 
 def read_header(path: Path | str) -> Header:
-    """Return what a checkpoint says of itself and of its tensors; their data is not read.
+    """Return the header of a checkpoint, which describes its tensors, without reading their data.
 
     Args:
-        path: its manifest; the shards lie beside it.
+        path: path of the manifest; the shards are in the same folder.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or PyTorch alone can read it.
+        CheckpointError: there is no such file, it is damaged, or only PyTorch can read it.
     """
     with open_checkpoint(path) as reader:
         return reader.read_header()
@@ -46,14 +47,15 @@ def load_arrays(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return tensors of a checkpoint by name, without the framework that wrote it.
 
-    A type that NumPy lacks comes as the unsigned integers of its bits: ``bfloat16`` as ``uint16``.
+    The bits of a type that NumPy lacks are returned as unsigned integers: ``bfloat16`` as
+    ``uint16``.
 
     Args:
-        path: the manifest; the shards lie beside it.
-        names: which tensors; None for all. Shards that have none of them are not read.
+        path: path of the manifest; the shards are in the same folder.
+        names: names of the tensors; None: all. Shards without any of them are not read.
 
     Raises:
-        CheckpointError: as :func:`read_header`; or a name is not in it.
+        CheckpointError: as :func:`read_header`; or the checkpoint lacks one of the names.
     """
     arrays = {}
     with open_checkpoint(path) as reader:
@@ -76,7 +78,7 @@ def load_arrays(
 
 @contextlib.contextmanager
 def open_checkpoint(path: Path | str) -> Iterator[CheckpointReader]:
-    """Read a checkpoint; what is wrong with its content becomes a :class:`CheckpointError`."""
+    """Open a checkpoint for reading; errors in its content are raised as CheckpointError."""
     path = Path(path)
     try:
         info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), path.parent)
@@ -96,7 +98,7 @@ def open_checkpoint(path: Path | str) -> Iterator[CheckpointReader]:
 
 
 class CheckpointReader:
-    """The bytes of all shards one after the other, each verified when it has been read."""
+    """Reads the bytes of all shards in order, and verifies each shard once it was read."""
 
     def __init__(self, shards: tuple[ShardInfo, ...]) -> None:
         self.shards = shards
@@ -108,11 +110,11 @@ class CheckpointReader:
 
     @property
     def is_pickled(self) -> bool:
-        """Whether the header is a pickle of PyTorch's, of ``shards[0].header`` bytes."""
+        """Return whether the header is a PyTorch pickle (format 2)."""
         return self.shards[0].format == PICKLED_FORMAT
 
     def read_header(self) -> Header:
-        """Return the header, with which the first shard begins."""
+        """Read and return the header, which is at the beginning of the first shard."""
         if self.is_pickled:
             raise CheckpointError(
                 f"{self._shard.path} is of format {PICKLED_FORMAT}, which PyTorch alone can read: "
@@ -127,11 +129,11 @@ class CheckpointReader:
         return Header.decode(self.take(size), data_bytes)
 
     def read_tensors(self, header: Header, place: Callable[[TensorInfo], Any]) -> None:
-        """Read all data that follows the header.
+        """Read the tensors' data, which follows the header.
 
         Args:
-            header: it.
-            place: gives the bytes to fill with a tensor's data, None to leave it out.
+            header: header of the checkpoint.
+            place: returns the buffer for a tensor's data; None to skip the tensor.
         """
         unwanted = 0
         for tensor in header.tensors:
@@ -146,7 +148,7 @@ class CheckpointReader:
         self.end()
 
     def take(self, size: int) -> bytes:
-        """Return the next bytes."""
+        """Read and return the next ``size`` bytes."""
         data = bytearray(size)
         self.fill(data)
         return bytes(data)
@@ -164,7 +166,7 @@ class CheckpointReader:
             view = view[size:]
 
     def skip(self, size: int) -> None:
-        """Pass over the next bytes; a shard of which none is wanted is not read."""
+        """Skip the next bytes; shards that are skipped as a whole are not read."""
         while size:
             self._open_next()
             if self._left == self._shard.bytes <= size:
@@ -176,13 +178,13 @@ class CheckpointReader:
                 size -= some
 
     def end(self) -> None:
-        """Verify what was read last; nothing may follow."""
+        """Verify the last shard that was read, and that no data is left."""
         while self._file is not None:
             self._check()
             self._next()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the current file."""
         if self._file is not None:
             self._file.close()
 

@@ -1,7 +1,7 @@
-"""Which bytes of a training state each rank writes, and what stands before them.
+"""Divides a training state among the ranks that write it as shards of a checkpoint.
 
-What all ranks hold alike (parameters, optimizer state) is one stream of bytes, tensor after tensor,
-of which every rank writes a part; everything else is written by rank 0, before the stream.
+The state that all ranks share (parameters, optimizer state) is one stream of bytes, tensor after
+tensor, of which each rank writes a part. Rank 0 writes everything else, before the stream.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hvd_elastic.checkpoint.header import OPAQUE, Header, TensorInfo
 __all__ = ["SHARD_BYTES", "Content", "Position", "byte_range", "new_shard"]
 
 SHARD_BYTES = 16 << 20
-"""Smallest shard, where there are several: copying so much takes some milliseconds, and more
-files would cost more than they save."""
+"""Smallest size of a shard when there are several: copying this many bytes takes some milliseconds,
+so more and smaller files would cost more time than they save."""
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes; shards begin at multiples of a cache line
 
 
 def shard_count(total: int, size: int) -> int:
-    """How many of ``size`` ranks write a shard of a stream of ``total`` bytes.
+    """Return how many of ``size`` ranks write a shard of a stream of ``total`` bytes.
 
     >>> [shard_count(total << 20, 4) for total in (0, 31, 32, 1000)]
     [1, 1, 2, 4]
@@ -40,7 +40,7 @@ def shard_count(total: int, size: int) -> int:
 
 
 def shard_index(rank: int, size: int, count: int) -> int | None:
-    """Which shard a rank writes; None for none. They are spread over the ranks, so over hosts.
+    """Return which shard a rank writes, None for none; shards are spread evenly over the ranks.
 
     >>> [shard_index(rank, 4, 2) for rank in range(4)]
     [0, None, 1, None]
@@ -50,7 +50,7 @@ def shard_index(rank: int, size: int, count: int) -> int | None:
 
 
 def byte_range(index: int, count: int, total: int) -> tuple[int, int]:
-    """First byte of a shard's part of the stream, and the one after its last.
+    """Return the first byte of a shard's part of the stream, and the byte after its last.
 
     >>> [byte_range(index, 3, 1000) for index in range(3)]
     [(0, 320), (320, 640), (640, 1000)]
@@ -64,28 +64,28 @@ def byte_range(index: int, count: int, total: int) -> tuple[int, int]:
 
 
 class Position(Protocol):
-    """Where training stands."""
+    """A point in training, as far as checkpoints need it."""
 
     step: int
     epoch: int
     examples: int
 
     def as_state(self) -> dict[str, int]:
-        """Return everything as plain numbers."""
+        """Return all fields as plain numbers."""
 
 
 class Content(ABC):
-    """A state at one step: the tensors that all ranks hold alike, and a copy of everything else.
+    """The training state at one step: tensors shared by all ranks, and a copy of everything else.
 
-    A frontend's subclass supplies what touches its tensors.
+    A subclass for each framework implements the access to its tensors.
 
     Attributes:
         frontend: name of the framework.
-        values: what is not a tensor, as :func:`~hvd_elastic.checkpoint.header.encode_values`
-            encodes it; tensors stand there by name.
-        stream: the tensors that all ranks hold alike, in their order in the stream.
+        values: values that are not tensors, encoded by
+            :func:`~hvd_elastic.checkpoint.header.encode_values`; they refer to tensors by name.
+        stream: tensors that are the same on all ranks, in the order of the stream.
         own: tensors that only rank 0 writes.
-        pinned: whether copies go faster into memory that :meth:`make_buffer` makes for them.
+        pinned: whether :meth:`make_buffer` returns pinned memory, for faster copies from a GPU.
     """
 
     frontend: str
@@ -98,22 +98,22 @@ class Content(ABC):
 
     @property
     def names(self) -> list[str]:
-        """Names of the stream's tensors."""
+        """Return the names of the stream's tensors."""
         return [tensor.name for tensor in self.stream]
 
     @property
     def total(self) -> int:
-        """Length of the stream [bytes]."""
+        """Return the length of the stream [bytes]."""
         return sum(tensor.bytes for tensor in self.stream)
 
     @property
     def layout(self) -> str:
-        """Digest of what the stream is made of; ranks with the same can write one checkpoint."""
+        """Return a digest of the stream's tensors; ranks need the same one to write together."""
         described = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self.stream]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
     def parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(number of a tensor, first byte, byte after the last) of what is in a range."""
+        """Yield (index, first byte, byte after the last) of each tensor's part in a range."""
         at = 0
         for number, tensor in enumerate(self.stream):
             first, last = max(begin - at, 0), min(end - at, tensor.bytes)
@@ -122,7 +122,7 @@ class Content(ABC):
             at += tensor.bytes
 
     def head(self, progress: Mapping[str, int], world: int) -> list[Any]:
-        """Return what shard 0 begins with, in pieces: the header and all data but the stream."""
+        """Return the beginning of shard 0 in pieces: the header and all data before the stream."""
         opaque = self.encode_opaque()
         blobs = [TensorInfo(OPAQUE, "uint8", (len(opaque),), len(opaque))] if opaque else []
         header = Header(
@@ -136,35 +136,37 @@ class Content(ABC):
         return [header.encode(), *self.own_data(), opaque]
 
     def make_buffer(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return memory for a copy, written to once: the system provides it only then.
+        """Return memory for a copy.
+
+        It is filled once, because the system provides pages of memory only at the first write.
 
         Raises:
-            MemoryError: there is too little.
+            MemoryError: there is too little memory.
         """
         return np.full(size, 0, np.uint8)
 
     @abstractmethod
     def own_data(self) -> Iterable[Any]:
-        """Return the bytes of each tensor of :attr:`own`, copied when the content was made."""
+        """Return the bytes of each tensor of :attr:`own`, copied when the content was created."""
 
     @abstractmethod
     def encode_opaque(self) -> bytes:
-        """Return the values that only this frontend can represent; nothing for none."""
+        """Return the encoded values that only this framework can represent; empty for none."""
 
     @abstractmethod
     def begin_copy(
         self, begin: int, end: int, target: np.ndarray[Any, Any], lasting: set[int]
     ) -> Callable[[], str | None]:
-        """Copy a part of the stream into ``target``, now where a tensor may change at any time.
+        """Copy the tensors of a part of the stream that may change; return a function for the rest.
 
         Args:
-            begin, end: the part.
-            target: bytes of the same length.
-            lasting: tensors that do not change before the rest is copied.
+            begin, end: range of the stream [bytes].
+            target: buffer of the same length.
+            lasting: indices of tensors that do not change until the rest is copied.
 
         Returns:
-            What copies the rest, in another thread, and returns the name of a tensor that was
-            changed nevertheless.
+            A function that copies the rest, to be called in another thread. It returns the name of
+            a tensor that changed nevertheless, None if all is well.
         """
 
 
@@ -177,9 +179,14 @@ def new_shard(
     life: str = "",
     world: int | None = None,
 ) -> ShardInfo | None:
-    """What one of ``size`` ranks that write ``content`` has to write; None for nothing.
+    """Return the shard that a rank has to write; None if it writes none.
 
-    ``world``: the ranks that train, if others than those write.
+    Args:
+        content: state to write.
+        progress: its point in training.
+        rank, size: rank among the ranks that write, and their number.
+        generation, life: generation, and leader term that numbers it.
+        world: number of ranks that train, if it differs from ``size``.
     """
     total = content.total
     count = shard_count(total, size)

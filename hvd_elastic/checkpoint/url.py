@@ -1,7 +1,7 @@
-"""Checkpoints at a URL: ``s3://…``, ``gs://…``, ``memory://…``, whatever fsspec has a backend for.
+"""Stores checkpoints at a URL that fsspec supports: ``s3://…``, ``gs://…``, ``memory://…``.
 
-The run folder is where checkpoints are put together; a whole one is then uploaded, the manifest
-last. Object stores show an object when it is complete, so what is listed there is whole.
+Checkpoints are assembled in the run folder and uploaded when complete, the manifest last. Object
+stores list an object only once it is complete, so a listed checkpoint is complete too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hvd_elastic.errors import CheckpointError
 
 __all__ = ["CheckpointUrl", "is_url"]
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 4 << 20  # per read of a download; large enough to make requests cheap
 
 
 def is_url(place: str) -> bool:
-    """Whether ``--checkpoint-dir`` names a URL and no folder.
+    """Return whether a ``--checkpoint-dir`` is a URL instead of a folder.
 
     >>> is_url("s3://bucket/run"), is_url("/data/run")
     (True, False)
@@ -42,10 +42,11 @@ def is_url(place: str) -> bool:
 
 
 class CheckpointUrl:
-    """A folder behind fsspec.
+    """A folder of checkpoints that is accessed through fsspec.
 
     Raises:
-        CheckpointError: fsspec or the backend of this URL is not installed; names the package.
+        CheckpointError: fsspec or its backend for this URL is not installed; the message names
+            the package.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,10 +65,10 @@ class CheckpointUrl:
         return self.url
 
     def check(self) -> None:
-        """Make sure that it can be written, before training counts on it.
+        """Check that the URL can be written, before training starts.
 
         Raises:
-            CheckpointError: it cannot.
+            CheckpointError: it cannot be written.
         """
         probe = f"{self._root}/.tmp-hvd_elastic"
         with self._explained("written"):
@@ -76,7 +77,7 @@ class CheckpointUrl:
             self._files.rm_file(probe)
 
     def read_file(self, name: str) -> bytes:
-        """Content of a small file; nothing where there is none.
+        """Return the content of a small file; empty if there is no such file.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -88,7 +89,7 @@ class CheckpointUrl:
                 return b""
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Make or replace a small file.
+        """Create or replace a small file.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -97,7 +98,7 @@ class CheckpointUrl:
             self._files.pipe_file(f"{self._root}/{name}", data)
 
     def remove_file(self, name: str) -> None:
-        """Remove a file that is there.
+        """Remove an existing file.
 
         Raises:
             CheckpointError: it cannot be removed.
@@ -106,7 +107,7 @@ class CheckpointUrl:
             self._files.rm_file(f"{self._root}/{name}")
 
     def upload(self, info: CheckpointInfo, keep: int) -> None:
-        """Put a checkpoint there, then remove what is older than the newest ``keep`` up to it.
+        """Upload a checkpoint, then remove all but the newest ``keep`` up to its step.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -119,14 +120,14 @@ class CheckpointUrl:
             names = self._names()
             steps = sorted({int(m[1]) for n in names if (m := MANIFEST.fullmatch(n))})
             kept = [step for step in steps if step <= info.step][-keep:]
-            for pattern in (MANIFEST, SHARD):  # without a manifest, shards are rubbish
+            for pattern in (MANIFEST, SHARD):  # no manifest may ever name missing shards
                 for name in names:
                     match = pattern.fullmatch(name)
                     if match and int(match[1]) < kept[0]:
                         self._files.rm_file(f"{self._root}/{name}")
 
     def find(self, folder: Path) -> list[CheckpointInfo]:
-        """The checkpoints there, newest first, as if they lay in ``folder``; contents not verified.
+        """Return the checkpoints, newest first, with paths in ``folder``; nothing is verified.
 
         Raises:
             CheckpointError: the URL cannot be read.
@@ -140,17 +141,18 @@ class CheckpointUrl:
     def download_newest(
         self, folder: Path, keep: int, newer_than: int, on_skip: OnSkip, run_id: str
     ) -> CheckpointInfo | None:
-        """Bring the newest one that is whole and verified to ``folder``; None if there is none.
+        """Download the newest valid checkpoint to ``folder``; return None if there is none.
 
         Args:
-            newer_than: only of later steps than this.
-            keep: checkpoints to keep in ``folder``.
-            on_skip: told (place, why) of each newer one that is of no use.
-            run_id: whose.
+            folder: local folder for the checkpoint.
+            keep: number of checkpoints to keep in ``folder``.
+            newer_than: only checkpoints of later steps than this are considered.
+            on_skip: called with (path, why) for each newer one that cannot be used.
+            run_id: run whose checkpoints are searched.
 
         Raises:
-            CheckpointError: the URL cannot be read, or the folder not be written; or there is none
-                but one that cannot be brought now, of which nobody knows whether it is damaged.
+            CheckpointError: the URL cannot be read, or the folder cannot be written; or none is
+                valid, and one that cannot be downloaded now might be.
         """
         trouble: CheckpointError | None = None
         for step, name in self._manifests():
@@ -174,7 +176,7 @@ class CheckpointUrl:
         return None
 
     def _manifests(self) -> list[tuple[int, str]]:
-        """(step, name) of each, newest first."""
+        """Return (step, name) of each manifest, newest first."""
         with self._explained("read"):
             names = self._names()
         return sorted(((int(m[1]), n) for n in names if (m := MANIFEST.fullmatch(n))), reverse=True)
@@ -202,10 +204,10 @@ class CheckpointUrl:
         try:
             yield
         except ImportError as error:
-            # fsspec says which package: "Install s3fs to access S3".
+            # The message of fsspec names the package, as in "Install s3fs to access S3".
             raise CheckpointError(
                 f"--checkpoint-dir {self.url} needs a package that is not installed: {error}"
             ) from error
-        except Exception as error:  # every backend has its own kinds
+        except Exception as error:  # every backend raises exceptions of its own
             said = str(error).strip().partition("\n")[0] or type(error).__name__
             raise CheckpointError(f"checkpoints at {self.url} cannot be {what}: {said}") from error

@@ -1,9 +1,9 @@
-"""Writes one rank's shards beside training.
+"""Writes the shards of one rank while training continues.
 
-Training waits for no disk and hardly for the copy. What does not change before the next
-``optimizer.step()`` is copied by a thread during the next forward and backward pass, and only that
-step waits for what is not copied by then. The copy goes into a buffer that is kept: the first write
-to fresh memory takes many times longer than the copy.
+Training never waits for the disk, and rarely for the copy of the state. Tensors that do not change
+before the next ``optimizer.step()`` are copied by a thread during the next forward and backward
+pass; only that step waits for the rest of the copy. The buffer of the copy is reused, because the
+first write to newly allocated memory takes many times longer than the copy.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ class _Job:
 
 
 class ShardWriter:
-    """Copies and writes the shards of one rank, one at a time, in a thread of its own.
+    """Copies and writes the shards of one rank, one at a time, in a thread.
+
+    All functions are called in that thread.
 
     Args:
-        folder: where to.
-        finish: makes a written shard findable, in that thread.
-        on_done: told of each shard that is finished, and how long training waited for it [s], in
-            that thread.
-        on_error: told why one was not written, in that thread.
+        folder: folder of the shards.
+        finish: called with a written shard, to describe it in the spool.
+        on_done: called with each finished shard and the time that training waited for it [s].
+        on_error: called with the error when a shard was not written.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class ShardWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a shard is being written, or memory for one is being made."""
+        """Return whether a shard is being written, or its buffer is being allocated."""
         return self._thread is not None and self._thread.is_alive()
 
     def prepare(self, content: Content, size: int) -> None:
-        """Make memory for ``size`` bytes of ``content``, beside training; see :attr:`busy`."""
+        """Allocate a buffer for ``size`` bytes of ``content`` in the thread; see :attr:`busy`."""
         if not self.busy and not self._fits(content, size):
             self._start(lambda: self._make_buffer(content, size))
 
@@ -85,15 +86,15 @@ class ShardWriter:
         lasting: set[int],
         began: float,
     ) -> None:
-        """Write the shard with this state; returns before it is copied.
+        """Start to copy and write a shard of the current state.
 
         Args:
-            content: the state now.
-            progress: where it stands.
-            shard: which part of it.
-            lasting: tensors that do not change before :meth:`settle`; all others are copied
-                before this returns.
-            began: since when training waits for this [s, monotonic].
+            content: current state.
+            progress: its point in training.
+            shard: part of the state to write.
+            lasting: indices of tensors that do not change before :meth:`settle`; all others are
+                copied before this method returns.
+            began: when training began to wait for this call [monotonic s].
         """
         self.flush()
         size = shard.end - shard.begin
@@ -105,7 +106,7 @@ class ShardWriter:
         job.blocked_s = time.monotonic() - began
 
     def settle(self) -> None:
-        """Wait until what is being written is copied: from now on everything may change."""
+        """Wait until the state is copied; after this, all tensors may change."""
         job = self._job
         if job is not None and not job.copied.is_set():
             began = time.monotonic()
@@ -113,7 +114,7 @@ class ShardWriter:
             job.blocked_s += time.monotonic() - began
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being written; False after ``timeout_s``."""
+        """Wait until no shard is being written; return False if ``timeout_s`` passes first."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return not self.busy
@@ -162,7 +163,7 @@ class ShardWriter:
             self._finish(written)
         except HvdElasticError as error:
             self._tell(self._on_error, error)
-        except Exception as error:  # training goes on without this checkpoint
+        except Exception as error:  # training must continue without this checkpoint
             log.debug("writing a checkpoint failed", exc_info=True)
             wrapped = CheckpointError(
                 f"the checkpoint of step {shard.step} was not written to {self._folder}: "

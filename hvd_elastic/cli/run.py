@@ -1,4 +1,4 @@
-"""``hvd-elastic run``: starts or resumes a run and leads it, here or in the background."""
+"""``hvd-elastic run``: starts or resumes a run and leads it, in the foreground or background."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from hvd_elastic.records.tensorboard import TensorBoardWriter
 
 __all__ = ["run"]
 
+# Parameters that may be given with --resume; the run keeps all others from its start.
 _WITH_RESUME = {
     *("resume", "command", "hostfile", "ssh_config", "np", "max_np", "detach", "json_output"),
 }
@@ -46,7 +47,7 @@ _WITH_RESUME = {
 def _takes_run_options(
     function: Callable[[typer.Context, RunOptions], None],
 ) -> Callable[..., None]:
-    """Give a command the fields of :class:`RunOptions` as its options."""
+    """Return a typer command whose options are the fields of :class:`RunOptions`."""
 
     @functools.wraps(function)
     def command(context: typer.Context, **given: Any) -> None:
@@ -63,10 +64,10 @@ def _takes_run_options(
 
 @_takes_run_options
 def run(context: typer.Context, options: RunOptions) -> None:
-    """Train a script over the hosts of a hostfile, elastically.
+    """Train a script on the hosts of a hostfile, elastically.
 
-    The script imports [bold]hvd_elastic.torch[/bold]. Edit the hostfile while it runs and hosts
-    join or leave; a host that dies is left out and comes back when it answers again.
+    The script imports [bold]hvd_elastic.torch[/bold]. Edit the hostfile during the run to add or
+    remove hosts; a host that fails is left out and used again when it answers.
 
     Examples:
       hvd-elastic run -- python train.py
@@ -79,7 +80,7 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
       hvd-elastic run --resume resnet
 
-    Exit status: 0 when training finished, 1 when it failed, 2 for wrong usage, 130 when stopped.
+    Exit status: 0 if training finished, 1 if it failed, 2 for wrong usage, 130 if it was stopped.
     """
     resumed = options.resume is not None
     if resumed:
@@ -98,7 +99,7 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
             raise typer.Exit(run_mpi(spec, os.environ))
         if spec.checkpoint_folder is not None:
-            check_new_place(spec.checkpoint_folder)  # before the run id is taken
+            check_new_place(spec.checkpoint_folder)  # before the run id is in use
         folder = RunFolder.create(options.run_id, spec.as_dict())
     if options.detach:
         _lead_in_background(spec, folder, resumed=resumed)
@@ -110,7 +111,7 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
 
 def _folder_to_resume(options: RunOptions) -> RunFolder:
-    """Return the run's folder; where another machine led it, a new one from what its hosts know."""
+    """Return the run's folder, created from its hosts' records if another machine led the run."""
     run_id, hostfile = options.resume or "", options.hostfile
     if (runs_folder() / check_run_id(run_id)).is_dir():
         return RunFolder.open(run_id)
@@ -132,10 +133,10 @@ def _folder_to_resume(options: RunOptions) -> RunFolder:
     for name in WHAT_IS_TRUSTED:
         value = getattr(spec, name)
         if value is not None:
-            # As Python writes it: it may hold anything, sequences that a terminal obeys included.
+            # Quoted as in Python, since a host may send escape sequences for the terminal.
             print(f"  {name}: {list(value) if name == 'command' else value!r}", file=sys.stderr)
     _check_folder_is_here(spec, run_id)
-    # The others are paths of that machine's own.
+    # The hosts' values of these two are paths on the other machine.
     spec = replace(spec, hostfile=str(hostfile.absolute()), ssh_config=config)
     return RunFolder.create(run_id, {**spec.as_dict(), "began_elsewhere": True})
 
@@ -149,7 +150,7 @@ def _check_not_complete(folder: RunFolder) -> None:
 
 
 def _check_resume_options(context: typer.Context) -> None:
-    """Refuse options that a resumed run takes from its start, instead of ignoring them."""
+    """Raise UsageError for options that a resumed run would otherwise ignore."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":
@@ -177,8 +178,8 @@ def _resumed_spec(folder: RunFolder, options: RunOptions) -> RunSpec:
     if options.max_np is not None:
         changes["max_np"] = options.max_np
     spec = replace(spec, **changes)
-    # The hostfile may have been edited since the run began, and hosts may come yet: only what is
-    # asked for now has to be possible.
+    # Only the sizes given now have to fit the hostfile: it may have been edited since the run
+    # began, and hosts may still be added.
     asked = spec.hostfile_path if np is not None or hostfile is not None else None
     spares = 0 if np is None else spec.spares
     raise_together(
@@ -206,14 +207,15 @@ def _lead(
     forget: bool = False,
     on_start: Callable[[], None] = lambda: None,
 ) -> int:
-    """Lead a run to its end.
+    """Lead a run to its end; return the exit status.
 
     Args:
-        forget: remove the folder where another leader leads the run, and this one began nothing.
-        on_start: called with each event; with the first one, the run has begun.
-
-    Returns:
-        The exit status.
+        spec: specification of the run.
+        folder: run folder.
+        resumed: whether the run had a leader before.
+        json_output: print every event as a JSON line.
+        forget: remove the folder if another leader leads the run and this one started nothing.
+        on_start: called at each event; the first call means that the run has begun.
     """
     from hvd_elastic.leader.leader import Leader
     from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
@@ -257,11 +259,17 @@ def _lead(
     return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
 
 
-_STARTED = b"started"
+_STARTED = b"started"  # what a forked leader sends when the run has begun
 
 
 def _await_leader(child: int, answer: int, folder: RunFolder) -> None:
-    """Wait until a leader that was forked has begun the run, or said why it cannot."""
+    """Wait until the forked leader has begun the run, or print why it cannot.
+
+    Args:
+        child: process id of the leader.
+        answer: descriptor of a pipe from the leader.
+        folder: run folder.
+    """
     with open(answer, "rb") as told:
         try:
             said = told.read()
@@ -285,10 +293,10 @@ def _await_leader(child: int, answer: int, folder: RunFolder) -> None:
 
 
 def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> None:
-    """Fork a leader that outlives this terminal; its output goes to leader.log.
+    """Fork a leader that survives the end of this terminal; its output goes to leader.log.
 
     Raises:
-        typer.Exit: it could not begin, which was said here.
+        typer.Exit: the leader could not begin; the reason was printed.
     """
     sys.stdout.flush()
     answer, to_terminal = os.pipe()
@@ -307,7 +315,7 @@ def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> N
     started = False
 
     def tell(text: bytes) -> None:
-        with contextlib.suppress(OSError):  # Ctrl-C: nobody waits for it any more
+        with contextlib.suppress(OSError):  # after Ctrl-C, the other end of the pipe is closed
             os.write(to_terminal, text)
         os.close(to_terminal)
 
@@ -323,7 +331,7 @@ def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> N
         status = error.exit_status
         if started:
             print(f"error: {error}", file=sys.stderr)
-        else:  # the log may be that of another leader
+        else:  # the run may have another leader, whose log it is
             tell(f"{status} error: {error}".encode())
     except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""The options of ``hvd-elastic run``, their checks, and the :class:`RunSpec` that they make."""
+"""The options of ``hvd-elastic run``, their checks, and their conversion to a RunSpec."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POLICIES = ("fixed", "goodput")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What was given on the command line; fields are named as those of :class:`RunSpec`."""
+    """The options on the command line; fields have the same names as in :class:`RunSpec`."""
 
     command: Annotated[
         list[str] | None,
@@ -183,14 +183,14 @@ class RunOptions:
 
     @property
     def scaling(self) -> ScalingOptions:
-        """Return those that concern the policy."""
+        """Return the options of the policy."""
         return ScalingOptions(*(getattr(self, field.name) for field in fields(ScalingOptions)))
 
     def check(self) -> None:
-        """Refuse what cannot work before any host is touched.
+        """Check all options before any host is contacted.
 
         Raises:
-            SeveralErrors: names all mistakes at once.
+            HvdElasticError: an option is wrong; if several are, SeveralErrors names all of them.
         """
         raise_together(
             lambda: check_slots(self.hostfile, self.np, self.min_np, self.spares),
@@ -207,7 +207,7 @@ class RunOptions:
         )
 
     def spec(self) -> RunSpec:
-        """Return the run that is asked for."""
+        """Return the specification of the run that the options describe."""
         names = [field.name for field in fields(RunSpec)]
         asked: dict[str, Any] = {name: getattr(self, name, None) for name in names}
         place = self.checkpoint_folder
@@ -260,7 +260,7 @@ class RunOptions:
         try:
             pinned = self._pinned()
         except HvdElasticError:
-            pinned = []  # what is wrong with them is said already
+            pinned = []  # _check_pinned reports the error
         self.scaling.check(self.hostfile, self.mpi, min_np=self.min_np, pinned=pinned, np=self.np)
 
     def _check_mpi(self) -> None:
@@ -307,7 +307,7 @@ class RunOptions:
             )
         for argument in command[1:]:
             if not argument.startswith("-"):
-                # Only a script that an interpreter is given first is surely meant as a file.
+                # Only the first argument of a Python interpreter is surely the path of a script.
                 is_script = "python" in Path(command[0]).name and argument.endswith(".py")
                 if is_script and not Path(argument).is_file():
                     raise UsageError(
@@ -317,7 +317,7 @@ class RunOptions:
 
 
 def raise_together(*checks: Callable[[], None]) -> None:
-    """Make all checks, and name all mistakes at once."""
+    """Run all checks, and raise one error that names all mistakes."""
     found: list[HvdElasticError] = []
     for check in checks:
         try:
@@ -331,7 +331,7 @@ def raise_together(*checks: Callable[[], None]) -> None:
 
 
 def check_slots(hostfile: Path | None, np: int | None, min_np: int, spares: int) -> None:
-    """Refuse sizes that the hostfile has no slots for."""
+    """Raise UsageError if the hostfile has too few slots."""
     if hostfile is None:
         return
     slots = parse_hostfile(hostfile).slots
@@ -351,7 +351,7 @@ def check_slots(hostfile: Path | None, np: int | None, min_np: int, spares: int)
 
 
 def check_sizes(np: int | None, min_np: int, max_np: int | None, *, mpi: bool) -> None:
-    """Refuse sizes that contradict each other."""
+    """Raise UsageError if sizes contradict each other."""
     if mpi and (min_np != 1 or max_np is not None):
         raise UsageError(
             "a job under --mpi has a fixed size: leave --min-np and --max-np out, give --np"
@@ -366,7 +366,7 @@ def check_sizes(np: int | None, min_np: int, max_np: int | None, *, mpi: bool) -
 
 
 def check_tensorboard_option(wanted: bool, *, mpi: bool) -> None:
-    """Refuse ``--tensorboard`` where nobody could write for it."""
+    """Raise an error if ``--tensorboard`` is given but its files could not be written."""
     if not wanted:
         return
     if mpi:
@@ -378,7 +378,7 @@ def check_tensorboard_option(wanted: bool, *, mpi: bool) -> None:
 
 
 def check_ssh_config(ssh_config: Path | None) -> None:
-    """Refuse an ssh configuration that is not there."""
+    """Raise UsageError if the ssh configuration does not exist."""
     if ssh_config is not None and not ssh_config.expanduser().is_file():
         raise UsageError(
             f"--ssh-config {ssh_config}: no such file; name an ssh configuration, or leave it out "
@@ -387,7 +387,10 @@ def check_ssh_config(ssh_config: Path | None) -> None:
 
 
 def ssh_config_for(hostfile: Path | None, ssh_config: Path | None) -> str | None:
-    """Return the one that is named, else that of a virtual cluster, else None: the user's."""
+    """Return the path of the ssh configuration; None: the user's own.
+
+    It is the given one, else the one beside the hostfile of a virtual cluster.
+    """
     if ssh_config is None and hostfile is not None:
         ssh_config = config_beside(hostfile)
     return None if ssh_config is None else str(ssh_config.absolute())

@@ -1,7 +1,7 @@
-"""Commands that look at runs and steer them; all read the run folder only.
+"""Commands that show and control runs, through the run folder only.
 
-Steering leaves a request in the run folder and waits for the leader's answer, so it works from
-any shell of the same user, after a lost terminal as well.
+A command that controls a run writes a request into the run folder and waits for the leader's
+answer, so it works from any shell of the same user, even after the run's terminal was lost.
 """
 
 # ruff: noqa: D301  (the backspace tells the command line to keep the lines of the examples)
@@ -37,10 +37,11 @@ __all__ = ["attach", "discover", "drain", "list_", "logs", "policy", "report", "
 __all__ += ["stop"]
 
 STOP_TIMEOUT_S = 60.0
+"""How long to wait for a run to end [s]; it may have to write a last checkpoint."""
 DRAIN_TIMEOUT_S = 90.0
-"""Above the time that replacements may take to become warm."""
-_POLL_S = 0.1
-_TAIL_BYTES = 256 * 1024
+"""How long to wait for a host to be drained [s]; longer than replacements take to become warm."""
+_POLL_S = 0.1  # between two readings of files that are followed
+_TAIL_BYTES = 256 * 1024  # holds the last events of a run, and most tails of logs
 
 OptionalRun = Annotated[
     str | None, typer.Argument(metavar="RUN", help="Run id; the newest run if left out.")
@@ -50,7 +51,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 
 def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
-    """Say how a run is doing: progress, hosts, rescales, what its policy decided last.
+    """Show the status of a run: progress, hosts, rescales and the policy's last decision.
 
     \b
     Examples:
@@ -128,7 +129,7 @@ def logs(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show or follow the workers' output, each line with its worker.
+    """Show or follow the output of the workers, each line with its worker.
 
     \b
     Examples:
@@ -146,7 +147,7 @@ def logs(
         found, followers[path] = _last_lines(path, lines, whole=follow)
         for line in found:
             _print_log_line(path, line, as_json)
-    # The leader is asked before the files are read: what it wrote last has to be shown.
+    # Whether the leader is alive is checked before reading, so that its last output is shown.
     while follow and folder.leader_alive():
         time.sleep(_POLL_S)
         for path in _log_paths(folder, host, leader):
@@ -171,7 +172,7 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
     from hvd_elastic.views.terminal import RunView
 
     folder = RunFolder.open(run)
-    # In this order: what the script printed before the end is there when the end is read.
+    # Events are read first: when the end of the run is read, all output can be read too.
     followers = [EventFollower(folder.events), EventFollower(folder.output)]
     ended: Record | None = None
     try:
@@ -211,7 +212,7 @@ def stop(
     wait: Annotated[bool, typer.Option(help="Wait until the run has ended.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """End a run cleanly: its workers finish their step, and nothing stays on the hosts.
+    """End a run cleanly: its workers finish their step, and no process stays on the hosts.
 
     \b
     Examples:
@@ -240,7 +241,7 @@ def scale(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Set the number of processes of a running job; training goes on meanwhile.
+    """Set the number of processes of a run; training continues meanwhile.
 
     \b
     Examples:
@@ -257,7 +258,7 @@ def policy(
     do: Annotated[str, typer.Argument(metavar="pause|resume", help="What it should do.")],
     as_json: AsJson = False,
 ) -> None:
-    """Keep the policy of a running job from changing its processes, or let it again.
+    """Pause or resume the policy that changes the number of processes of a run.
 
     \b
     Examples:
@@ -285,7 +286,7 @@ def drain(
     wait: Annotated[bool, typer.Option(help="Wait until the run has left the host.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Have a running job leave a host, and not use it until it is given back.
+    """Remove a run's processes from a host, and do not use it again until --undo.
 
     \b
     Examples:
@@ -315,7 +316,7 @@ def drain(
 
 
 def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
-    """Print a run's hosts now, as horovodrun --host-discovery-script reads them.
+    """Print a run's current hosts in the format of horovodrun --host-discovery-script.
 
     \b
     Examples:
@@ -362,7 +363,7 @@ def report(
     open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Summarise a run, and plot it in one HTML file that needs no network.
+    """Summarize a run, and plot it in one HTML file that needs no network.
 
     \b
     Examples:
@@ -398,13 +399,13 @@ def report(
 
 
 def _state(status: str, *, alive: bool, waiting: bool = False, until: float | None = None) -> str:
-    """What a run is, from its last words and whether its leader lives.
+    """Return the state of a run as shown to users.
 
     Args:
-        status: as the events tell it.
-        alive: the leader lives.
-        waiting: the run waits for hosts.
-        until: so long the hosts train on without a leader; None: they do not.
+        status: status according to its events.
+        alive: whether its leader is alive.
+        waiting: whether the run waits for hosts.
+        until: time until which the hosts train on without a leader; None: they do not.
     """
     if status == "running":
         if not alive:
@@ -433,7 +434,7 @@ def _status_rows(
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))
         took = duration_words(summary.duration_s)
         rows.append(("started", f"{started}, {took} until its last event"))
-    # The last metrics may be of an epoch before the last step's.
+    # The last metrics may belong to an earlier epoch than the last step.
     epoch = summary.last.get("epoch") if summary.ended_in is None else summary.ended_in
     progress = progress_words({**summary.last, "step": summary.steps, "epoch": epoch}, summary.size)
     rows.append(("progress", progress))
@@ -468,7 +469,7 @@ def _status_rows(
 
 
 def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
-    """What the run came to, in the words of its end."""
+    """Return the rows of a report: label and text."""
     state = _state(summary.status, alive=alive, waiting=bool(summary.waiting))
     outcome = outcome_words(state, summary.steps, summary.examples, summary.message)
     rows = [("run", f"{summary.run_id}: {outcome}"), ("took", duration_words(summary.duration_s))]
@@ -482,7 +483,7 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
 
 
 def _time_left_words(summary: RunSummary, found: Draining) -> str:
-    """That a host is still being left, and until when it can be."""
+    """Return a text that says how much time is left to drain a host."""
     if found.leave_in_s is None or summary.started is None:
         return "being left"
     left_s = summary.started + found.at_s + found.leave_in_s - time.time()
@@ -525,7 +526,7 @@ def _print_latest(records: list[Record], count: int = 8) -> None:
 
 
 def _list_row(folder: RunFolder) -> dict[str, Any]:
-    """Told from the end of the events alone: a list of many long runs must not take minutes."""
+    """Return a row of the list of runs, read from the last events only to be fast."""
     summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
     alive = folder.leader_alive()
     until = None if alive else folder.leaderless_until(summary.ended)
@@ -555,7 +556,7 @@ def _worker_of(path: Path) -> tuple[str, str]:
 
 
 def _explain_no_logs(folder: RunFolder, host: str | None, leader: bool, alive: bool) -> None:
-    """Say that nothing was printed; an error is only what was asked for in vain."""
+    """Print that there are no logs; raise RunError if a specific log was requested."""
     if leader:
         raise RunError(
             f"run {folder.run_id} has no {folder.leader_log.name}: only a run started with "
@@ -571,9 +572,9 @@ def _explain_no_logs(folder: RunFolder, host: str | None, leader: bool, alive: b
 
 
 def _last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], LineFollower]:
-    """The last lines of a file (0 = all), and a follower for what comes after them.
+    """Return the last lines of a file (0 = all), and a follower for later lines.
 
-    With ``whole`` a last line that is not finished is left to the follower.
+    With ``whole``, an incomplete last line is left to the follower.
     """
     size = path.stat().st_size
     tail_bytes = _TAIL_BYTES
@@ -582,7 +583,7 @@ def _last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], Li
         follower = LineFollower(path, offset=start)
         found = follower.poll() if whole else follower.poll_rest()
         if start and count:
-            if len(found) <= count:  # the first is the rest of a line
+            if len(found) <= count:  # the first is only part of a line
                 tail_bytes *= 8
                 continue
             found = found[1:]
@@ -590,7 +591,7 @@ def _last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], Li
 
 
 def _print_log_line(path: Path, line: bytes, as_json: bool) -> None:
-    # Of a progress bar that rewrites its line, the last state is what there is to see.
+    # Of a progress bar that rewrites its line, only the last state is shown.
     text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
     host, local_rank = _worker_of(path)
     if as_json:
@@ -604,7 +605,7 @@ def _wait_until_drained(
 ) -> bool:
     deadline = time.monotonic() + leave_in_s + DRAIN_TIMEOUT_S
     while True:
-        alive = folder.leader_alive()  # asked before reading: its last words must be read
+        alive = folder.leader_alive()  # before reading, so that its last events are read too
         for record in follower.poll():
             if record["kind"] == "run_finished":
                 return True
@@ -636,7 +637,7 @@ def _wait_for_end(folder: RunFolder) -> Record | None:
 
 
 def _answer(as_json: bool, message: str, run: str, **more: Any) -> None:
-    """Print what the leader answered to a request."""
+    """Print the leader's answer to a request."""
     if as_json:
         _print_json({"run_id": run, "ok": True, **more, "message": message})
     else:

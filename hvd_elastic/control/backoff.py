@@ -1,4 +1,4 @@
-"""Slows down, and in the end gives up, when generations break though nobody died."""
+"""Delays new generations, and finally gives up, when they break although no worker died."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["FailureBackoff"]
 
 
 class FailureBackoff:
-    """Counts failures in a row that nobody's death explains.
+    """Counts failures in a row that are not explained by the death of a worker.
 
     Args:
-        delays: pauses before the next attempt after 2, 3, … such failures.
-        max_stuck: so many generations may break at the same step.
+        delays: pauses before the next attempt after 2, 3, … such failures [s].
+        max_stuck: number of generations in a row that may break at the same step.
     """
 
     def __init__(self, delays: Sequence[float], max_stuck: int) -> None:
@@ -24,16 +24,25 @@ class FailureBackoff:
         self._stuck = 0
         self._stuck_at = -1
         self.pause_until = 0.0
-        """No new attempt before."""
+        """Time before which no new attempt may begin [s]."""
 
     def explained(self) -> None:
-        """A member died: that is reason enough, and the next generation is another one."""
+        """Reset the counts: the death of a member explains the failure, so it need not recur."""
         self._in_a_row = self._stuck = 0
 
     def broke_while_running(self, step: int, now: float) -> int:
-        """It broke at ``step``; the number of times it broke there, 0 while there is hope.
+        """Count a generation that broke while training.
 
-        A shape that differs between ranks breaks every generation at the same step, for ever.
+        An error such as a tensor shape that differs between ranks breaks every generation at the
+        same step, so repeating is pointless.
+
+        Args:
+            step: step at which it broke.
+            now: time [s].
+
+        Returns:
+            How often generations broke at that step in a row, once ``max_stuck`` is reached; 0
+            before.
         """
         self._stuck = self._stuck + 1 if step == self._stuck_at else 1
         self._stuck_at = step
@@ -42,10 +51,10 @@ class FailureBackoff:
         return self._stuck if self._stuck >= self._max_stuck else 0
 
     def did_not_form(self, now: float) -> None:
-        """Workers that had been together could not meet: the network, perhaps for a while."""
+        """Count a generation in which workers that had trained together could not connect."""
         self._in_a_row += 1
         self._pause(now)
 
     def _pause(self, now: float) -> None:
-        # The first failure is answered at once: most often it is a passing one.
+        # The first failure causes no pause, since most are transient.
         self.pause_until = now + backoff(self._delays, self._in_a_row - 1)

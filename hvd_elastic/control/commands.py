@@ -1,6 +1,6 @@
-"""What the machine asks for: imperative, one frozen dataclass each.
+"""Commands that the machine returns, one frozen dataclass each.
 
-A command is a request, never a fact: what became of it comes back as an event.
+A command is a request; its outcome is reported back to the machine as an event.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class StartAgent:
 
 @dataclass(frozen=True)
 class StopAgent:
-    """Nothing is left to do on ``host``: let its agent end."""
+    """End the agent of ``host``, which has no workers left."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Start a standby in a slot; ``worker`` is its name from now on."""
+    """Start a worker named ``worker`` in a slot; it waits as a standby once it is warm."""
 
     worker: str
     host: str
@@ -34,7 +34,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class KillWorker:
-    """End the process, however it feels about it; its exit is reported as an event."""
+    """Kill a worker's process; its exit is reported as an event."""
 
     worker: str
     reason: str
@@ -42,7 +42,7 @@ class KillWorker:
 
 @dataclass(frozen=True)
 class Member:
-    """One worker's place in a generation; ranks mean what they mean in Horovod."""
+    """One worker's place in a generation; ranks and sizes are those of Horovod."""
 
     worker: str
     host: str
@@ -56,14 +56,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Announce:
-    """Form ``generation`` of ``members``, ordered by rank.
+    """Announce a new generation to its members.
 
     Args:
-        generation: rises by one with every announcement.
-        members: all of them, ranks 0..n-1.
-        root: the member whose live state all take; None if nobody holds one.
-        restore: with ``root`` None, rank 0 looks for a checkpoint before it starts afresh.
-        reason: in words, for log and dashboard.
+        generation: its number, one higher than that of the last announcement.
+        members: all members, ordered by rank.
+        root: member whose live state all others receive; None if no member holds one.
+        restore: with ``root`` None, whether rank 0 restores a checkpoint, if there is one, before
+            it starts afresh.
+        reason: why the generation is announced, for log and dashboard.
     """
 
     generation: int
@@ -75,30 +76,30 @@ class Announce:
 
 @dataclass(frozen=True)
 class Leave:
-    """Tell a worker to go: a member at its next step boundary, a waiting one at once."""
+    """Ask a worker to leave: a member at its next step boundary, a waiting one at once."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Tell a member to stop at its next step boundary, keep its state and wait."""
+    """Ask a member to stop at its next step boundary, keep its state and wait."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class SaveState:
-    """Have ``worker`` write a checkpoint as soon as it can: its host will go."""
+    """Ask a worker to write a checkpoint as soon as it can, because its host will be lost."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class Abort:
-    """``generation`` is broken, and with it every earlier one that somebody may still be in.
+    """Abort ``generation`` and every earlier one that has not ended on all workers.
 
-    Whoever is blocked in its collectives gives up; members of a later one are not concerned.
+    Workers that are blocked in its collectives give up; members of a later one are not affected.
     """
 
     generation: int
@@ -107,7 +108,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Emit:
-    """One line for events.jsonl."""
+    """Record one event in events.jsonl."""
 
     kind: str
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Emit:
 
 @dataclass(frozen=True)
 class Finish:
-    """The run is over: ``succeeded``, ``failed`` or ``stopped``. Always the last command."""
+    """End the run with ``succeeded``, ``failed`` or ``stopped``; always the last command."""
 
     status: str
     message: str

@@ -1,4 +1,4 @@
-"""Limits of a run, and how patient it is."""
+"""Limits and timeouts of the machine that controls a run."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ __all__ = ["MachineConfig"]
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """Limits and patience of a run.
+    """Limits and timeouts of a run.
 
     Args:
         min_np, max_np: smallest and largest number of workers that train; None: no upper limit.
-        np: number wanted; None: as many as allowed.
-        pinned: hosts whose slots are taken before all others.
-        spares: warm standbys beyond that number, to take a lost worker's place at once.
-        join_window_s: how long a ready newcomer waits for others, whatever is known of them.
-        longest_join_window_s: how long it waits for others that were started when it was.
-        start_grace_s: how long the start waits for the rest once ``min_np`` are ready.
-        restart_backoff_s: delays before a slot's next worker after 1, 2, … deaths in a row.
-        max_worker_failures: deaths in a row before ever joining, after which a slot is given up.
-        regroup_timeout_s: patience with members that do not answer to the end of a generation,
-            with workers told to leave, and with replacements for members that have to go.
-        agent_retry_s: delays before a host's next agent after 1, 2, … failures in a row.
-        max_unknown_tries: tries of a run that never trained and of whose hosts no name can be
-            looked up, after which it fails.
-        slow_start_s: how long workers may take to start before it is said who is waited for.
-        max_stuck_generations: generations in a row that broke at the same step though nobody
-            died, after which the run fails: trying once more would not help.
+        np: requested number of workers; None: as many as allowed.
+        pinned: hosts whose slots are used before all others.
+        spares: number of warm standbys beyond that, which replace a lost worker at once.
+        join_window_s: how long a ready newcomer always waits for others to join with it [s].
+        longest_join_window_s: the same for others that were started at about the same time [s].
+        start_grace_s: how long the start waits for the rest once ``min_np`` are ready [s].
+        restart_backoff_s: delays before a slot's next worker after 1, 2, … deaths in a row [s].
+        max_worker_failures: number of workers in a row that may die without ever having joined
+            before their slot is given up.
+        regroup_timeout_s: how long to wait for members that do not answer to the end of a
+            generation, for workers that were asked to leave, and for replacements of members that
+            have to leave [s].
+        agent_retry_s: delays before a host's next agent after 1, 2, … failures in a row [s].
+        max_unknown_tries: attempts to look up the host names after which a run fails that has
+            never trained and knows none of them.
+        slow_start_s: how long workers may take to start before the slow ones are reported [s].
+        max_stuck_generations: number of generations in a row that may break at the same step
+            without a death before the run fails; another attempt would not help.
 
     Raises:
         ValueError: a value is outside its limits.

@@ -1,4 +1,4 @@
-"""How workers ended, and what that makes of the run."""
+"""Classifies how workers ended, explains script errors, and derives the result of the run."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ __all__ = ["Departure", "Endings", "StopCause", "crash_stack", "explain_script_e
 __all__ += ["how_it_ended"]
 
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
-_LAST_SIGNAL = 31
+_LAST_SIGNAL = 31  # the last of the standard signals
 
-# Markers of other programs' output: Python's tracebacks, its faulthandler, the C++ runtime.
+# Patterns in the output of Python's tracebacks, of its faulthandler, and of the C++ runtime.
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 _ERROR = re.compile(r"^(?P<type>\w+)(?:: (?P<text>.*))?$", re.MULTILINE)
 _INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python3|<")
 _FAULT, _CURRENT, _OTHER = "Fatal Python error: ", "Current thread", "Thread"
 _UNCAUGHT_CPP = "terminate called"
 
+# Environment variables that torchrun sets; a script that needs them fails with a KeyError.
 _TORCHRUN_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
+# What torch.distributed raises if there is no process group, and where its files are.
 _GROUP_ERRORS = {"ValueError", "RuntimeError"}
 _TORCH_DISTRIBUTED = "/torch/distributed/"
 _NEEDS_GROUP = {"_get_default_group", "_get_env_or_raise"}
-"""Functions of torch.distributed that raise where torchrun has not prepared the process."""
+"""Functions of torch.distributed that raise if torchrun has not set up the process."""
 
 
 class Departure(enum.Enum):
-    """How a worker's process came to its end, as the event ``worker_left`` says it.
+    """How a worker process ended, as reported by the event ``worker_left``.
 
-    LEFT: it was told to leave, and did. FINISHED: its training function returned. HOST_LOST: its
-    host went, with all of it. KILLED: the run had it killed. DIED: anything else; it crashed, or
-    somebody killed it.
+    LEFT: it left on request. FINISHED: its training function returned. HOST_LOST: its host was
+    lost. KILLED: the run killed it. DIED: anything else, such as a crash or a kill from outside.
     """
 
     LEFT = "left"
@@ -46,12 +47,12 @@ class Departure(enum.Enum):
 
     @property
     def in_order(self) -> bool:
-        """Whether nobody else is affected by it."""
+        """Return whether the end was orderly, so that no other worker is affected."""
         return self in (Departure.LEFT, Departure.FINISHED)
 
 
 class StopCause(enum.Enum):
-    """Who asked for the end of a run, in the words of events."""
+    """Who asked for the end of a run; the values appear in events."""
 
     INTERRUPT = "Ctrl-C"
     TERMINATE = "SIGTERM"
@@ -60,7 +61,7 @@ class StopCause(enum.Enum):
 
 
 class _ScriptCause(enum.Enum):
-    """Why a script failed that was written for another launcher, and what to change in it."""
+    """Why a script written for torchrun failed, with the text that says what to change."""
 
     EXPECTS_TORCHRUN = (
         "this expects the process group of torchrun; remove init_process_group, "
@@ -82,7 +83,7 @@ class _ScriptCause(enum.Enum):
 
 
 def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
-    """Exit status, None if the process did not end by itself; and the same in words.
+    """Return the exit status, None if a signal ended the process, and a description.
 
     >>> how_it_ended(WorkerExited("w", code=1))
     (1, 'ended with exit status 1')
@@ -100,7 +101,7 @@ def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
 
 
 def explain_script_error(traceback: str) -> str | None:
-    """Return what to change in a script that failed because torchrun did not start it; else None.
+    """Return what to change in a script that failed because it expects torchrun; else None.
 
     >>> explain_script_error("KeyError: 'RANK'").partition(";")[0]
     'this expects the process group of torchrun'
@@ -134,10 +135,10 @@ def _script_cause(traceback: str, innermost: re.Match[str] | None) -> _ScriptCau
 
 
 def crash_stack(log: str) -> str:
-    r"""Return what Python's faulthandler wrote of the thread that a signal ended; "" if nothing.
+    r"""Return the stack that Python's faulthandler wrote for the crashed thread; "" if none.
 
     Args:
-        log: end of the worker's output.
+        log: last part of the worker's output.
 
     >>> print(crash_stack("step 1\nFatal Python error: Aborted\n\n"
     ...     "Thread 0x7f01 (most recent call first):\n  File \"threading.py\", line 9 in run\n\n"
@@ -150,38 +151,38 @@ def crash_stack(log: str) -> str:
     before, found, after = log.rpartition(_FAULT)
     if not found:
         return ""
-    # A C++ exception that nobody caught says so on the two lines before.
+    # The C++ runtime describes an uncaught exception on the two lines before.
     thrown = before.rstrip().splitlines()[-2:]
     shown = thrown if thrown and thrown[0].startswith(_UNCAUGHT_CPP) else []
     error, *stacks = after.split("\n\n")
     current = [stack for stack in stacks if stack.startswith(_CURRENT)]
-    if not current:  # a thread of a library, which no Python code runs in: the main thread tells
+    if not current:  # a library's thread without Python code crashed: show the main thread
         current = [stack for stack in stacks if stack.startswith(_OTHER)][-1:]
     text = "\n".join([*shown, found + error.strip(), *current]).rstrip()
     return re.sub(r"^((?:Current t|T)hread) 0x[0-9a-f]+", r"\1", text, flags=re.MULTILINE)
 
 
 class Endings:
-    """The ends of workers that had joined, for the verdict when nobody is left."""
+    """Records how workers that had joined ended, and derives the result of the run."""
 
     def __init__(self) -> None:
         self._well: set[str] = set()
         self._badly: dict[str, str] = {}
 
     def well(self, worker: str) -> None:
-        """Its training function returned and its process ended with status 0."""
+        """Record that a worker's training function returned and its process ended with status 0."""
         self._well.add(worker)
 
     def badly(self, worker: str, cause: str) -> None:
-        """It ended in any other way."""
+        """Record that a worker ended in any other way."""
         self._badly[worker] = cause
 
     def verdict(self, chief: str) -> Finish:
-        """What the run came to.
+        """Return the result of the run.
 
         Args:
             chief: rank 0 of the last generation that ran. It usually writes the results, so its
-                end decides, unless it had been told to leave.
+                end decides, unless it left on request.
         """
         if chief in self._well or (self._well and chief not in self._badly):
             return Finish("succeeded", "the training function returned on every worker")

@@ -1,8 +1,8 @@
-"""What the machine is told: facts of the past, one frozen dataclass each.
+"""Events that the machine handles: facts about the past, one frozen dataclass each.
 
-A *worker* is a process with a name that is never used twice (``host:slot.incarnation``); a
-*slot* is a place for one, ``(host, index)``. Times are not part of an event: the caller of
-:meth:`hvd_elastic.control.machine.RunMachine.handle` says when it was told.
+A *worker* is a process with a unique name, ``host:slot.incarnation``; a *slot* is a place for one,
+``(host, index)``. Events carry no time: the caller passes it to
+:meth:`hvd_elastic.control.machine.RunMachine.handle`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvd_elastic.control.commands import Member
 
 @dataclass(frozen=True)
 class HostSlots:
-    """One line of the hostfile: a machine and how many workers it may hold."""
+    """A host of the hostfile and the number of workers it may hold."""
 
     name: str
     slots: int
@@ -22,22 +22,22 @@ class HostSlots:
 
 @dataclass(frozen=True)
 class HostsChanged:
-    """The hostfile as it is now, its order kept."""
+    """The hostfile was read; it has these hosts, in this order."""
 
     hosts: tuple[HostSlots, ...]
 
 
 @dataclass(frozen=True)
 class HostDraining:
-    """A host of the hostfile will go, or shall be empty: nothing is started there any more.
+    """A host will be lost or has to be vacated, so no worker is started on it any more.
 
     Args:
-        host: where.
-        cause: in words.
-        train_for_s: how long its workers may still train while others become warm [s]; None:
-            there is no hurry, and it is treated as if it had left the hostfile.
-        leave_in_s: when it goes, as it was told [s]; None: nobody said.
-        asked: the user asked for it; else the host gave notice.
+        host: name of the host.
+        cause: the reason, as text.
+        train_for_s: how long its workers may train on while replacements start [s]; None: there
+            is no hurry, and the host is treated as if it had left the hostfile.
+        leave_in_s: time until the host is lost, as announced [s]; None: not announced.
+        asked: True if the user requested it, False if the host announced its preemption.
     """
 
     host: str
@@ -56,19 +56,18 @@ class HostReturned:
 
 @dataclass(frozen=True)
 class StateSaved:
-    """A checkpoint of the state after ``step`` steps is complete, and where the leader keeps it."""
+    """The leader has stored a complete checkpoint of the state after ``step`` steps."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class TargetChanged:
-    """Somebody asked for ``np`` workers; None gives the choice back to the configuration.
+    """The user or the policy requested another number of workers.
 
     Args:
-        np: how many.
-        slots: (host, index) of those that should hold them, where they can be used; empty leaves
-            the choice to the order of the hostfile.
+        np: number of workers; None returns the choice to the configuration.
+        slots: preferred slots (host, index); empty: slots are chosen in the hostfile's order.
     """
 
     np: int | None
@@ -87,11 +86,11 @@ class AgentFailed:
     """The agent of ``host`` could not be started.
 
     Args:
-        host: where.
-        cause: in a sentence that names the host, said once.
-        fatal: trying again cannot help.
-        unknown: the host's name means nothing here; that mends itself seldom, and never soon.
-        brief: the cause in a few words that may follow the name of one host or of several.
+        host: name of the host.
+        cause: a sentence that names the host; shown once.
+        fatal: whether trying again is useless.
+        unknown: whether the host's name cannot be looked up, which rarely resolves itself.
+        brief: the cause in a few words that can follow the name of one host or of several.
     """
 
     host: str
@@ -103,9 +102,10 @@ class AgentFailed:
 
 @dataclass(frozen=True)
 class AgentLost:
-    """A running agent ended or went silent: all workers of its host are gone for this run.
+    """A running agent ended or fell silent without being asked to stop.
 
-    Not said of an agent that was told to stop.
+    All workers of its host are lost to the run. ``silent_s``: silence [s]; None: its connection
+    ended.
     """
 
     host: str
@@ -115,17 +115,17 @@ class AgentLost:
 
 @dataclass(frozen=True)
 class FoundWorker:
-    """A worker of a run that lost its leader, as that leader knew it.
+    """A worker found at a takeover, as the earlier leader knew it.
 
     Args:
-        worker, host, slot: its name and place.
-        ready: it was warm once.
-        generation, joined: the last one it was announced into, and the last one it joined.
-        waiting: it broke off or was held since.
-        holds_state, step, state: whether its state is whole; how far it was when it began to wait,
-            as in :class:`WorkerBroken`.
-        finished: its training function returned.
-        leaving: it was told to leave or killed.
+        worker, host, slot: its name and slot.
+        ready: whether it has become warm.
+        generation, joined: last generation it was announced into, and last one it joined.
+        waiting: whether it has left that generation since, and waits for the next one.
+        holds_state, step, state: whether its state is complete, and the state's step and order, as
+            in :class:`WorkerBroken`.
+        finished: whether its training function returned.
+        leaving: whether it was asked to leave, or killed.
         killed: why it was killed; empty: it was not.
     """
 
@@ -146,17 +146,17 @@ class FoundWorker:
 
 @dataclass(frozen=True)
 class RunTakenOver:
-    """A new leader's first event: what is there of the run already.
+    """A leader took over a run; always its first event.
 
     Args:
-        hosts: the hostfile.
-        agents: hosts whose agents answer.
-        awaited: hosts whose agents were asked for and have not answered yet.
-        generation, members: the last one that was announced.
-        requested_np: the size that was asked for while the run went on; None: none.
-        slots: those that were asked for with it.
-        draining: hosts that were drained and not given back.
-        workers: those that were found.
+        hosts: hosts of the hostfile.
+        agents: hosts whose agents have answered.
+        awaited: hosts whose agents are being started and have not answered yet.
+        generation, members: number and members of the last announced generation.
+        requested_np: size that was requested while the run went on; None: none.
+        slots: slots that were requested with it.
+        draining: hosts that are drained.
+        workers: workers that were found.
     """
 
     hosts: tuple[HostSlots, ...]
@@ -172,7 +172,7 @@ class RunTakenOver:
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """A standby: script imported, model built, waiting for its first announcement."""
+    """A worker is warm: its script is imported, its model built, and it waits to join."""
 
     worker: str
     warm_s: float
@@ -180,7 +180,7 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """The process ended, with an exit status or by a signal."""
+    """A worker's process ended, with exit status ``code`` or by ``signal``."""
 
     worker: str
     code: int | None = None
@@ -189,7 +189,7 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class WorkerJoined:
-    """A member has its communicator and the synchronised state of ``generation``."""
+    """A member has its communicator and the synchronized state of ``generation``."""
 
     worker: str
     generation: int
@@ -197,18 +197,18 @@ class WorkerJoined:
 
 @dataclass(frozen=True)
 class WorkerBroken:
-    """A member's collectives or its rendezvous failed; it waits for the next announcement.
+    """A collective or the rendezvous of a member failed; it waits for the next announcement.
 
-    Every member of a generation that was called off says this (or WorkerHeld, or ends), also one
-    that had not yet begun to join it.
+    Every member of an aborted generation sends this or WorkerHeld, or ends; even a member that had
+    not begun to join.
 
     Args:
-        worker: who.
-        generation: the one it broke off, or passed over because it was called off.
-        step: optimizer steps its live state has taken; -1: it holds no whole state (the
-            synchronisation was interrupted, or it never had one).
-        cause: in words, for the log.
-        state: orders the states of one step; the higher is the newer one.
+        worker: name of the worker.
+        generation: generation that broke, or that it skipped because it was aborted.
+        step: number of optimizer steps in its state; -1: it holds no complete state, because the
+            synchronization was interrupted or it never had one.
+        cause: text for the log.
+        state: orders states of the same step; the higher is the newer.
     """
 
     worker: str
@@ -220,7 +220,7 @@ class WorkerBroken:
 
 @dataclass(frozen=True)
 class WorkerHeld:
-    """A member stopped at a step boundary because it was told to hold; its state is kept."""
+    """A member stopped at a step boundary after a Hold and keeps its state."""
 
     worker: str
     generation: int
@@ -230,7 +230,7 @@ class WorkerHeld:
 
 @dataclass(frozen=True)
 class WorkerSilent:
-    """A process lives and is of no use: frozen, or stuck; ``cause`` in words."""
+    """A worker's process exists but is frozen or stuck; ``cause``: text for the log."""
 
     worker: str
     cause: str
@@ -238,9 +238,9 @@ class WorkerSilent:
 
 @dataclass(frozen=True)
 class GenerationStuck:
-    """The members of ``generation`` wait for each other in vain; ``cause`` in words.
+    """All members of ``generation`` wait for each other; ``cause``: text for the log.
 
-    ``by_script``: they are in different places of the script, so another generation would not help.
+    ``by_script``: they wait in different collectives, so another generation would not help.
     """
 
     generation: int
@@ -250,14 +250,14 @@ class GenerationStuck:
 
 @dataclass(frozen=True)
 class WorkerFinished:
-    """The training function of a member returned."""
+    """A member's training function returned."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class ScriptFailed:
-    """The training script raised; the process is about to end."""
+    """The training script raised an exception; the worker's process is about to end."""
 
     worker: str
     traceback: str
@@ -265,7 +265,7 @@ class ScriptFailed:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """Ctrl-C, ``stop RUN``, SIGTERM; ``status`` is the one the run shall end with."""
+    """The end of the run was requested; ``status`` is the result it should end with."""
 
     reason: str
     status: str = "stopped"
@@ -273,7 +273,7 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time went on: a deadline of the machine passed."""
+    """A deadline of the machine has passed."""
 
 
 WorkerEvent = (
@@ -286,7 +286,7 @@ WorkerEvent = (
     | WorkerSilent
     | ScriptFailed
 )
-"""What is said by or about one worker, in the order it happened."""
+"""Events about one worker, delivered in the order in which they happened."""
 
 Event = (
     HostsChanged

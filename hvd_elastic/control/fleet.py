@@ -1,7 +1,7 @@
-"""Agents and worker processes: what was asked of them, what was seen of them, when to try again.
+"""Tracks the agents and worker processes of a run, and decides when to start or retry them.
 
-The fleet brings processes to the slots that are desired; what generation they form is the
-machine's business. A worker is in ``workers`` from its StartWorker until its end was *observed*.
+The fleet starts processes in the desired slots; the machine decides which generation they form.
+A worker is in ``workers`` from its StartWorker until its end was *observed*.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hvd_elastic.formatting import hosts_named, plural, worker_name
 __all__ = ["Agent", "AgentState", "Fleet", "Slot", "Stage", "Worker", "backoff"]
 
 STABLE_S = 60.0
-"""A member that lived this long was sound: its death starts the slot's backoff from the front."""
+"""Lifetime of a member after which its death resets the slot's backoff [s]: it worked properly."""
 
 
 class AgentState(enum.Enum):
-    """ABSENT: not asked for. STARTING: asked for. READY, FAILED: observed."""
+    """State of an agent: ABSENT (not requested), STARTING (requested), READY, FAILED (observed)."""
 
     ABSENT = "absent"
     STARTING = "starting"
@@ -34,22 +34,22 @@ class AgentState(enum.Enum):
 
 @dataclass
 class Agent:
-    """The agent of one host."""
+    """What is known about the agent of one host."""
 
     state: AgentState = AgentState.ABSENT
     failures: int = 0
-    """Since a worker was last seen ready on the host."""
+    """Number of failures since a worker was last ready on the host."""
     retry_at: float = 0.0
     fatal: bool = False
     unknown: bool = False
-    """At its last try the host's name could not be looked up."""
+    """Whether the host's name could not be looked up at the last attempt."""
     cause: str = ""
-    """Of the last failure, in a sentence that names the host."""
+    """Cause of the last failure, a sentence that names the host."""
     brief: str = ""
 
     @property
     def usable(self) -> bool:
-        """Presumed good until a start failed; then good again once it was seen ready."""
+        """Return whether the agent works, or has not failed since a worker was last ready."""
         return self.state is AgentState.READY or (
             self.failures == 0 and self.state is not AgentState.FAILED
         )
@@ -61,16 +61,20 @@ class Slot:
 
     incarnations: int = 0
     deaths: int = 0
-    """In a row; for the backoff."""
+    """Number of deaths in a row, for the backoff."""
     failures: int = 0
-    """Deaths in a row of workers that never joined a generation."""
+    """Number of deaths in a row of workers that had never joined a generation."""
     retry_at: float = 0.0
     given_up: str = ""
-    """Why nothing is started here any more; empty: it is in use."""
+    """Why no worker is started here any more; empty: the slot is in use."""
 
 
 class Stage(enum.Enum):
-    """STARTING: asked for. READY: warm standby. MEMBER: announced. WAITING: broke off or held."""
+    """Stage of a worker's life.
+
+    STARTING: requested. READY: warm standby. MEMBER: member of an announced generation. WAITING:
+    its generation broke or it was held, and it waits for the next one.
+    """
 
     STARTING = "starting"
     READY = "ready"
@@ -80,7 +84,7 @@ class Stage(enum.Enum):
 
 @dataclass
 class Worker:
-    """One live process, as far as is known."""
+    """What is known about one worker process that was not seen to end."""
 
     name: str
     slot: SlotId
@@ -88,25 +92,25 @@ class Worker:
     started_at: float = 0.0
     ready_at: float = 0.0
     member_of: int = 0
-    """The generation it was last announced into."""
+    """Last generation that it was announced into."""
     joined: int = 0
-    """The generation it was last seen in."""
+    """Last generation that it joined."""
     joined_at: float | None = None
-    """When it first joined one."""
+    """When it first joined a generation [s]; None: it has not."""
     holds_state: bool = False
     step: int = 0
-    """Optimizer steps of its state, as it said when it last began to wait."""
+    """Number of optimizer steps in its state, as reported when it last began to wait."""
     rank_of_state: int = 0
-    """Orders the states of one step; the higher is the newer one."""
+    """Orders states of the same step; the higher is the newer."""
     finished: bool = False
     leaving: bool = False
     leave_by: float | None = None
     killed: str = ""
-    """Why it was told to be killed; empty: it was not."""
+    """Why its process was killed; empty: it was not."""
     saved: bool | None = None
-    """Whether its state is in a checkpoint, which it was asked for before its host goes."""
+    """Whether its state is in a complete checkpoint; None: none was requested from it."""
     vain_tries: int = 0
-    """Generations in a row that did not form with it as a newcomer though nobody died."""
+    """Number of generations in a row that failed to form, without a death, with it as newcomer."""
     eligible_at: float = 0.0
 
     @property
@@ -115,12 +119,12 @@ class Worker:
 
     @property
     def place(self) -> str:
-        """What users call it: the slot, whichever process sits there."""
+        """Return its name for users: that of its slot."""
         return worker_name(*self.slot)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far its state is; compared between workers that wait."""
+        """Return an order of the states of waiting workers; higher is newer."""
         return self.step, self.rank_of_state
 
     @property
@@ -129,7 +133,7 @@ class Worker:
 
 
 def backoff(delays: Sequence[float], tries: int) -> float:
-    """Delay after the ``tries``-th failure in a row; the last one is repeated.
+    """Return the delay after the ``tries``-th failure in a row; the last delay is repeated.
 
     >>> [backoff((0.5, 1, 2), tries) for tries in (0, 1, 2, 3, 9)]
     [0.0, 0.5, 1, 2, 2]
@@ -138,7 +142,7 @@ def backoff(delays: Sequence[float], tries: int) -> float:
 
 
 class Fleet:
-    """All agents and workers of a run."""
+    """Holds all agents and workers of a run."""
 
     def __init__(self, out: Outbox, config: MachineConfig) -> None:
         self._out = out
@@ -150,30 +154,33 @@ class Fleet:
     # -- questions -------------------------------------------------------------------------
 
     def worker_at(self, slot: SlotId) -> Worker | None:
-        """The live process in ``slot``, even one that is leaving."""
+        """Return the live worker in ``slot``, even if it is leaving."""
         return next((worker for worker in self.workers.values() if worker.slot == slot), None)
 
     def present(self, *stages: Stage) -> list[Worker]:
-        """Live workers that were not told to leave, in those stages."""
+        """Return the live workers in these stages that were not asked to leave."""
         return [w for w in self.workers.values() if w.stage in stages and not w.leaving]
 
     def usable(self, slot: SlotId) -> bool:
-        """Whether a worker can run there now or, as far as is known, soon."""
+        """Return whether a worker can run there now or, as far as is known, soon."""
         return self._agent(slot[0]).usable and not self._slot(slot).given_up
 
     def conceivable(self, slot: SlotId) -> bool:
-        """Whether a worker can ever run there without somebody mending something."""
+        """Return whether a worker can run there without a repair by the user."""
         return not self._agent(slot[0]).fatal and not self._slot(slot).given_up
 
     def cost(self, slot: SlotId) -> int:
-        """What taking ``slot`` into the next generation costs; see `membership.choose_slots`."""
+        """Return the cost of using ``slot`` next; see :func:`membership.choose_slots`.
+
+        It is 0 for workers that hold a place already, 1 for other live ones, 2 for empty slots.
+        """
         worker = self.worker_at(slot)
         if worker is None or worker.leaving:
             return 2
         return 0 if worker.stage in (Stage.MEMBER, Stage.WAITING) else 1
 
     def troubles(self, slots: Iterable[SlotId]) -> list[str]:
-        """Why some of ``slots`` cannot be used, a sentence per host or slot."""
+        """Return why some of ``slots`` cannot be used, a sentence for each host or slot."""
         found = []
         for slot in slots:
             if not self._agent(slot[0]).usable:
@@ -183,7 +190,7 @@ class Fleet:
         return list(dict.fromkeys(found))
 
     def troubles_in_brief(self, slots: Iterable[SlotId]) -> list[str]:
-        """The same for a reader who was told the causes: who, what in a few words, what next."""
+        """Return the troubles in a few words, with what happens next; causes were reported."""
         hosts: dict[str, list[str]] = {}
         given_up = []
         for slot in slots:
@@ -204,7 +211,7 @@ class Fleet:
         return f"trying again in {backoff(self._config.agent_retry_s, agent.failures):g} s"
 
     def nobody_is_known(self, hosts: Collection[str], tries: int) -> bool:
-        """Whether none of the hosts' names can be looked up, however often it was tried."""
+        """Return whether no host name could be looked up, after at least ``tries`` attempts."""
         agents = [self._agent(host) for host in hosts]
         return (
             bool(agents)
@@ -221,7 +228,7 @@ class Fleet:
     # -- observed --------------------------------------------------------------------------
 
     def forgive(self, hosts: Collection[str]) -> None:
-        """The hostfile was written anew: what was given up in it deserves another try."""
+        """Reset failed agents and given-up slots, because the hostfile was saved."""
         for host, agent in list(self.agents.items()):
             if host not in hosts and agent.state is AgentState.FAILED:
                 del self.agents[host]
@@ -238,7 +245,14 @@ class Fleet:
         found: Iterable[FoundWorker],
         now: float,
     ) -> None:
-        """Take over what another leader has left."""
+        """Add the agents and workers that an earlier leader left.
+
+        Args:
+            agents: hosts whose agents have answered.
+            awaited: hosts whose agents are being started.
+            found: workers that were found.
+            now: time [s].
+        """
         for host in agents:
             self._agent(host).state = AgentState.READY
         for host in awaited:
@@ -270,13 +284,13 @@ class Fleet:
                 history.incarnations = max(history.incarnations, int(incarnation))
 
     def agent_ready(self, host: str) -> None:
-        """The agent answered."""
+        """Note that the agent of ``host`` answered."""
         agent = self._agent(host)
         agent.state = AgentState.READY
         agent.unknown = False
 
     def agent_failed(self, event: AgentFailed, now: float) -> None:
-        """The agent could not be started; its cause is said when it is a new one."""
+        """Note that an agent could not be started; warn if the cause is a new one."""
         host, cause = event.host, event.cause
         if event.fatal or cause != self._agent(host).cause:
             again = "" if event.fatal else "; trying again"
@@ -286,7 +300,7 @@ class Fleet:
         agent.unknown = event.unknown
 
     def agent_lost(self, event: AgentLost, now: float) -> None:
-        """A running agent ended."""
+        """Note that a running agent ended."""
         self._out.emit("host_lost", host=event.host, cause=event.cause, silent_s=event.silent_s)
         cause = f"host {event.host}: {event.cause}"
         self._note_failure(event.host, cause, "did not come back yet", now)
@@ -301,7 +315,7 @@ class Fleet:
         return agent
 
     def worker_ready(self, worker: Worker, now: float) -> None:
-        """A standby is warm."""
+        """Note that a standby is warm."""
         worker.stage = Stage.READY
         worker.ready_at = now
         agent = self._agent(worker.host)
@@ -309,20 +323,26 @@ class Fleet:
         agent.cause = ""
 
     def worker_joined(self, worker: Worker, generation: int, now: float) -> None:
-        """A member met the others and holds their state."""
+        """Note that a member joined its generation and holds the common state."""
         worker.holds_state = True
         worker.joined = max(worker.joined, generation)
         worker.vain_tries = 0
         worker.saved = None
-        # It has the others' state and moves with them; steps are compared only between workers
-        # that broke off, and each of those says its own.
+        # All members train in lockstep. Steps are compared only between waiting workers, and each
+        # of those reports its own.
         worker.step = worker.rank_of_state = 0
         if worker.joined_at is None:
             worker.joined_at = now
         self._slot(worker.slot).failures = 0
 
     def bury(self, worker: Worker, now: float, blame: str = "") -> None:
-        """The process is no more; ``blame``: why its slot should be tried with care."""
+        """Remove a worker that has ended.
+
+        Args:
+            worker: the worker.
+            now: time [s].
+            blame: why its end counts as a failure of its slot; empty: it does not.
+        """
         del self.workers[worker.name]
         if not blame:
             return
@@ -337,18 +357,19 @@ class Fleet:
                 self.give_up(worker.slot, f"{slot.failures} workers in a row failed ({blame})")
 
     def give_up(self, slot: SlotId, cause: str) -> None:
-        """Start nothing in ``slot`` until the hostfile is written anew."""
+        """Start no worker in ``slot`` until the hostfile is saved again."""
         self._slot(slot).given_up = cause
         self._out.emit("warning", message=f"slot {worker_name(*slot)} is given up: {cause}")
 
     # -- requested -------------------------------------------------------------------------
 
     def start(self, desired: Sequence[SlotId], hoped_for: Sequence[SlotId], now: float) -> None:
-        """Ask for what is missing.
+        """Start missing agents and workers, each when its backoff is over.
 
         Args:
             desired: slots that should hold a worker.
-            hoped_for: the same if hosts that failed came back; their agents are tried again.
+            hoped_for: slots that should hold one if failed hosts recovered; the agents of these
+                hosts are tried again.
             now: time [s].
         """
         for host in dict.fromkeys(host for host, _ in (*desired, *hoped_for)):
@@ -372,7 +393,7 @@ class Fleet:
             self._out.send(StartWorker(name, *slot))
 
     def stop_idle_agents(self, desired: Sequence[SlotId]) -> None:
-        """End the agents of hosts that have no worker and shall have none."""
+        """End the agents of hosts that have no worker and need none."""
         needed = {host for host, _ in desired} | {w.host for w in self.workers.values()}
         for host, agent in list(self.agents.items()):
             if agent.state is AgentState.READY and host not in needed:
@@ -380,13 +401,13 @@ class Fleet:
                 self._out.send(StopAgent(host))
 
     def dismiss(self, worker: Worker) -> None:
-        """Tell ``worker`` to leave, once; from then on its end is no surprise."""
+        """Ask ``worker`` to leave, once; from then on its end is expected."""
         if not worker.leaving:
             worker.leaving = True
             self._out.send(Leave(worker.name))
 
     def dismiss_if(self, useless: Callable[[Worker], bool], *stages: Stage) -> None:
-        """Dismiss the workers in ``stages`` that are of no use."""
+        """Dismiss the workers in ``stages`` for which ``useless`` is true."""
         for worker in self.present(*stages):
             if useless(worker):
                 self.dismiss(worker)

@@ -1,4 +1,4 @@
-"""The one place that waits: a queue of things that happened, and deadlines."""
+"""The event loop of the leader: waits for posted calls and for the next deadline."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Loop"]
 class Loop:
     """Runs posted calls one after the other in the thread that called :meth:`run`.
 
-    Other threads only ever :meth:`post`, so what the calls touch needs no lock.
+    Other threads only use :meth:`post`, so data that the calls use needs no lock.
 
     Args:
-        deadline: when the next timed call is due [monotonic seconds]; None for never. Asked
-            after every call.
-        on_deadline: called when it has passed.
-        clock: monotonic seconds.
+        deadline: returns when ``on_deadline`` is due [monotonic s], None for never; called after
+            every call.
+        on_deadline: called when that time has passed.
+        clock: returns the time [monotonic s].
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class Loop:
         self._stopped = False
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run in the loop; from any thread and from signal handlers."""
+        """Schedule ``call`` in the loop; may be used from any thread and from signal handlers."""
         self._calls.put(call)
 
     def stop(self) -> None:
-        """Return from :meth:`run` after the call that is running."""
+        """End :meth:`run` after the current call."""
         self._stopped = True
 
     def run(self) -> None:
-        """Wait and call until :meth:`stop`."""
+        """Wait for calls and deadlines, and run them, until :meth:`stop`."""
         while not self._stopped:
             due = self._deadline()
             try:

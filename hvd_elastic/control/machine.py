@@ -1,9 +1,9 @@
-"""The logic of a run: events in, commands out; no clock, no threads, no files.
+"""Controls a run as a state machine: events in, commands out; no clock, no threads, no files.
 
-Three things are kept apart. The *plan* is what the hostfile and the user ask for. *Requested* is
-what was asked of agents and workers (agents started, a generation announced, a worker told to
-leave). *Observed* is what they reported. Every event changes the plan or what is observed; after
-it the machine compares the three and asks for what is missing, until nothing is.
+Three things are kept apart. The *plan* is what the hostfile and the user want. *Requested* is what
+agents and workers were asked to do (an agent started, a generation announced, a worker asked to
+leave). *Observed* is what they reported. Every event changes the plan or what was observed; then
+the machine compares the three and returns commands until nothing is missing.
 
 A run moves through four phases::
 
@@ -11,10 +11,10 @@ A run moves through four phases::
         ▲                       │                      │
         └── all accounted for ── REGROUPING ◄──────────┘  broken (Abort), or too few (Hold)
 
-``ASSEMBLING``: no generation; workers wait, or are still being started. ``FORMING``: a
-generation was announced and not every member has joined it. ``RUNNING``: all have.
-``REGROUPING``: the generation is over, and it is not yet known of every member whether it
-survived and how far its state is. At most one generation is being formed at any time.
+``ASSEMBLING``: there is no generation; workers wait or are being started. ``FORMING``: a
+generation was announced, and not every member has joined it. ``RUNNING``: all members have joined.
+``REGROUPING``: the generation has ended, and some members have not yet reported whether they
+survived and at which step. At most one generation is being formed at any time.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from hvd_elastic.formatting import count, hosts_named, plural, worker_name
 
 __all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
 
-_LAST_HOPE = 5  # times the patience, with members that alone hold the state
-_START_SPREAD = 0.15  # by so much longer than the first may others take that start with it
-_MAX_PASSES = 100  # far above what is ever needed: a pass that asks for nothing is the last
+_LAST_HOPE = 5  # multiple of the timeout for silent members that alone hold the training state
+_START_SPREAD = 0.15  # workers started together become warm within this share of the first's time
+_MAX_PASSES = 100  # far above what is ever needed: the first pass without a command is the last
 
 
 class Phase(enum.Enum):
-    """Where the run stands; see the module's text."""
+    """Phase of a run; see the module's docstring."""
 
     ASSEMBLING = "assembling"
     FORMING = "forming"
@@ -62,19 +62,19 @@ class Phase(enum.Enum):
     REGROUPING = "regrouping"
 
 
-_TOGETHER = (Phase.FORMING, Phase.RUNNING)
+_TOGETHER = (Phase.FORMING, Phase.RUNNING)  # phases in which a generation is alive
 
 
 @dataclass
 class Generation:
-    """The last generation that was announced.
+    """The last announced generation and what happened to it.
 
     Attributes:
-        number, members, root: as announced; 0 before the first.
-        formed: all members have joined it.
-        broken: why it ended; empty: it was held on purpose, or goes on.
-        member_lost: a member died, which explains why it broke.
-        losses: what became of members that were lost, by slot.
+        number, members, root: as announced; number 0 before the first announcement.
+        formed: whether all members have joined it.
+        broken: why it broke; empty: it continues, or was held on purpose.
+        member_lost: whether a member died, which explains why it broke.
+        losses: what happened to lost members, by slot.
     """
 
     number: int = 0
@@ -87,11 +87,11 @@ class Generation:
 
 
 class RunMachine:
-    """What one run does next.
+    """Decides what a run does next.
 
     Args:
-        config: limits and patience.
-        has_checkpoint: a checkpoint may exist already (a resumed run).
+        config: limits and timeouts.
+        has_checkpoint: whether a checkpoint may exist already, as in a resumed run.
     """
 
     def __init__(self, config: MachineConfig, has_checkpoint: bool = False) -> None:
@@ -107,10 +107,10 @@ class RunMachine:
         self._formed: tuple[Member, ...] = ()  # members of the last generation that ran
         self._may_have_progress = has_checkpoint
         self._backoff = FailureBackoff(config.restart_backoff_s, config.max_stuck_generations)
-        # training is over for at least one worker: nobody joins any more
+        # since when training is over for at least one worker, so that no worker joins any more
         self._finishing_since: float | None = None
         self._endings = Endings()
-        # timers: since when; None: not running
+        # start times of timers; None: not running
         self._enough_since: float | None = None
         self._short_since: float | None = None
         self._last_word_at = 0.0
@@ -119,9 +119,9 @@ class RunMachine:
     # -- the interface ---------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[Command]:
-        """Take one event, told at time ``now`` [s, never falling]; what to do about it.
+        """Handle one event at time ``now`` [s, never decreasing]; return the commands it causes.
 
-        After Finish every answer is empty.
+        After Finish, no more commands are returned.
         """
         if self._out.closed:
             return []
@@ -130,40 +130,40 @@ class RunMachine:
         return self._out.take()
 
     def deadline(self) -> float | None:
-        """When a Tick is wanted, if nothing else happens before; None: not at all."""
+        """Return when the next Tick is needed if no event comes before [s]; None: not at all."""
         return None if self._out.closed else self._out.wake_at
 
     @property
     def generation(self) -> int:
-        """The last announced generation; 0 before the first."""
+        """Return the number of the last announced generation; 0 before the first."""
         return self._current.number
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Members of the last announced generation, by rank, the dead included."""
+        """Return the members of the last announced generation by rank, including dead ones."""
         return self._current.members
 
     @property
     def phase(self) -> Phase:
-        """Where the run stands."""
+        """Return the phase of the run."""
         return self._phase
 
     @property
     def draining(self) -> frozenset[str]:
-        """Hosts of the hostfile that are not used until they are given back."""
+        """Return the hosts of the hostfile that are drained."""
         return frozenset(self._plan.draining)
 
     @property
     def state_holders(self) -> list[Worker]:
-        """Live workers with a whole state, in the order in which to ask for a checkpoint of it."""
+        """Return live workers with a complete state, in the order to ask them for a checkpoint."""
         members = [w for w in self._live() if w.stage is Stage.MEMBER and not w.finished]
         waiting = sorted(self._fleet.present(Stage.WAITING), key=lambda w: w.progress, reverse=True)
-        # Members that train write together; those of a broken generation have not answered yet.
+        # Training members share the work of writing; members of a broken generation may not answer.
         both = [*members, *waiting] if self._phase in _TOGETHER else [*waiting, *members]
         return [worker for worker in both if worker.holds_state]
 
     def agent_states(self) -> dict[str, AgentState]:
-        """By host; hosts that nothing was asked of are left out."""
+        """Return the state of each agent by host, except for hosts that were never used."""
         return {name: agent.state for name, agent in self._fleet.agents.items()}
 
     # -- observed: one event ---------------------------------------------------------------
@@ -173,7 +173,7 @@ class RunMachine:
             case ev.HostsChanged():
                 self._plan.hosts = event.hosts
                 self._fleet.forgive({host.name for host in event.hosts})
-                # A host that was taken out and is put in again is given back by that.
+                # Removing a host from the hostfile and adding it again ends its draining.
                 self._plan.drain_only({host.name for host in event.hosts})
             case ev.HostDraining():
                 self._drain(event, now)
@@ -205,13 +205,13 @@ class RunMachine:
             case ev.Tick():
                 pass
             case _:
-                # Whatever is said about a process whose end was seen is older than its end.
+                # Events about a process that was already seen to end are outdated.
                 worker = self._fleet.workers.get(event.worker)
                 if worker is not None:
                     self._take_from_worker(event, worker, now)
 
     def _drain(self, event: ev.HostDraining, now: float) -> None:
-        """Begin to leave a host, or be told again and maybe another time."""
+        """Begin to drain a host, or update the time of one that is being drained."""
         until = None if event.train_for_s is None else now + event.train_for_s
         self._plan.drain(event.host, until)
         self._out.emit(
@@ -228,10 +228,10 @@ class RunMachine:
             and members
             and all(member.host in self._plan.draining for member in members)
         ):
-            self._out.send(SaveState(members[0].name))  # the notice may be shorter than it says
+            self._out.send(SaveState(members[0].name))  # the host may be lost before that time
 
     def _take_over(self, event: ev.RunTakenOver, now: float) -> None:
-        """Go on with a run whose leader was lost, from what that leader knew."""
+        """Continue a run that another leader began, from what was found of it."""
         plan = self._plan
         plan.hosts, plan.requested_np = event.hosts, event.requested_np
         plan.preferred = frozenset(event.slots)
@@ -265,9 +265,8 @@ class RunMachine:
             for slot in ((member.host, member.slot) for member in missing)
         }
         self._current.formed = joined
-        self._current.member_lost = (
-            bool(missing) or not joined
-        )  # whatever breaks now has its reason
+        # If it breaks now, the loss of the leader explains that.
+        self._current.member_lost = bool(missing) or not joined
 
     def _take_from_worker(self, event: ev.WorkerEvent, worker: Worker, now: float) -> None:
         match event:
@@ -290,7 +289,7 @@ class RunMachine:
 
     def _on_agent_gone(self, event: ev.AgentFailed | ev.AgentLost, now: float) -> None:
         if event.host not in self._fleet.agents:
-            return  # it was stopped on purpose
+            return  # the agent was stopped on purpose
         if isinstance(event, ev.AgentFailed):
             self._fleet.agent_failed(event, now)
         else:
@@ -332,19 +331,19 @@ class RunMachine:
         if worker.stage is not Stage.MEMBER:
             return
         if self._phase is Phase.REGROUPING:
-            # Even one that names an older generation counts: it is out of all collectives, and
-            # was told of the later generation's end as well.
+            # An answer for an older generation counts as well: the worker is in no collective, and
+            # has been sent the abort of the later generation too.
             worker.stage = Stage.WAITING
-            self._last_word_at = now  # where one comes from a long step, others may follow
+            self._last_word_at = now  # others may be about to end the same long step
             if isinstance(event, ev.WorkerBroken):
-                self._break(cause, now)  # where it was only to be held
+                self._break(cause, now)  # in case the generation was only to be held
         elif event.generation == self._current.number:
             worker.stage = Stage.WAITING
             self._break(cause, now)
         elif worker.name == self._current.root and not worker.holds_state:
             self._break(f"the state of worker {worker.place} is not whole", now)
         else:
-            # It goes on to the generation announced since.
+            # It will join the generation that was announced since.
             self._fell_out(worker, event.generation, cause, now)
 
     def _on_finished(self, worker: Worker, now: float) -> None:
@@ -352,8 +351,8 @@ class RunMachine:
         if self._finishing_since is not None:
             return
         self._finishing_since = now
-        # A worker finishes after a barrier of its generation: who is in it has joined, even if that
-        # was not told yet. Nobody will meet other newcomers, and standbys are not needed any more.
+        # Workers finish after a barrier of their generation, so all its members have joined even if
+        # some reports are still on the way. Other newcomers and standbys are not needed any more.
         together = worker.joined == self._current.number
         self._fleet.dismiss_if(
             lambda w: not (w.holds_state or w.finished or (together and w.stage is Stage.MEMBER)),
@@ -368,7 +367,7 @@ class RunMachine:
                 self._kill(newcomer, f"worker {newcomer.place} came when training was over")
 
     def _on_silent(self, worker: Worker, cause: str, now: float) -> None:
-        """It will not answer any more; whoever waits for it must not go on doing so."""
+        """Kill a frozen or stuck worker, and break its generation if the others wait for it."""
         if worker.killed:
             return
         cause = f"worker {worker.place} {cause}"
@@ -430,20 +429,23 @@ class RunMachine:
         self._out.send(Finish("failed", f"the training script {how} in worker {worker.place}"))
 
     def _can_do_without(self, worker: Worker) -> bool:
-        """A newcomer's script fails on its host, while others hold the state of a healthy run."""
+        """Return whether a failed worker is a newcomer to a run whose state others hold.
+
+        Then the failure is probably one of its host, and does not end the run.
+        """
         return worker.joined_at is None and any(w.holds_state for w in self._fleet.present(*Stage))
 
     def _gone(
         self, worker: Worker, how: Departure, cause: str, now: float, *, blame: str = ""
     ) -> None:
-        """A process ended, or is as good as ended.
+        """Remove a worker whose process has ended or was lost with its host.
 
         Args:
-            worker: who.
-            how: the kind of end.
-            cause: in words that name the worker, unless it went in order.
+            worker: the worker.
+            how: how it ended.
+            cause: text for the log; names the worker unless it left in order.
             now: time [s].
-            blame: why its slot should be tried with care; empty: it need not be.
+            blame: why its end counts as a failure of its slot; empty: it does not.
         """
         self._fleet.bury(worker, now, blame)
         self._emit_worker("worker_left", worker, cause=cause, how=how.value)
@@ -465,7 +467,7 @@ class RunMachine:
                 self._break(cause, now)
 
     def _fell_out(self, worker: Worker, generation: int, cause: str, now: float) -> None:
-        """Others may still be in ``generation``, blocked in a collective with ``worker``."""
+        """Abort ``generation``, which ``worker`` has left while others may wait in a collective."""
         if not worker.joined:
             return
         if generation == self._current.number:
@@ -480,7 +482,7 @@ class RunMachine:
     # -- the end of a generation -----------------------------------------------------------
 
     def _break(self, cause: str, now: float) -> None:
-        """The generation cannot go on: call it off, once, and wait for its members."""
+        """Abort the current generation, once, and begin to wait for its members' reports."""
         if self._phase is Phase.ASSEMBLING or (
             self._phase is Phase.REGROUPING and self._current.broken
         ):
@@ -495,8 +497,8 @@ class RunMachine:
         self._out.send(Abort(generation, cause))
 
     def _hold(self, staying: Sequence[Worker], going: Sequence[Worker], now: float) -> None:
-        """Too few may stay: stop at a step boundary and keep the state until hosts come."""
-        # The hostfile may name none of the members' hosts; one of them keeps the state then.
+        """Stop training at a step boundary and keep the state until there are enough hosts."""
+        # If the hostfile names none of the members' hosts, one member has to keep the state.
         keepers = list(staying) or [going[0]]
         for worker in keepers:
             self._out.send(Hold(worker.name))
@@ -514,25 +516,25 @@ class RunMachine:
             if now < end:
                 self._out.wake(end)
                 return
-            # Nobody waits for their end: not even killing ends a process on a dead disk.
+            # Their end is not awaited: not even SIGKILL ends a process that is blocked on a disk.
             for worker in missing:
                 self._lose(worker, f"worker {worker.place} gave no answer")
         elif missing:
-            return  # to be held at a step boundary: a step may take any time
+            return  # they will hold at a step boundary, and a step may take any time
         self._phase = Phase.ASSEMBLING
         if self._current.broken:
             self._learn(now)
 
     def _patience_with(self, missing: Sequence[Worker]) -> float:
-        """How long members may be silent after their generation broke [s]."""
+        """Return how long members may be silent after their generation broke [s]."""
         patience = self._config.regroup_timeout_s
         if any(w.holds_state for w in self._fleet.present(Stage.WAITING)):
             return patience
-        # The state would be lost with them, and they may just be far from a step boundary.
+        # The state would be lost with them, and a long step may be all that delays them.
         return patience * (_LAST_HOPE if any(w.holds_state for w in missing) else 1)
 
     def _learn(self, now: float) -> None:
-        """Draw the lesson of a broken generation, so that the same failure is not repeated fast."""
+        """Update the backoffs after a broken generation, so that failures are not repeated fast."""
         waiting = self._fleet.present(Stage.WAITING)
         newest = max((w.step for w in waiting if w.holds_state), default=-1)
         delays = self._config.restart_backoff_s
@@ -544,7 +546,7 @@ class RunMachine:
                 text = f"training broke {times} times at step {newest} though no worker died"
                 self._out.send(Finish("failed", f"{text}: {self._current.broken}"))
         elif newcomers := [w for w in waiting if not w.holds_state]:
-            # Those that were together before can probably reach each other.
+            # Workers that have trained together can probably connect, so newcomers are suspected.
             for worker in newcomers:
                 worker.vain_tries += 1
                 worker.eligible_at = now + backoff(delays, worker.vain_tries)
@@ -583,13 +585,13 @@ class RunMachine:
             self._out.emit("host_drained", host=host)
 
     def _is_superfluous(self, worker: Worker) -> bool:
-        """Neither wanted in a slot, nor a spare, nor the keeper of the newest state."""
+        """Return whether a worker has no desired or spare slot and no state that must be kept."""
         if worker.slot in self._plan.spare and not worker.holds_state:
             return False
         return worker.slot not in self._plan.desired and worker is not self._keeper()
 
     def _keeper(self) -> Worker | None:
-        """The worker outside the desired slots whose state is newer than any inside."""
+        """Return the worker outside the desired slots that alone holds the newest state, if any."""
         holders = [w for w in self._fleet.present(Stage.WAITING) if w.holds_state]
         newest = max((worker.progress for worker in holders), default=None)
         best = [worker for worker in holders if worker.progress == newest]
@@ -598,7 +600,7 @@ class RunMachine:
         return best[0]
 
     def _available(self, now: float) -> list[Worker]:
-        """Workers in desired slots that could be announced now, members of a running one apart."""
+        """Return the workers in desired slots that can be announced now, except current members."""
         found = []
         for worker in self._fleet.present(Stage.READY, Stage.WAITING):
             if worker.slot not in self._plan.desired:
@@ -610,7 +612,7 @@ class RunMachine:
         return found
 
     def _assemble(self, now: float) -> None:
-        """No generation runs: announce one as soon as there are enough for it."""
+        """Announce a generation as soon as there are enough workers for it."""
         available, keeper = self._available(now), self._keeper()
         if len(available) < self._config.min_np:
             self._enough_since = None
@@ -629,7 +631,7 @@ class RunMachine:
         self._announce([*available, *([keeper] if keeper else [])])
 
     def _patience(self, available: Sequence[Worker], keeper: Worker | None) -> float:
-        """How long those that are available wait for the rest [s]."""
+        """Return how long the available workers wait for the rest [s]."""
         survivors = [worker for worker in available if worker.holds_state]
         if len(survivors) >= self._config.min_np or len(available) >= len(self._plan.desired):
             return 0.0
@@ -638,7 +640,7 @@ class RunMachine:
         return self._config.start_grace_s
 
     def _adjust(self, now: float) -> None:
-        """A generation runs: take in newcomers, let go whom the plan has no place for."""
+        """Change a running generation: add newcomers, remove members without a desired slot."""
         members = self._live()
         staying = [worker for worker in members if worker.slot in self._plan.desired]
         going = [worker for worker in members if worker.slot not in self._plan.desired]
@@ -655,14 +657,14 @@ class RunMachine:
                 for worker in going:
                     self._fleet.dismiss(worker)
             elif self._window_is_over(newcomers, 0, now):
-                # Nobody who stays holds the state: newcomers take it from those that go, who
-                # are let go once this generation runs.
+                # All holders of the state have to leave: newcomers receive it from them in this
+                # generation, and the old members leave once it runs.
                 self._announce([*going, *newcomers])
         elif self._plan.end_of(going) is not None or not self._awaits_replacements(now):
             self._hold(staying, going, now)
 
     def _may_train_on(self, going: Sequence[Worker], ready: int, now: float) -> bool:
-        """Members on hosts that will go serve until others are warm, or for as long as they can."""
+        """Return whether members on drained hosts train on while their replacements start."""
         end = self._plan.end_of(going)
         if end is None or now >= end or ready >= max(len(self._plan.desired), self._config.min_np):
             return False
@@ -670,7 +672,7 @@ class RunMachine:
         return True
 
     def _save_what_would_go(self) -> None:
-        """The only state is held on a host that is drained: write it down, then let it go."""
+        """Have the newest state written to a checkpoint if only a drained host holds it."""
         keeper = self._keeper()
         if keeper is not None and keeper.host in self._plan.draining and keeper.saved is None:
             keeper.saved = False
@@ -692,7 +694,10 @@ class RunMachine:
         return now >= end
 
     def _awaits_replacements(self, now: float) -> bool:
-        """Members that have to go train on until enough others are ready, but not for ever."""
+        """Return whether members that have to leave train on until enough others are ready.
+
+        They do so for at most ``regroup_timeout_s``.
+        """
         if len(self._plan.desired) < self._config.min_np:
             return False
         if self._short_since is None:
@@ -737,11 +742,11 @@ class RunMachine:
     # -- the end of the run ----------------------------------------------------------------
 
     def _wind_up(self, now: float) -> None:
-        """Some worker's training is done: those that broke off still get to their end."""
+        """End a run in which some worker has finished, once all others have had the chance to."""
         workers = self._fleet.present(*Stage)
         unfinished = [w for w in workers if w.stage is Stage.WAITING and not w.finished]
-        # How those that finished end is part of the verdict, also where they were told to leave;
-        # killing does not end a process on a dead disk.
+        # The exits of finished workers decide the result of the run, even if they were asked to
+        # leave. Killed ones are not awaited: a process that is blocked on a disk does not end.
         ending = any(w.finished and not w.killed for w in self._fleet.workers.values())
         training = any(w.holds_state or w.stage is Stage.MEMBER for w in workers)
         if not ending and not training:
@@ -755,7 +760,7 @@ class RunMachine:
                 self._out.wake(self._backoff.pause_until)
             self._fleet.dismiss_if(lambda worker: worker not in holders, Stage.WAITING)
         elif self._phase is Phase.FORMING and self._finishing_since is not None:
-            # Members that took the announcement wait for some that finished instead of joining.
+            # Members that are joining wait for others that have finished instead.
             end = self._finishing_since + self._config.regroup_timeout_s
             if any(not worker.finished for worker in self._live()):
                 if now >= end:
@@ -769,9 +774,9 @@ class RunMachine:
         slots = self._plan.offered()
         conceivable = [slot for slot in slots if self._fleet.conceivable(slot)]
         if len(conceivable) >= self._config.min_np or len(slots) < self._config.min_np:
-            return  # with too short a hostfile the run waits for a longer one
+            return  # with too few slots in the hostfile, the run waits for more
         if any(worker.holds_state for worker in self._fleet.present(*Stage)):
-            return  # the state is safe, and whoever mends a host may say so in the hostfile
+            return  # the state is safe, and saving the hostfile after a repair starts new attempts
         text = (
             f"{len(conceivable)} of {len(slots)} slots can be used and at least "
             f"{self._config.min_np} are needed: {'; '.join(self._fleet.troubles(slots))}"
@@ -779,7 +784,7 @@ class RunMachine:
         self._out.send(Finish("failed", text))
 
     def _give_up_if_nobody_is_known(self) -> None:
-        """A hostfile full of names that mean nothing is a mistake, unless it trained before."""
+        """Fail a run that has never trained if no host name in its hostfile can be looked up."""
         names = [host.name for host in self._plan.hosts]
         tries = self._config.max_unknown_tries
         if self._formed or not self._fleet.nobody_is_known(names, tries):
@@ -791,32 +796,32 @@ class RunMachine:
         )
         self._out.send(Finish("failed", text))
 
-    # -- small things ----------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------
 
     def _live(self) -> list[Worker]:
-        """Live members of the last announced generation, by rank, without those told to leave."""
+        """Return the live members of the last generation that were not asked to leave, by rank."""
         workers = (self._fleet.workers.get(member.worker) for member in self._current.members)
         return [worker for worker in workers if worker is not None and not worker.leaving]
 
     def _lose(self, worker: Worker, cause: str) -> None:
-        """Go on without a member whose end was not seen."""
+        """Continue without a member that does not answer, and kill it."""
         self._current.member_lost = True
         self._current.losses[worker.slot] = cause
         self._endings.badly(worker.name, cause)
         self._kill(worker, cause)
 
     def _kill(self, worker: Worker, reason: str) -> None:
-        """Its slot stays taken until its end is seen; otherwise it counts as gone."""
+        """Kill a worker; it counts as gone at once, but occupies its slot until it has ended."""
         worker.killed, worker.leaving = reason, True
         self._out.send(KillWorker(worker.name, reason))
 
     def _hasten_leavers(self, now: float) -> None:
-        """A worker told to leave does so at the next step boundary, or is made to."""
+        """Kill workers that were asked to leave and have not done so in time."""
         for worker in self._fleet.workers.values():
             if not worker.leaving or worker.killed or worker.finished:
                 continue
             if worker.leave_by is None and self._phase in (Phase.RUNNING, Phase.ASSEMBLING):
-                # Everybody else is past that boundary.
+                # All others have passed the step boundary at which it should have left.
                 worker.leave_by = now + self._config.regroup_timeout_s
             if worker.leave_by is None:
                 continue
@@ -826,5 +831,5 @@ class RunMachine:
                 self._out.wake(worker.leave_by)
 
     def _emit_worker(self, kind: str, worker: Worker, **fields: object) -> None:
-        # Logs are named by slot, so that is what readers of the events need as local rank.
+        # Logs are named by slot, so readers of the events need the slot as local rank.
         self._out.emit(kind, host=worker.host, local_rank=worker.slot[1], **fields)

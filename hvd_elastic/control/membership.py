@@ -1,6 +1,6 @@
-"""Who should be a member, and where everybody stands: slots, ranks, and the change in words.
+"""Chooses the slots of a generation, assigns ranks to its workers, and describes the change.
 
-Functions of their arguments only; the machine decides *when*, this module *who* and *where*.
+All are pure functions; the machine decides when to use them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["Seat", "SlotId", "assign_ranks", "choose_slots", "describe_change", 
 __all__ += ["target_size"]
 
 SlotId = tuple[str, int]
-"""A place for one worker: host and index."""
+"""A place for one worker: host name and index."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker and the slot it sits in."""
+    """A worker and its slot."""
 
     worker: str
     host: str
@@ -29,7 +29,7 @@ class Seat:
 
 
 def list_slots(hosts: Iterable[HostSlots]) -> list[SlotId]:
-    """Every slot of the hostfile, in its order.
+    """Return every slot of the hostfile, in its order.
 
     >>> list_slots([HostSlots("a", 2), HostSlots("b", 1)])
     [('a', 0), ('a', 1), ('b', 0)]
@@ -45,14 +45,14 @@ def target_size(
     requested: int | None,
     spares: int = 0,
 ) -> int:
-    """How many workers are wanted.
+    """Return the number of workers that should train.
 
     Args:
-        slots: what the hostfile offers.
+        slots: number of slots in the hostfile.
         min_np, max_np: limits of the run; None: no upper limit.
-        np: size that the run was started with; None: as many as there are.
-        requested: size asked for while it runs; None: not asked.
-        spares: slots to be left to warm standbys where no size is asked for.
+        np: size requested at the start of the run; None: all slots.
+        requested: size requested while it runs; None: none.
+        spares: number of slots kept for warm standbys when no size is requested.
 
     >>> target_size(8, 2, 6, None, None), target_size(8, 2, 6, 4, None), target_size(8, 2, 6, 4, 9)
     (6, 4, 6)
@@ -72,10 +72,10 @@ def choose_slots(
     usable: Callable[[SlotId], bool],
     cost: Callable[[SlotId], int],
 ) -> list[SlotId]:
-    """The slots that should hold a member, in hostfile order.
+    """Return the slots that should hold a member, in the order of the hostfile.
 
-    Cheap slots come first (those that hold a member cost least, empty ones most), then hostfile
-    order: a host that comes back does not push out one that replaced it meanwhile.
+    Slots of lower cost are preferred, then earlier ones in the hostfile. Slots that hold a member
+    cost least, so a host that comes back does not displace the one that replaced it.
 
     >>> slots = [("a", 0), ("b", 0), ("c", 0)]
     >>> choose_slots(slots, 2, lambda slot: slot != ("a", 0), lambda slot: 0)
@@ -89,9 +89,10 @@ def choose_slots(
 
 
 def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Member, ...]:
-    """Ranks in hostfile order, then slot; hosts that are no longer listed come last.
+    """Return the members with ranks in the order of the hostfile, then of the slots.
 
-    A host's workers have neighbouring ranks and local ranks 0, 1, …, whatever slots are empty.
+    Hosts that are no longer in the hostfile come last. The workers of a host have consecutive
+    ranks and the local ranks 0, 1, …, even if some of its slots are empty.
 
     >>> seats = [Seat("w2", "b", 0), Seat("w1", "a", 3), Seat("w0", "a", 1)]
     >>> for m in assign_ranks(seats, [HostSlots("a", 4), HostSlots("b", 1)]):
@@ -105,7 +106,7 @@ def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Mem
     for seat in sorted(seats, key=lambda s: (place.get(s.host, len(place)), s.host, s.slot)):
         by_host.setdefault(seat.host, []).append(seat)
     members: list[Member] = []
-    met: dict[int, int] = {}  # local rank → hosts so far that have it
+    met: dict[int, int] = {}  # local rank → number of hosts so far that have it
     for seats_here in by_host.values():
         for local_rank, seat in enumerate(seats_here):
             members.append(
@@ -127,12 +128,12 @@ def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Mem
 def describe_change(
     before: Sequence[SlotId], after: Sequence[SlotId], losses: Mapping[SlotId, str], note: str = ""
 ) -> str:
-    """Why a generation is announced, in words.
+    """Return a text that says why a generation is announced and how its size changes.
 
     Args:
-        before, after: slots of the members, then and now.
-        losses: what became of members that were lost, by slot.
-        note: what else led to it.
+        before, after: slots of the members of the previous and of the new generation.
+        losses: what happened to lost members, by slot.
+        note: further reason; empty for none.
 
     >>> describe_change([("a", 0), ("b", 0)], [("a", 0), ("b", 0), ("c", 0)], {})
     'host c joined: 2 → 3 slots'
@@ -153,7 +154,7 @@ def describe_change(
 
 
 def _name(slots: Sequence[SlotId], shared: set[str], verb: str) -> list[str]:
-    """Whole hosts by name; slots of hosts that are on both sides one by one."""
+    """Return names of what changed: whole hosts, or single slots of hosts in ``shared``."""
     hosts = list(dict.fromkeys(host for host, _ in slots if host not in shared))
     single = [f"{host}:{index}" for host, index in slots if host in shared]
     parts = []

@@ -1,4 +1,4 @@
-"""Where one call of the machine collects its commands and the times it wants to be woken at."""
+"""Collects the commands of one call of the machine, and when it next needs to be called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """Commands in the order they are asked for; nothing is taken after Finish."""
+    """Holds commands in the order they were sent; commands after Finish are dropped."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -17,7 +17,7 @@ class Outbox:
         self._commands: list[Command] = []
 
     def send(self, command: Command) -> None:
-        """Ask for ``command``."""
+        """Add a command."""
         if self.closed:
             return
         self._commands.append(command)
@@ -25,18 +25,18 @@ class Outbox:
         self.closed = isinstance(command, Finish)
 
     def emit(self, kind: str, **fields: object) -> None:
-        """Ask for a line in events.jsonl."""
+        """Add a command that records an event in events.jsonl."""
         self.send(Emit(kind, fields))
 
     def wake(self, at: float) -> None:
-        """Be told the time at ``at``, whatever else happens."""
+        """Request a Tick at time ``at`` [s] or earlier."""
         self.wake_at = at if self.wake_at is None else min(self.wake_at, at)
 
     def forget_wakes(self) -> None:
-        """Everything is about to be looked at again."""
+        """Discard the requested times, because everything is about to be compared again."""
         self.wake_at = None
 
     def take(self) -> list[Command]:
-        """What was asked for since the last call."""
+        """Remove and return the commands added since the last call."""
         commands, self._commands = self._commands, []
         return commands

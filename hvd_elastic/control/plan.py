@@ -1,4 +1,4 @@
-"""Decides which slots should hold a worker, from hostfile, limits and what users ask for."""
+"""Decides which slots should hold a worker, from the hostfile, the limits and users' requests."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from hvd_elastic.control.membership import SlotId, choose_slots, list_slots, tar
 
 __all__ = ["Plan"]
 
-_NOT_ASKED_FOR = 3  # above every cost of a slot
+_NOT_ASKED_FOR = 3  # above the highest cost of a slot, so that requested slots always come first
 
 
 class Plan:
-    """The slots that should hold a worker.
+    """Holds the slots that should have a worker.
 
     Args:
         config: limits of the run.
-        fleet: says which slots can be used, and is asked for the workers that are missing.
+        fleet: knows which slots can be used, and starts the missing workers.
 
     Attributes:
-        hosts: of the hostfile.
-        requested_np, preferred: size and slots that were asked for while the run goes on.
+        hosts: hosts of the hostfile.
+        requested_np, preferred: size and slots that were requested during the run.
         desired: slots that should hold a member.
-        spare: slots for warm standbys beyond that.
-        draining: host → until when its workers may train; None: nobody said.
+        spare: further slots, for warm standbys.
+        draining: drained hosts, with the time until which their workers may train [s], None if
+            unknown.
     """
 
     def __init__(self, config: MachineConfig, fleet: Fleet) -> None:
@@ -41,33 +42,33 @@ class Plan:
         self._empty: set[str] = set()
 
     def drain(self, host: str, until: float | None) -> None:
-        """Use a host no more."""
+        """Stop using a host; its workers may train until ``until`` [s]."""
         self.draining[host] = until
         self._empty.discard(host)
 
     def drain_only(self, hosts: Iterable[str]) -> None:
-        """Give all drained hosts back but these."""
+        """Allow the use of all drained hosts except these."""
         self.draining = {host: self.draining[host] for host in self.draining if host in hosts}
         self._empty &= self.draining.keys()
 
     def emptied(self) -> list[str]:
-        """Return the drained hosts that hold no worker any more, each once."""
+        """Return the drained hosts without workers that were not returned before."""
         held = {worker.host for worker in self._fleet.workers.values()}
         found = [host for host in self.draining if host not in held | self._empty]
         self._empty.update(found)
         return found
 
     def end_of(self, workers: Iterable[Worker]) -> float | None:
-        """Return when the first of their hosts has to be left; None: nobody said."""
+        """Return when the first of the workers' hosts has to be left [s]; None if unknown."""
         ends = (self.draining.get(worker.host) for worker in workers)
         return min((end for end in ends if end is not None), default=None)
 
     def offered(self) -> list[SlotId]:
-        """Return the slots of the hostfile, without those of hosts that are drained."""
+        """Return the slots of the hostfile except those of drained hosts."""
         return list_slots(host for host in self.hosts if host.name not in self.draining)
 
     def update(self, now: float) -> None:
-        """Choose the slots, start the workers that are missing, and stop idle agents."""
+        """Choose the slots, start the missing workers, and stop agents without workers."""
         slots, fleet, spares = self.offered(), self._fleet, self._config.spares
         config = self._config
         target = target_size(
@@ -82,7 +83,7 @@ class Plan:
         fleet.stop_idle_agents(filled)
 
     def _cost(self, slot: SlotId) -> int:
-        """Return the fleet's cost of a slot; those that were asked for come before all others."""
+        """Return the cost of a slot, such that requested and pinned slots come before others."""
         asked = slot in self.preferred or slot[0] in self._config.pinned
         if not asked and (self.preferred or self._config.pinned):
             return self._fleet.cost(slot) + _NOT_ASKED_FOR

@@ -1,15 +1,16 @@
-"""Alive, and getting on? Two questions about a worker, judged apart.
+"""Checks whether workers are alive and whether they make progress.
 
-*Alive* is a matter of its heartbeat, which comes from a thread of its own: long steps, garbage
-collection, a validation pass or a compilation do not stop it; a frozen process does. *Getting on*
-is judged by what the run itself has shown: how long its steps and its waits for the others have
-taken so far.
+A worker is *alive* while its heartbeats arrive. They come from a separate thread, so long steps,
+garbage collection, validation or compilation do not stop them, but a frozen process does. Whether
+it *makes progress* is decided by comparing with the run itself: how long its steps, and its waits
+for other ranks, have taken so far.
 
-Ranks that wait for each other in *different* collectives are told from ranks whose data do not
-arrive by counting. A worker says which collective it waits for and how often it has begun each. If
-every worker waits for one that some other worker has not begun, none of them can go on, however
-old the heartbeats are: the first wait to end would need another worker to begin something, and all
-of them wait.
+When all ranks wait for each other, they are either in *different* collectives (an error in the
+script) or their data does not arrive (a network failure). Heartbeats tell the two apart: each names
+the collective that the worker waits for, and how often the worker has begun each collective. If
+every worker waits for a collective that some other worker has not begun, none can continue, however
+old the heartbeats are: to end the first wait, another worker would have to begin a collective, and
+all of them are waiting.
 """
 
 from __future__ import annotations
@@ -23,25 +24,31 @@ from hvd_elastic.formatting import count, plural
 __all__ = ["Activity", "Position", "ProgressWatch"]
 
 _STUCK_FACTOR = 5.0
-_FIRST_WAIT_S = 30.0  # Gloo's own patience; nothing is known of this run yet
+"""Multiple of the run's longest wait after which ranks that all wait count as stuck."""
+_FIRST_WAIT_S = 30.0  # Gloo's own timeout, used until the run has shown how long its waits are
 _BUSY_FACTOR = 3.0
+"""Multiple of the run's longest step after which a rank that others wait for is reported."""
 _BUSY_AT_LEAST_S = 5.0
+"""Shortest time before that [s], since short steps vary much."""
 _NAMED = 4
-"""Ranks that are named of those that wait in the same place."""
+"""Number of ranks listed by name of those that wait in the same place, to keep messages short."""
 _HOPELESS_FACTOR = 20.0
+"""Multiple of the run's longest step after which a rank that others wait for counts as stuck."""
 _HOPELESS_AT_LEAST_S = 600.0
+"""Shortest time before that [s], since a rare validation or compilation may take long."""
 _AFTER_TRAINING_S = 60.0
-"""A process that ends has no heartbeat any more, and nobody waits for it in a collective."""
+"""Silence allowed after training [s]: an exiting process sends no heartbeats, and no other rank
+waits for it in a collective."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far training is.
+    """A point in training.
 
     Attributes:
-        step: optimizer steps taken.
-        epoch, position: the current epoch, and the examples of it that are consumed.
-        examples: examples consumed since training began.
+        step: number of optimizer steps taken.
+        epoch, position: current epoch, and number of its examples that were consumed.
+        examples: number of examples consumed since training began.
     """
 
     step: int
@@ -52,19 +59,20 @@ class Position:
 
 @dataclass(frozen=True)
 class Activity:
-    """What one worker's last heartbeat said.
+    """The content of a worker's last heartbeat.
 
     Attributes:
-        silent_s: since when there was neither a heartbeat nor any use of a processor [s].
-        generation: in which this was; a heartbeat may still tell of the one before.
-        step: optimizer steps taken.
-        step_s: how long the step in progress has taken so far [s].
-        waiting_s: how long the worker has been waiting for the others in it [s]; 0: it computes.
-        longest_step_s, longest_wait_s: of those that came to their end, in this process [s].
-        line: where in the script it is; empty unless it has computed or waited for some seconds.
-        waiting_for: the collective it waits for; empty unless it has waited for some seconds.
+        silent_s: time without a heartbeat and without use of a processor [s].
+        generation: generation it refers to, which may still be the previous one.
+        step: number of optimizer steps taken.
+        step_s: duration of the current step so far [s].
+        waiting_s: how long the worker has waited for other ranks in it [s]; 0: it computes.
+        longest_step_s, longest_wait_s: longest completed step and wait of this process [s].
+        line: current line of the script; empty unless it has computed or waited for some seconds.
+        waiting_for: name of the collective it waits for; empty unless it has waited for some
+            seconds.
         begun: how often it has begun each collective in this generation; empty likewise.
-        progress: how far its training is; None likewise.
+        progress: its point in training; None likewise.
     """
 
     silent_s: float = 0.0
@@ -81,7 +89,7 @@ class Activity:
 
 
 class ProgressWatch:
-    """Judges the workers of a run by their heartbeats.
+    """Finds workers that are silent, stuck or slow, from their heartbeats.
 
     Args:
         failure_timeout_s: silence after which a worker counts as lost [s].
@@ -94,19 +102,19 @@ class ProgressWatch:
         self._finished: set[str] = set()
 
     def note(self, worker: str, activity: Activity) -> None:
-        """A heartbeat."""
+        """Store a heartbeat."""
         self._activities[worker] = activity
 
     def forget(self, worker: str) -> None:
-        """It is gone."""
+        """Remove a worker that has ended."""
         self._activities.pop(worker, None)
 
     def finished(self, worker: str) -> None:
-        """Its training function returned."""
+        """Note that a worker's training function returned."""
         self._finished.add(worker)
 
     def silent(self) -> list[WorkerSilent]:
-        """Workers that give no sign of life."""
+        """Return an event for each worker whose heartbeats have stopped."""
         return [
             WorkerSilent(worker, f"gave no sign of life for {activity.silent_s:.1f} s")
             for worker, activity in self._activities.items()
@@ -116,15 +124,19 @@ class ProgressWatch:
     def stuck(
         self, generation: int, members: Sequence[str]
     ) -> GenerationStuck | list[WorkerSilent]:
-        """What holds up a generation that is training: all of it, or some of its members.
+        """Return events for what keeps a training generation from making progress.
 
         Args:
-            generation: its number.
+            generation: number of the generation.
             members: names of its live members, by rank.
+
+        Returns:
+            ``GenerationStuck`` if no member can continue; otherwise the members that have made no
+            progress for very long while others wait, usually none.
         """
         nothing = Activity(generation=generation)
         heard = {worker: self._activities.get(worker, nothing) for worker in members}
-        # Who waited in the generation before does not do so any more.
+        # A wait in an earlier generation has ended with it.
         seen = {w: a if a.generation == generation else nothing for w, a in heard.items()}
         if not seen:
             return []
@@ -145,10 +157,10 @@ class ProgressWatch:
         ]
 
     def busy(self, members: Sequence[str]) -> list[tuple[str, float, str]]:
-        """Members that compute while others wait for them, each named once a step.
+        """Return members that compute unusually long while others wait, each once per step.
 
         Returns:
-            (worker, how long its step has taken [s], where in the script it is).
+            (worker, duration of its step so far [s], current line of the script) of each.
         """
         seen = {worker: self._activities.get(worker, Activity()) for worker in members}
         limit = self._limit(seen.values(), _BUSY_FACTOR, _BUSY_AT_LEAST_S)
@@ -171,7 +183,7 @@ class ProgressWatch:
         return max(self._failure_timeout_s, _AFTER_TRAINING_S)
 
     def furthest(self, members: Sequence[str]) -> Position | None:
-        """Return the progress of the member that is furthest, of those that have said it."""
+        """Return the position of the member that is furthest; None if none has reported one."""
         known = [self._activities[worker] for worker in members if worker in self._activities]
         said = [activity.progress for activity in known if activity.progress is not None]
         return max(said, key=lambda progress: progress.step, default=None)
@@ -188,7 +200,7 @@ class ProgressWatch:
 
 
 def _cannot_go_on(seen: Collection[Activity]) -> bool:
-    """Whether each waits for a collective that not all have begun."""
+    """Return whether every worker waits for a collective that some other has not begun."""
     return all(
         one.waiting_for
         and any(
@@ -200,7 +212,7 @@ def _cannot_go_on(seen: Collection[Activity]) -> bool:
 
 
 def _who_waits_where(seen: Mapping[str, Activity]) -> str:
-    """The ranks, those in one place together."""
+    """Return a message that says which ranks wait in which collective, grouped by place."""
     places: dict[tuple[str, str, int], list[str]] = {}
     for rank, (worker, activity) in enumerate(seen.items()):
         place = (activity.waiting_for, activity.line or "a line unknown", activity.step)

@@ -1,7 +1,7 @@
-"""The scaling controller: what is measured becomes a snapshot, a decision, and slots to train on.
+"""The scaling controller: turns measurements of a run into decisions about its slots.
 
-Like the machine it has no clock and waits for nothing: events go in, decisions come out. The
-leader and the simulator drive the same one.
+Like the machine it has no clock and waits for nothing: it takes events and returns decisions. The
+leader and the simulator use the same controller.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory,
 __all__ = ["ScalingConfig", "ScalingController"]
 
 _LOOK_S = 1.0
+"""Shortest time between two decisions [s]; more often, few new measurements would have come."""
 _NOISE_MOVED = 0.1
-"""A gradient noise scale that moved as far, in logarithms, may lead to another decision."""
+"""Change of the logarithm of the gradient noise scale that may lead to another decision."""
 _CALM_LOOK_S = 60.0
+"""Longest time between two decisions [s], so that gradual changes are noticed."""
 _CALM_AFTER = 20.0
-"""Looks become rarer with the time since the last change, divided by this."""
+"""The time between decisions is the time since the last change divided by this: a run that has not
+changed for long is checked less often."""
 
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """How a run scales.
+    """Limits and objective of a run's scaling.
 
     Attributes:
-        min_np, max_np: bounds of the slots; ``max_np`` None: all there are.
-        objective: what the run is after.
-        parameters: patience and curiosity.
+        min_np, max_np: limits of the number of slots; ``max_np`` None: all slots.
+        objective: what the policy optimizes.
+        parameters: settings of the decision, such as its horizon.
     """
 
     min_np: int = 1
@@ -53,12 +56,12 @@ class ScalingConfig:
 
 
 class ScalingController:
-    """Decides for one run.
+    """Decides on which slots a run trains.
 
     Args:
-        config: bounds and objective.
+        config: limits and objective.
         started_at: when the run began [s].
-        evidence: what earlier leaders of the run have measured; None: nothing.
+        evidence: measurements under earlier leaders of the run; None: there are none.
     """
 
     def __init__(
@@ -78,33 +81,33 @@ class ScalingController:
         self._model_then: StepTimeModel | None = None
         self._noise_then = self._noise_seen = math.nan
         self._change: tuple[Decision, Snapshot] | None = None
-        """The last change and what it rested on, until what it brought is known."""
+        """Last change with the snapshot it was based on, until its effect has been measured."""
         self.miss: Miss | None = None
-        """What the last :meth:`look` found of a change that brought much less than predicted."""
+        """Prediction that the last :meth:`look` found to have been much too high; None: none."""
 
     # -- what happened ---------------------------------------------------------------------
 
     def hosts_are(self, hosts: Sequence[HostOffer], now: float) -> None:
-        """Hosts that can be used now, in the order of the hostfile."""
+        """Set the hosts that can be used now, in the order of the hostfile."""
         if tuple(hosts) != self._hosts:
-            if self._hosts:  # else this is the beginning, of a resumed run as well
+            if self._hosts:  # else the run was just started or resumed, and nothing has changed
                 self.evidence.timings.distrust_old(now)
             self._hosts = tuple(hosts)
             self._surroundings_changed(now)
 
     def rescaling(self) -> None:
-        """A generation is being formed, or none runs."""
+        """Note that a generation is being formed, or that none is running."""
         self._rescaling = True
 
     def formed(self, hosts_of_ranks: Sequence[str], now: float) -> None:
-        """A generation trains; the host of each rank in their order."""
+        """Note that a generation trains; ``hosts_of_ranks``: host of each rank, by rank."""
         self._rescaling = False
         self._formed_at = now
         self._look_at = now
         self.evidence.formed(hosts_of_ranks)
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
-        """An event of the run; see :meth:`Evidence.note`."""
+        """Take measurements from an event of the run; see :meth:`Evidence.note`."""
         self.evidence.note(kind, fields, now)
         if self.evidence.news:
             self.evidence.news = False
@@ -114,11 +117,11 @@ class ScalingController:
             self._look_at = min(self._look_at, now)
 
     def pause(self, why: str) -> None:
-        """Leave the slots as they are until :meth:`resume`; ``why`` in words."""
+        """Make no decisions until :meth:`resume`; an empty ``why`` does not pause."""
         self._paused = why
 
     def resume(self, now: float) -> None:
-        """Decide again, and try again what was timed across hosts long ago."""
+        """Make decisions again, and measure again what was measured across hosts long ago."""
         self._paused = ""
         self.evidence.timings.distrust_old(now)
         self._look_at = now
@@ -126,17 +129,17 @@ class ScalingController:
     # -- what follows ----------------------------------------------------------------------
 
     def out_of_reach(self, now: float) -> str:
-        """Why a deadline cannot be met, before anything trains; see :func:`out_of_reach`."""
+        """Return why a deadline cannot be met, before training starts; see :func:`out_of_reach`."""
         return out_of_reach(self.snapshot(now), now, self._config.objective)
 
     def due(self, now: float) -> bool:
-        """Whether :meth:`look` would have something to look at."""
+        """Return whether :meth:`look` would decide now."""
         return now >= self._look_at and not self._rescaling and not self._paused
 
     def look(self, now: float) -> tuple[Decision, Snapshot] | None:
-        """Decide, if it is time; None: it is not.
+        """Return a decision and the snapshot it is based on; None if none is due.
 
-        A decision to change has to be acted on: it counts as done.
+        The caller has to carry out a decision to change: the controller assumes that it does.
         """
         if not self.due(now):
             return None
@@ -149,7 +152,7 @@ class ScalingController:
         if changes and decision.target != asked:  # else its slots are still starting
             self._change = decision, snapshot
         elif asked != snapshot.current and not changes and decision.known and not decision.wish:
-            self._change = None  # called off before its slots trained
+            self._change = None  # cancelled before its slots trained
         self._memory = remember(self._memory, decision, snapshot.current, now)
         wait_s = min(max(_LOOK_S, (now - self._formed_at) / _CALM_AFTER), _CALM_LOOK_S)
         if decision.wish is not None or self.evidence.measured < parameters.evidence:
@@ -158,7 +161,12 @@ class ScalingController:
         return decision, snapshot
 
     def _compare(self, snapshot: Snapshot, windows: int) -> Miss | None:
-        """Whether the last change brought what was predicted, once so many windows were timed."""
+        """Return a miss if the last change gained much less than predicted.
+
+        Args:
+            snapshot: state of the run now.
+            windows: number of timed windows to wait for after the change.
+        """
         timed = self.evidence.present
         if self._change is None or timed is None:
             return None
@@ -171,7 +179,7 @@ class ScalingController:
         return compare_prediction(decision, then, snapshot, timed)
 
     def _decide(self, snapshot: Snapshot, now: float) -> Decision:
-        """The last decision again, where nothing that it rests on is new."""
+        """Return a new decision, or the last one if nothing that it is based on has changed."""
         rests_on = (
             snapshot.hosts,
             snapshot.current,
@@ -193,7 +201,7 @@ class ScalingController:
         return self._last
 
     def snapshot(self, now: float) -> Snapshot:
-        """All that a decision rests on, now."""
+        """Return everything that a decision is based on, as of ``now``."""
         evidence = self.evidence
         unknown = BatchLimits(1, 1)
         return Snapshot(
@@ -230,7 +238,7 @@ class ScalingController:
 
 
 def _noise_moved(now: float, then: float) -> bool:
-    """Whether the noise scale differs enough to matter, from NaN or infinity too.
+    """Return whether the noise scale changed enough to matter; also from NaN or infinity.
 
     >>> _noise_moved(math.inf, math.nan), _noise_moved(300, math.inf), _noise_moved(300, 301)
     (True, True, False)

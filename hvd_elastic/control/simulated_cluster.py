@@ -1,9 +1,9 @@
 """A fake cluster for tests of :class:`~hvd_elastic.control.machine.RunMachine`.
 
 It has hosts, agents and workers, but no processes and no clock. Commands and events are delivered
-in order on each connection, and as slowly as the test likes: :meth:`SimulatedCluster.do` makes one
-small thing happen (deliver one message, let one worker take its next action, kill something), so
-every race of a real cluster can be tried. :class:`Referee` checks each event and each command.
+in order on each connection, with any delay: :meth:`SimulatedCluster.do` performs one small action
+(delivers one message, lets one worker act, kills something), so that a test can try every race of
+a real cluster. :class:`Referee` checks each event and each command.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ T = TypeVar("T")
 _SILENT_ROUNDS = 40
 """Rounds without progress after which agents notice frozen workers by their heartbeats."""
 _MOST_ROUNDS = 400
+"""Rounds after which a run that has not settled counts as an error; far more than any run needs."""
 
 
 class WorkerState(enum.Enum):
-    """What a simulated worker does."""
+    """What a simulated worker is doing."""
 
     STARTING = enum.auto()
     WAITING = enum.auto()
@@ -39,17 +40,17 @@ class WorkerState(enum.Enum):
 
 @dataclass
 class SimulatedWorker:
-    """A worker process.
+    """A simulated worker process.
 
     Attributes:
-        name, host: as in the leader's commands.
-        state: what it does.
-        generation: that it last tried to join.
-        step: steps taken; None: it holds no training state.
-        pending: command that it has not acted on.
-        aborted: the newest generation that was aborted.
+        name, host: its name and host, as in the leader's commands.
+        state: what it is doing.
+        generation: generation that it last tried to join.
+        step: number of steps in its state; None: it holds no training state.
+        pending: command that it has not acted on yet.
+        aborted: newest generation that was aborted.
         alive: whether the process runs.
-        frozen: whether it has stopped without ending.
+        frozen: whether the process hangs without ending.
     """
 
     name: str
@@ -63,20 +64,20 @@ class SimulatedWorker:
     frozen: bool = False
 
     def freeze(self) -> None:
-        """Stop without ending."""
+        """Let the process hang without ending."""
         self.frozen = True
 
 
 @dataclass
 class SimulatedHost:
-    """A host.
+    """A simulated host.
 
     Attributes:
         up: whether it answers.
         fatal: whether no agent can ever start on it.
         agent: whether its agent runs.
         starting: whether its agent is being started.
-        to_host, to_leader: messages under way.
+        to_host, to_leader: messages not yet delivered.
     """
 
     up: bool = True
@@ -88,22 +89,22 @@ class SimulatedHost:
 
 
 class Referee:
-    """Checks what the machine orders against what it was told; raises AssertionError.
+    """Checks the machine's commands against the events it has received; raises AssertionError.
 
     Args:
-        min_np: fewest ranks of a generation.
+        min_np: smallest number of ranks of a generation.
 
     Attributes:
         live: host of each running worker.
         slots: host and slot of each worker that was ever started.
         ready: workers that can join a generation.
-        told_to_leave: workers that were told to leave, or killed.
+        told_to_leave: workers that were asked to leave, or killed.
         holders: step that each worker with training state last reported.
-        members, joined, accounted: of the newest generation; those that joined, and those that
-            reported that they broke off or hold.
-        whole: whether no member broke off, died or was asked to hold.
-        formed_once: whether a generation has ever trained.
-        over: how the run ended.
+        members, joined, accounted: members of the newest generation, those that joined it, and
+            those that reported that they broke off or hold.
+        whole: whether no member of it broke off, died or was asked to hold.
+        formed_once: whether any generation has trained.
+        over: how the run ended; None: it has not.
     """
 
     def __init__(self, min_np: int) -> None:
@@ -124,7 +125,7 @@ class Referee:
         self.over: cmd.Finish | None = None
 
     def note_event(self, event: ev.Event) -> None:
-        """Take an event before the machine does."""
+        """Record an event before the machine handles it."""
         members = {member.worker for member in self.members}
         match event:
             case ev.AgentFailed(host) | ev.AgentLost(host):
@@ -163,7 +164,7 @@ class Referee:
         self.holders.pop(worker, None)
 
     def check_commands(self, commands: list[cmd.Command]) -> None:
-        """Check what the machine answered."""
+        """Check the commands that the machine returned."""
         if self.over is not None:
             assert not commands, f"commands after Finish: {commands}"
         for command in commands:
@@ -241,7 +242,7 @@ class Referee:
 
 
 def _check_ranks(members: tuple[cmd.Member, ...], slots: dict[str, tuple[str, int]]) -> None:
-    """Check that ranks are as Horovod needs them: those of a host are neighbours."""
+    """Check that ranks are as Horovod needs them: consecutive on each host."""
     assert len({member.worker for member in members}) == len(members)
     assert len({(member.host, member.slot) for member in members}) == len(members)
     assert [member.rank for member in members] == list(range(len(members)))
@@ -257,13 +258,13 @@ def _check_ranks(members: tuple[cmd.Member, ...], slots: dict[str, tuple[str, in
 
 
 class SimulatedCluster:
-    """Carries out the commands of a machine and makes up events; the caller chooses which.
+    """Carries out the commands of a machine and produces events, in the order the caller chooses.
 
     Args:
-        hosts: slots by host.
-        config: of the machine.
-        notices: whether workers notice that a peer is gone, since its connections were closed;
-            otherwise they are blocked until the leader aborts the generation (a pulled cable).
+        hosts: number of slots by host.
+        config: limits and timeouts of the machine.
+        notices: whether workers notice that a peer is gone, because its connections were closed;
+            otherwise, as with a pulled cable, they block until the leader aborts the generation.
 
     >>> cluster = SimulatedCluster({"a": 2, "b": 1}, MachineConfig(min_np=1))
     >>> cluster.settle()
@@ -290,7 +291,7 @@ class SimulatedCluster:
     # -- leader ----------------------------------------------------------------------------
 
     def tell(self, event: ev.Event) -> None:
-        """Give the machine an event, and send its commands."""
+        """Give the machine an event and send the commands it returns."""
         self.referee.note_event(event)
         commands = self.machine.handle(event, self.now)
         self.referee.check_commands(commands)
@@ -339,7 +340,7 @@ class SimulatedCluster:
                 worker.alive = False
 
     def set_hosts(self, slots: dict[str, int]) -> None:
-        """Change the hostfile to these slots by host."""
+        """Change the hostfile to these numbers of slots by host."""
         for name in slots:
             self.hosts.setdefault(name, SimulatedHost())
         listed = tuple(ev.HostSlots(name, number) for name, number in slots.items())
@@ -419,7 +420,7 @@ class SimulatedCluster:
                 )
             case cmd.Announce(generation):
                 worker.generation = generation
-                if worker.aborted >= generation:  # passed over, and said so
+                if worker.aborted >= generation:  # a real worker skips it and reports that
                     self._break_off(worker)
                     return
                 worker.state = WorkerState.MEETING
@@ -546,12 +547,12 @@ class SimulatedCluster:
     # -- choosing --------------------------------------------------------------------------
 
     def do(self, kind: str, pick: int, extra: int) -> None:
-        """Make one thing of this kind happen, if any can.
+        """Perform one action of this kind, if any is possible.
 
         Args:
-            kind: what happens; see the cases below.
-            pick: chooses among the possible ones.
-            extra: details, by kind.
+            kind: kind of action; one of the cases below.
+            pick: chooses among the possible actions.
+            extra: chooses details, depending on the kind.
         """
         name = list(self.hosts)[pick % len(self.hosts)]
         host = self.hosts[name]
@@ -606,7 +607,7 @@ class SimulatedCluster:
                 raise AssertionError(kind)
 
     def _some_slots(self, pick: int, extra: int) -> dict[str, int]:
-        """Each bit of ``extra`` lists a host; ``pick`` reverses their order or halves slots."""
+        """Return a hostfile: bits of ``extra`` select hosts, ``pick`` the order and slots."""
         names = list(self.all_slots)
         if pick % 2:
             names.reverse()
@@ -616,7 +617,7 @@ class SimulatedCluster:
         return slots
 
     def _save_one(self) -> None:
-        """Finish the checkpoint that was asked for first."""
+        """Complete the checkpoint that was requested first."""
         if self.to_save:
             worker = self.workers[self.to_save.pop(0)]
             if worker.alive and worker.step is not None:
@@ -627,7 +628,10 @@ class SimulatedCluster:
         return worker.state is WorkerState.TRAINING and self._together(worker)
 
     def round(self) -> bool:
-        """Make everything happen once that can without a fault; return whether anything did."""
+        """Perform every possible action once, without faults; return whether there was any.
+
+        Training steps do not count.
+        """
         happened = False
         for name, host in list(self.hosts.items()):
             if host.starting:
@@ -654,7 +658,7 @@ class SimulatedCluster:
         return happened
 
     def settle(self) -> None:
-        """End all faults, give all hosts back, and go on until nothing more happens."""
+        """End all faults, allow the use of all hosts, and run until nothing more happens."""
         for host in self.hosts.values():
             host.up, host.fatal = True, False
         self.tell(ev.TargetChanged(None))

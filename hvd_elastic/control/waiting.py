@@ -1,4 +1,4 @@
-"""Says what a run waits for, once until it is something else."""
+"""Reports what a run waits for, each time that changes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class WaitingReport:
     """Emits ``waiting`` events.
 
     Args:
-        out: takes them.
-        config: limits and patience.
-        plan: the slots that are wanted.
-        fleet: what is there.
+        out: outbox for the events.
+        config: limits and timeouts of the run.
+        plan: slots that should hold a worker.
+        fleet: agents and workers that exist.
     """
 
     def __init__(self, out: Outbox, config: MachineConfig, plan: Plan, fleet: Fleet) -> None:
@@ -32,15 +32,15 @@ class WaitingReport:
 
     @property
     def for_start(self) -> bool:
-        """Return whether workers were said to be starting."""
+        """Return whether the last report was about workers that are starting."""
         return self._starting_since is not None
 
     def is_over(self) -> None:
-        """Forget what was said."""
+        """Reset the report, because the run no longer waits."""
         self._starting_since, self._last = None, ""
 
     def emit(self, have: int, now: float) -> None:
-        """Say what is missing beside ``have`` workers, when that is something new."""
+        """Report what is missing beside ``have`` usable workers, if that has changed."""
         reason = self._what_is_missing(have, now)
         if reason != self._last:
             self._last = reason
@@ -61,7 +61,7 @@ class WaitingReport:
         return f"waiting for {more}{count(need, 'process')}: {what}"
 
     def _who_is_starting(self, now: float) -> str:
-        """Who is started, at first; when that takes long, how many are warm and who is not."""
+        """Return which workers are starting; after a while, how many are warm and which are not."""
         desired = self._plan.desired
         empty = [slot for slot in desired if not self._is_ready(slot)]
         if not empty:

@@ -1,1 +1,1 @@
-"""The leader of a run: carries out what the controller decides."""
+"""The leader of a run: carries out the decisions of :mod:`hvd_elastic.control`."""

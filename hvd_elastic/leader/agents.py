@@ -1,4 +1,4 @@
-"""Starts and ends the agents of a run's hosts, and watches for their silence."""
+"""Starts and ends the agents on the hosts of a run, and measures how long each has been silent."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from hvd_elastic.wire import messages as msg
 __all__ = ["Agents"]
 
 _GRACE_S = 3.0
+"""Time that workers get to end by themselves before they are killed [s]."""
 _END_S = _GRACE_S + 9
+"""How long to wait for the agents to end [s]: their grace time, and a margin for slow hosts."""
 LOOK_S = 0.25
-"""How often it is looked whether an agent is silent."""
+"""Time between two checks for silent agents [s]; short beside any failure timeout."""
 
 
 class Agents:
-    """The connections to the agents of a run.
+    """Holds the connections to all agents of a run.
 
     Args:
-        spec: of the run.
-        environment: variables for the workers, which reach them through the agents' stdin.
-        post: takes a connection and what its agent said; called from other threads.
+        spec: specification of the run.
+        environment: variables for the workers, passed on through the agents' stdin.
+        post: called with a connection and each message of its agent, from other threads.
 
     Attributes:
-        by_host: connections, of agents that are being started too.
+        by_host: connections by host, including those whose agent is still being started.
     """
 
     def __init__(self, spec: RunSpec, environment: Mapping[str, str], post: Post) -> None:
@@ -45,19 +47,19 @@ class Agents:
 
     @property
     def up(self) -> list[AgentConnection]:
-        """Return those that have said hello."""
+        """Return the connections whose agent has sent its hello."""
         return [agent for agent in self.by_host.values() if agent.up]
 
     def start(
         self, name: str, hosts: Mapping[str, Host], led: msg.LeaderIdentity, *, take_over: bool
     ) -> None:
-        """Start an agent.
+        """Start the agent of a host.
 
         Args:
-            name: its host, which the hostfile may not have any more.
-            hosts: of the hostfile.
-            led: who leads the run.
-            take_over: workers of an earlier leader are taken over, not ended.
+            name: name of the host, which may have been removed from the hostfile.
+            hosts: hosts of the hostfile by name.
+            led: identity of this leader.
+            take_over: whether workers of an earlier leader are kept; otherwise they are ended.
         """
         host, spec = hosts.get(name) or Host(name, slots=1), self._spec
         hello = msg.LeaderHello(
@@ -82,7 +84,11 @@ class Agents:
         self.by_host[name] = AgentConnection(host, self._options, spec.python, hello, self._post)
 
     def _own_address(self, host: Host, others: Iterable[Host]) -> str:
-        """Return the address by which others reach ``host``, when it is this machine."""
+        """Return the address by which ``others`` reach this machine, if ``host`` is this machine.
+
+        Otherwise, or if all hosts are this machine, it is the loopback address. Agents of other
+        hosts do not use it.
+        """
         if is_local(host, self._options):
             for other in others:
                 if not is_local(other, self._options):
@@ -90,21 +96,22 @@ class Agents:
         return "127.0.0.1"
 
     def send(self, host: str, message: msg.LeaderToAgent) -> None:
-        """Send a message, if there is an agent."""
+        """Send a message to the agent of ``host``, if it has one."""
         if host in self.by_host:
             self.by_host[host].send(message)
 
     def beat(self, now: float, recorded_step: int | None) -> None:
-        """Tell all agents that their leader lives, when that is due."""
+        """Send a heartbeat to all agents when the next one is due."""
         if now >= self._next_beat:
             self._next_beat = now + self._spec.heartbeat_s
             for agent in self.by_host.values():
                 agent.beat(recorded_step)
 
     def silence(self, now: float) -> dict[str, float] | None:
-        """Return for how long nothing was heard of each host [s]; None if that cannot be known.
+        """Return the time since each host's last message [s]; None if this process was paused.
 
-        It cannot if this process was stopped since the last call: then nobody was silent.
+        While it is paused (stopped, or starved of CPU time), messages arrive and are not read, so
+        the time since the last call must not count as silence.
         """
         gap_s, self._looked_at = now - self._looked_at, now
         if gap_s > LOOK_S + self._spec.heartbeat_s:
@@ -114,19 +121,19 @@ class Agents:
         return {name: now - agent.last_heard for name, agent in self.by_host.items() if agent.up}
 
     def stop(self, host: str) -> None:
-        """Have an agent end its workers and itself."""
+        """Ask the agent of ``host`` to end its workers and itself; does not wait."""
         agent = self.by_host.pop(host)
         agent.shutdown(_GRACE_S)
         self._ending.append(agent)
 
     def drop(self) -> None:
-        """Cut all connections: the hosts go on without this leader."""
+        """Close all connections and leave the workers running without this leader."""
         for agent in [*self.by_host.values(), *self._ending]:
             agent.drop()
         self.by_host.clear()
 
     def end(self) -> list[str]:
-        """Have all agents end with their workers; return the hosts that did not answer."""
+        """End all agents and their workers; return the hosts whose agent did not end in time."""
         agents = [*self.by_host.values(), *self._ending]
         for agent in agents:
             agent.shutdown(_GRACE_S)

@@ -1,10 +1,10 @@
-"""Decides which of two leaders of one run ends, and what it says.
+"""Decides which of two leaders of one run has to end (split brain), and explains it to the user.
 
-Every agent knows who leads it and refuses anybody else, as long as that one is heard of; leaders
-that share no host meet at the place of the run's checkpoints (:mod:`hvd_elastic.checkpoint.lease`).
-A leader that has begun nothing gives way to whoever is there. One that trains already meets another
-only on a host or a place that it could not ask before; then the one that began to lead later gives
-way. Both compare the same two times, so exactly one of them ends.
+An agent refuses a second leader as long as it hears from its own. Leaders that share no host find
+each other through a lease file where the run's checkpoints are kept
+(:mod:`hvd_elastic.checkpoint.lease`). A leader that has started nothing yet always ends. If both
+are training, they meet on a host or a checkpoint folder that one of them could not reach before;
+then the one that began to lead later ends. Both compare the same two times, so exactly one ends.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hvd_elastic.wire.messages import LeaderIdentity
 __all__ = ["Fence", "Rival"]
 
 _BACKLOG_S = 2.0
-"""What hosts said while this process stood still is read within this time."""
+"""Time within which messages that arrived while this process was paused have been read [s]."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """Another leader.
+    """Another leader of the same run.
 
     Attributes:
-        who: its identity, and how long ago it was heard of.
-        what: it leads, in words.
-        forgotten_s: after so much silence it counts as gone [s].
+        who: identity of that leader, and the time since it was last heard from.
+        what: start of a sentence that says what it leads, for messages.
+        forgotten_s: silence after which it counts as gone [s].
     """
 
     who: LeaderIdentity
@@ -44,17 +44,17 @@ class Rival:
 
     @classmethod
     def of_agent(cls, host: str, led: LeaderIdentity, failure_timeout_s: float) -> Rival:
-        """Return who leads ``host``, as its agent said when it refused or left this leader."""
+        """Return the leader of ``host`` that its agent named when it refused or left this one."""
         return cls(led, f"host {host} is led by", failure_timeout_s)
 
     @classmethod
     def of_claim(cls, claim: Claim, place: str) -> Rival:
-        """Return who has just renewed its claim on the place of the checkpoints."""
+        """Return the leader that holds the lease on the checkpoint folder ``place``."""
         who = LeaderIdentity(claim.run, claim.leader, claim.led_by, claim.led_since)
         return cls(who, f"checkpoints in {place} are kept by", PATIENCE_S)
 
     def goes_before(self, leader: str, led_since: float) -> bool:
-        """Return whether it began to lead before ``leader`` did.
+        """Return whether the rival began to lead before ``leader``; ids decide between equal times.
 
         >>> earlier, later = (Rival(LeaderIdentity("r", x, "", t), "", 5) for x, t in [("a", 1), ("b", 2)])
         >>> earlier.goes_before("b", 2), later.goes_before("a", 1)
@@ -67,10 +67,10 @@ class Rival:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.who.led_since))
 
     def explain(self, why: str) -> str:
-        """Return what a leader that gives way says, and what its user can do.
+        """Return the message of a leader that ends in favour of this rival.
 
         Args:
-            why: it is that one; empty: it has begun nothing.
+            why: why it is this leader that ends; empty: it has started nothing.
         """
         end = f"which {why}, ends" if why else "ends, and has started nothing"
         run, said = self.who.run_id, f"{self.what} {self.who.led_by} since {self._since}"
@@ -83,7 +83,7 @@ class Rival:
         )
 
     def explain_takeover(self) -> str:
-        """Return what a leader says that was silent while this one took its last host over."""
+        """Return the message of a leader that was cut off and lost its last host to this one."""
         run = self.who.run_id
         return (
             f"run {run} was taken over by {self.who.led_by} (since {self._since}), while nothing "
@@ -93,20 +93,21 @@ class Rival:
 
 
 class Fence:
-    """Says whether this leader has to end since another one leads its run.
+    """Decides whether this leader has to end because another one leads its run.
 
-    Each question is answered with the reason, for the user; empty: this leader goes on.
+    Methods that decide return the reason, as a message for the user; an empty string means that
+    this leader continues.
 
     Args:
-        run_id: the run.
-        place: of its checkpoints.
-        failure_timeout_s: after so much silence agents forget their leader [s].
+        run_id: name of the run.
+        place: folder or URL of the run's checkpoints.
+        failure_timeout_s: silence after which an agent accepts another leader [s].
 
     Attributes:
-        identity: of this leader.
-        has_led: it has begun something.
-        gave_way: it ends and leaves to the other one what lives on the hosts.
-        led_elsewhere: it ends since another one leads.
+        identity: identity of this leader.
+        has_led: whether this leader has started or taken over anything.
+        gave_way: whether it ends and leaves the running workers to the other leader.
+        led_elsewhere: whether it ends because another leader leads the run.
     """
 
     def __init__(self, run_id: str, place: Path | CheckpointUrl, failure_timeout_s: float) -> None:
@@ -120,7 +121,7 @@ class Fence:
         self._claim: ClaimKeeper | None = None
 
     def lead_anew(self) -> None:
-        """Come as another leader, to agents that were out of reach."""
+        """Take a new identity, with which to return to agents that were unreachable."""
         self.identity = _new_identity(self.identity.run_id)
         self._own_ids.add(self.identity.leader)
 
@@ -128,7 +129,7 @@ class Fence:
     def claim(
         self, on_settled: Callable[[], None], on_rival: Callable[[Claim, float], None]
     ) -> Iterator[None]:
-        """Claim the place of the checkpoints; see :class:`ClaimKeeper` for the arguments."""
+        """Hold a lease on the checkpoint folder; see :class:`ClaimKeeper` for the arguments."""
         own = Claim.of_this_process(self.identity.run_id, self.identity.led_since)
         self._claim = ClaimKeeper(self._place, own, on_settled, on_rival)
         try:
@@ -138,41 +139,42 @@ class Fence:
 
     @property
     def claims(self) -> bool:
-        """Return whether there is a claim."""
+        """Return whether this leader uses a lease."""
         return self._claim is not None
 
     def refused(self, host: str, led: LeaderIdentity, *, leads: bool, has_host: bool) -> str:
-        """The agent of ``host`` is led by another leader.
+        """Decide after the agent of ``host`` refused this leader in favour of another one.
 
         Args:
-            host: where.
-            led: who.
-            leads: this leader has taken over what there was.
-            has_host: some agent follows it.
+            host: name of the host.
+            led: identity of the other leader.
+            leads: whether this leader already leads the run.
+            has_host: whether any agent follows this leader.
         """
         rival = Rival.of_agent(host, led, self._failure_timeout_s)
         if led.leader in self._own_ids:
-            return ""  # an agent that has not noticed yet that this leader was cut off
+            return ""  # the agent has not yet noticed that this leader was cut off and returned
         if not leads:
             return self._give_way(rival)
         if rival.goes_before(self.identity.leader, self.identity.led_since):
             return self._give_way(rival, "began later")
-        # If it has a host, the other one gives way as soon as they meet; the host is tried again.
+        # With a host of its own, this leader continues: the other one ends when they meet. Until
+        # then this host is tried again.
         return "" if has_host else self._give_way(rival, "has no host left")
 
     def left(self, host: str, led: LeaderIdentity) -> str:
-        """``host``, the last one, follows another leader: nothing was heard of this one."""
+        """Return the reason to end after the last host was taken over by another leader."""
         self.led_elsewhere = True
         return Rival.of_agent(host, led, self._failure_timeout_s).explain_takeover()
 
     def claimed(self, claim: Claim, seen: float, *, trains: bool, last_read: float) -> str:
-        """Another leader has claimed the place.
+        """Decide after another leader has written its lease.
 
         Args:
-            claim: its claim.
-            seen: when that was first seen [s].
-            trains: this leader has workers.
-            last_read: when something was last read from one of its agents [s].
+            claim: the other leader's lease.
+            seen: when it was first seen [monotonic s].
+            trains: whether this leader has workers.
+            last_read: when bytes were last read from any of its agents [monotonic s].
         """
         assert self._claim is not None
         rival, own = Rival.of_claim(claim, str(self._place)), self._claim.claim
@@ -181,22 +183,27 @@ class Fence:
         if rival.goes_before(own.leader, own.led_since):
             return self._give_way(rival, "began later")
         if last_read > seen + _BACKLOG_S:
-            self._claim.insist()  # it gives way as soon as it sees that
+            self._claim.insist()  # the other leader ends as soon as it sees the renewed lease
         return ""
 
     def claimed_before(self, claim: Claim, *, found_workers: bool) -> str:
-        """Another leader had claimed the place when this one asked the hosts who leads them."""
+        """Decide, after a takeover, about a lease that was found before the hosts had answered."""
         assert self._claim is not None
         if not found_workers:
             return self._give_way(Rival.of_claim(claim, str(self._place)))
-        self._claim.insist()  # its hosts have lost that leader
+        self._claim.insist()  # the hosts gave their workers to this leader: they lost the other one
         return ""
 
     def _give_way(self, rival: Rival, why: str = "") -> str:
-        """Return the reason; ``why``: this one, empty where it leads nothing that would end too."""
+        """Note that this leader ends; return the message.
+
+        Args:
+            rival: the other leader.
+            why: why it is this leader that ends; empty: it leads no workers that would end too.
+        """
         self.led_elsewhere = True
         self.gave_way = not why
-        if not why and self.has_led:  # it was cut off, and asked its hosts again
+        if not why and self.has_led:  # it was cut off, and has just tried to return to its hosts
             why = "lost its hosts meanwhile"
         return rival.explain(why)
 

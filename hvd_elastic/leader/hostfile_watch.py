@@ -1,4 +1,4 @@
-"""Reads the hostfile of a run, again whenever it is saved."""
+"""Reads the hostfile of a run, and reads it again whenever it was saved."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from hvd_elastic.leader.spec import RunSpec
 __all__ = ["HostfileWatch"]
 
 _REPLACED_WITHIN_S = 2.0
-"""An editor that replaces the file by renaming leaves none for a moment."""
+"""How long the hostfile may be missing without a warning [s]: some editors replace it by renaming,
+which leaves no file for a moment."""
 
 
 class HostfileWatch:
-    """Knows the hosts of a run; without a hostfile that is this machine.
+    """Holds the hosts of a run: those of its hostfile, or this machine if there is none.
 
     Args:
-        spec: of the run.
-        warn: told, once each, why a changed hostfile cannot be used.
+        spec: specification of the run.
+        warn: called with the reason when a changed hostfile cannot be used, once for each reason.
 
     Attributes:
-        hosts: by name, in order, as the hostfile was last read.
+        hosts: hosts by name, in the order of the hostfile as it was last read.
     """
 
     def __init__(self, spec: RunSpec, warn: Callable[[str], None]) -> None:
@@ -42,20 +43,20 @@ class HostfileWatch:
 
     @property
     def slots(self) -> tuple[HostSlots, ...]:
-        """Return the slots of each host, in order."""
+        """Return the number of slots of each host, in the order of the hostfile."""
         return tuple(HostSlots(host.name, host.slots) for host in self.hosts.values())
 
     def read(self) -> None:
-        """Read the hostfile.
+        """Read the hostfile into ``hosts``.
 
         Raises:
-            HostfileError: it cannot be used; the hosts stay.
+            HostfileError: the hostfile cannot be used; ``hosts`` is unchanged.
         """
         path = self._spec.hostfile_path
         if path is None:
             hosts = [Host("localhost", slots=self._spec.slots)]
         else:
-            with contextlib.suppress(OSError):  # parsing explains what is wrong with it
+            with contextlib.suppress(OSError):  # parse_hostfile reports the problem
                 self._stamp = _stamp(path)
             hostfile = parse_hostfile(path)
             hosts = list(hostfile.hosts)
@@ -65,9 +66,10 @@ class HostfileWatch:
         self.hosts = {host.name: host for host in hosts}
 
     def changed(self) -> bool:
-        """Return whether the hostfile was saved since it was read, and read it.
+        """Read the hostfile if it was saved since it was last read; return whether that succeeded.
 
-        Also when its text is the same: whoever mended a host saves the file to have it tried again.
+        A file that was saved with the same text counts too: after repairing a host, the user saves
+        the file to have the host tried again.
         """
         path = self._spec.hostfile_path
         if path is None:
@@ -102,7 +104,10 @@ class HostfileWatch:
             self._warn(f"the hostfile {path} {what}, the hosts stay; put it back to change them")
 
     def _cheapest_first(self, hosts: list[Host]) -> list[Host]:
-        """Order hosts by price: before a step is timed, only the order keeps to a budget."""
+        """Return the hosts ordered by price: pinned ones, then the cheapest set, then the rest.
+
+        Until the first steps have been timed, the order alone keeps the run within its budget.
+        """
         from hvd_elastic.policy.prices import cheapest_hosts
 
         spec = self._spec
@@ -115,6 +120,6 @@ class HostfileWatch:
 
 def _stamp(path: Path) -> tuple[int, int, int]:
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for who writes it
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe would block until somebody writes to it
         raise OSError(errno.EINVAL, "not a regular file")
     return found.st_mtime_ns, found.st_size, found.st_ino

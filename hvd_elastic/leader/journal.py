@@ -1,4 +1,4 @@
-"""Records what happens in a run in its folder, and shows it."""
+"""Records the events of a run in its folder and passes them on to be shown."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Journal:
     """Writes the events of a run, the examples that it read, and the output of rank 0.
 
     Args:
-        folder: of the run.
-        show: called with every event.
-        show_output: called with (host, local rank, line) for what rank 0 prints.
-        audit: record which examples were read.
+        folder: run folder.
+        show: called with every event, to display it.
+        show_output: called with (host, local rank, line) for each line that rank 0 prints.
+        audit: whether to record which examples were read.
 
     Attributes:
-        listeners: called with every event.
-        recorded_step: up to this step it is on record what was read; None: nothing is.
+        listeners: functions that are called with every event.
+        recorded_step: last step whose examples are recorded; None: there is none.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Journal:
         self.recorded_step: int | None = None
 
     def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Record an event; one that the disk does not take is shown all the same."""
+        """Record an event and pass it to the listeners, even if it cannot be written to disk."""
         try:
             record = self._events.append(kind, fields)
         except RecordNotWrittenError as error:
@@ -56,7 +56,7 @@ class Journal:
         self.emit("warning", {"message": message})
 
     def read(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Record what was read, or that a checkpoint was, if the run is audited."""
+        """Record which examples were read, or that a checkpoint was restored, if audited."""
         if self._audit is None:
             return
         try:
@@ -67,13 +67,13 @@ class Journal:
             self.recorded_step = fields.get("step", self.recorded_step)
 
     def output(self, host: str, local_rank: int, line: str) -> None:
-        """Show and record a line that rank 0 printed."""
+        """Record and show a line that rank 0 printed."""
         self._show_output(host, local_rank, line)
-        with contextlib.suppress(RecordNotWrittenError):  # the event log says so
+        with contextlib.suppress(RecordNotWrittenError):  # the event log warns about the disk
             self._output.append("output", {"host": host, "local_rank": local_rank, "line": line})
 
     def close(self) -> None:
-        """Close the files."""
+        """Close all files."""
         for log in (self._events, self._audit, self._output):
             if log is not None:
                 log.close()

@@ -1,8 +1,8 @@
-"""Leads a run: carries out what the machine decides, and tells it what happened.
+"""Leads a run: gives the machine events and carries out its commands.
 
-:class:`hvd_elastic.control.machine.RunMachine` decides; this module carries it out
-with its parts. Everything runs in one loop; the threads of the agents' connections and of file
-transfers only post to it.
+:class:`hvd_elastic.control.machine.RunMachine` decides; this module acts through the other modules
+of this package. Everything runs in one loop; the threads of the agents' connections and of file
+transfers only post calls to it.
 """
 
 from __future__ import annotations
@@ -46,31 +46,35 @@ if TYPE_CHECKING:
 __all__ = ["Leader"]
 
 _TAKEOVER_S = 12.0
+"""How long a takeover waits for the hosts' answers [s]: enough for a slow ssh connection."""
 _STOP_CHECKPOINT_S = 10.0
+"""How long a stop waits for the last checkpoint [s], beside the time to notice a frozen worker."""
 _FETCH_PATIENCE_S = 60.0
+"""How long the end of a run waits for its last checkpoint to be fetched from the hosts [s]."""
 _LEAST_RESERVE_S = 10.0
-"""Of the time that a host has left, for the last checkpoint and for leaving."""
+"""Part of a preempted host's remaining time kept for a last checkpoint and for leaving [s]."""
 
+# Signals that stop a run, with the cause that is recorded.
 _STOP_SIGNALS = {
     signal.SIGINT: StopCause.INTERRUPT,
     signal.SIGTERM: StopCause.TERMINATE,
     signal.SIGHUP: StopCause.HANGUP,
 }
 _SHUTDOWN = {StopCause.TERMINATE, StopCause.HANGUP}
-"""A machine that is shut down may send both, one right after the other: they are one request."""
+"""A machine that shuts down may send both signals in a row; together they are one request."""
 
 
-_START = Position(0, 0, 0, 0)
+_START = Position(0, 0, 0, 0)  # before the first step
 
 
 @dataclass
 class _Progress:
-    """How far training is known to be.
+    """The progress of training as far as the leader knows it.
 
     Attributes:
-        reached: by the workers.
-        written: by the newest checkpoint of which a worker has written its shard.
-        is_known: False for workers that were taken over and have not told yet.
+        reached: newest position that a worker reported.
+        written: position of the newest checkpoint of which a worker has written its shard.
+        is_known: False after a takeover of workers, until they report their position.
     """
 
     reached: Position = _START
@@ -78,21 +82,21 @@ class _Progress:
     is_known: bool = True
 
     def note_if_further(self, progress: Position | None) -> None:
-        """Metrics come less often than steps."""
+        """Update ``reached`` if ``progress`` is at a later step: metrics come less often."""
         if progress is not None and progress.step > self.reached.step:
             self.reached = progress
 
 
 class Leader:
-    """Leads one run from its start, or from where it stood, to its end.
+    """Leads one run from its start, or from where its last leader left it, to its end.
 
     Args:
-        spec: what to run.
-        folder: its run folder, whose lead the caller has taken.
-        environment: variables for the workers; they reach them through the agents' stdin.
+        spec: specification of the run.
+        folder: run folder, whose lock the caller holds.
+        environment: variables for the workers, passed on through the agents' stdin.
         show: called with every event as it is recorded.
-        show_output: called with (host, local rank, line) for what the worker of rank 0 prints.
-        resumed: the run had a leader before.
+        show_output: called with (host, local rank, line) for each line that rank 0 prints.
+        resumed: whether the run had a leader before.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Leader:
         self._machine = self._new_machine(has_checkpoint=resumed)
         self._scaler: Scaler | None = None
         self._takeover: Takeover | None = None
-        """None: this leader leads."""
+        """State of a takeover; None: it is complete, and this leader leads."""
         self._progress = _Progress()
         self._stop: StopCause | None = None
         self._last: LastCheckpoint | None = None
@@ -147,7 +151,7 @@ class Leader:
         spec = self._spec
         np = spec.np
         if np is None and spec.policy != "fixed":
-            # A policy begins with little, and learns from it what more would bring.
+            # A policy starts small: its first measurements show what more slots would gain.
             if not self._hostfile.hosts:
                 self._hostfile.read()
             hosts = self._hostfile.hosts.values()
@@ -165,15 +169,15 @@ class Leader:
 
     @property
     def gave_way(self) -> bool:
-        """Return whether it ended because another one leads, and had begun nothing."""
+        """Return whether this leader ended in favour of another one and had started nothing."""
         return self._fence.gave_way and not self._fence.has_led
 
     def run(self) -> cmd.Finish:
-        """Lead until the end.
+        """Lead the run until it ends; return how it ended.
 
         Raises:
             HostfileError: the hostfile cannot be read at the start.
-            CheckpointError: the checkpoint folder cannot be written, and nothing of the run lives.
+            CheckpointError: the checkpoint folder cannot be written and no worker is running.
         """
         unwritable: CheckpointError | None = None
         try:
@@ -181,7 +185,7 @@ class Leader:
         except CheckpointError as error:
             if not self._resumed:
                 raise
-            unwritable = error  # that costs checkpoints, not what is being trained
+            unwritable = error  # running workers can train on without checkpoints
         self._hostfile.read()
         records = self._folder.read_events() if self._resumed else []
         past = summarize(records)
@@ -235,7 +239,7 @@ class Leader:
         return self._finish
 
     def _expect_checkpoint(self, past: RunSummary) -> None:
-        """Have nothing begun anew where a checkpoint was written, or may have been."""
+        """Prevent training from starting afresh if a checkpoint exists or may exist elsewhere."""
         if past.checkpoints:
             self._collector.expect(f"that of step {past.checkpoints[-1].step} was written")
         elif self._folder.began_elsewhere:
@@ -264,13 +268,13 @@ class Leader:
         try:
             yield
         finally:
-            # A second Ctrl-C while the agents end must not leave anything behind.
+            # A second Ctrl-C must not interrupt the end of the agents, or processes would remain.
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
     def _claim(self) -> contextlib.AbstractContextManager[None]:
-        """Keep other leaders from a place of checkpoints that they may share."""
-        if self._spec.checkpoint_folder is None:  # the lock of the run folder is enough
+        """Return a context that holds a lease on a shared checkpoint folder, if there is one."""
+        if self._spec.checkpoint_folder is None:  # then the lock of the run folder is enough
             return contextlib.nullcontext()
         return self._fence.claim(
             lambda: self._loop.post(self._claim_is_settled),
@@ -278,9 +282,9 @@ class Leader:
         )
 
     def _end_agents(self) -> None:
-        """Have every agent end its workers and itself, and wait until they have."""
+        """End all agents and their workers, and wait until they have ended."""
         if self._fence.gave_way:
-            self._agents.drop()  # what lives there goes on as if this leader had never come
+            self._agents.drop()  # the workers belong to the other leader
             return
         succeeded = self._finish is not None and self._finish.status == "succeeded"
         self._collector.end(succeeded=succeeded)
@@ -288,9 +292,9 @@ class Leader:
             self._journal.warn(f"host {host}: the agent did not answer the end of the run")
 
     def _let_go(self, error: BaseException) -> None:
-        """After a defect of this process: nobody's training ends with it."""
+        """Leave the workers running after an internal error of this process."""
         self._agents.drop()
-        with contextlib.suppress(Exception):  # what is told may be what is broken
+        with contextlib.suppress(Exception):  # the journal itself may be what failed
             self._journal.warn(
                 f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
                 f"for {self._spec.leader_grace_s:g} s (--leader-grace), and then leave a "
@@ -311,7 +315,14 @@ class Leader:
         patient: bool = False,
         unwritable: CheckpointError | None = None,
     ) -> None:
-        """Before anything else: what do the hosts still hold of this run?"""
+        """Begin a takeover: start agents and ask them what they still hold of the run.
+
+        Args:
+            past: summary of the run so far.
+            wait_s: how long to wait for the answers [s].
+            patient: whether unreachable hosts are tried again during that time.
+            unwritable: why checkpoints cannot be written; None: they can.
+        """
         now = time.monotonic()
         takeover = self._takeover = Takeover(
             list(self._hostfile.hosts),
@@ -330,7 +341,10 @@ class Leader:
         self._take_over_when_complete()
 
     def _lead_again(self, silent_s: float) -> None:
-        """No host is heard any more: this machine is cut off, and the run goes on without it."""
+        """Return to the run after this machine was cut off from all hosts.
+
+        The workers have continued without a leader, so this is a takeover of its own run.
+        """
         grace_s = self._spec.leader_grace_s
         fields = {"silent_s": round(silent_s, 3), "grace_s": grace_s}
         self._journal.emit("leader_cut_off", fields)
@@ -343,14 +357,14 @@ class Leader:
         self._ask_hosts(past, max(_TAKEOVER_S, grace_s - silent_s), patient=True)
 
     def _heard_before(self, agent: AgentConnection, message: FromAgent, takeover: Takeover) -> None:
-        """An agent says something before this leader leads."""
+        """Handle an agent's message that arrives during a takeover."""
         host = agent.host.name
         match message:
             case msg.AgentHello():
                 takeover.answered(host, message.held)
-                if takeover.patient:  # whoever is alive can be reached by now
+                if takeover.patient:  # the network is back, so the others will answer soon
                     self._hasten(takeover)
-                # Before any worker says that it has written another checkpoint.
+                # The collector has to know the spool before workers report newer shards.
                 self._collector.offered(host, agent, message.spooled)
                 message.spooled = []
             case ev.AgentFailed(fatal=fatal):
@@ -366,24 +380,29 @@ class Leader:
         takeover.deadline = min(takeover.deadline, time.monotonic() + _TAKEOVER_S)
 
     def _on_refused(self, host: str, led: msg.LeaderIdentity) -> None:
-        """Another leader leads the agent of ``host``: one of the two has to end."""
+        """Handle an agent's refusal: another leader leads it, and one of the two has to end."""
         if self._finish is None:
             leads, has_host = self._takeover is None, bool(self._agents.up)
             reason = self._fence.refused(host, led, leads=leads, has_host=has_host)
             self._give_way_for(reason)
 
     def _on_taken_over(self, agent: AgentConnection, led: msg.LeaderIdentity) -> None:
-        """An agent left for another leader, since nothing was heard of this one."""
+        """Handle an agent that followed another leader while this one was unreachable."""
         agent.taken_over = True
         if self._finish is None and all(other.taken_over for other in self._agents.up):
             self._give_way_for(self._fence.left(agent.host.name, led))
-        # Else this host counts as lost as soon as the end of its connection is read.
+        # Otherwise the host counts as lost once its connection has ended.
 
     def _on_claim(self, claim: Claim, seen: float) -> None:
-        """Another leader lives, whose claim was first seen then: one of the two has to end."""
+        """Handle the lease of another live leader: one of the two has to end.
+
+        Args:
+            claim: the other leader's lease.
+            seen: when it was first seen [monotonic s].
+        """
         if self._finish is not None:
             return
-        if self._takeover is not None:  # whom the hosts follow counts for more
+        if self._takeover is not None:  # the hosts' answers outweigh a lease: decide after them
             self._takeover.claimed_by = claim
             self._claim_is_settled()
             return
@@ -436,7 +455,7 @@ class Leader:
         for agent, message in takeover.postponed:
             self._heard(agent, message)
         if self._machine.phase is Phase.FORMING:
-            # What had been put into its stores for other hosts was lost with the leader.
+            # Rendezvous entries on their way to other hosts were lost with the earlier leader.
             cause = "the leader was lost while the world changed"
             self._tell(ev.GenerationStuck(self._machine.generation, cause))
         if self._stop is not None and self._finish is None:
@@ -460,7 +479,8 @@ class Leader:
                 self._look_for_silence(now)
                 self._scale_by_policy(now)
             else:
-                self._look_for_requests(only="stop")  # the others need to know what there is
+                # Other requests depend on the state of the run, which is not known yet.
+                self._look_for_requests(only="stop")
                 for host in self._takeover.due(now):
                     self._start_agent(host, take_over=True)
                 self._take_over_when_complete()
@@ -473,7 +493,7 @@ class Leader:
             self._tell(ev.Tick())
 
     def _tell(self, event: ev.Event) -> None:
-        """Give the machine a fact and do what it says."""
+        """Give the machine an event and carry out the commands it returns."""
         if self._finish is None:
             for command in self._machine.handle(event, time.monotonic()):
                 self._do(command)
@@ -501,10 +521,14 @@ class Leader:
         self._look_at_progress()
 
     def _is_cut_off(self, silence: Iterable[float]) -> bool:
-        """Return whether all hosts of a training run, and so more likely this one, fell silent."""
+        """Return whether every host of a training run is silent.
+
+        It is then more likely that this machine was cut off than that all hosts failed.
+        """
         trains = bool(self._workers.places and self._machine.members) and self._finish is None
         least_s = min(silence, default=0.0)
-        # Agents beat at different moments: when the first is overdue, the others nearly are.
+        # Heartbeats come at different moments: when one host exceeds the timeout, the others
+        # count as silent too if they have reached half of it.
         overdue = least_s > self._spec.failure_timeout_s / 2
         return trains and self._spec.leader_grace_s > 0 and overdue
 
@@ -579,7 +603,7 @@ class Leader:
         return max(_LEAST_RESERVE_S, 2 * self._collector.newest_s)
 
     def _ask_to_stop(self, cause: StopCause) -> None:
-        """First: write a checkpoint and end. Again: end at once."""
+        """Stop the run: at the first request after a last checkpoint, at the second immediately."""
         if self._stop is not None:
             if {self._stop, cause} != _SHUTDOWN:
                 self._stop_now()
@@ -588,13 +612,13 @@ class Leader:
         self._journal.emit("stop_requested", {"reason": cause.value})
         if self._takeover is None:
             self._begin_to_stop()
-        else:  # there are workers, perhaps, and it is not yet known where and how far
+        else:  # workers may exist, and it is not yet known where and at which step
             self._hasten(self._takeover)
 
     def _begin_to_stop(self) -> None:
         progress, now = self._progress, time.monotonic()
         if self._spec.checkpoint_every_s and (progress.reached.step or not progress.is_known):
-            # A frozen worker keeps the others from a step boundary until it counts as lost.
+            # The others cannot reach a step boundary until a frozen worker counts as lost.
             patience_s = _STOP_CHECKPOINT_S + self._spec.failure_timeout_s
             self._last = LastCheckpoint(now, patience_s, step=progress.reached.step)
             self._ask_for_last_checkpoint(self._last, now)
@@ -616,7 +640,7 @@ class Leader:
         if self._stop is not None:
             self._tell(ev.StopRequested(self._stop.value))
 
-    # -- what agents say -------------------------------------------------------------------
+    # -- messages of agents ----------------------------------------------------------------
 
     def _post(self, agent: AgentConnection, message: FromAgent) -> None:
         self._loop.post(lambda: self._heard(agent, message))
@@ -624,7 +648,7 @@ class Leader:
     def _heard(self, agent: AgentConnection, message: FromAgent) -> None:
         host = agent.host.name
         if self._agents.by_host.get(host) is not agent:
-            return  # an agent that was given up, or asked to go
+            return  # from an agent that was dropped or asked to end
         if isinstance(message, msg.Refused):
             self._on_refused(host, message.led)
             return
@@ -678,7 +702,7 @@ class Leader:
             strays = count(hello.swept, "stray process")
             self._journal.warn(f"host {host}: ended {strays} of this run")
         for found in hello.held.workers if hello.held is not None else ():
-            if found.worker not in self._workers.places:  # it answered too late
+            if found.worker not in self._workers.places:  # its agent answered after the takeover
                 agent.send(msg.Kill(found.worker))
         self._collector.offered(host, agent, hello.spooled)
         self._tell(ev.AgentReady(host))
@@ -728,7 +752,7 @@ class Leader:
                 self._watch.finished(worker)
                 self._tell(ev.WorkerFinished(worker))
             case msg.ScriptRaised(traceback=traceback, progress=progress):
-                # The worker leaves it to the leader, so that the terminal shows it once.
+                # Workers do not print it themselves, so that the terminal shows it once.
                 self._workers.write(worker, traceback)
                 self._workers.failure_told = True
                 self._progress.note_if_further(progress)
@@ -768,11 +792,11 @@ class Leader:
             self._loop.stop()
         if self._last is not None and self._last.is_kept(newest_step):
             if newest_step == self._progress.written.step:
-                # What was trained since then is given up.
+                # Steps after the last checkpoint are discarded by the stop.
                 self._progress.reached = self._progress.written
             self._stop_now()
 
-    # -- what the machine wants ------------------------------------------------------------
+    # -- commands of the machine -----------------------------------------------------------
 
     def _do(self, command: cmd.Command) -> None:
         match command:
@@ -804,7 +828,7 @@ class Leader:
                 self._finish = command
                 self._finish_deadline = time.monotonic() + _FETCH_PATIENCE_S
                 if not self._collector.busy or command.status == "failed":
-                    self._loop.stop()  # else the last checkpoint is still on its way
+                    self._loop.stop()  # else the loop stops when the last checkpoint is fetched
 
     def _start_agent(self, name: str, *, take_over: bool) -> None:
         self._agents.start(name, self._hostfile.hosts, self._fence.identity, take_over=take_over)
@@ -827,7 +851,7 @@ class Leader:
             )
 
     def _form(self, command: cmd.Announce) -> None:
-        """Announce a generation; where nobody holds the state, after a checkpoint was brought."""
+        """Announce a generation; if no worker holds the state, send a checkpoint to it first."""
         if command.root is None and command.restore:
             hosts = list(dict.fromkeys(member.host for member in command.members))
             folder = f"restore-{command.generation}"
@@ -843,7 +867,7 @@ class Leader:
 
     def _restore(self, command: cmd.Announce, brought: Brought) -> None:
         if not self._is_forming(command.generation):
-            if self._finish is None:  # called off, which those of its members that wait must hear
+            if self._finish is None:  # aborted; members that wait must still hear of it
                 self._announce(command)
             return
         if brought.error:
@@ -854,7 +878,7 @@ class Leader:
             self._tell(ev.StopRequested(f"{brought.error}. {go_on}", "failed"))
             return
         newest = brought.checkpoint
-        # By the leader, and now: what any worker does from here on comes after it.
+        # Recorded by the leader before the announcement, so it precedes all that workers record.
         restored = {"step": 0, "epoch": 0, "examples": 0}
         if newest is None:
             self._journal.warn("there is no complete checkpoint: training begins anew")
@@ -869,9 +893,12 @@ class Leader:
     def _announce(
         self, order: cmd.Announce, restore: str | None = None, checkpoint: str | None = None
     ) -> None:
-        """Tell the members; see :class:`hvd_elastic.wire.messages.Announcement`."""
+        """Send the announcement of a generation to its members' hosts.
+
+        See :class:`hvd_elastic.wire.messages.Announcement` for the arguments.
+        """
         if order.generation != self._machine.generation:
-            return  # called off while its checkpoint was on the way
+            return  # a newer generation was announced while the checkpoint was transferred
         life = self._fence.identity.leader
         message = msg.AnnounceGeneration(msg.Announcement(order, life, restore, checkpoint))
         for host in dict.fromkeys(member.host for member in order.members):
@@ -887,7 +914,7 @@ class Leader:
         self._agents.send(host, message)
 
     def _pass_on(self, entry: msg.StoreEntry, *, but: str) -> None:
-        """Send it to every host with a member of its generation, except the one it came from."""
+        """Send a rendezvous entry to all hosts of its generation except ``but``, its origin."""
         if entry.generation == self._machine.generation:
             for host in {member.host for member in self._machine.members} - {but}:
                 self._agents.send(host, msg.PutEntry(entry))

@@ -1,7 +1,7 @@
-"""A static job through Open MPI: ``hvd-elastic run --mpi``.
+"""Runs a static, not elastic, job with Open MPI: ``hvd-elastic run --mpi``.
 
-MPI ends a job when one rank is lost, so nothing here is elastic. It is for sites whose network
-only MPI drives well, and for scripts that use mpi4py beside Horovod.
+MPI ends the whole job when one rank is lost. This mode is for sites whose network is fast only
+with MPI, and for scripts that use mpi4py beside Horovod.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 
 __all__ = ["mpirun_command", "run_mpi"]
 
+# Variables that make Horovod use MPI for control messages and for data on the CPU.
 _FOR_MPI = {
     "HOROVOD_CONTROLLER": "mpi",
     "HOROVOD_CPU_OPERATIONS": "mpi",
-    "PYTHONFAULTHANDLER": "1",  # a rank that dies by a signal prints its Python stack
+    "PYTHONFAULTHANDLER": "1",  # a rank that is killed by a signal prints its Python stack
 }
 
 
 def mpirun_command(
     spec: RunSpec, hosts: list[Host], hostfile: str, variables: list[str], *, root: bool
 ) -> list[str]:
-    """The command line of ``mpirun``.
+    """Return the command line of ``mpirun``.
 
-    Variables are named without their values: Open MPI sends those inside its own channel, and no
-    value shows in ``ps``.
+    Environment variables are named without their values, so that no value shows in ``ps``; Open
+    MPI sends the values through its own channel.
 
     Args:
-        spec: the run.
+        spec: specification of the run.
         hosts: hosts of the job.
-        hostfile: path of a file with these hosts in MPI's form.
+        hostfile: path of a file that lists these hosts in Open MPI's format.
         variables: names of the environment variables to forward.
-        root: whether root runs it, which Open MPI wants to be told.
+        root: whether root runs the job, which Open MPI refuses without a flag.
     """
     ssh = ["ssh", "-o", "BatchMode=yes"]
     if spec.ssh_config is not None:
@@ -50,7 +51,7 @@ def mpirun_command(
     command += ["-np", str(spec.np or sum(host.slots for host in hosts))]
     command += ["--wdir", spec.cwd, "--bind-to", "none", "--map-by", "slot"]
     command += ["--mca", "plm_rsh_agent", shlex.join(ssh), "--mca", "pml", "ob1"]
-    # UCX and openib look for hardware for seconds and then warn.
+    # UCX and openib search for hardware for seconds and then print warnings.
     command += ["--mca", "btl", "^openib"]
     if spec.interface is not None:
         for layer in ("btl_tcp_if_include", "oob_tcp_if_include"):
@@ -90,7 +91,7 @@ def run_mpi(spec: RunSpec, environment: Mapping[str, str]) -> int:
         )
         process = subprocess.Popen(command, env={**environment, **_FOR_MPI})
         before = {
-            # mpirun ends its ranks on these; the file must stay until it has.
+            # mpirun ends its ranks on these signals, and needs the hostfile until then.
             number: signal.signal(number, lambda sent, _: process.send_signal(sent))
             for number in (signal.SIGINT, signal.SIGTERM)
         }

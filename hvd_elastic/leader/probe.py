@@ -1,4 +1,4 @@
-"""A short run that is led through a few sizes, so that its events say what others would bring."""
+"""Runs a training briefly at a few sizes, so that its step time can be predicted for others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from hvd_elastic.records.run_folder import RunFolder
 __all__ = ["probe", "sizes_to_probe"]
 
 _POLL_S = 0.2
+"""Time between two readings of the run's events [s]; short beside the time at each size."""
 _PATIENCE_S = 600.0
-"""For a size to train: scripts may load much before their first step."""
+"""How long a size may take until it trains [s]: scripts may load much before the first step."""
 
 
 def sizes_to_probe(hosts: Sequence[Host]) -> list[int]:
-    """Numbers of processes that tell most: on one host one, two and all, on two the fewest and all.
+    """Return the numbers of processes that are most informative to measure.
+
+    On one host these are one, two and all slots; on two hosts, the fewest processes that use both
+    and all slots.
 
     >>> sizes_to_probe([Host("a", slots=8), Host("b", slots=4), Host("c", slots=8)])
     [1, 2, 8, 9, 12]
@@ -39,20 +43,21 @@ def probe(
     options: Sequence[str],
     tell: Callable[[str], None],
 ) -> RunFolder:
-    """Train for a while on each of :func:`sizes_to_probe`, and end the run.
+    """Train for a while at each of :func:`sizes_to_probe`, then end the run.
 
     Args:
-        hostfile, hosts: where.
-        command: of the training.
-        for_s: time of training, over all sizes [s].
-        options: more of ``hvd-elastic run``.
-        tell: is told what is being measured.
+        hostfile, hosts: path of the hostfile, and its hosts.
+        command: training command.
+        for_s: training time over all sizes together [s].
+        options: further options of ``hvd-elastic run``.
+        tell: called with a line of text for each size.
 
     Returns:
-        The folder of the run.
+        The run folder, with the events that were measured.
 
     Raises:
-        UsageError, RunError: it did not train; says why.
+        UsageError: ``hvd-elastic run`` rejected its options.
+        RunError: the run could not be started, or ended before it was measured at every size.
     """
     sizes = sizes_to_probe(hosts)
     folder = _start(hostfile, command, [*options, "--np", str(sizes[0])])

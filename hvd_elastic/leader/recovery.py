@@ -1,4 +1,4 @@
-"""Finds a run whose leader's machine is gone, disk and all, on the hosts that it ran on.
+"""Recovers the specification of a run from its hosts when the leader's machine and disk are lost.
 
 Each agent keeps the run's specification in the spool of its host (:mod:`hvd_elastic.agent.spool`).
 """
@@ -25,21 +25,23 @@ __all__ = ["WHAT_IS_TRUSTED", "find_run"]
 WHAT_IS_TRUSTED = (
     *("command", "cwd", "python", "preemption_command", "checkpoint_folder", "interface"),
 )
-"""What decides which programs run and where files go; a host that lies about it must stand out."""
+"""Fields that decide which programs run and where files go; all hosts have to agree on them, so
+that one manipulated host cannot change them unnoticed."""
 
 _LIMIT_S = 30.0
+"""Time limit for reading the small files on one host [s]; a slower host counts as unreachable."""
 
 
 def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec:
-    """Returns the specification of a run as its hosts know it.
+    """Return the specification of a run that its hosts have kept.
 
     Args:
-        run_id: a valid one.
-        hosts: of its hostfile.
-        options: how to reach them.
+        run_id: valid name of a run.
+        hosts: hosts of the run's hostfile.
+        options: ssh options for the connections.
 
     Raises:
-        RunError: no host knows the run, or they do not agree on what is started where; names them.
+        RunError: no host knows the run, or hosts disagree on a field of ``WHAT_IS_TRUSTED``.
     """
     home = os.environ.get("HVD_ELASTIC_HOME")
     folder = '"$HOME"/.hvd_elastic' if home is None else shlex.quote(home)
@@ -79,7 +81,7 @@ def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec
 
 
 def _specs(texts: Iterable[bytes], run_id: str) -> Iterator[RunSpec]:
-    """Yields the valid specifications of this run among the lines."""
+    """Yield the valid specifications of this run among the lines."""
     for text in texts:
         with contextlib.suppress(ValueError, RunError):
             fields = json.loads(text)

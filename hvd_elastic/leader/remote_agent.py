@@ -1,6 +1,7 @@
-"""The leader's end of one agent: connect, start it, read what it says, write to it.
+"""The leader's connection to the agent of one host: starts it, and exchanges messages with it.
 
-Everything slow happens in threads of this object; what they learn is posted to the leader's loop.
+Everything that may block runs in threads of the connection; results are posted to the leader's
+loop.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError
 __all__ = ["AgentConnection", "FromAgent", "Post"]
 
 _DISCARD_TIMEOUT_S = 10.0
+"""Time limit for removing a folder of a host [s]; deleting many files may take seconds."""
 
 _CHUNK_BYTES = 1 << 16
+"""Most bytes per read: the usual size of a pipe's buffer."""
+# The last line of Python's traceback when a host lacks a package.
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 
 
@@ -39,18 +43,18 @@ Post = Callable[["AgentConnection", FromAgent], None]
 
 
 class AgentConnection:
-    """One try at having an agent on one host.
+    """One attempt to start the agent of one host, and the connection to it.
 
-    Every message of the agent is posted, its hello only if it fits; and ``AgentFailed`` once, when
-    the agent could not be started or is gone. An agent that sends what is none of its messages
-    counts as gone.
+    Every message of the agent is posted; its hello only if its versions match the leader's.
+    ``AgentFailed`` is posted once, when the agent could not be started or has ended. An agent that
+    sends an invalid message counts as ended.
 
     Args:
-        host: where.
-        options: how to get there.
-        python: interpreter on that host.
-        hello: the first message, with what the agent needs to know of the run.
-        post: takes this connection and what its agent said; called from other threads.
+        host: host of the agent.
+        options: ssh options of the connection.
+        python: path of the interpreter on that host.
+        hello: first message to the agent, with what it needs to know about the run.
+        post: called with this connection and each message of the agent, from other threads.
     """
 
     def __init__(
@@ -59,15 +63,15 @@ class AgentConnection:
         self.host = host
         self.started_at = time.monotonic()
         self.last_heard = self.started_at
-        """Silence is counted from then; it does not count where this process stood still."""
+        """When silence began [monotonic s]; moved forward by the time this process was paused."""
         self.last_read = self.last_heard
-        """When anything of it was last read."""
+        """When bytes from the agent were last read [monotonic s]."""
         self.taken_over = False
-        """The agent follows another leader, and this connection ends."""
+        """Whether the agent now follows another leader and will close this connection."""
         self.info: msg.AgentHello | None = None
-        """What it said of its host; None before that."""
+        """The agent's hello, which describes its host; None before it arrived."""
         self.acted_upon = 0
-        """Number of the last message that has been acted upon, for the agent to forget."""
+        """Number of the last message that was acted upon; the agent may forget up to it."""
         self._options = options
         self._python = python
         self._hello = hello
@@ -81,18 +85,18 @@ class AgentConnection:
 
     @property
     def up(self) -> bool:
-        """Whether the agent has said hello and fits."""
+        """Return whether the agent has sent its hello and its versions match."""
         return self.info is not None
 
     def send(self, message: msg.LeaderToAgent) -> None:
-        """Queue a message; one to an agent that is gone is dropped."""
+        """Queue a message for the agent; it is dropped if the agent has ended."""
         self._outbox.put(encode(message))
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
-        """Give ``write`` the content of a file of the host; blocks.
+        """Read a file of the host and pass its content to ``write`` in pieces; blocks.
 
         Raises:
-            SshError: it cannot be read.
+            SshError: the file cannot be read.
         """
         receive_file(self._connected(), remote, write)
 
@@ -100,7 +104,7 @@ class AgentConnection:
         """Copy a file to the host; blocks.
 
         Raises:
-            SshError: it could not be copied.
+            SshError: the file could not be copied.
         """
         send_file(self._connected(), local, remote)
 
@@ -108,7 +112,7 @@ class AgentConnection:
         """Remove a folder of the host; blocks.
 
         Raises:
-            SshError: that could not be asked for.
+            SshError: the command could not be run on the host.
         """
         self._connected().run(["rm", "-rf", "--", remote], timeout_s=_DISCARD_TIMEOUT_S)
 
@@ -118,10 +122,10 @@ class AgentConnection:
         return self._connection
 
     def beat(self, recorded_step: int | None) -> None:
-        """Tell the agent that its leader lives, and what need not be kept any longer.
+        """Send a heartbeat that also says which data the agent may delete.
 
         Args:
-            recorded_step: up to this step it is on record what was read; None: no such record.
+            recorded_step: last step whose examples are in the audit file; None: there is none.
         """
         if self.up:
             self.send(msg.LeaderBeat(self.acted_upon, recorded_step))
@@ -133,11 +137,11 @@ class AgentConnection:
         self._outbox.put(None)
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Whether the agent has ended within the time."""
+        """Wait for the agent to end; return whether it did within ``timeout_s``."""
         return self._gone.wait(timeout_s)
 
     def drop(self) -> None:
-        """Cut the connection; the agent notices and cleans up on its own."""
+        """Close the connection; the agent notices that and cleans up by itself."""
         self._closing.set()
         self._outbox.put(None)
         threading.Thread(target=self._close, name=f"close {self.host.name}", daemon=True).start()
@@ -168,8 +172,8 @@ class AgentConnection:
 
     def _start(self) -> None:
         self._connection = connect(self.host, self._options)
-        # Nothing of the environment or the command goes on this command line: anyone on the
-        # host can read it.
+        # Every user of the host can read this command line, so the training command and the
+        # environment are sent through stdin instead.
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
         self._process = self._connection.start(command)
         self.send(self._hello)
@@ -183,7 +187,7 @@ class AgentConnection:
                 self._process.stdin.write(data)
                 self._process.stdin.flush()
         except (OSError, HvdElasticError):
-            return  # the reading thread learns of it as well, and reports it
+            return  # the reading thread fails as well, and reports it
 
     def _read(self) -> None:
         sender = f"host {self.host.name}: its agent"
@@ -196,7 +200,7 @@ class AgentConnection:
                     message = messages.decode(line)
                 except ProtocolError:
                     if not self.up and not self._is_hello_of_another_version(line):
-                        continue  # a shell start-up file that prints; not from the agent
+                        continue  # output of a shell start-up file, not of the agent
                     raise
                 if isinstance(message, msg.AgentHello):
                     unfit = self._unfit_version(message) or self._unfit_network(message)
@@ -209,7 +213,7 @@ class AgentConnection:
                     raise _LedHostError(f"host {self.host.name} is led by another leader, {by}")
 
     def _is_hello_of_another_version(self, line: bytes) -> bool:
-        """Whether the line is a hello at all; raises if its version does not fit."""
+        """Return whether the line is a hello; raise _UnfitHostError if its version differs."""
         try:
             greeting = msgspec.json.decode(line, type=msg.Greeting)
         except ValueError:
@@ -250,7 +254,7 @@ class AgentConnection:
         return None
 
     def _why_not_started(self) -> tuple[str, bool]:
-        """Cause and whether another try is useless, after the agent ended without a hello."""
+        """Return why the agent ended without a hello, and whether another attempt is useless."""
         name = self.host.name
         try:
             status = self._process.wait(5.0)
@@ -285,12 +289,12 @@ class AgentConnection:
 
 
 class _LedHostError(SshError):
-    """Another leader of this run was there first, and will give way."""
+    """The host is led by another leader of the same run."""
 
     brief = "is led by another leader"
 
 
 class _UnfitHostError(SshError):
-    """The host answers, but cannot be used as it is: trying again is useless."""
+    """The host answers but cannot be used as it is, so trying again is useless."""
 
     brief = "cannot be used as it is"

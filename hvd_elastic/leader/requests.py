@@ -1,4 +1,4 @@
-"""Answers what the user asks of a run with scale, policy and drain."""
+"""Answers the requests that a user sends to a run with scale, policy and drain."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Answer", "drain", "host_draining", "scale", "steer_policy"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What the user is told, and what the machine is.
+    """The answer to a request, and the event that it causes.
 
     Attributes:
-        message: for the user.
-        event: for the machine; None: nothing changes for it.
-        ok: whether it is done as asked.
+        message: text for the user.
+        event: event for the machine; None: the request changes nothing there.
+        ok: whether the request was granted.
     """
 
     message: str
@@ -41,7 +41,7 @@ def scale(
     draining: Collection[str],
     scaler: Scaler | None,
 ) -> Answer:
-    """Set the number of processes; None gives the choice back to options or policy."""
+    """Request a number of processes; None returns the choice to the options or the policy."""
     if wanted is None and scaler is not None:
         return steer_policy("resume", scaler)
     if wanted is None:
@@ -67,7 +67,7 @@ def scale(
 
 
 def steer_policy(do: Any, scaler: Scaler | None) -> Answer:
-    """Pause or resume the policy."""
+    """Pause or resume the policy, depending on ``do``."""
     if scaler is None:
         message = "this run has no policy to steer: it was started with --policy fixed"
         return Answer(message, ok=False)
@@ -83,13 +83,14 @@ def steer_policy(do: Any, scaler: Scaler | None) -> Answer:
 def drain(
     fields: Mapping[str, Any], hosts: Collection[str], draining: Collection[str], reserve_s: float
 ) -> Answer:
-    """Leave a host, or use it again.
+    """Drain a host, or allow its use again.
 
     Args:
-        fields: of the request.
-        hosts: of the hostfile.
-        draining: those that are drained.
-        reserve_s: of the time that a host has left, for the last checkpoint and for leaving [s].
+        fields: fields of the request.
+        hosts: names of the hosts in the hostfile.
+        draining: names of the drained hosts.
+        reserve_s: part of the host's remaining time that is kept for a last checkpoint and for
+            ending the processes [s].
     """
     host, leave_in_s = str(fields.get("host")), fields.get("leave_in_s")
     if host not in hosts:
@@ -112,6 +113,6 @@ def drain(
 def host_draining(
     host: str, cause: str, leave_in_s: float | None, reserve_s: float, *, asked: bool = False
 ) -> ev.HostDraining:
-    """Return the event for a host that is to be left; see :func:`drain`."""
+    """Return the event that drains a host; see :func:`drain` for the arguments."""
     train_for_s = None if leave_in_s is None else max(0.0, leave_in_s - reserve_s)
     return ev.HostDraining(host, cause, train_for_s, leave_in_s, asked)

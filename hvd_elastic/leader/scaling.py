@@ -1,4 +1,4 @@
-"""Between the leader and the scaling controller: what the run is now, and what to ask of it."""
+"""Connects the leader and the scaling controller: passes on the run's state, returns decisions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Scaler", "objective_of"]
 
 
 def objective_of(spec: RunSpec) -> Objective:
-    """What the run is after.
+    """Return the objective that a run's specification asks for.
 
     Raises:
-        ValueError: the values do not fit together.
+        ValueError: the settings contradict each other.
     """
     return Objective(
         kind=spec.objective,
@@ -36,14 +36,14 @@ def objective_of(spec: RunSpec) -> Objective:
 
 
 class Scaler:
-    """Has the controller look at a run, and turns what it decides into events.
+    """Runs the scaling controller for a run and turns its decisions into events.
 
     Args:
-        spec: the run.
-        emit: records an event.
-        started_at: when the run began [s].
-        past: its events under earlier leaders: what they measured need not be measured anew, and
-            a policy that was paused stays so.
+        spec: specification of the run.
+        emit: function that records an event.
+        started_at: when the run began [monotonic s].
+        past: events of the run under its earlier leaders. Their measurements are used again, and
+            a paused policy stays paused.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Scaler:
         self._controller = ScalingController(config, started_at, replay(past))
         self._controller.pause(_why_paused(past))
         self._asked = _last_asked(past)
-        """Slots that were decided on and are not in use yet."""
+        """Slots of the last decision, while they are not yet in use."""
         self._pinned = frozenset(spec.pin_hosts)
         self._emit = emit
         self._generation = 0
@@ -65,11 +65,11 @@ class Scaler:
         self._looked = False
 
     def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
-        """An event of the run."""
+        """Pass an event of the run to the controller, which takes measurements from it."""
         self._controller.note(kind, fields, now)
 
     def look(self, machine: RunMachine, hosts: Iterable[Host], now: float) -> TargetChanged | None:
-        """Decide if it is time; return what to tell the machine, if anything."""
+        """Decide if a decision is due; return the event for the machine, None for no change."""
         controller, members = self._controller, machine.members
         controller.hosts_are(_offers(machine, hosts, self._pinned), now)
         if not self._looked:
@@ -77,7 +77,7 @@ class Scaler:
             late = controller.out_of_reach(now)
             if late:
                 self._emit("warning", {"message": late})
-        # While hosts are being left the machine moves; what it comes to is judged afterwards.
+        # While hosts are being drained, the machine changes the size itself; decide afterwards.
         leaving = any(member.host in machine.draining for member in members)
         if machine.phase is not Phase.RUNNING or leaving:
             controller.rescaling()
@@ -97,19 +97,19 @@ class Scaler:
         if decision.action == "stay":
             return self._stay(decision, snapshot, members)
         np = decision.target.slots
-        if decision.target != self._asked:  # else it was told, and its slots are still starting
+        if decision.target != self._asked:  # else it was requested, and its slots are starting
             self._asked = decision.target
             self._emit("decision", {**_fields(decision, snapshot), "np": np})
         return TargetChanged(np, _slots(decision.target, members))
 
     def pause(self, why: str) -> None:
-        """Decide nothing until :meth:`resume`."""
+        """Make no decisions until :meth:`resume`; ``why`` is recorded."""
         self._controller.pause(why)
         self._asked = None
         self._emit("decision", {"action": "pause", "reason": why})
 
     def resume(self, why: str, now: float) -> None:
-        """Decide again."""
+        """Make decisions again; ``why`` is recorded."""
         self._controller.resume(now)
         self._said = ()
         self._emit("decision", {"action": "resume", "reason": why})
@@ -117,18 +117,18 @@ class Scaler:
     def _stay(
         self, decision: Decision, snapshot: Snapshot, members: Sequence[Member]
     ) -> TargetChanged | None:
-        """Give back slots that were asked for and have not joined; emit the decision once.
+        """Record a decision to stay, and give back slots that were requested but have not joined.
 
-        Once means: in each generation, and again where slots are given back, where nothing keeps
-        to the objective any longer, or something does again. Waiting for measurements is no
-        decision.
+        The decision is recorded once for each generation, and again when slots are given back or
+        when it changes whether the objective can be met. Waiting for measurements is not recorded.
         """
         if decision.wish is not None or not decision.known:
             return None
         said = (self._generation, decision.known, decision.kept)
         offered = {host.name for host in snapshot.hosts}
         if self._asked is None or not offered.issuperset(host for host, _ in self._asked.counts):
-            # A host that failed is tried again only while its slots are wanted.
+            # Failed hosts are tried again only while their slots are requested, so those slots
+            # stay requested.
             if said != self._said:
                 self._said = said
                 self._emit("decision", _fields(decision, snapshot))
@@ -151,7 +151,7 @@ def _fields(decision: Decision, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _why_paused(past: Sequence[Mapping[str, Any]]) -> str:
-    """Why the policy was paused when the run's last leader ended; empty: it was not."""
+    """Return why the policy was paused when the run's last leader ended; empty: it was not."""
     for record in reversed(past):
         if record.get("kind") == "decision":
             return str(record.get("reason")) if record.get("action") == "pause" else ""
@@ -159,7 +159,7 @@ def _why_paused(past: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _last_asked(past: Sequence[Mapping[str, Any]]) -> Allocation | None:
-    """The slots of the run's last decision, if that was to change them."""
+    """Return the slots of the run's last decision if it changed them, else None."""
     for record in reversed(past):
         if record.get("kind") == "decision":
             return Allocation.of(dict(record["target"])) if "np" in record else None
@@ -167,7 +167,7 @@ def _last_asked(past: Sequence[Mapping[str, Any]]) -> Allocation | None:
 
 
 def _offers(machine: RunMachine, hosts: Iterable[Host], pinned: frozenset[str]) -> list[HostOffer]:
-    """Hosts whose agents answer, or were not asked yet, and that are not drained."""
+    """Return the usable hosts: not drained, and their agent has not failed."""
     failed = {name for name, state in machine.agent_states().items() if state is AgentState.FAILED}
     return [
         HostOffer(host.name, host.slots, host.price, pinned=host.name in pinned)
@@ -177,7 +177,7 @@ def _offers(machine: RunMachine, hosts: Iterable[Host], pinned: frozenset[str]) 
 
 
 def _slots(target: Allocation, members: Sequence[Member]) -> tuple[tuple[str, int], ...]:
-    """Indexes of the slots on each host: those in use first."""
+    """Return (host, index) of the slots of an allocation, preferring slots already in use."""
     found: list[tuple[str, int]] = []
     for host, number in target.counts:
         used = [member.slot for member in members if member.host == host]

@@ -1,4 +1,4 @@
-"""What a run was asked to be: fixed at its start, kept in run.json, read again by ``--resume``."""
+"""The specification of a run: fixed at its start, kept in run.json, read by ``--resume``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from hvd_elastic.errors import RunError
 __all__ = ["SHORTEST_HEARTBEAT_S", "RunSpec", "forwarded_environment"]
 
 SHORTEST_HEARTBEAT_S = 0.1
-"""A failure timeout must leave room for some of these."""
+"""Shortest time between heartbeats [s]; a failure timeout has to be at least twice as long."""
 
 _OF_THE_LEADER_ALONE = (
-    # Where and as whom the leader's shell runs says nothing about the hosts.
+    # These describe the leader's shell and session, and would be wrong on the other hosts.
     *("HOME", "HOST", "HOSTNAME", "LOGNAME", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL", "USER"),
     *("_", "DISPLAY", "LS_COLORS", "STY", "TERM", "TERM_PROGRAM", "WAYLAND_DISPLAY", "WINDOWID"),
     *("XAUTHORITY", "INVOCATION_ID", "JOURNAL_STREAM", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"),
 )
+# The same for all variables that begin with one of these.
 _PREFIXES_OF_THE_LEADER_ALONE = ("SSH_", "TMUX", "XDG_", "DBUS_", "VSCODE_", "HVD_ELASTIC_WORKER")
+# Set for each worker by its agent; they are present if the leader itself runs under Horovod.
 _RANK_VARIABLES = frozenset(
     f"HOROVOD_{name}"
     for name in (
@@ -34,9 +36,9 @@ _RANK_VARIABLES = frozenset(
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the leader's environment that workers get.
+    """Return the variables of the leader's environment that are passed on to workers.
 
-    All but those that describe the leader's own shell, session and ranks.
+    These are all variables but those that describe the leader's own shell, session and ranks.
 
     >>> forwarded_environment({"WANDB_MODE": "offline", "SSH_TTY": "/dev/pts/1", "HOME": "/root"})
     {'WANDB_MODE': 'offline'}
@@ -51,32 +53,33 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run, as asked for.
+    """Everything a user specified about a run, defaults included.
 
     Attributes:
-        command: the training command and its arguments.
-        cwd: folder it runs in, on every host.
-        hostfile: path of the hostfile; None for this machine alone.
-        slots: processes on this machine when there is no hostfile.
-        np: wanted number of processes; None for as many as allowed.
-        min_np, max_np: bounds; ``max_np`` None for all slots.
-        python: interpreter for the agents, the same path on every host.
-        ssh_config: ssh configuration file; None for the user's.
-        interface: network interface for the ring; None to find it.
-        audit: record which examples were really read.
-        tensorboard: write the metrics for TensorBoard, too.
-        checkpoint_every_s: seconds between checkpoints; 0 for none.
-        keep_checkpoints: how many to keep.
-        checkpoint_folder: on the leader, or a URL; None for the run folder's.
-        checkpoint_copies: other hosts that keep a copy of each shard.
+        command: training command with its arguments.
+        cwd: working directory of the command on every host.
+        hostfile: path of the hostfile; None: the run uses this machine only.
+        slots: number of processes on this machine when there is no hostfile.
+        np: requested number of processes; None: as many as allowed.
+        min_np, max_np: bounds of the number of processes; ``max_np`` None: all slots.
+        python: path of the agents' interpreter, the same on every host.
+        ssh_config: path of an ssh configuration file; None: the user's own.
+        interface: network interface for the ring; None: it is detected.
+        audit: whether to record which examples were read.
+        tensorboard: whether to write the metrics for TensorBoard as well.
+        checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
+        keep_checkpoints: number of checkpoints to keep.
+        checkpoint_folder: folder on the leader, or URL; None: the folder in the run folder.
+        checkpoint_copies: number of other hosts that keep a copy of each shard.
         failure_timeout_s: silence after which a host or a worker counts as lost [s].
-        pin_hosts: hosts that are used before all others, and that the policy keeps.
-        spares: warm standbys beyond the wanted number of processes.
-        leader_grace_s: how long the hosts go on without a leader [s].
-        preemption_command: asked on every host whether it will be taken away; None: nothing is.
-        policy: who decides the number of processes: ``fixed`` or ``goodput``.
-        objective, min_speedup_per_slot, budget, deadline_s, target_examples: of the policy
-            ``goodput``; see :class:`hvd_elastic.policy.objective.Objective`.
+        pin_hosts: hosts that are used before all others, and that the policy never gives up.
+        spares: number of warm standbys beyond the requested number of processes.
+        leader_grace_s: how long the hosts continue without a leader [s].
+        preemption_command: command that reports on each host whether the host is about to be
+            taken away; None: nothing is asked.
+        policy: what decides the number of processes: ``fixed`` or ``goodput``.
+        objective, min_speedup_per_slot, budget, deadline_s, target_examples: settings of the
+            policy ``goodput``; see :class:`hvd_elastic.policy.objective.Objective`.
     """
 
     command: tuple[str, ...]
@@ -108,15 +111,18 @@ class RunSpec:
     target_examples: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For run.json. The environment is not part of it: secrets are not written to disk."""
+        """Return the fields for run.json.
+
+        The environment is not one of them, so that no secret is written to disk.
+        """
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], run_id: str) -> RunSpec:
-        """What :meth:`as_dict` gave.
+        """Return the specification that :meth:`as_dict` turned into ``fields``.
 
         Raises:
-            RunError: the run has no usable specification; names the first field that is not.
+            RunError: the specification is not usable; the message names the first invalid field.
         """
         try:
             for name in ("command", "cwd"):
@@ -130,10 +136,10 @@ class RunSpec:
 
     @property
     def heartbeat_s(self) -> float:
-        """Time between heartbeats [s]: ten of them may be missed."""
+        """Return the time between heartbeats [s]: a tenth of the failure timeout, within limits."""
         return min(max(self.failure_timeout_s / 10, SHORTEST_HEARTBEAT_S), 1.0)
 
     @property
     def hostfile_path(self) -> Path | None:
-        """The hostfile, made absolute."""
+        """Return the absolute path of the hostfile; None if there is none."""
         return None if self.hostfile is None else Path(self.hostfile).absolute()

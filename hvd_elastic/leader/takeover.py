@@ -1,6 +1,6 @@
-"""Puts together what the agents of a run still hold when another leader comes.
+"""Collects what the agents still hold of a run, for a leader that takes the run over.
 
-Also when the same leader comes again, after its own machine was cut off.
+The same happens when a leader returns to its own run after its machine was cut off.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from hvd_elastic.wire.messages import HeldRun
 __all__ = ["Takeover"]
 
 _RETRY_S = 1.0
+"""Time before an unreachable host is tried again [s]; short, since a whole run is paused."""
 
 
 class Takeover:
-    """Waits for the hosts of a run, and knows what they held.
+    """Keeps track of which hosts have answered a new leader, and what they hold of the run.
 
     Args:
-        hosts: of the hostfile.
-        past: the run under its earlier leaders.
-        np: size that the user asks for now.
-        deadline: when to go on without those that have not answered [s, monotonic].
-        patient: a host that cannot be reached is tried again until then.
+        hosts: names of the hosts in the hostfile.
+        past: summary of the run under its earlier leaders.
+        np: number of processes that the user requests now.
+        deadline: when to continue without the hosts that have not answered [monotonic s].
+        patient: whether an unreachable host is tried again until then.
 
     Attributes:
-        asked: every host whose agent is asked for: those of the last generation, and of the
-            hostfile. Those that the hostfile does not name any more hold workers that have to go.
-        postponed: what agents said that can only be understood afterwards.
-        claim_open: it is not known yet whether another leader has claimed the run.
-        claimed_by: another leader, of which more is known when the hosts have been asked.
+        asked: hosts whose agent is started: those of the last generation and those of the
+            hostfile. A host that is no longer in the hostfile may hold workers that have to end.
+        postponed: messages of agents that are handled once the takeover is complete.
+        claim_open: whether the check for another leader's lease is still going on.
+        claimed_by: lease of another leader; what it means is decided once the hosts have answered.
         unwritable: why checkpoints cannot be written; None: they can.
     """
 
@@ -65,25 +66,30 @@ class Takeover:
         self._retry_at: dict[str, float] = {}
 
     def postpone(self, host: str, now: float) -> None:
-        """Try to reach ``host`` in a moment."""
+        """Schedule another attempt to reach ``host``."""
         self._retry_at[host] = now + _RETRY_S
 
     def due(self, now: float) -> list[str]:
-        """Hosts to be tried now."""
+        """Return the hosts that are due for another attempt, each once."""
         found = [host for host, at in self._retry_at.items() if now >= at]
         for host in found:
             del self._retry_at[host]
         return found
 
     def answered(self, host: str, held: HeldRun | None) -> None:
-        """The agent of ``host`` is up; ``held``: what it has, None if it is a new one."""
+        """Note that the agent of ``host`` answered.
+
+        Args:
+            host: name of the host.
+            held: what the agent holds of the run; None if it was newly started.
+        """
         self._open.discard(host)
         self._ready.append(host)
         if held is not None:
             self._held[host] = held
 
     def failed(self, host: str) -> None:
-        """There is no agent on ``host``, and so no worker either."""
+        """Note that ``host`` has no agent, and therefore no worker either."""
         self._open.discard(host)
         if host in self._ready:
             self._ready.remove(host)
@@ -91,21 +97,25 @@ class Takeover:
 
     @property
     def complete(self) -> bool:
-        """Return whether all hosts have answered, or all of the last generation have its workers.
+        """Return whether enough hosts have answered to lead the run.
 
-        In the second case nobody else leads the run. Otherwise any host may still know who does.
+        Enough are all hosts; or all hosts of the last generation if they hold workers of the run,
+        because then no other leader can lead it.
         """
         asked_all = not self._open and not self.claim_open
         return asked_all or self._held.keys() >= set(self._awaited)
 
     @property
     def workers(self) -> dict[str, tuple[str, int]]:
-        """Host and slot of every worker that was found."""
+        """Return the host and slot of every worker that was found, by worker."""
         return {found.worker: (found.host, found.slot) for found in self._found()}
 
     @property
     def came_back(self) -> tuple[str, ...]:
-        """Drained hosts that gave notice and hold nothing of the run: they have been away since."""
+        """Return the hosts that may be used again, because they were away since they were drained.
+
+        These are drained hosts that had announced their preemption and hold nothing of the run now.
+        """
         return tuple(
             host
             for host, found in self._past.draining.items()
@@ -113,7 +123,7 @@ class Takeover:
         )
 
     def event(self, hosts: tuple[ev.HostSlots, ...]) -> ev.RunTakenOver:
-        """Return the whole picture; ``hosts``: the hostfile as it is now."""
+        """Return the event with everything that was found; ``hosts``: slots of the hostfile."""
         none = HeldRun(generation=0, members=(), workers=())
         newest = max(self._held.values(), key=lambda held: held.generation, default=none)
         past = self._past
@@ -123,7 +133,7 @@ class Takeover:
             awaited=tuple(host for host in self.asked if host not in self._ready),
             generation=newest.generation,
             members=newest.members,
-            # Otherwise the user has asked for another size just now.
+            # A changed --np is newer than an earlier hvd-elastic scale.
             requested_np=past.scaled_to if self._same_np else None,
             slots=tuple(past.scaled_slots) if self._same_np else (),
             draining=tuple(host for host in past.draining if host not in self.came_back),

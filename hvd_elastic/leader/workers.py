@@ -1,4 +1,4 @@
-"""Knows where the workers of a run are, and keeps what they print."""
+"""Keeps the place of each worker of a run, and writes the workers' logs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from hvd_elastic.records.run_folder import RunFolder
 
 __all__ = ["Workers"]
 
-_TAIL_LINES = 30
+_TAIL_LINES = 30  # enough for a Python traceback, and fits a terminal
 _END_BYTES = 64 << 10  # holds the stacks of a hundred threads
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
-"""Signals at which Python's faulthandler writes a stack."""
+"""Signals at which Python's faulthandler writes the stacks of all threads."""
 
 Emitted = tuple[str, dict[str, Any]]
 
 
 class Workers:
-    """The workers whose end was not seen, and their logs.
+    """Holds the workers that have not been seen to end, and their logs.
 
     Args:
-        folder: of the run.
+        folder: run folder.
 
     Attributes:
-        places: (host, slot) by name.
-        failure_told: the error of the script was told; other workers fail alike.
+        places: (host, slot) by worker.
+        failure_told: whether an error of the script was already reported; the other workers
+            usually fail in the same way, and are not reported again.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -41,35 +42,36 @@ class Workers:
         self._partial: dict[str, str] = {}
 
     def name(self, worker: str) -> str:
-        """Return what users call a worker."""
+        """Return the name of a worker as users see it: host and slot."""
         return worker_name(*self.places[worker])
 
     def of_host(self, host: str) -> list[str]:
-        """Return the workers of a host."""
+        """Return the names of the workers on a host."""
         return [worker for worker, (place, _) in self.places.items() if place == host]
 
     def log(self, worker: str, text: str) -> list[str]:
-        """Add to a worker's log; return the lines that are complete now."""
+        """Append text to a worker's log; return the lines that are complete now."""
         self.write(worker, text)
         *lines, self._partial[worker] = (self._partial.get(worker, "") + text).split("\n")
         return lines
 
     def write(self, worker: str, text: str) -> None:
-        """Add to a worker's log; what a full disk does not take is lost."""
+        """Append text to a worker's log; if the disk is full, the text is lost."""
         file = self._logs.get(worker)
         try:
             if file is None:
                 path = self._folder.log_path(*self.places[worker])
-                # Unbuffered: what a full disk did not take must not come back at close().
+                # Unbuffered, so that close() does not fail on text that a full disk rejected.
                 file = self._logs[worker] = path.open("ab", buffering=0)
             file.write(text.encode("utf-8", "replace"))
         except OSError:
-            pass  # the event log says so
+            pass  # the event log is on the same disk and warns about it
 
     def ended(self, exited: ev.WorkerExited) -> Emitted | ev.ScriptFailed | None:
-        """Forget a worker; return what its log tells of its end, if that was not told before.
+        """Remove a worker; return an event with the cause from its log, unless already reported.
 
-        An error before ``init()``, or ``sys.exit()``, comes without a traceback from the library.
+        The library reports no traceback for an error before ``init()`` or a ``sys.exit()``, so the
+        last lines of the log are taken instead.
         """
         self._partial.pop(exited.worker, None)
         file = self._logs.pop(exited.worker, None)
@@ -87,7 +89,7 @@ class Workers:
                 return ev.ScriptFailed(exited.worker, explained)
             return "script_failed", {**place, "traceback": tail}
         if exited.signal in _CRASHES and (stack := crash_stack(self._end_of_log(host, slot))):
-            if stack != self._crash_told:  # the next worker of the slot may die in the same place
+            if stack != self._crash_told:  # the slot's next worker may crash in the same place
                 self._crash_told = stack
                 stack += f"\n(log: {self._folder.log_path(host, slot)})"
                 return "worker_crashed", {**place, "cause": how, "traceback": stack}
@@ -102,6 +104,6 @@ class Workers:
             return ""
 
     def close(self) -> None:
-        """Close the logs."""
+        """Close all logs."""
         for file in self._logs.values():
             file.close()

@@ -1,1 +1,1 @@
-"""What is written of a run: events, run folder, audit, summary."""
+"""The records of a run: events, run folder, audit, summary, TensorBoard files."""

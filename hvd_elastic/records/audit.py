@@ -1,15 +1,15 @@
-"""Checks that every example was used exactly once in each epoch, from what workers really read.
+"""Checks, from the records of workers, that every epoch used each example exactly once.
 
-A step can be in ``audit.jsonl`` more than once, for good reasons:
+A step can occur in ``audit.jsonl`` more than once without an error:
 
-- several workers report the same step of the same generation: one of them counts;
-- a step was finished only by workers that died, and the next generation did it again from the
-  state of the survivors: the newer generation counts, and whatever the older one did from that
-  step on is void;
-- all workers died and training went back to a checkpoint (``restored``): every later step
-  recorded before that is void.
+- several workers report the same step of the same generation: one report counts;
+- only workers that died had finished the step, and the next generation repeated it from the state
+  of the survivors: the newer generation counts, and all steps of the older one from there on are
+  void;
+- all workers died and training went back to a checkpoint (``restored``): all later steps that were
+  recorded before that are void.
 
-What is left is the sequence of steps that made the final parameters.
+The remaining steps are those that led to the final parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["AuditResult", "EpochAudit", "check_audit"]
 
 SHOWN = 10
-"""How many indices a finding names; the counts are always complete."""
+"""Number of indices listed in a message, to keep it short; counts are always complete."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class EpochAudit:
     """How one epoch used the dataset.
 
     Attributes:
-        epoch: counted from 0.
-        steps: steps that count.
-        used: different indices used.
-        missing: indices that no step used, ``used + missing`` = size of the dataset.
-        duplicated: indices used more than once.
-        foreign: uses of an index that the dataset does not have.
-        padding: reads with weight 0, which do not count as uses.
-        open: the epoch was not over, so missing indices are no fault.
-        ended: the script ended in the middle of it.
-        missing_indices: the first few of them.
-        duplicated_indices: the first few of them.
-        allowed_missing: examples that ``drop_last`` leaves out; where the script ended, those that
-            it had not come to.
+        epoch: index of the epoch, from 0.
+        steps: number of valid steps.
+        used: number of different indices used.
+        missing: number of indices that no step used; ``used + missing`` = size of the dataset.
+        duplicated: number of indices used more than once.
+        foreign: number of uses of an index outside the dataset.
+        padding: number of examples with weight 0, which do not count as uses.
+        open: whether the epoch is not over, so that missing indices are no error.
+        ended: whether the script ended within the epoch.
+        missing_indices: first few missing indices.
+        duplicated_indices: first few duplicated indices.
+        allowed_missing: number of examples that ``drop_last`` leaves out; if the script ended
+            within the epoch, the number that it had not reached.
     """
 
     epoch: int
@@ -65,12 +65,12 @@ class EpochAudit:
 
     @property
     def ok(self) -> bool:
-        """Each index that was due exactly once; in an open epoch, at most once."""
+        """Return whether each expected index was used exactly once; in an open epoch, at most."""
         complete = self.open or self.missing == self.allowed_missing
         return complete and self.duplicated == 0 and self.foreign == 0
 
     def problem(self) -> str:
-        """What is wrong in words; empty when nothing is."""
+        """Return a description of the errors; empty if there are none."""
         found = []
         if self.missing != self.allowed_missing and self.ended:
             due = self.used + self.missing - self.allowed_missing
@@ -86,16 +86,16 @@ class EpochAudit:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """The audit of a run.
+    """The result of the audit of a run.
 
     Attributes:
-        examples: size of the dataset, 0 when it was never recorded.
-        epochs: one entry for each epoch that was begun.
-        steps: steps that count.
-        repeated_steps: steps done again by a later generation.
-        voided_steps: steps undone by going back to a checkpoint.
+        examples: size of the dataset; 0 if it was not recorded.
+        epochs: audit of each epoch that was begun.
+        steps: number of valid steps.
+        repeated_steps: number of steps that a later generation repeated.
+        voided_steps: number of steps undone by going back to a checkpoint.
         conflicts: steps for which workers of one generation reported different indices.
-        unrecorded_steps: steps that were made and are in no record (the disk was full).
+        unrecorded_steps: number of steps without a record, as when the disk was full.
     """
 
     examples: int
@@ -108,21 +108,21 @@ class AuditResult:
 
     @property
     def recorded(self) -> bool:
-        """Whether there is anything to judge."""
+        """Return whether there are any records to audit."""
         return self.examples > 0 and bool(self.epochs)
 
     @property
     def ok(self) -> bool:
-        """Recorded, and every epoch used every example exactly once."""
+        """Return whether the records show that every epoch used each example exactly once."""
         return self.recorded and not self.conflicts and all(epoch.ok for epoch in self.epochs)
 
     @property
     def complete_epochs(self) -> int:
-        """Epochs that used every example exactly once."""
+        """Return the number of complete epochs that used every example exactly once."""
         return sum(epoch.ok and not (epoch.open or epoch.ended) for epoch in self.epochs)
 
     def problems(self) -> list[str]:
-        """One line for each thing that is wrong."""
+        """Return a line for each error."""
         if not self.recorded:
             return ["nothing was recorded; start the run with --audit"]
         found = [text for epoch in self.epochs if (text := epoch.problem())]
@@ -134,12 +134,12 @@ class AuditResult:
 
     @property
     def _only_unproved(self) -> bool:
-        """Nothing is wrong but missing examples, and steps that may have used them."""
+        """Return whether the only errors are missing examples, which lost records may explain."""
         wrong = any(epoch.duplicated or epoch.foreign for epoch in self.epochs)
         return self.unrecorded_steps > 0 and not wrong and not self.conflicts
 
     def sentence(self) -> str:
-        """The result in one line."""
+        """Return the result in one line."""
         if not self.recorded:
             return "not audited (start the run with --audit)"
         if not self.ok:
@@ -163,12 +163,12 @@ class AuditResult:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step as a worker reported it.
+    """One worker's report of one step.
 
     Attributes:
-        turn: orders reports of a step: how many times training went back to a checkpoint before it,
-            and its generation. The newest counts.
-        epoch, indices, padding: what was read.
+        turn: orders the reports of a step, of which the newest counts: how often training had gone
+            back to a checkpoint before it, and its generation.
+        epoch, indices, padding: epoch, indices of the examples, and number of padding examples.
     """
 
     turn: tuple[int, int]
@@ -178,14 +178,14 @@ class _Step:
 
 
 class _Steps:
-    """Collects the steps that made the final parameters.
+    """Collects the steps that led to the final parameters.
 
     Attributes:
-        examples, epochs, dropped: size of the data set, epochs that are wanted, and examples that
-            ``drop_last`` leaves out of each.
-        by_number: the newest report of each step.
-        conflicts: steps that workers of one generation report differently.
-        voided, repeated: how many were undone by going back to a checkpoint, and done again.
+        examples, epochs, dropped: size of the dataset, number of epochs of the run, and number of
+            examples that ``drop_last`` leaves out of each.
+        by_number: newest report of each step.
+        conflicts: steps that workers of one generation reported differently.
+        voided, repeated: number of steps undone by going back to a checkpoint, and repeated.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class _Steps:
         self._times_restored = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take the next record."""
+        """Process the next record."""
         match record.get("kind"):
             case "dataset":
                 self.examples = int(record["n"])
@@ -230,7 +230,7 @@ class _Steps:
                 self.conflicts.add(number)
 
     def drop_undone(self) -> None:
-        """Drop what an older generation did beyond the point where a newer one took over."""
+        """Drop the steps of older generations after the step from which a newer one continued."""
         undone, newest = [], (0, 0)
         for number, step in sorted(self.by_number.items()):
             if step.turn < newest:
@@ -253,18 +253,17 @@ def check_audit(
     steps_made: int = 0,
     examples_made: int = 0,
 ) -> AuditResult:
-    """Check the records of an ``audit.jsonl``.
+    """Audit the records of an ``audit.jsonl``.
 
     Args:
-        records: in the order in which they were written. ``dataset {n, epochs}`` may carry
-            ``dropped``, the examples that ``drop_last`` leaves out of each epoch.
-        finished: the run ended well, so that the last epoch has to be complete as well, and all
-            ``epochs`` have to be there. Otherwise examples missing at the end of the newest epoch
-            are its future.
-        ended_in: epoch in which a run that ended well stood then. An epoch that was read to its
-            end is before it; of this one the script may have left out the rest.
-        steps_made, examples_made: steps of the run, and the examples that they consumed, where that
-            is known from elsewhere.
+        records: records in the order in which they were written. ``dataset {n, epochs}`` may have
+            ``dropped``, the number of examples that ``drop_last`` leaves out of each epoch.
+        finished: whether the run succeeded, so that all ``epochs`` have to be there and the last
+            one has to be complete. Otherwise, examples missing in the newest epoch are no error.
+        ended_in: epoch of training when a successful run ended. Earlier epochs have to be complete;
+            the script may have left out the rest of this one.
+        steps_made, examples_made: number of steps of the run and of the examples that they
+            consumed, if known from its events.
 
     >>> records = [
     ...     {"kind": "dataset", "n": 4, "epochs": 1},
@@ -286,7 +285,7 @@ def check_audit(
         for epoch in range(steps.epochs if ended_in is None else min(steps.epochs, ended_in)):
             by_epoch.setdefault(epoch, [])
     newest = max(by_epoch, default=0)
-    # Of the examples that the run consumed these are in no record.
+    # Number of examples that the run consumed without a record.
     unrecorded = max(0, examples_made - sum(len(step.indices) for step in counted.values()))
     audits = []
     for epoch, members in sorted(by_epoch.items()):
@@ -317,7 +316,7 @@ def _audit_epoch(epoch: int, steps: list[_Step], examples: int, dropped: int) ->
     indices = np.concatenate([np.empty(0, dtype=np.int64), *(step.indices for step in steps)])
     inside = indices[(indices >= 0) & (indices < examples)]
     used, uses = np.unique(inside, return_counts=True)
-    # Among so many first ones are enough that are missing; the data set may be huge.
+    # This range is sure to hold enough missing indices, without scanning a huge dataset.
     first = np.arange(min(examples, len(used) + SHOWN))
     duplicated = used[uses > 1]
     return EpochAudit(

@@ -1,11 +1,11 @@
-"""Records of a run as JSON lines: one writer, any number of readers.
+"""Writes and reads records of a run as JSON lines: one writer, any number of readers.
 
 A record is one JSON object on one line: ``{"t": unix seconds, "mono": seconds, "kind": str, ...}``.
 ``events.jsonl`` and ``audit.jsonl`` of a run folder are such files.
 
-A line goes out in a single ``write`` on a descriptor opened with ``O_APPEND``, so it reaches the
-kernel whole and stays there when the writer is killed with -9. What can still be torn is the last
-line on a full disk or after a power failure: readers skip it, and a later writer starts a new line.
+Each line is written with a single ``write`` to a descriptor opened with ``O_APPEND``, so it is
+complete even if the writer is killed by SIGKILL. Only on a full disk or after a power failure can
+the last line be incomplete: readers skip it, and a later writer starts a new line.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ += ["iter_events", "read_events", "read_last_events"]
 Record = dict[str, Any]
 
 SYNCED_KINDS = frozenset({"run_started", "checkpoint", "run_finished"})
-"""Kinds that are synced to the disk: a resumed run relies on them even after a power failure.
+"""Kinds of records that are synced to the disk, because a resumed run needs them.
 
-All others survive the death of the process, not that of the machine.
+After a power failure, others may be lost; all survive the death of the process.
 """
 
-_STAMPS = frozenset({"t", "mono", "kind"})  # the writer's, whatever the fields say
-_READ_BYTES = 1 << 20
+_STAMPS = frozenset({"t", "mono", "kind"})  # set by the writer, never taken from the fields
+_READ_BYTES = 1 << 20  # most bytes per read of a followed file
 
 
 class RecordNotWrittenError(RunError):
-    """A record could not be written; ``record`` holds it, so that it can still be shown."""
+    """A record could not be written; ``record`` holds it, for display."""
 
     def __init__(self, message: str, record: Record) -> None:
         super().__init__(message)
@@ -46,19 +46,19 @@ class RecordNotWrittenError(RunError):
 
 
 class EventLog(AbstractContextManager["EventLog"]):
-    """Append-only writer of records; safe to share between threads, one process at a time.
+    """Appends records to a file; safe for several threads, but only one process at a time.
 
     Args:
-        path: the file; created with mode 0600 when missing. A torn last line that an earlier
-            writer left is closed first, so that it cannot swallow the next record.
+        path: path of the file; created with mode 0600 if missing. If an earlier writer left an
+            incomplete last line, it is ended first, so that it does not spoil the next record.
 
     Raises:
-        RunError: the file cannot be opened; names it and why.
+        RunError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.lost = 0  # records not written since the last one that was
+        self.lost = 0  # number of records lost since the last one that was written
         self._lock = threading.Lock()
         try:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -71,12 +71,12 @@ class EventLog(AbstractContextManager["EventLog"]):
             ) from error
 
     def append(self, kind: str, fields: Mapping[str, Any] | None = None) -> Record:
-        """Write one record and return it as written (with ``t`` and ``mono``).
+        """Write one record; return it as written, with ``t`` and ``mono``.
 
         Raises:
-            RecordNotWrittenError: the disk is full or broken. Raised for the first record that is
-                lost only: a training run should not die of its own log. Later losses are counted
-                in ``lost``, and a ``warning`` record tells them once writing works again.
+            RecordNotWrittenError: the disk is full or broken. It is raised for the first lost
+                record only, so that the log does not end a training run. Further losses are
+                counted in ``lost`` and reported by a ``warning`` record once writing works again.
         """
         record: Record = {
             "t": round(time.time(), 6),
@@ -111,7 +111,7 @@ class EventLog(AbstractContextManager["EventLog"]):
         self.close()
 
     def close(self) -> None:
-        """Sync and close; further calls do nothing."""
+        """Sync and close the file; further calls do nothing."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -119,12 +119,12 @@ class EventLog(AbstractContextManager["EventLog"]):
             try:
                 os.fsync(fd)
             except OSError:
-                pass  # whatever could not reach the disk was reported when it was written
+                pass  # failed writes were reported when they happened
             finally:
                 os.close(fd)
 
     def _write(self, data: bytes) -> None:
-        while data:  # a second turn only when the disk just filled; it has the reason
+        while data:  # repeats only if the disk has just filled up, to get the error for it
             done = os.write(self._fd, data)
             self._torn = done < len(data)
             data = data[done:]
@@ -140,9 +140,10 @@ class EventLog(AbstractContextManager["EventLog"]):
 
 
 def iter_events(path: Path) -> Iterator[Record]:
-    """The records of a file, oldest first; nothing when there is no such file yet.
+    """Yield the records of a file, oldest first; nothing if there is no such file yet.
 
-    A line that is not a JSON object with a ``kind`` (torn by a full disk, or edited) is skipped.
+    Lines that are not a JSON object with a ``kind`` are skipped: the disk was full, or the file
+    was edited.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "events.jsonl"
@@ -163,34 +164,34 @@ def iter_events(path: Path) -> Iterator[Record]:
 
 
 def read_events(path: Path) -> list[Record]:
-    """All records of a file; see :func:`iter_events`."""
+    """Return all records of a file; see :func:`iter_events`."""
     return list(iter_events(path))
 
 
 def read_last_events(path: Path, max_bytes: int) -> list[Record]:
-    """The records that begin in the last ``max_bytes`` of a file: enough to see how a run ended."""
+    """Return the records within the last ``max_bytes`` of a file."""
     try:
         size = Path(path).stat().st_size
     except FileNotFoundError:
         return []
     lines = LineFollower(path, offset=max(0, size - max_bytes)).poll_rest()
-    decoded = (_decode(line) for line in lines)  # a first line cut in two is no record
+    decoded = (_decode(line) for line in lines)  # an incomplete first line is skipped
     return [record for record in decoded if record is not None]
 
 
 class LineFollower:
-    """Hands out the lines that were added to a file since the last call, like ``tail -f``.
+    """Returns the lines that were added to a file since the last call, like ``tail -f``.
 
-    A line is held back until its end has been written. A file that does not exist yet counts as
-    empty, one that became shorter is read again from its start.
+    A line is returned once its end has been written. A file that does not exist yet counts as
+    empty; one that became shorter is read again from its start.
     """
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path = Path(path)
-        self.offset = offset  # of the first byte that has not been handed out
+        self.offset = offset  # of the first byte that was not returned yet
 
     def poll(self) -> list[bytes]:
-        """The new complete lines, without their line ends."""
+        """Return the new complete lines, without line ends."""
         lines: list[bytes] = []
         try:
             with self.path.open("rb") as file:
@@ -208,7 +209,7 @@ class LineFollower:
         return lines
 
     def poll_rest(self) -> list[bytes]:
-        """As :meth:`poll`, and a last line without an end as well: nobody will finish it."""
+        """Return the new lines, including an incomplete last line that will not be continued."""
         lines = self.poll()
         try:
             with self.path.open("rb") as file:
@@ -221,7 +222,7 @@ class LineFollower:
 
 
 class EventFollower:
-    """Hands out the records that were added to a file since the last call."""
+    """Returns the records that were added to a file since the last call."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         offset = 0
@@ -230,7 +231,7 @@ class EventFollower:
         self._lines = LineFollower(path, offset=offset)
 
     def poll(self) -> list[Record]:
-        """The new records; broken lines are skipped."""
+        """Return the new records; invalid lines are skipped."""
         decoded = (_decode(line) for line in self._lines.poll())
         return [record for record in decoded if record is not None]
 
@@ -244,7 +245,7 @@ def _encode(record: Record) -> bytes:
     try:
         text = json.dumps(record, default=_plain, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        # A diverged loss is not a number; JSON has no word for it but null.
+        # JSON lacks NaN and infinity, as of a diverged loss: null is written instead.
         text = json.dumps(_without_nan(record), default=_plain, separators=(",", ":"))
     return text.encode("ascii") + b"\n"
 
@@ -260,7 +261,7 @@ def _decode(line: bytes) -> Record | None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's stand-in for what it does not know: numbers of numpy and torch, paths, sets."""
+    """Return a JSON value for numbers of numpy and torch, paths, sets and other objects."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=str)
     for name in ("tolist", "item"):

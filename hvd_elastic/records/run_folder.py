@@ -1,17 +1,18 @@
-"""The folder of a run: who may use a run id, where things lie, and how a leader is asked things.
+"""The folder of a run: its files, its lock, and requests to its leader.
 
     runs/<run-id>/
-      run.json         what was asked for (written by the leader)
-      events.jsonl     everything that happened
-      audit.jsonl      indices really read (only with --audit)
+      run.json         specification of the run (written by the leader)
+      events.jsonl     all events
+      audit.jsonl      indices of the examples that were read (only with --audit)
       logs/            <host>.<local_rank>.log
       checkpoints/
       tensorboard/     event files (only with --tensorboard)
       commands/        one file for each request to the leader
-      leader.lock      locked while a leader lives
+      leader.lock      locked while a leader is alive
       leader.log       output of a detached leader
 
-Requests are plain files, so that nothing has to listen and file permissions decide who may ask.
+Requests are plain files, so the leader needs no open port, and file permissions decide who may
+send them.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ __all__ = ["COMMAND_TIMEOUT_S", "LeaderLock", "Request", "RunFolder", "check_run
 __all__ += ["new_run_id"]
 
 COMMAND_TIMEOUT_S = 20.0
+"""How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LOCK_TRIES = 20  # a reader that asks whether the leader lives holds the lock for an instant
-_LOCK_WAIT_S = 0.05
-_POLL_S = 0.05
+_LOCK_TRIES = 20  # readers that check whether the leader is alive hold the lock for a moment
+_LOCK_WAIT_S = 0.05  # between two attempts; together with their number, 1 s
+_POLL_S = 0.05  # between two readings of the events while a user waits for an answer
 
 
 @dataclass(frozen=True)
 class Request:
-    """One thing the leader is asked to do; it answers with event ``command_done {id, ok}``."""
+    """A request to the leader, which answers with the event ``command_done {id, ok}``."""
 
     id: str
     op: str
@@ -56,16 +58,16 @@ class Request:
 
 
 def new_run_id(now: float | None = None) -> str:
-    """A fresh run id such as ``20261121-153012-a3f``: local time, then three random digits."""
+    """Return a new run id such as ``20261121-153012-a3f``: local time and three random digits."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return f"{stamp}-{secrets.token_hex(2)[:3]}"
 
 
 def check_run_id(run_id: str) -> str:
-    """Return ``run_id`` if it can name a run.
+    """Return ``run_id`` if it is a valid run id.
 
     Raises:
-        UsageError: says which characters are valid.
+        UsageError: it is not; the message says which characters are valid.
 
     >>> check_run_id("digits-3.b")
     'digits-3.b'
@@ -79,13 +81,13 @@ def check_run_id(run_id: str) -> str:
 
 
 class LeaderLock(AbstractContextManager["LeaderLock"]):
-    """Proof that this process leads the run; the kernel frees it however the process ends."""
+    """The lock that makes this process the leader; the kernel frees it when the process ends."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def release(self) -> None:
-        """Let another leader have the run; further calls do nothing."""
+        """Free the lock, so that another process can lead the run; further calls do nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -95,7 +97,7 @@ class LeaderLock(AbstractContextManager["LeaderLock"]):
 
 
 class RunFolder:
-    """One run's folder. Make it with :meth:`create`, find it with :meth:`open`."""
+    """The folder of one run; use :meth:`create` for a new run, :meth:`open` for an existing one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,12 +123,12 @@ class RunFolder:
         *,
         root: Path | None = None,
     ) -> RunFolder:
-        """Make the folder of a new run; without ``run_id`` a fresh one is chosen.
+        """Create the folder of a new run.
 
         Args:
-            run_id: its name.
-            fields: what was asked for, for run.json.
-            root: the folder of all runs.
+            run_id: name of the run; None: a new one is chosen.
+            fields: specification of the run, for run.json.
+            root: folder of all runs; None: the default one.
 
         Raises:
             UsageError: the run id is not valid.
@@ -136,7 +138,7 @@ class RunFolder:
         while True:
             folder = cls(parent / (new_run_id() if run_id is None else check_run_id(run_id)))
             try:
-                # Environment values and paths of the job pass through here: for the owner only.
+                # Only the owner may read it: it holds paths and output of the job.
                 parent.mkdir(parents=True, exist_ok=True)
                 folder.path.mkdir(mode=0o700)
                 for part in (folder.logs, folder.checkpoints, folder.commands):
@@ -163,11 +165,11 @@ class RunFolder:
 
     @classmethod
     def open(cls, run_id: str | None = None, *, root: Path | None = None) -> RunFolder:
-        """The folder of a run that exists; without ``run_id`` the newest.
+        """Return the folder of an existing run; without ``run_id``, that of the newest run.
 
         Raises:
             UsageError: the run id is not valid.
-            RunError: no such run; names the newest ones.
+            RunError: there is no such run; the message names the newest ones.
         """
         parent = runs_folder() if root is None else Path(root)
         if run_id is not None:
@@ -191,11 +193,11 @@ class RunFolder:
     # -- what it holds -----------------------------------------------------------------------
 
     def log_path(self, host: str, local_rank: int) -> Path:
-        """Where the output of a worker goes."""
+        """Return the path of a worker's log."""
         return self.logs / f"{host.replace('/', '_')}.{local_rank}.log"
 
     def read_run(self) -> dict[str, Any]:
-        """What run.json says; empty when it is missing or unreadable (a run that never began)."""
+        """Return the content of run.json; empty if it is missing or unreadable."""
         try:
             found = json.loads(self.run_json.read_bytes())
         except (OSError, ValueError):
@@ -203,12 +205,12 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def write_run(self, fields: Mapping[str, Any]) -> None:
-        """Set these fields of run.json and keep the others; readers never see half of it."""
+        """Set these fields of run.json and keep the others; the file is replaced as a whole."""
         _write_whole(self.run_json, {**self.read_run(), **fields})
 
     @property
     def created(self) -> float:
-        """When the run was made [unix seconds]."""
+        """Return when the run was created [Unix seconds]."""
         value = self.read_run().get("created")
         if isinstance(value, (int, float)):
             return float(value)
@@ -219,20 +221,20 @@ class RunFolder:
 
     @property
     def began_elsewhere(self) -> bool:
-        """Whether another machine led the run before, and has the records of that."""
+        """Return whether another machine led the run before and has its earlier records."""
         return bool(self.read_run().get("began_elsewhere"))
 
     def read_events(self) -> list[Record]:
-        """Everything that happened so far, oldest first."""
+        """Return all events so far, oldest first."""
         return read_events(self.events)
 
     # -- the leader ------------------------------------------------------------------------
 
     def take_lead(self) -> LeaderLock:
-        """Become this run's leader.
+        """Take the lock that makes this process the run's leader.
 
         Raises:
-            RunError: another process leads it, or the folder cannot be written.
+            RunError: another process leads the run, or the folder cannot be written.
         """
         try:
             fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -255,13 +257,13 @@ class RunFolder:
                     f"hvd-elastic attach {self.run_id}   End it with: hvd-elastic stop "
                     f"{self.run_id}"
                 ) from error
-        with contextlib.suppress(OSError):  # a full disk: the lock counts, not who says to have it
+        with contextlib.suppress(OSError):  # on a full disk, the lock is valid without the text
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         return LeaderLock(fd)
 
     def leader_alive(self) -> bool:
-        """Whether a process holds the lead of this run now."""
+        """Return whether a process leads this run now."""
         try:
             fd = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -271,17 +273,17 @@ class RunFolder:
         except BlockingIOError:
             return True
         finally:
-            os.close(fd)  # frees the shared lock as well
+            os.close(fd)  # frees this shared lock too
         return False
 
     def leaderless_until(self, last_event: float | None) -> float | None:
-        """When the hosts of a run whose leader is gone give up waiting for another [Unix seconds].
+        """Return when the hosts of a run without a leader stop waiting for one [Unix seconds].
 
-        They count from the moment they missed it, which is hardly later than its last event. None:
-        they have, or did not wait.
+        They count from the moment they lost the leader, which is close to its last event. The
+        result is None if that time has passed, or if they do not wait.
 
         Args:
-            last_event: when that was [Unix seconds]; None: there is none.
+            last_event: time of the leader's last event [Unix seconds]; None: there is none.
         """
         grace_s = self.read_run().get("leader_grace_s")
         if last_event is None or not isinstance(grace_s, (int, float)):
@@ -290,7 +292,7 @@ class RunFolder:
         return until if time.time() < until else None
 
     def leader(self) -> dict[str, Any]:
-        """``{"pid", "host"}`` of the leader that holds the lead now or held it last."""
+        """Return ``{"pid", "host"}`` of the current or last leader; empty if unknown."""
         try:
             found = json.loads(self.lock.read_bytes())
         except (OSError, ValueError):
@@ -300,7 +302,7 @@ class RunFolder:
     # -- requests --------------------------------------------------------------------------
 
     def send_request(self, op: str, fields: Mapping[str, Any] | None = None) -> str:
-        """Leave a request for the leader and return its id."""
+        """Write a request for the leader; return its id."""
         request_id = f"{time.time_ns():020d}-{secrets.token_hex(3)}"
         self.commands.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -315,10 +317,10 @@ class RunFolder:
         return request_id
 
     def take_requests(self, only: str | None = None) -> list[Request]:
-        """The requests that wait, oldest first; each is handed out once. Called by the leader.
+        """Remove and return the waiting requests, oldest first; called by the leader.
 
         Args:
-            only: what to do; requests for anything else wait on.
+            only: operation to return; other requests are left. None: all operations.
         """
         requests = []
         try:
@@ -330,10 +332,12 @@ class RunFolder:
                 found = json.loads(path.read_bytes())
                 request_id, op = str(found.pop("id")), str(found.pop("op"))
             except FileNotFoundError:
-                continue  # whoever asked took it back
+                continue  # its sender gave up and removed it
             except (OSError, ValueError, KeyError, AttributeError, TypeError):
-                with contextlib.suppress(OSError):  # a folder, or a file server's hiccup
-                    path.unlink()  # not one of ours: nobody waits for an answer
+                # An invalid request cannot be answered. It may be a folder, or the file server
+                # may fail for a moment.
+                with contextlib.suppress(OSError):
+                    path.unlink()
                 continue
             if only in (None, op):
                 path.unlink(missing_ok=True)
@@ -350,19 +354,19 @@ class RunFolder:
         """Send a request, wait for the answer, and return the leader's message.
 
         Args:
-            op: what to do, ``stop`` or ``scale`` for instance.
-            fields: its arguments.
-            timeout_s: how long to wait for the answer.
+            op: operation, such as ``stop`` or ``scale``.
+            fields: arguments of the operation.
+            timeout_s: how long to wait for the answer [s].
 
         Raises:
-            RunError: no live leader, no answer in time, or the leader refused.
+            RunError: there is no live leader, no answer came in time, or the leader refused.
         """
         self.need_leader(op)
         follower = EventFollower(self.events, from_end=True)
         request_id = self.send_request(op, fields)
         deadline = time.monotonic() + timeout_s
         while True:
-            alive = self.leader_alive()  # asked before reading: its last words must be read
+            alive = self.leader_alive()  # before reading, so that its last events are read too
             for record in follower.poll():
                 if record["kind"] == "command_done" and record.get("id") == request_id:
                     if record.get("ok", True):
@@ -371,7 +375,7 @@ class RunFolder:
                         f"the leader of run {self.run_id} refused '{op}': {record.get('message')}"
                     )
             if not alive or time.monotonic() > deadline:
-                # A later leader of this run must not find it.
+                # A later leader of this run must not carry out an old request.
                 (self.commands / f"{request_id}.json").unlink(missing_ok=True)
                 why = f"did not answer within {timeout_s:g} s" if alive else "ended meanwhile"
                 raise RunError(
@@ -382,7 +386,7 @@ class RunFolder:
             time.sleep(_POLL_S)
 
     def need_leader(self, op: str) -> None:
-        """Raise RunError with the run's last state unless a leader lives."""
+        """Raise RunError, with the last state of the run, if there is no live leader."""
         if self.leader_alive():
             return
         ended = "it never began"
@@ -413,7 +417,7 @@ class RunFolder:
 
 
 def list_runs(*, root: Path | None = None) -> list[RunFolder]:
-    """All runs, newest first."""
+    """Return all runs, newest first."""
     parent = runs_folder() if root is None else Path(root)
     try:
         names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]

@@ -1,4 +1,4 @@
-"""Summarises a run from its events: records in, a dataclass out."""
+"""Summarizes a run from its events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRIC_FIELDS = frozenset(
         "generation", "rank", "host", "local_rank", "passes", "rank_s", "shares",
     }
 )  # fmt: skip
-"""Fields of ``metrics`` that the library fills; all others are the script's own."""
+"""Fields of ``metrics`` events that the library sets; all others come from the script."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,14 @@ class Rescale:
     """One change of the set of workers.
 
     Attributes:
-        generation: its number; 1 is the start of the run.
-        at_s: seconds after the start of the run.
-        from_size: processes before.
-        to_size: processes after.
-        reason: in words.
-        pause_s: last step before to first step after; None for the start, and when it never ended.
-        finished: whether training went on in it.
+        generation: number of the new generation; 1 is the start of the run.
+        at_s: time after the start of the run [s].
+        from_size: number of processes before.
+        to_size: number of processes after.
+        reason: why it happened, as text.
+        pause_s: time from the last step before to the first step after [s]; None for the start,
+            or if there was no step after it.
+        finished: whether the new generation has trained.
     """
 
     generation: int
@@ -49,7 +50,7 @@ class Rescale:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A worker that joined."""
+    """A worker that joined the run."""
 
     at_s: float
     host: str
@@ -59,7 +60,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Departure:
-    """A worker or a whole host (``local_rank`` None) that left."""
+    """A worker, or a whole host (``local_rank`` None), that left the run."""
 
     at_s: float
     host: str
@@ -69,14 +70,14 @@ class Departure:
 
 @dataclass(frozen=True)
 class Draining:
-    """A host that is not used until it is given back.
+    """A host that is drained: it is not used until the user allows it again.
 
     Attributes:
-        at_s: since when, after the start of the run.
-        cause: in words.
-        leave_in_s: how long it had then [s]; None: nobody said.
-        empty: whether it holds no worker any more.
-        asked: whether the user asked for it; else the host gave notice.
+        at_s: when draining began, after the start of the run [s].
+        cause: why, as text.
+        leave_in_s: time that the host had left then [s]; None: not announced.
+        empty: whether it has no workers any more.
+        asked: True if the user requested it, False if the host announced its preemption.
     """
 
     at_s: float
@@ -88,11 +89,15 @@ class Draining:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was completed.
+    """A completed checkpoint.
 
     Attributes:
-        seconds: from the beginning of the write until it lay there, verified.
-        blocked_s: training stood still for it on the slowest rank; None where nobody said.
+        at_s: time after the start of the run [s].
+        step: step of its state.
+        path: path or URL.
+        size_bytes: size of all shards.
+        seconds: time from the beginning of the write until it was verified [s].
+        blocked_s: how long training was paused for it on the slowest rank [s]; None: unknown.
     """
 
     at_s: float
@@ -105,7 +110,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class TimedEvent:
-    """Something that was said: a decision, a warning, a note of waiting."""
+    """A decision or a warning, as text."""
 
     at_s: float
     kind: str
@@ -114,7 +119,7 @@ class TimedEvent:
 
 @dataclass
 class MetricSeries:
-    """The values of one metric over time; ``values`` may hold NaN (a diverged loss)."""
+    """The values of one metric over time; ``values`` may contain NaN, as for a diverged loss."""
 
     at_s: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -122,28 +127,28 @@ class MetricSeries:
 
 @dataclass
 class RunSummary:
-    """What happened in a run.
+    """Everything that the events tell about a run.
 
     Attributes:
         status: ``running`` (as far as the events tell), ``succeeded``, ``failed``, ``stopped``,
             or ``unknown`` before the first event.
-        started, ended: unix seconds; ``ended`` is the time of the last event.
-        ended_in: epoch in which training stood when the run ended; None before.
-        first_step_s: from the start of the run to its first finished step.
-        size: processes training now, 0 after the end.
-        hosts: the hostfile as it was seen last, ``(host, slots)``.
-        draining: hosts of it that are drained, by name.
+        started, ended: times of the first and of the last event [Unix seconds].
+        ended_in: epoch of training when the run ended; None before.
+        first_step_s: time from the start of the run to its first completed step [s].
+        size: number of processes that train now; 0 after the end.
+        hosts: last known hostfile, ``(host, slots)``.
+        draining: its drained hosts, by name.
         attempts: how often a leader was started (1 + resumes).
         series: metrics over time, by name.
-        last: the newest value of each metric.
-        user_metrics: names of the metrics that the script added itself.
+        last: newest value of each metric.
+        user_metrics: names of the metrics that the script reports itself.
         np: number of processes that the run was started with; None: not given.
         pinned: hosts that are used before all others.
-        scaled_to: number that was asked for since, by the user or the policy; None: none.
-        scaled_slots: where the policy wanted them, (host, index).
-        generation_hosts: hosts of the last generation that was announced.
-        batch_plan: the newest plan of a batch that adapts; empty: it does not.
-        missed: what of the last change did not come about as predicted; empty: nothing.
+        scaled_to: number of processes that the user or the policy requested since; None: none.
+        scaled_slots: slots that the policy requested, (host, index).
+        generation_hosts: hosts of the last announced generation.
+        batch_plan: newest plan of an adaptive batch size; empty: it does not adapt.
+        missed: how the last change fell short of its prediction; empty: it did not.
     """
 
     run_id: str = ""
@@ -187,32 +192,32 @@ class RunSummary:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last event."""
+        """Return the time from the start of the run to its last event [s]."""
         if self.started is None or self.ended is None:
             return 0.0
         return max(0.0, self.ended - self.started)
 
     @property
     def live_rescales(self) -> list[Rescale]:
-        """Rescales other than the start of the run (or of a resumed one)."""
+        """Return the rescales except the start of the run and its resumes."""
         return [rescale for rescale in self.rescales if rescale.from_size > 0]
 
     @property
     def longest_pause_s(self) -> float | None:
-        """The longest pause of a rescale."""
+        """Return the longest pause of a rescale [s]; None if there was none."""
         pauses = [r.pause_s for r in self.live_rescales if r.pause_s is not None]
         return max(pauses, default=None)
 
     @property
     def mean_throughput(self) -> float | None:
-        """Examples a second over the whole training, pauses included."""
+        """Return the mean throughput [examples/s] since the first step, pauses included."""
         if self.first_step_s is None or not self.examples:
             return None
         training_s = self.duration_s - self.first_step_s
         return self.examples / training_s if training_s > 0 else None
 
     def final_metrics(self) -> dict[str, Any]:
-        """The newest values of what the script reports itself (``accuracy``), and of the loss."""
+        """Return the newest values of the loss and of the metrics that the script reports."""
         names = [*(["loss"] if "loss" in self.last else []), *self.user_metrics]
         return {name: self.last[name] for name in names}
 
@@ -228,7 +233,7 @@ class RunSummary:
 
 
 def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
-    """The summary of a run's events, oldest first.
+    """Return the summary of a run from its events, oldest first.
 
     >>> events = [
     ...     {"t": 5.0, "kind": "run_started", "run_id": "a", "hosts": [["n1", 2]]},
@@ -253,7 +258,7 @@ def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
 
 
 def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    """Take the next event, which came ``at_s`` seconds after the start."""
+    """Update the summary with the next event, ``at_s`` seconds after the start."""
     host = str(record.get("host"))
     size = _whole(record.get("size")) or 0
     match record.get("kind"):
@@ -353,7 +358,7 @@ def _hosts_changed(run: RunSummary, record: Mapping[str, Any]) -> None:
 def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     host, cause = str(record.get("host")), _text(record, "cause")
     before = run.draining.get(host)
-    # A notice takes nothing back of what was asked for.
+    # A preemption notice does not cancel the user's request to drain the host.
     asked = record.get("asked") is not False or (before is not None and before.asked)
     leave_in_s = _number(record.get("leave_in_s"))
     run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
@@ -361,7 +366,7 @@ def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> N
 
 def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.waiting = run.missed = ""
-    run.shares = ""  # in another world they are equal at first
+    run.shares = ""  # a new generation begins with equal shares
     run.generation_hosts = [str(host) for host in record.get("hosts") or []]
     run.rescales.append(
         Rescale(
@@ -377,7 +382,7 @@ def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) ->
 def _rescale_finished(run: RunSummary, record: Mapping[str, Any], size: int) -> None:
     generation = _whole(record.get("generation")) or 0
     pause_s = _number(record.get("pause_s"))
-    # From the end: a resumed run may count its generations from 1 again.
+    # Search from the end, since a resumed run may number its generations from 1 again.
     for place in reversed(range(len(run.rescales))):
         begun = run.rescales[place]
         if begun.generation == generation and not begun.finished:
@@ -400,7 +405,7 @@ def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     if epoch is not None:
         run.epochs = epoch + 1
     if "global_batch_size" in record:
-        # Left out where it is infinite or not known any more: the last one is out of date.
+        # These are left out of an event when infinite or unknown, so the last value is outdated.
         for name in {"noise_scale", "efficiency", "goodput"} & run.last.keys() - record.keys():
             del run.last[name]
             series = run.series.setdefault(name, MetricSeries())
@@ -411,7 +416,7 @@ def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
         if name in {"t", "mono", "kind", "step", "epoch", "examples"}:
             continue
         if value is None and name in run.series:
-            value = math.nan  # the writer's null for what is not a number
+            value = math.nan  # the event log writes NaN as null
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             value = math.nan if _number(value) is None else value
             series = run.series.setdefault(name, MetricSeries())
@@ -482,7 +487,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    """A number that a float can hold; else None."""
+    """Return ``value`` if it is a number within the range of a float, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if abs(value) <= sys.float_info.max else None

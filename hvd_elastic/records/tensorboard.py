@@ -1,9 +1,9 @@
-"""A run's metrics as TensorBoard reads them.
+"""Writes the metrics of a run for TensorBoard.
 
-Made of the run's records, so whoever keeps those writes it: the leader, or rank 0 of a run without
-one. Rescales and the death of any worker leave it alone, and the next leader adds a file of its own
-beside the first. It uses the ``tensorboard`` package as ``torch.utils.tensorboard`` does, without
-its writer, which needs PyTorch: the leader does without.
+The process that writes the run's records writes these files too: the leader, or rank 0 of a run
+without a leader. So rescales and deaths of workers do not affect them; another leader adds a file
+of its own. The writer of ``torch.utils.tensorboard`` is not used, because the leader does not need
+PyTorch; only the ``tensorboard`` package is.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from hvd_elastic.records.json_lines import Record
 
 __all__ = ["TensorBoardWriter", "check_tensorboard", "scalars"]
 
+# Tags of the library's metrics; all others get the group "train".
 _TAGS = {
     **{name: f"goodput/{name}" for name in ("throughput", "efficiency", "goodput", "noise_scale")},
     "size": "size/world_size",
     "global_batch_size": "size/global_batch_size",
 }
+# Fields of a metrics record that are not metrics.
 _PLACES = frozenset({"t", "mono", "kind", "step", "position", "examples", "passes"})
 _RETRY_S = 30.0
+"""Time before writing is tried again after an error [s], as a full disk rarely empties at once."""
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Tag → value of a ``metrics`` record.
+    """Return the values of a ``metrics`` record by TensorBoard tag.
 
-    What the script reports, loss and learning rate are under ``train/``, unless the script's own
+    The loss, the learning rate and the script's own metrics get the group ``train/``, unless their
     name has a group already.
 
     >>> scalars({"kind": "metrics", "step": 9, "size": 2, "loss": 0.5, "val/accuracy": 0.9})
@@ -51,10 +54,10 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_tensorboard(asked_by: str) -> None:
-    """Make sure that the package is there, before training counts on it.
+    """Check that the package ``tensorboard`` is installed, before training starts.
 
     Args:
-        asked_by: the option or variable that wants it, for the message.
+        asked_by: option or environment variable that needs it, for the message.
 
     Raises:
         UsageError: it is not installed.
@@ -71,13 +74,12 @@ def check_tensorboard(asked_by: str) -> None:
 class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
     """Adds the metrics of a run to a folder of event files.
 
-    Each writer begins a file with its first record. Where training goes back to an earlier step,
-    since it went on from a checkpoint, TensorBoard is told to forget what came after that.
+    Each writer creates a file for its first record. When training goes back to the earlier step of
+    a checkpoint, an event makes TensorBoard discard the later steps.
 
     Args:
-        folder: for ``tensorboard --logdir``; made when missing.
-        warn: told once that the disk cannot take the file; training goes on, and writing is tried
-            again later.
+        folder: folder for ``tensorboard --logdir``; created if missing.
+        warn: called once when the files cannot be written; writing is tried again later.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
@@ -90,7 +92,7 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
         self._numbers = itertools.count()
 
     def note(self, record: Record) -> None:
-        """Write what a record has for TensorBoard; most kinds have nothing."""
+        """Write the metrics of a record; records of other kinds are ignored."""
         if record["kind"] != "metrics" or record["t"] < self._retry_at:
             return
         try:
@@ -98,7 +100,7 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
                 self._records.write(event)
             self._records.flush()
         except OSError as error:
-            # What is half there would end the file for its readers.
+            # Readers would stop at an incomplete event, so a new file is begun.
             self.close()
             self._retry_at = record["t"] + _RETRY_S
             if not self._warned:
@@ -112,14 +114,14 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
         self.close()
 
     def close(self) -> None:
-        """Close the file; another record begins another one."""
+        """Close the file; the next record begins another one."""
         records, self._records, self._step = self._records, None, None
         if records is not None:
-            with contextlib.suppress(OSError):  # it was flushed with every record
+            with contextlib.suppress(OSError):  # every record was flushed already
                 records.close()
 
     def _events(self, record: Record) -> Iterator[bytes]:
-        """Serialised, in order."""
+        """Yield the serialized TensorBoard events for a record, in order."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 

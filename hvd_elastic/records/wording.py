@@ -1,4 +1,4 @@
-"""Tells events in words: one line for each that is worth one."""
+"""Turns events into lines of text for users."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "shares_words",
 ]
 
-_SHARES_TOLD = 8
+_SHARES_TOLD = 8  # number of ranks whose shares are listed, so that the text fits a line
 _LINES = {
     "host_lost": ("host {host} lost: {cause}", "bad"),
     "host_drained": ("host {host} is drained: nothing of this run is left on it", "note"),
@@ -29,21 +29,21 @@ _LINES = {
     "stop_requested": ("stopping: {reason}", "note"),
     "warning": ("warning: {message}", "bad"),
 }
-"""Text and tone of the events whose fields are told as they are."""
+"""Text and tone of the events whose fields are inserted unchanged."""
 
 _DEPARTURES = {departure.value: departure for departure in Departure}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line for the reader; ``tone`` is ``good``, ``bad``, ``change``, ``note`` or ``plain``."""
+    """One line of text; ``tone`` is ``good``, ``bad``, ``change``, ``note`` or ``plain``."""
 
     text: str
     tone: str = "plain"
 
 
 class Narrator:
-    """Tells events one by one; remembers what it needs to tell a rescale in one line.
+    """Turns events into lines, one at a time; combines the events of a rescale into one line.
 
     >>> narrator = Narrator()
     >>> narrator.tell({"kind": "rescale_started", "generation": 2, "from_size": 2, "to_size": 3,
@@ -61,12 +61,12 @@ class Narrator:
         self._error = ""
 
     def tell(self, event: Mapping[str, Any]) -> list[Line]:
-        """Return the lines for this event; mostly none or one."""
+        """Return the lines for an event, usually none or one."""
         kind = str(event.get("kind"))
         before: list[Line] = []
         match kind:
             case "rescale_started":
-                # Its first step may be reported only after the next rescale has begun.
+                # Its end may be reported only after the next rescale has begun.
                 self._reasons[int(event.get("generation") or 0)] = _rescale_words(event)
                 return []
             case "rescale_finished":
@@ -85,7 +85,7 @@ class Narrator:
             case "worker_left":
                 if self._crash and event.get("cause") == self._crash:
                     self._crash = ""
-                    return []  # told with its stack
+                    return []  # the crash was already shown with its stack
             case "run_started" | "waiting":
                 before = self._unfinished()
         line = _tell(kind, event)
@@ -95,10 +95,10 @@ class Narrator:
         status = str(event.get("status") or "finished")
         unfinished = self._unfinished()
         if status == "failed" and not event.get("steps"):
-            unfinished = []  # training never began, and why says more
+            unfinished = []  # training never began, and the cause of the failure is enough
         message = str(event.get("message") or "")
         if self._error:
-            message = message.removesuffix(f": {self._error}")  # told in full before
+            message = message.removesuffix(f": {self._error}")  # was shown in full before
         words = outcome_words(status, event.get("steps"), event.get("examples"), message)
         ended = Line(f"run {words}", {"succeeded": "good", "failed": "bad"}.get(status, "note"))
         way_on = resume_words(event)
@@ -113,7 +113,7 @@ class Narrator:
         generation, size = int(event.get("generation") or 0), event.get("size")
         pause_s = event.get("pause_s")
         reason = self._reasons.pop(generation, count(size, "slot"))
-        # Earlier ones that broke before a step was done get a line too: their causes count.
+        # Earlier rescales that broke before their first step get a line too, to show their causes.
         broken = [number for number in self._reasons if number < generation]
         lines = [Line(self._reasons.pop(number), "change") for number in broken]
         if pause_s is None:
@@ -122,7 +122,7 @@ class Narrator:
 
 
 class _Fields(dict[str, Any]):
-    """The fields of an event; one that it lacks is None."""
+    """The fields of an event; a missing field is None."""
 
     def __missing__(self, _: str) -> None:
         return None
@@ -185,14 +185,14 @@ def _cut_off_words(event: Mapping[str, Any]) -> str:
 
 def _worker_left(worker: str, event: Mapping[str, Any]) -> Line | None:
     cause = str(event.get("cause") or "no cause given")
-    # Runs of earlier releases have no ``how``; their cause is the same word where all went well.
+    # Earlier releases recorded no ``how``, but the same words as the cause of an orderly end.
     match _DEPARTURES.get(str(event.get("how", cause))):
         case Departure.LEFT:
             return Line(f"worker {worker} left as asked", "note")
         case Departure.FINISHED:
             return Line(f"worker {worker} left: finished", "note")
         case Departure.HOST_LOST:
-            return None  # the event of the host says it
+            return None  # the event of the host has its own line
         case Departure.KILLED | Departure.DIED:
             return Line(cause, "bad")
     return Line(f"worker {worker} left: {cause}", "bad")
@@ -203,10 +203,10 @@ def _rescale_words(event: Mapping[str, Any]) -> str:
 
 
 def resume_words(event: Mapping[str, Any]) -> str:
-    """From where a run that ended before its time can go on; empty where there is nothing to say.
+    """Return how a run that ended early can be resumed; empty if it cannot or need not.
 
     Args:
-        event: its ``run_finished``.
+        event: the run's ``run_finished`` event.
 
     >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": 9})
     'its checkpoint is of step 9; go on with: hvd-elastic run --resume r1'
@@ -224,9 +224,9 @@ def resume_words(event: Mapping[str, Any]) -> str:
         return ""
     step = event["checkpoint_step"]
     if event.get("led_elsewhere"):
-        return ""  # it goes on there
+        return ""  # the run continues under the other leader
     if not steps and (step is None or event.get("status") == "failed"):
-        return ""  # nothing was begun, and why it failed says the rest
+        return ""  # nothing was trained, and the cause of the failure is enough
     if step is None:
         return (
             "it has no checkpoint here: --resume goes on from one that is still on a host, "
@@ -240,7 +240,7 @@ def resume_words(event: Mapping[str, Any]) -> str:
 
 
 def outcome_words(status: str, steps: int | None, examples: int | None, message: str) -> str:
-    """How a run ended, or stands.
+    """Return the status of a run with its progress, and how it ended.
 
     >>> outcome_words("stopped", 12, 1200, "Ctrl-C")
     'stopped after 12 steps, 1,200 examples: Ctrl-C'
@@ -252,7 +252,7 @@ def outcome_words(status: str, steps: int | None, examples: int | None, message:
 
 
 def progress_words(metrics: Mapping[str, Any], size: int) -> str:
-    """The newest metrics on one line.
+    """Return the newest metrics as one line.
 
     >>> progress_words({"step": 120, "epoch": 3, "loss": 0.41237, "throughput": 812.4}, 3)
     'step 120 · epoch 3 · loss 0.412 · 812 examples/s · 3 workers'
@@ -274,7 +274,7 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
 
 
 def shares_words(event: Mapping[str, Any]) -> str:
-    """How a batch is shared out among the ranks, and why; the first of many.
+    """Return how the batch is divided among the ranks, and why; only the first ranks are listed.
 
     >>> shares_words({"shares": [24, 8], "global_batch_size": 32, "reason": "rank 1 is slow"})
     'the ranks have 24, 8 of 32 examples: rank 1 is slow'
@@ -290,11 +290,11 @@ def shares_words(event: Mapping[str, Any]) -> str:
 
 
 def batch_words(plan: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """How a batch that adapts has changed, and why; empty where it has not.
+    """Return how an adaptive batch size has changed, and why; empty if it has not.
 
     Args:
-        plan: a ``batch_plan`` event.
-        before: the one before it; empty where there is none, or it is not known.
+        plan: ``batch_plan`` event.
+        before: previous ``batch_plan`` event; empty if there is none.
 
     >>> first = {"global_batch_size": 64, "accumulation_steps": 0, "limits": {"initial_batch_size": 64}}
     >>> batch_words(first, {})
