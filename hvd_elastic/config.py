@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["home", "runs_folder"]
-
 
 def home() -> Path:
     """Return the package's folder of this user: ``$HVD_ELASTIC_HOME``, else ``~/.hvd_elastic``."""

@@ -6,9 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["bytes_words", "count", "duration_words", "hosts_named", "number_words", "plural"]
-__all__ += ["worker_name"]
-
 _NAMED_AT_MOST = 4
 
 

@@ -38,8 +38,6 @@ from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.views.report import write_report
 from hvd_elastic.virtual import VirtualCluster
 
-__all__ = ["play"]
-
 _TRAINING = Path(__file__).with_name("digits.py")
 """The training script; in a checkout a link to the example of that name."""
 ACCURACY_WANTED = 0.97

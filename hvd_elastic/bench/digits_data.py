@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["TEST_SHARE", "write_digits"]
-
 TEST_SHARE = 5
 """One of so many images is for testing."""
 _DIGITS = Path(__file__).with_name("digits.npz")

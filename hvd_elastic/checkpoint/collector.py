@@ -31,8 +31,6 @@ from hvd_elastic.errors import CheckpointError, HvdElasticError
 from hvd_elastic.wire.framing import encode
 from hvd_elastic.wire.messages import AgentHello, CheckpointWritten, Collected, LeaderToAgent
 
-__all__ = ["Brought", "CheckpointCollector", "HostFiles"]
-
 _AT_ONCE = 16
 """Most transfers at the same time; more would only compete for the leader's network."""
 _TRY_AGAIN_S = (1.0, 2.0, 5.0, 10.0, 15.0)

@@ -32,12 +32,6 @@ from typing import Any, BinaryIO
 
 from hvd_elastic.errors import CheckpointError
 
-__all__ = ["MANIFEST", "SHARD", "CheckpointInfo", "DamagedShardError", "HashingWriter"]
-__all__ += ["ShardInfo", "check_folder", "check_owner", "complete_checkpoint", "complete_sets"]
-__all__ += ["describe_shard", "drop_shards", "find_checkpoints", "find_shards", "is_own"]
-__all__ += ["newest_valid", "parse_manifest", "parse_shard", "prune", "receive_shard"]
-__all__ += ["temporary_in", "why_invalid", "write_shard"]
-
 log = logging.getLogger(__name__)
 
 FORMAT = 3

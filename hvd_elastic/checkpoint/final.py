@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["LastCheckpoint"]
-
 _ASK_OTHERS_S = 2.0
 """Time for the first worker to respond before all are asked [s]; it does so after its step."""
 _ASK_AGAIN_S = 5.0

@@ -24,8 +24,6 @@ import numpy as np
 
 from hvd_elastic.errors import ScriptError
 
-__all__ = ["OPAQUE", "Header", "TensorInfo", "decode_values", "describe_place", "encode_values"]
-
 OPAQUE = "__hvd_elastic__.opaque"
 """Name of the tensor with bytes that only the checkpoint's framework can read."""
 RESERVED = frozenset({OPAQUE, "__metadata__"})  # not available as names of a script's tensors

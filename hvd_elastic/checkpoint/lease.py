@@ -28,8 +28,6 @@ from hvd_elastic.checkpoint.files import temporary_in
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["PATIENCE_S", "Claim", "ClaimKeeper", "ClaimWatch", "find_claimant"]
-
 PATIENCE_S = 9.0
 """Time after which an unchanged lease has expired [s]: three missed renewals."""
 

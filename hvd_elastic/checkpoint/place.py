@@ -19,8 +19,6 @@ from hvd_elastic.checkpoint.lease import find_claimant
 from hvd_elastic.checkpoint.url import CheckpointUrl, is_url
 from hvd_elastic.errors import CheckpointError
 
-__all__ = ["CheckpointStore", "check_new_place"]
-
 
 def check_new_place(place: str) -> None:
     """Check that a new run can store its checkpoints at ``--checkpoint-dir``.

@@ -24,8 +24,6 @@ from hvd_elastic.checkpoint.files import PICKLED_FORMAT, ShardInfo, parse_manife
 from hvd_elastic.checkpoint.header import LENGTH_BYTES, OPAQUE, Header, TensorInfo
 from hvd_elastic.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "load_arrays", "open_checkpoint", "read_header"]
-
 _READ_BYTES = 4 << 20  # most bytes per read; skipped data is held in memory only in such pieces
 
 

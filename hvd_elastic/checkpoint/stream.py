@@ -21,8 +21,6 @@ from hvd_elastic import __version__
 from hvd_elastic.checkpoint.files import ShardInfo
 from hvd_elastic.checkpoint.header import OPAQUE, Header, TensorInfo
 
-__all__ = ["SHARD_BYTES", "Content", "Position", "byte_range", "new_shard"]
-
 SHARD_BYTES = 16 << 20
 """Smallest size of a shard when there are several: copying this many bytes takes some milliseconds,
 so more and smaller files would cost more time than they save."""

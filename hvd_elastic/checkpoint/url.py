@@ -27,8 +27,6 @@ from hvd_elastic.checkpoint.files import (
 )
 from hvd_elastic.errors import CheckpointError
 
-__all__ = ["CheckpointUrl", "is_url"]
-
 _CHUNK_BYTES = 4 << 20  # per read of a download; large enough to make requests cheap
 
 

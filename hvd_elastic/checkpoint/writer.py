@@ -22,8 +22,6 @@ from hvd_elastic.checkpoint.files import HashingWriter, ShardInfo, write_shard
 from hvd_elastic.checkpoint.stream import Content, Position
 from hvd_elastic.errors import CheckpointError, HvdElasticError
 
-__all__ = ["ShardWriter"]
-
 log = logging.getLogger(__name__)
 
 

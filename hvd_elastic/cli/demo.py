@@ -11,8 +11,6 @@ from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.install.horovod_wheel import TORCH_REQUIREMENT
 
-__all__ = ["demo"]
-
 
 def demo(
     loopback: Annotated[

@@ -18,8 +18,6 @@ import typer
 from hvd_elastic.cli.start import INTERRUPTED, raise_at_interrupt
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["enter", "flow_help"]
-
 # The base class of parser errors has no public name in typer, which may bundle click.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 

@@ -11,9 +11,6 @@ import typer
 
 from hvd_elastic.errors import UsageError
 
-__all__ = ["number_option", "parse_duration", "parse_number"]
-__all__ += ["parse_whole_number", "whole_number_option"]
-
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hvd_elastic.policy.snapshot import HostOffer
     from hvd_elastic.records.run_folder import RunFolder
 
-__all__ = ["plan"]
-
 
 def plan(
     arguments: Annotated[

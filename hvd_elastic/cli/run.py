@@ -36,8 +36,6 @@ from hvd_elastic.records.run_folder import RunFolder, check_run_id
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.tensorboard import TensorBoardWriter
 
-__all__ = ["run"]
-
 # Parameters that may be given with --resume; the run keeps all others from its start.
 _WITH_RESUME = {
     *("resume", "command", "hostfile", "ssh_config", "np", "max_np", "detach", "json_output"),

@@ -21,9 +21,6 @@ from hvd_elastic.hosts.ssh_config import config_beside
 from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
 from hvd_elastic.records.tensorboard import check_tensorboard
 
-__all__ = ["RunOptions", "check_sizes", "check_slots", "check_ssh_config"]
-__all__ += ["check_tensorboard_option", "raise_together", "ssh_config_for"]
-
 _POLICIES = ("fixed", "goodput")
 
 

@@ -33,9 +33,6 @@ from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.summary import Draining, RunSummary, summarize
 from hvd_elastic.records.wording import Narrator, outcome_words, progress_words, resume_words
 
-__all__ = ["attach", "discover", "drain", "list_", "logs", "policy", "report", "scale", "status"]
-__all__ += ["stop"]
-
 STOP_TIMEOUT_S = 60.0
 """How long to wait for a run to end [s]; it may have to write a last checkpoint."""
 DRAIN_TIMEOUT_S = 90.0

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from hvd_elastic.policy.objective import Objective
     from hvd_elastic.policy.prices import PricedHost
 
-__all__ = ["ScalingOptions", "parse_budget"]
-
-
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
 
 

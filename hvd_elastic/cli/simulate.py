@@ -15,8 +15,6 @@ from hvd_elastic.cli.scaling_options import ScalingOptions
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words, number_words
 
-__all__ = ["simulate"]
-
 _POLICIES = ("fixed", "goodput", "adaptdl")
 
 

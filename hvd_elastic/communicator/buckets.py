@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["cut_into_buckets", "scatter", "share_of"]
-
 BUCKET_BYTES = 16 << 20
 """Large enough for the full bandwidth of a link, and small enough that copying one bucket overlaps
 with sending the next."""

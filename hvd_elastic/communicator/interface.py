@@ -8,17 +8,6 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-__all__ = [
-    "BARRIER",
-    "GRADIENTS",
-    "GRADIENT_PREFIX",
-    "USER_PREFIX",
-    "Array",
-    "Collectives",
-    "Communicator",
-    "GenerationBrokenError",
-]
-
 GRADIENTS = "the gradients"
 BARRIER = "the end of training (its training function has returned)"
 GRADIENT_PREFIX = "gradient."

@@ -7,8 +7,6 @@ from typing import Any
 
 from hvd_elastic.communicator.interface import Array
 
-__all__ = ["LocalCommunicator"]
-
 
 class LocalCommunicator:
     """A :class:`~hvd_elastic.communicator.interface.Communicator` of one process.

@@ -27,8 +27,6 @@ from hvd_elastic.communicator.sockets import RingSockets
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
 
-__all__ = ["HorovodCommunicator", "load_horovod"]
-
 _COUNTED = 32
 """Number of collectives whose count is kept; ranks that wait for each other differ in the last."""
 _IN_FLIGHT = 3

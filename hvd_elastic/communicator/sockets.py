@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["RingSockets"]
-
 _REPEAT_S = 0.05
 """Time between two shutdowns of the sockets of a ring that is being built and opens more."""
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from hvd_elastic.control.fleet import backoff
 
-__all__ = ["FailureBackoff"]
-
 
 class FailureBackoff:
     """Counts failures in a row that are not explained by the death of a worker.

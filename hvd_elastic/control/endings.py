@@ -8,9 +8,6 @@ import re
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import WorkerExited
 
-__all__ = ["Departure", "Endings", "StopCause", "crash_stack", "explain_script_error"]
-__all__ += ["how_it_ended"]
-
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
 _LAST_SIGNAL = 31  # the last of the standard signals
 

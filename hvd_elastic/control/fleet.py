@@ -17,8 +17,6 @@ from hvd_elastic.control.membership import Seat, SlotId
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.formatting import hosts_named, plural, worker_name
 
-__all__ = ["Agent", "AgentState", "Fleet", "Slot", "Stage", "Worker", "backoff"]
-
 STABLE_S = 60.0
 """Lifetime of a member after which its death resets the slot's backoff [s]: it worked properly."""
 

@@ -6,8 +6,6 @@ import queue
 import time
 from collections.abc import Callable
 
-__all__ = ["Loop"]
-
 
 class Loop:
     """Runs posted calls one after the other in the thread that called :meth:`run`.

@@ -12,9 +12,6 @@ from hvd_elastic.control.commands import Member
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.formatting import count, plural
 
-__all__ = ["Seat", "SlotId", "assign_ranks", "choose_slots", "describe_change", "list_slots"]
-__all__ += ["target_size"]
-
 SlotId = tuple[str, int]
 """A place for one worker: host name and index."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hvd_elastic.control.commands import Command, Emit, Finish
 
-__all__ = ["Outbox"]
-
 
 class Outbox:
     """Holds commands in the order they were sent; commands after Finish are dropped."""

@@ -9,8 +9,6 @@ from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import Fleet, Worker
 from hvd_elastic.control.membership import SlotId, choose_slots, list_slots, target_size
 
-__all__ = ["Plan"]
-
 _NOT_ASKED_FOR = 3  # above the highest cost of a slot, so that requested slots always come first
 
 

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from hvd_elastic.control.events import GenerationStuck, WorkerSilent
 from hvd_elastic.formatting import count, plural
 
-__all__ = ["Activity", "Position", "ProgressWatch"]
-
 _STUCK_FACTOR = 5.0
 """Multiple of the run's longest wait after which ranks that all wait count as stuck."""
 _FIRST_WAIT_S = 30.0  # Gloo's own timeout, used until the run has shown how long its waits are

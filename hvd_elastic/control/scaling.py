@@ -26,8 +26,6 @@ from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory, Snapshot
 
-__all__ = ["ScalingConfig", "ScalingController"]
-
 _LOOK_S = 1.0
 """Shortest time between two decisions [s]; more often, few new measurements would have come."""
 _NOISE_MOVED = 0.1

@@ -18,8 +18,6 @@ from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 
-__all__ = ["Referee", "SimulatedCluster"]
-
 T = TypeVar("T")
 
 _SILENT_ROUNDS = 40

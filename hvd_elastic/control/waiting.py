@@ -9,8 +9,6 @@ from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.control.plan import Plan
 from hvd_elastic.formatting import count, hosts_named
 
-__all__ = ["WaitingReport"]
-
 
 class WaitingReport:
     """Emits ``waiting`` events.

@@ -12,8 +12,6 @@ from hvd_elastic.leader.remote_agent import AgentConnection, Post
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Agents"]
-
 _GRACE_S = 3.0
 """Time that workers get to end by themselves before they are killed [s]."""
 _END_S = _GRACE_S + 9

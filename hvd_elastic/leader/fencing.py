@@ -22,8 +22,6 @@ from hvd_elastic.checkpoint.lease import PATIENCE_S, Claim, ClaimKeeper
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.wire.messages import LeaderIdentity
 
-__all__ = ["Fence", "Rival"]
-
 _BACKLOG_S = 2.0
 """Time within which messages that arrived while this process was paused have been read [s]."""
 

@@ -15,8 +15,6 @@ from hvd_elastic.errors import HostfileError
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile, require_prices
 from hvd_elastic.leader.spec import RunSpec
 
-__all__ = ["HostfileWatch"]
-
 _REPLACED_WITHIN_S = 2.0
 """How long the hostfile may be missing without a warning [s]: some editors replace it by renaming,
 which leaves no file for a moment."""

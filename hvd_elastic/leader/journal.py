@@ -10,8 +10,6 @@ from typing import Any
 from hvd_elastic.records.json_lines import EventLog, RecordNotWrittenError
 from hvd_elastic.records.run_folder import RunFolder
 
-__all__ = ["Journal", "Show", "ShowOutput"]
-
 Show = Callable[[Mapping[str, Any]], None]
 ShowOutput = Callable[[str, int, str], None]
 

@@ -43,8 +43,6 @@ from hvd_elastic.wire import messages as msg
 if TYPE_CHECKING:
     from hvd_elastic.leader.scaling import Scaler
 
-__all__ = ["Leader"]
-
 _TAKEOVER_S = 12.0
 """How long a takeover waits for the hosts' answers [s]: enough for a slow ssh connection."""
 _STOP_CHECKPOINT_S = 10.0

@@ -19,8 +19,6 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 
-__all__ = ["mpirun_command", "run_mpi"]
-
 # Variables that make Horovod use MPI for control messages and for data on the CPU.
 _FOR_MPI = {
     "HOROVOD_CONTROLLER": "mpi",

@@ -13,8 +13,6 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.records.json_lines import EventFollower
 from hvd_elastic.records.run_folder import RunFolder
 
-__all__ = ["probe", "sizes_to_probe"]
-
 _POLL_S = 0.2
 """Time between two readings of the run's events [s]; short beside the time at each size."""
 _PATIENCE_S = 600.0

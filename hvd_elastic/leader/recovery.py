@@ -20,8 +20,6 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import connect
 from hvd_elastic.leader.spec import RunSpec
 
-__all__ = ["WHAT_IS_TRUSTED", "find_run"]
-
 WHAT_IS_TRUSTED = (
     *("command", "cwd", "python", "preemption_command", "checkpoint_folder", "interface"),
 )

@@ -27,8 +27,6 @@ from hvd_elastic.hosts.transfer import receive_file, send_file
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
-__all__ = ["AgentConnection", "FromAgent", "Post"]
-
 _DISCARD_TIMEOUT_S = 10.0
 """Time limit for removing a folder of a host [s]; deleting many files may take seconds."""
 

@@ -15,8 +15,6 @@ from hvd_elastic.leader.spec import RunSpec
 if TYPE_CHECKING:
     from hvd_elastic.leader.scaling import Scaler
 
-__all__ = ["Answer", "drain", "host_draining", "scale", "steer_policy"]
-
 
 @dataclass(frozen=True)
 class Answer:

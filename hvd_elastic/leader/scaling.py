@@ -17,8 +17,6 @@ from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
 
-__all__ = ["Scaler", "objective_of"]
-
 
 def objective_of(spec: RunSpec) -> Objective:
     """Return the objective that a run's specification asks for.

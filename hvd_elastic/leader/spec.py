@@ -11,8 +11,6 @@ import msgspec
 
 from hvd_elastic.errors import RunError
 
-__all__ = ["SHORTEST_HEARTBEAT_S", "RunSpec", "forwarded_environment"]
-
 SHORTEST_HEARTBEAT_S = 0.1
 """Shortest time between heartbeats [s]; a failure timeout has to be at least twice as long."""
 

@@ -14,8 +14,6 @@ from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.wire.messages import HeldRun
 
-__all__ = ["Takeover"]
-
 _RETRY_S = 1.0
 """Time before an unreachable host is tried again [s]; short, since a whole run is paused."""
 

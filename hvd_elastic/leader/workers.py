@@ -11,8 +11,6 @@ from hvd_elastic.control.endings import crash_stack, explain_script_error, how_i
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.records.run_folder import RunFolder
 
-__all__ = ["Workers"]
-
 _TAIL_LINES = 30  # enough for a Python traceback, and fits a terminal
 _END_BYTES = 64 << 10  # holds the stacks of a hundred threads
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}

@@ -10,9 +10,6 @@ from numpy.typing import ArrayLike
 
 from hvd_elastic.model.step_time import StepTimeModel
 
-__all__ = ["ACCUMULATION_STEPS", "BatchLimits", "BatchPlan", "ScoredPlan", "best_batch_plan"]
-__all__ += ["nearest_plan", "score_plan", "statistical_efficiency"]
-
 ACCUMULATION_STEPS = (0, 1, 2, 3, 5, 7, 11, 15)
 """Numbers of extra passes that are tried."""
 _CANDIDATES = 64

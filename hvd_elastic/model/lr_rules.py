@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["RULES", "Adjustment", "Situation", "adascale_gain", "rule_named"]
-
 
 @dataclass(frozen=True)
 class Situation:

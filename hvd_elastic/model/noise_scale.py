@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["NoiseTracker", "gradient_noise_scale", "squared_norm_and_variance"]
-
 _SIZE_STEPS = 4
 """Steps over which the squared norm that later steps are divided by is smoothed."""
 _OUTLIER = 10.0

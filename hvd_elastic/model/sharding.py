@@ -15,17 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = [
-    "LATEST_ORDER",
-    "Order",
-    "Slice",
-    "block_order",
-    "epoch_order",
-    "permutation",
-    "step_slice",
-    "steps_left",
-]
-
 Order = Callable[[np.ndarray], np.ndarray]
 """Maps positions of an epoch to dataset indices; both int64, of the same shape (k,)."""
 

@@ -18,9 +18,6 @@ from numpy.typing import ArrayLike
 
 from hvd_elastic.model.goodput import BatchPlan
 
-__all__ = ["LEAST_SHARE", "ShareBalance", "TimedTwice", "balanced_shares", "balanced_slowness"]
-__all__ += ["constant_examples", "effective_slowness", "shares_in_passes"]
-
 LEAST_SHARE = 2
 """Fewest examples of a rank, for layers that cannot train on one example."""
 _MIN_SPEEDUP = 1.1

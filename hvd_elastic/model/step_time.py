@@ -18,8 +18,6 @@ from statistics import median
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["Observation", "StepTimeModel", "StepTimes", "fit_step_time"]
-
 _ITERATIONS = 60
 """Most iterations of the fit."""
 _TYPICAL_NOISE = 0.05

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
 
-__all__ = ["LEADER_RULES", "RANK_RULES", "Configuration", "StepTimings", "TimingRules"]
-
 _REFIT_CHANGE = 0.025
 """Change of a median in logarithms that leads to a new fit: half of the 5 % by which single windows
 scatter."""

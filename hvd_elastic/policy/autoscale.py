@@ -23,15 +23,6 @@ from hvd_elastic.policy.place import placements, sizes_to_try
 from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
 
-__all__ = [
-    "Miss",
-    "compare_prediction",
-    "decide",
-    "out_of_reach",
-    "remember",
-    "surroundings_changed",
-]
-
 _NOTABLE = 0.005
 """A relative gain below this is reported as no gain."""
 _SURE = 0.05

@@ -28,8 +28,6 @@ from hvd_elastic.model.shares import (
 )
 from hvd_elastic.model.step_time import StepTimeModel
 
-__all__ = ["BatchChoice", "steps_to_review"]
-
 _OPTIMISM = 0.5
 """Standard deviations of the step time by which a plan that was never measured is scored better."""
 _GROWTH = 2

@@ -19,8 +19,6 @@ from hvd_elastic.model.timings import LEADER_RULES, Configuration, StepTimings
 from hvd_elastic.policy.snapshot import Allocation
 from hvd_elastic.policy.speeds import RankSpeeds
 
-__all__ = ["CoreSharing", "Evidence", "Sharing"]
-
 _WINDOW_S = 1.0
 """Shortest window; shorter ones are joined, since times of metrics are exact to a step only."""
 _MOST = 2**53

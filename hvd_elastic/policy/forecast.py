@@ -16,8 +16,6 @@ from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import HostOffer
 
-__all__ = ["Forecast", "forecast"]
-
 _SPREAD = 1.2816
 """Standard deviations either way that hold 80 % of a normal distribution."""
 

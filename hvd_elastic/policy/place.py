@@ -12,8 +12,6 @@ from numpy.typing import ArrayLike
 from hvd_elastic.model.shares import balanced_slowness
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 
-__all__ = ["pace", "placements", "sizes_to_try"]
-
 _CLASSES = 6
 """Most classes of speed."""
 _CLASS_STEP = 0.1

@@ -7,8 +7,6 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-__all__ = ["PricedHost", "cheapest_hosts", "hourly_price"]
-
 
 class PricedHost(Protocol):
     """A host of a hostfile, or of a trace."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from hvd_elastic.policy.evidence import Evidence
 
-__all__ = ["replay"]
-
 
 def replay(records: Iterable[Mapping[str, Any]]) -> Evidence:
     """Return the measurements in a run's events, which come oldest first.

@@ -13,8 +13,6 @@ import numpy as np
 from hvd_elastic.model.noise_scale import NoiseTracker
 from hvd_elastic.model.step_time import StepTimeModel
 
-__all__ = ["GradientNoise", "GradientSampling"]
-
 _FIRST_STEPS = 200
 """Number of first samples for which every step is sampled."""
 _UNCERTAIN_STEPS = 400

@@ -13,8 +13,6 @@ from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import Allocation, HostOffer, Snapshot
 
-__all__ = ["Scores", "expected_gain_and_loss", "score_allocations"]
-
 _SIZES = 32
 """Global batch sizes that are tried, on a geometric grid."""
 

@@ -10,8 +10,6 @@ from typing import Any
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.step_time import StepTimeModel
 
-__all__ = ["Allocation", "Decision", "HostOffer", "Memory", "Snapshot"]
-
 
 @dataclass(frozen=True)
 class HostOffer:

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.shares import TimedTwice, constant_examples
 
-__all__ = ["FixedCost", "HostSpeeds", "Pass", "RankSpeeds"]
-
 _REPORTS = 6
 """Number of recent reports kept for each host."""
 _STANDS_OUT = 1.15

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-__all__ = ["AuditResult", "EpochAudit", "check_audit"]
-
 SHOWN = 10
 """Number of indices listed in a message, to keep it short; counts are always complete."""
 

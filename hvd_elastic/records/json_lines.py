@@ -22,9 +22,6 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 
-__all__ = ["EventFollower", "EventLog", "LineFollower", "Record", "RecordNotWrittenError"]
-__all__ += ["iter_events", "read_events", "read_last_events"]
-
 Record = dict[str, Any]
 
 SYNCED_KINDS = frozenset({"run_started", "checkpoint", "run_finished"})

@@ -36,9 +36,6 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
 
-__all__ = ["COMMAND_TIMEOUT_S", "LeaderLock", "Request", "RunFolder", "check_run_id", "list_runs"]
-__all__ += ["new_run_id"]
-
 COMMAND_TIMEOUT_S = 20.0
 """How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
 

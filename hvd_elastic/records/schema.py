@@ -15,8 +15,6 @@ from msgspec import UNSET, UnsetType
 from hvd_elastic.control.endings import Departure
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Event", "check_event", "event_schema"]
-
 HostSlots = tuple[str, int]
 """Name and number of slots of a host."""
 

@@ -11,9 +11,6 @@ from typing import Any
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.records.wording import batch_words, shares_words
 
-__all__ = ["Arrival", "Checkpoint", "Departure", "Draining", "MetricSeries", "Rescale"]
-__all__ += ["RunSummary", "TimedEvent", "summarize"]
-
 METRIC_FIELDS = frozenset(
     {
         "t", "mono", "kind", "step", "epoch", "examples", "throughput", "noise_scale", "efficiency",

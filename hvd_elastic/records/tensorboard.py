@@ -21,8 +21,6 @@ from typing import Any
 from hvd_elastic.errors import UsageError
 from hvd_elastic.records.json_lines import Record
 
-__all__ = ["TensorBoardWriter", "check_tensorboard", "scalars"]
-
 # Tags of the library's metrics; all others get the group "train".
 _TAGS = {
     **{name: f"goodput/{name}" for name in ("throughput", "efficiency", "goodput", "noise_scale")},

@@ -9,16 +9,6 @@ from typing import Any
 from hvd_elastic.control.endings import Departure
 from hvd_elastic.formatting import count, duration_words, number_words, plural, worker_name
 
-__all__ = [
-    "Line",
-    "Narrator",
-    "batch_words",
-    "outcome_words",
-    "progress_words",
-    "resume_words",
-    "shares_words",
-]
-
 _SHARES_TOLD = 8  # number of ranks whose shares are listed, so that the text fits a line
 _LINES = {
     "host_lost": ("host {host} lost: {cause}", "bad"),

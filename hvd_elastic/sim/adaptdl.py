@@ -23,8 +23,6 @@ from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer
 
-__all__ = ["AdaptDLRule"]
-
 _PERIOD_S = 60.0
 _MIN_UTILITY, _MAX_UTILITY = 0.35, 0.65
 _RESTART_PENALTY = 0.1

@@ -7,8 +7,6 @@ import dataclasses
 from hvd_elastic.policy.snapshot import Allocation
 from hvd_elastic.sim.trace import Change, Trace
 
-__all__ = ["Cluster"]
-
 
 class Cluster:
     """Hosts and link at the present time; :meth:`advance` applies the changes of the trace.

@@ -24,8 +24,6 @@ from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.static import best_at
 from hvd_elastic.sim.trace import Trace
 
-__all__ = ["Sample", "SimResult", "SimulatedDecision", "simulate"]
-
 _TICK_S = (1.0, 60.0)
 """Shortest and longest tick."""
 _CALM_AFTER = 20.0

@@ -17,8 +17,6 @@ from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.trace import Trace, Workload
 
-__all__ = ["StaticChoice", "best_at", "best_static"]
-
 _SIZES = 96
 """Global batch sizes that are tried, on a geometric grid."""
 _MOMENTS = 200

@@ -35,8 +35,6 @@ from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.snapshot import HostOffer
 
-__all__ = ["Change", "Trace", "Workload", "read_trace"]
-
 _MOST_SLOTS = 65_536
 """Limit of a hostfile too: a typing error in a range must not fill the memory."""
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]

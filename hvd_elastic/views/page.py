@@ -14,8 +14,6 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 
-__all__ = ["MAX_ROWS", "cell", "chart_boxes", "escape", "render_page", "table", "write_page"]
-
 MAX_ROWS = 200
 """Most rows of a table; for more, read the events."""
 

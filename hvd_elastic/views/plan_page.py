@@ -10,8 +10,6 @@ from hvd_elastic.formatting import count, duration_words, number_words
 from hvd_elastic.policy.forecast import Forecast
 from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table
 
-__all__ = ["plan_cells", "render_plan"]
-
 
 def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]) -> str:
     """Return the page as HTML.

@@ -25,8 +25,6 @@ from hvd_elastic.views.page import (
     write_page,
 )
 
-__all__ = ["ReportResult", "downsample", "render_report", "write_report"]
-
 MAX_POINTS = 2000
 """Most points of one plot: about two for each pixel of its width."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-__all__ = ["LastingView", "RunView", "unless_nobody_reads"]
-
 PLAIN_INTERVAL_S = 5.0
 REDRAW_INTERVAL_S = 0.1
 

@@ -17,15 +17,6 @@ import msgspec
 
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = [
-    "MAX_LINE_BYTES",
-    "LineSplitter",
-    "MessageDecoder",
-    "ProtocolError",
-    "encode",
-    "peer_uid",
-]
-
 MAX_LINE_BYTES = 64 << 20
 """Longest line that is accepted, far above the longest sent (index lists, rendezvous values)."""
 

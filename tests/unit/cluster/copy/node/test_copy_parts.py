@@ -20,16 +20,10 @@ from typing import Any
 import pytest
 
 from hvd_elastic.cluster.copy.keys import make_certificate
-from hvd_elastic.cluster.copy.node import (
-    feed as copy_feed,
-)
+from hvd_elastic.cluster.copy.node import feed as copy_feed
 from hvd_elastic.cluster.copy.node import frames as wire
-from hvd_elastic.cluster.copy.node import (
-    names as copy_names,
-)
-from hvd_elastic.cluster.copy.node import (
-    store as copy_store,
-)
+from hvd_elastic.cluster.copy.node import renaming
+from hvd_elastic.cluster.copy.node import store as copy_store
 from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, check_free
 from hvd_elastic.cluster.copy.node.feed import LINK_UNKNOWN, Packer
 from hvd_elastic.cluster.copy.node.renaming import sync_disk
@@ -295,7 +289,7 @@ def test_files_get_their_names_once_they_are_on_the_disk(
         named_at_sync.append({path.name for path in there.rglob("*") if path.name in "ab"})
         sync_disk(descriptor)
 
-    monkeypatch.setattr(copy_names, "sync_disk", note_and_sync)
+    monkeypatch.setattr(renaming, "sync_disk", note_and_sync)
     monkeypatch.setattr(copy_store, "sync_disk", note_and_sync)
     target = target_of(there, tree)
     digests = [hashlib.sha256(data).digest() for data in contents]
@@ -316,10 +310,10 @@ def test_files_get_their_names_once_they_are_on_the_disk(
 
 
 def test_names_are_given_behind_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_names, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(renaming, "SYNC_BYTES", 1000)
     given: queue.Queue[tuple[int, bytes]] = queue.Queue()
     folder = os.open(tmp_path, os.O_RDONLY)
-    names = copy_names.Names(folder, lambda index, part: given.put((index, part)))
+    names = renaming.Names(folder, lambda index, part: given.put((index, part)))
     names.add(3, b"part")
     names.count(1000)
     assert given.get(timeout=30) == (3, b"part")
@@ -343,7 +337,7 @@ def test_a_disk_that_cannot_take_what_was_written(
     def refuse(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(copy_names, "sync_disk", refuse)
+    monkeypatch.setattr(renaming, "sync_disk", refuse)
     target = target_with_a_file(tmp_path)
     with pytest.raises(OSError, match="No space left") as caught:
         target.finish()
@@ -362,7 +356,7 @@ def test_a_disk_that_failed_once_gets_no_name_later(
             raise answers.pop()
         sync_disk(descriptor)
 
-    monkeypatch.setattr(copy_names, "sync_disk", fail_once)
+    monkeypatch.setattr(renaming, "sync_disk", fail_once)
     target = target_with_a_file(tmp_path)
     for _ in range(2):
         with pytest.raises(OSError, match="Input/output"):
