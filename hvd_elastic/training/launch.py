@@ -1,4 +1,4 @@
-"""How this process was launched, told by the environment that the launcher left.
+"""Detects how this process was launched from the environment variables of the launcher.
 
 =====================  ==================================================================
 ``python``             one process, no Horovod needed
@@ -18,7 +18,7 @@ __all__ = ["Mode", "detect_mode", "local_rank"]
 
 
 class Mode(Enum):
-    """Who decides about the ranks of this process."""
+    """How this process was launched, and so what decides on its rank."""
 
     ALONE = "python"
     STATIC = "horovodrun"
