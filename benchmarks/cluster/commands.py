@@ -66,7 +66,7 @@ def measure_calls(hosts: int, rounds: int, say: Say) -> Result:
         say: called with every figure.
 
     Raises:
-        UsageError: there is no ssh.
+        UsageError: ssh is not installed.
     """
     load_before = os.getloadavg()
     there = [kind for kind in KINDS if kind == OURS or shutil.which(kind) is not None]

@@ -128,7 +128,7 @@ class GradientAverager:
         self._after_step(gain=0.0)
 
     def adapt(self) -> None:
-        """From now on add up passes, sample gradients, and scale the learning rate.
+        """Begin to add up passes, sample gradients, and scale the learning rate.
 
         Raises:
             ScriptError: no parameter of the optimizer requires a gradient.

@@ -279,7 +279,7 @@ class Context:
     # -- generations -----------------------------------------------------------------------
 
     def step_boundary(self) -> None:
-        """Between two steps: take checkpoints, and follow the leader to another generation."""
+        """Take checkpoints between two steps, and follow the leader to another generation."""
         worker = self.worker
         if worker.mode is Mode.HOROVOD_ELASTIC and worker.in_train:
             self.check_host_updates()

@@ -94,7 +94,7 @@ class Step:
 
     @property
     def examples(self) -> int:
-        """Examples over all ranks; 0 without a loader of ours."""
+        """Number of examples over all ranks; 0 without our loader."""
         return self.passes[-1].step_examples if self.passes else 0
 
     @property
