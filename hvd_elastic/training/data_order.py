@@ -33,7 +33,7 @@ _INDICES_AT_ONCE = 4096
 
 
 class Place(NamedTuple):
-    """Where a step begins, and all that determines the passes from there on.
+    """The beginning of a step, and all that determines the passes from there on.
 
     Attributes:
         start: position of the step in the epoch.

@@ -15,7 +15,7 @@ __all__ = ["Averager", "Frontend", "Schedule", "State", "TrainedSums"]
 
 
 class Frontend(Protocol):
-    """What the training context needs from a framework.
+    """Functions and names of a framework that the training context needs.
 
     Attributes:
         module: name of the module that a script imports, for messages.

@@ -18,7 +18,7 @@ __all__ = ["Mode", "detect_mode", "local_rank"]
 
 
 class Mode(Enum):
-    """How this process was launched, and so what decides on its rank."""
+    """Launcher of this process, which decides on its rank."""
 
     ALONE = "python"
     STATIC = "horovodrun"

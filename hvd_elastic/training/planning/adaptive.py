@@ -35,7 +35,7 @@ still change quickly then."""
 _BAD_STEPS = 10
 """Number of consecutive steps without finite gradients after which the job ends."""
 _BAD_STEPS_SCALED = 50
-"""The same with a gradient scaler, which may start with too large a scale and halves it."""
+"""This number with a gradient scaler, which may start with too large a scale and halves it."""
 
 
 class Statistics(Protocol):
