@@ -1,1 +1,1 @@
-"""Measurements of hvd_elastic, beside its peers and under faults; see README.md here."""
+"""Benchmarks of hvd_elastic, beside its peers and under faults; see README.md here."""

@@ -1,4 +1,4 @@
-"""How long training is paused for a checkpoint, and when that is complete; see README.md here.
+"""Measures how long a checkpoint pauses training, and when it is complete; see README.md here.
 
 Run it: ``python benchmarks/checkpoints.py --out benchmarks/results/checkpoints.json``.
 """
@@ -30,7 +30,7 @@ DEADLINE_S = 900.0
 
 
 def train(args: argparse.Namespace) -> None:
-    """The training script: a step is a pause, then plain SGD on all parameters."""
+    """Run the training script: each step sleeps and trains a small layer beside frozen tensors."""
     import torch
     from torch.utils.data import TensorDataset
 
@@ -44,7 +44,7 @@ def train(args: argparse.Namespace) -> None:
         torch.nn.Parameter(torch.zeros(ROWS_PER_TENSOR, COLUMNS), requires_grad=False)
         for _ in range(tensors)
     )
-    # Frozen parameters: they are copied like others, and their gradients cost the ring no time.
+    # Frozen parameters are copied like others, but have no gradients whose reduction takes time.
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.randn(8 * args.steps, 4)), 8)
 
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace) -> None:
                 state.commit()
                 now = time.monotonic()
                 longest, before = max(longest, now - before), now
-        # How it was done before: rank 0 copies everything into fresh memory, between two steps.
+        # For comparison, the former way: rank 0 copies everything into new memory between steps.
         for _ in range(3):
             began = time.monotonic()
             copies = [value.to("cpu", copy=True) for value in model.state_dict().values()]
@@ -74,7 +74,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def measure_run(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """One run with ``ranks`` ranks on this machine; what its events say."""
+    """Run once with ``ranks`` ranks on this machine; return figures from its events."""
     with tempfile.TemporaryDirectory(prefix="hvd-elastic-bench-") as home:
         run = [
             *(*OUR_PROGRAM, "run", "--np", str(ranks), "--run-id", "bench"),
@@ -91,7 +91,7 @@ def measure_run(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
         events = read_events(Path(home) / "runs" / "bench" / "events.jsonl")
     taken = [event for event in events if event["kind"] == "checkpoint"]
     said = next(e for e in reversed(events) if e["kind"] == "metrics" and "fresh_copy_s" in e)
-    # The last one is taken when training is over: nobody waits to go on.
+    # The last checkpoint is taken after training, when it delays no step.
     during = taken[:-1] or taken
     megabytes = taken[0]["bytes"] / 1e6
     blocked = figure([event["blocked_s"] for event in during])
@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the benchmark, or with ``--train`` its script; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--steps", type=int, default=100)

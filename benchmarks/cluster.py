@@ -1,4 +1,4 @@
-"""Copies to many hosts, commands on them, and faults, beside peers; see README.md here."""
+"""Measures copies to many hosts, commands and faults, beside peers; see README.md here."""
 
 import sys
 from pathlib import Path

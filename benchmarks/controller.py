@@ -1,4 +1,4 @@
-"""The scaling controller, in virtual time or on real jobs; see README.md here."""
+"""Measures the scaling controller, in virtual time or on real jobs; see README.md here."""
 
 import sys
 from pathlib import Path

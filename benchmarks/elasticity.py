@@ -1,4 +1,4 @@
-"""What joins, leaves and failures cost, beside peers; see README.md here."""
+"""Measures the cost of joins, leaves and failures, beside peers; see README.md here."""
 
 import sys
 from pathlib import Path

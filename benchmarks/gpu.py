@@ -1,7 +1,7 @@
-"""What changes and failures cost where gradients travel over NCCL, and what adapting costs there.
+"""Measures the cost of rescales, failures and adapting with NCCL on GPUs.
 
 Run it on a machine with a GPU: ``python benchmarks/gpu.py --out benchmarks/results/gpu.json``; see
-README.md here. With fewer GPUs than workers they share one.
+README.md here. If there are fewer GPUs than workers, workers share one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ PRECISIONS = ("float32", "bfloat16")
 
 
 def train(args: argparse.Namespace) -> None:
-    """The job that is disturbed: a deep network of equal layers; all ranks must stay equal."""
-    # To NCCL a worker that shares a GPU with others is a machine of its own.
+    """Run one worker of the disturbed job, which checks that all ranks' parameters are equal."""
+    # NCCL refuses two ranks on one GPU of one host, so each worker gets a host id of its own.
     os.environ["NCCL_HOSTID"] = os.environ[WORKER]
     import torch
     from torch import nn
@@ -69,7 +69,7 @@ def train(args: argparse.Namespace) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(sgd, model)
     data = TensorDataset(torch.randn(EXAMPLES, WIDTH), torch.randint(10, (EXAMPLES,)))
-    # The batch may adapt, so gradients are looked at too.
+    # The batch may adapt, so gradients are sampled too.
     loader: hvd.DataLoader[Any] = hvd.DataLoader(
         data, BATCH, shuffle=True, max_batch_size=2 * BATCH
     )
@@ -103,7 +103,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def overhead(args: argparse.Namespace) -> None:
-    """The job that takes turns between a bare optimizer and one that adapts, on one GPU."""
+    """Run the job that alternates between a plain optimizer and an adaptive one, on one GPU."""
     import torch
     import torchvision
     from torch.utils.data import DataLoader, TensorDataset
@@ -136,7 +136,7 @@ def overhead(args: argparse.Namespace) -> None:
     sgd = torch.optim.SGD(ours.parameters(), lr=1e-3, momentum=0.9)
     adapting = hvd.DistributedOptimizer(sgd, ours, lr_rule="adascale")
     bare = torch.optim.SGD(theirs.parameters(), lr=1e-3, momentum=0.9)
-    # The pictures stay on the GPU: the loaders bring numbers of rows.
+    # The images stay on the GPU; the loaders only return row numbers.
     rows = TensorDataset(torch.arange(IMAGES * (WARM_STEPS + BLOCK_STEPS * args.rounds)))
     loader: Any = hvd.DataLoader(rows, IMAGES, max_batch_size=IMAGES)
     times: dict[str, list[float]] = {"bare": [], "adaptive": []}
@@ -162,7 +162,7 @@ def overhead(args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
             return (time.perf_counter() - began) / count
 
-        # Until the noise is known, every step is looked at; that is over after these.
+        # Every step is sampled until the noise scale is known, which it is after these steps.
         timed(adaptive_block, WARM_STEPS)
         timed(bare_block, BLOCK_STEPS)
         for _ in range(args.rounds):
@@ -174,7 +174,7 @@ def overhead(args: argparse.Namespace) -> None:
 
 
 class Disturbed:
-    """A run of :func:`train` on this machine, and what it told of itself so far."""
+    """A run of :func:`train` on this machine, and the figures from its events so far."""
 
     def __init__(self, folder: Path) -> None:
         self._hostfile, self._until = folder / "hosts", folder / "until"
@@ -195,17 +195,21 @@ class Disturbed:
         self.deaths: list[str] = []
 
     def use(self, slots: int) -> None:
-        """How many processes the run may have from now on."""
+        """Set the number of processes that the run may have from now on."""
         write_hostfile(self._hostfile, {"localhost": slots})
 
     def settle(self, size: int, generations: int) -> list[float]:
-        """Wait until so many more generations have come and the last trains on.
+        """Wait until the run has had further generations and trains with ``size`` processes.
+
+        Args:
+            size: number of processes of the last generation.
+            generations: number of further generations to wait for.
 
         Returns:
-            Their pauses [s].
+            The pauses of these generations [s].
 
         Raises:
-            RunError: that did not happen in time, or the run is over.
+            RunError: that did not happen in time, or the run has ended.
         """
         wanted, seen = self._generations + generations, len(self.pauses)
         deadline = time.monotonic() + DEADLINE_S
@@ -228,7 +232,7 @@ class Disturbed:
             try:
                 self._follower = EventFollower(RunFolder.open(self.run_id).events)
             except RunError:
-                return  # it has not begun
+                return  # the run has not created its folder yet
         for event in self._follower.poll():
             if event["kind"] == "rescale_finished":
                 self._generations += 1
@@ -241,7 +245,7 @@ class Disturbed:
                 self.deaths.append(event["cause"])
 
     def workers(self) -> list[psutil.Process]:
-        """Those that live, the oldest first."""
+        """Return the living worker processes, the oldest first."""
         found = []
         for process in processes_of(self.run_id):
             with contextlib.suppress(psutil.Error):
@@ -250,10 +254,10 @@ class Disturbed:
         return sorted(found, key=lambda process: process.create_time())
 
     def finish(self) -> None:
-        """Let training end, and see that every example was used exactly once.
+        """End training, and check that every example was used exactly once.
 
         Raises:
-            RunError: it failed, or an example was lost or used twice.
+            RunError: the run failed, or an example was lost or used twice.
         """
         self._until.touch()
         try:
@@ -267,7 +271,7 @@ class Disturbed:
             raise RunError(audit.sentence())
 
     def end(self) -> None:
-        """Leave nothing behind, whatever happened."""
+        """End the run if it is still running."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -277,12 +281,16 @@ class Disturbed:
                 self._process.wait()
 
     def tail(self) -> str:
-        """The end of what it printed."""
+        """Return the last lines of the run's output."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
 
 
 def measure_faults(rounds: int, say: Say) -> list[dict[str, Any]]:
-    """Pauses of changes and failures, and deaths of workers that nobody has caused."""
+    """Measure the pauses of rescales and failures.
+
+    Raises:
+        RunError: a worker died for a reason that the benchmark did not cause.
+    """
     events = {
         "a process joins": "",
         "a process is asked to leave": "left",
@@ -325,7 +333,7 @@ def _last(taken: tuple[str, list[float]]) -> str:
 
 
 def measure_overhead(rounds: int, say: Say) -> list[dict[str, Any]]:
-    """Step time of ResNet-50 with everything adaptive beside that of the optimizer alone."""
+    """Measure the step time of ResNet-50, adaptive and with the optimizer alone."""
     rows = []
     for precision in PRECISIONS:
         with tempfile.TemporaryDirectory(prefix="hvd_elastic-gpu-") as temporary:
@@ -356,7 +364,7 @@ def measure_overhead(rounds: int, say: Say) -> list[dict[str, Any]]:
 
 
 def what_lacks(parts: Iterable[str]) -> str | None:
-    """Why the benchmark cannot run here; None if it can."""
+    """Return why the benchmark cannot run here, or None if it can."""
     if importlib.util.find_spec("torch") is None:
         return "PyTorch is not installed; use: make env"
     import torch
@@ -400,7 +408,7 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line."""
+    """Run the benchmark, or one of its jobs; return the exit status."""
     jobs = argparse.ArgumentParser(add_help=False)
     of = jobs.add_subparsers(dest="job")
     of.add_parser("train").add_argument("until", type=Path)

@@ -1,4 +1,4 @@
-"""Random faults of every kind while a model trains; see README.md here."""
+"""Soak test: random faults of every kind while a model trains; see README.md here."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From the command to the first training step, beside peers; see README.md here."""
+"""Measures the time from the command to the first step, beside peers; see README.md here."""
 
 import sys
 from pathlib import Path

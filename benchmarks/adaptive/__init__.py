@@ -1,1 +1,1 @@
-"""How well a batch that adapts knows what it decides on, and what that costs."""
+"""Benchmark of the adaptive batch: accuracy of its estimates, their cost, and its benefit."""

@@ -1,4 +1,4 @@
-"""How many more examples a larger batch needs: predicted from the noise scale, and measured."""
+"""Compares the examples that a larger batch needs with the prediction from the noise scale."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from hvd_elastic.model.goodput import statistical_efficiency
 
 SCALES = (1, 2, 4, 8, 16)
-"""Batch sizes over the initial one."""
+"""Batch sizes as multiples of the initial one."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What its trainings have to reach.
+    """A training problem and the loss that its trainings have to reach.
 
     Attributes:
-        initial: global batch size, as in the example of ``scripts/examples``, and in the
+        initial: initial global batch size, as in the example in ``scripts/examples`` and in the
             benchmark's other parts.
-        rate: learning rate for it: of the digits the best of 0.0125 to 0.2, in steps of the square
-            root of 2, of the characters that of the example.
-        level: loss to reach: of all training examples (digits), of text held out (characters).
-        look_examples: examples between looks at the loss, a step at least.
-        most_examples: after which a training is given up.
+        rate: learning rate for it: for the digits the best of 0.0125 to 0.2, in steps of the square
+            root of 2; for the characters that of the example.
+        level: loss to reach: over all training examples (digits), over held-out text (characters).
+        look_examples: examples between two evaluations of the loss, at least one step.
+        most_examples: examples after which a training is given up.
     """
 
     initial: int
@@ -42,13 +42,13 @@ PROBLEMS = {
 }
 
 Look = tuple[float, float, float | None]
-"""Examples used so far, loss then, and noise scale then; None: not known yet, or infinite."""
+"""Examples used so far, and loss and noise scale at that time; None: not known, or infinite."""
 
 
 def crossing(curve: Sequence[Look], level: float) -> float | None:
-    """Examples after which the loss first was at a level; None where it never was.
+    """Return the number of examples after which the loss first reached a level, or None.
 
-    Between two looks the logarithm of the loss is taken for a straight line.
+    Between two evaluations the logarithm of the loss is interpolated linearly.
 
     >>> crossing([(0, 4.0, None), (100, 1.0, None), (200, 0.5, None)], 2.0)
     50.0
@@ -61,14 +61,15 @@ def crossing(curve: Sequence[Look], level: float) -> float | None:
 
 
 def predicted_ratio(curve: Sequence[Look], initial: int, batch: int, until: float) -> float:
-    """Examples that a batch needs over those of the initial one, for the same progress.
+    """Return the predicted ratio of the examples needed at a batch and at the initial batch.
 
-    Each example of the training is worth ``1 / E(batch)`` ones at the other batch, with the noise
-    scale b of that moment ``(b + batch) / (b + initial)``; this is their mean over the training.
+    One example at the initial batch makes as much progress as ``1 / E(batch)`` examples at the
+    other batch; with the noise scale b at that time this is ``(b + batch) / (b + initial)``. The
+    result is its mean over the training.
 
     Args:
-        curve: of a training with the initial batch. Before the noise scale is first known it is
-            taken to be that first one; where it is missing later it is infinite.
+        curve: course of a training with the initial batch. Before the first known noise scale that
+            first value is used; a later None counts as infinite.
         initial, batch: global batch sizes.
         until: examples after which the training had reached its level.
 
@@ -92,18 +93,19 @@ def predicted_ratio(curve: Sequence[Look], initial: int, batch: int, until: floa
 
 
 def examples_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each problem and batch, the examples needed.
+    """Return the examples needed for each problem and batch, measured and predicted.
 
     Args:
-        found: what the job ``examples`` wrote, a row for each training: ``problem``, ``batch``,
+        found: rows that the job ``examples`` wrote, one for each training: ``problem``, ``batch``,
             ``seed``, ``level`` and ``curve``.
 
     Returns:
         A row for each problem and batch: median of the ``examples`` needed, ``measured`` (their
-        ratio to those of the smallest batch) and ``predicted``, median of what each training with
-        the smallest batch foretells. ``noise_scale`` is the median of what these measured,
-        ``fitting_noise_scale`` the constant one that would have foretold what was measured. None
-        is where the level was not reached in half of the trainings, or nothing fits.
+        ratio to those of the smallest batch) and ``predicted``, the median of the predictions from
+        each training with the smallest batch. ``noise_scale`` is the median that these trainings
+        measured, ``fitting_noise_scale`` the constant noise scale that would have predicted the
+        measured ratio. Values are None if half of the trainings did not reach the level, or nothing
+        fits.
     """
     rows: list[dict[str, Any]] = []
     for problem in dict.fromkeys(row["problem"] for row in found):
@@ -144,7 +146,9 @@ def examples_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def median_error(rows: Sequence[Mapping[str, Any]]) -> float:
-    """How far predictions were off, of all batches above the smallest; none measured is infinite.
+    """Return the median relative error of the predictions for all batches above the smallest.
+
+    A batch that was not measured counts as infinite.
 
     >>> first = {"batch": 32, "measured": 1.0, "error": 0.0}
     >>> median_error([first, {"measured": 2.0, "error": -0.1}, {"measured": 3.0, "error": 0.3}])
@@ -159,6 +163,6 @@ def median_error(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _median_needed(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Examples; infinite where at least half of the trainings never reached the level."""
+    """Return the median of examples needed; infinite if half of the trainings failed."""
     found = (crossing(row["curve"], row["level"]) for row in rows)
     return statistics.median(math.inf if each is None else each for each in found)

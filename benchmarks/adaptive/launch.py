@@ -1,4 +1,4 @@
-"""Starts the jobs of this benchmark, ours and AdaptDL's, and reads what they wrote."""
+"""Starts the jobs of this benchmark, ours and AdaptDL's, and reads their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_elastic.errors import RunError
 
 LIMIT_S = 3600
 
-# Its release is of 2022 and needs packages of then; PyTorch is the one that all others have.
+# AdaptDL's last release is from 2022 and needs packages of that time; PyTorch is the same for all.
 ADAPTDL = PeerEnvironment(
     "adaptdl",
     (
@@ -30,7 +30,7 @@ ADAPTDL = PeerEnvironment(
 
 
 def run_job(name: str, ranks: int, *arguments: object) -> Any:
-    """What rank 0 of one job on this machine wrote; ``name`` is one of those in ``jobs/``.
+    """Run a job of ``jobs/`` on this machine; return the rows that its rank 0 wrote.
 
     Raises:
         RunError: the job failed, or took too long.
@@ -44,7 +44,7 @@ def run_job(name: str, ranks: int, *arguments: object) -> Any:
 
 
 def run_adaptdl(script: str, replicas: int, *arguments: object) -> Any:
-    """What replica 0 of one job of AdaptDL, without its scheduler, wrote.
+    """Run a job of AdaptDL without its scheduler; return the rows that its replica 0 wrote.
 
     Raises:
         RunError: a replica died, or took too long.
@@ -60,7 +60,7 @@ def run_adaptdl(script: str, replicas: int, *arguments: object) -> Any:
             "ADAPTDL_NUM_NODES": "1",
             "ADAPTDL_NUM_RESTARTS": "0",
             "ADAPTDL_CHECKPOINT_PATH": folder,
-            # Its checkpoints hold more than tensors.
+            # AdaptDL's checkpoints hold more than tensors, which PyTorch refuses by default.
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
         }
         ranked = [{**shared, "ADAPTDL_REPLICA_RANK": str(rank)} for rank in range(replicas)]
@@ -82,7 +82,7 @@ def _written(
 
 
 def run_together(job: list[str], environments: Sequence[Mapping[str, str]], logs: Path) -> None:
-    """Run the same command in each environment; the first that fails ends all."""
+    """Run the same command in each environment at once; the first failure ends all."""
     processes: list[subprocess.Popen[bytes]] = []
 
     def finish(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Starts the jobs, gathers their figures, and makes tables and a JSON file of them."""
+"""Starts the jobs, collects their figures, and writes tables and JSON files."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from hvd_elastic.model.step_time import Observation, fit_step_time
 
 PARTS = "noise,digits,rules,overhead,times,changes,distorted,examples"
 FIXED = (32, 64, 128, 256, 512)
-"""Batches of distorted digits beside the one that adapts."""
+"""Fixed batch sizes on the distorted digits, to compare the adaptive batch with."""
 PEERED = {"overhead", "distorted"}
 SPLITS = 20
-"""Random halves of the configurations that the step time is fitted to."""
+"""Number of random halves of the configurations that the step-time model is fitted to."""
 SPREAD = ("median", "lowest", "highest")
 _WHEN = ("before", "after")
-"""A change, as the job ``changes`` names what it wrote."""
+"""Keys of the conditions before and after a change in the rows of the job ``changes``."""
 
 
 def noise_rows(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """Estimated over exact noise scale, for each kind of training."""
+    """Return the ratio of estimated and exact noise scale for each kind of training."""
     rows = []
     for count in ranks:
         for found in run_job("noise", count, seeds):
@@ -49,11 +49,11 @@ def noise_rows(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def digits_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Measured noise scale over that of brute force, on the digits network.
+    """Return the ratio of measured noise scale and that of brute force, on the digits network.
 
     Args:
-        found: what the job ``digits`` wrote: the fields of its ``Kind``, ``frozen_steps``, and
-            ``measured`` (None: all noise, no end to it) and ``brute_force`` of each seed.
+        found: rows of the job ``digits``: the fields of its ``Kind``, ``frozen_steps``, and
+            ``measured`` (None: infinite) and ``brute_force`` for each seed.
 
     Returns:
         A row for each kind and number of frozen steps, over its seeds.
@@ -74,7 +74,7 @@ def digits_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_digits(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """The noise scale of the digits network, measured and by brute force."""
+    """Measure the noise scale of the digits network, by the optimizer and by brute force."""
     return [
         {"ranks": count, **row}
         for count in ranks
@@ -83,14 +83,15 @@ def measure_digits(seeds: int, ranks: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def rule_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a scale makes of the loss at the same progress, against the initial batch size.
+    """Compare the loss at larger batches with that at the initial batch, at the same progress.
 
     Args:
-        found: of the job ``rules``: ``seed``, ``scale``, ``losses``, ``least_loss``, ``steps``.
+        found: rows of the job ``rules``: ``seed``, ``scale``, ``losses``, ``least_loss``,
+            ``steps``.
 
     Returns:
         For each scale above 1, over all seeds: the ratio of losses at each checkpoint, the ratio of
-        what they are above the least loss, and the steps that were needed.
+        their differences to the least loss, and the number of steps needed.
     """
     initial = {row["seed"]: row for row in found if row["scale"] == 1}
     rows = []
@@ -116,7 +117,7 @@ def rule_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_rules(seeds: int) -> list[dict[str, Any]]:
-    """AdaScale on a convex problem, two ranks."""
+    """Measure AdaScale on a convex problem, with two ranks."""
     known = {"ranks": 2, "rule": "adascale", "progress": list(rules.PROGRESS)}
     return [{**known, **row} for row in rule_rows(run_job("rules", 2, "adascale", seeds))]
 
@@ -124,14 +125,14 @@ def measure_rules(seeds: int) -> list[dict[str, Any]]:
 def overhead_row(
     library: str, network: str, bare: str, times: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """Step time with everything adaptive beside that of the optimizer alone.
+    """Return a row that compares the adaptive step time with that of the optimizer alone.
 
     Args:
-        library: whose adapting it is.
-        network: what was trained.
-        bare: what it is compared with.
-        times: what a job of the overhead wrote: seconds of a step in each block, ``"bare"`` and
-            ``"adaptive"`` in turn.
+        library: name of the adaptive library.
+        network: name of the trained network.
+        bare: name of the optimizer that it is compared with.
+        times: result of an overhead job: seconds of a step in each block, for ``"bare"`` and
+            ``"adaptive"`` blocks, which alternate.
     """
     pairs = zip(times["adaptive"], times["bare"], strict=True)
     return {
@@ -147,7 +148,7 @@ def overhead_row(
 
 
 def measure_overhead(rounds: int, peer: str | None) -> list[dict[str, Any]]:
-    """What adapting costs here and, where it is there, in AdaptDL; two ranks."""
+    """Measure the overhead of adapting, here and in AdaptDL if it is installed; two ranks."""
     horovod, ddp = "Horovod's optimizer", "DistributedDataParallel"
     wide, resnet = "2 M parameters", "ResNet-50, pictures of 64 x 64"
     rows = []
@@ -167,14 +168,14 @@ def measure_overhead(rounds: int, peer: str | None) -> list[dict[str, Any]]:
 
 
 def prediction_errors(observations: Sequence[Observation], splits: int = SPLITS) -> list[float]:
-    """Fitted to half of the configurations, how far off the other half is predicted.
+    """Fit the step-time model to half of the configurations and predict the other half.
 
     Args:
         observations: one for each configuration.
-        splits: random halves that are tried, always the same ones.
+        splits: number of random halves, always the same ones.
 
     Returns:
-        ``|predicted / measured - 1|`` of every configuration left out, of all splits.
+        ``|predicted / measured - 1|`` of every predicted configuration, over all splits.
     """
     shuffled = random.Random(0)
     errors: list[float] = []
@@ -191,7 +192,7 @@ def prediction_errors(observations: Sequence[Observation], splits: int = SPLITS)
 
 
 def times_rows(rates: Sequence[str]) -> list[dict[str, Any]]:
-    """Step times on virtual hosts, fitted and predicted, for each link rate."""
+    """Measure and predict step times on virtual hosts, for each link rate."""
     rows = []
     for rate in rates:
         found: list[Observation] = []
@@ -223,13 +224,13 @@ def _timed_on(bed: Testbed, slots: Mapping[str, int]) -> list[Observation]:
 def known_goodput(
     batch: int, extra: int, at: Mapping[str, float], rest_s: float, ranks: int = 2
 ) -> float:
-    """Useful examples/s of a batch in the job ``changes``.
+    """Return the goodput of a batch in the job ``changes`` [useful examples/s].
 
     Args:
         batch: global batch size.
-        extra: passes of it beside the first.
-        at: ``noise_scale``, and times of a pass, as the job wrote them.
-        rest_s: of a step that no pass sleeps [s].
+        extra: passes besides the first.
+        at: conditions that the job wrote: ``noise_scale``, and times of a pass.
+        rest_s: time of a step besides the sleeps of its passes [s].
     """
     step_s = (extra + 1) * at["pass_s"] + at["example_s"] * batch / ranks + rest_s
     useful = batch * statistical_efficiency(at["noise_scale"], changes.INITIAL, batch)
@@ -237,15 +238,16 @@ def known_goodput(
 
 
 def changes_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How soon the batch goes where the new conditions want it.
+    """Return how soon the batch follows new conditions.
 
     Args:
-        found: what the job ``changes`` wrote.
+        found: rows that the job ``changes`` wrote.
 
     Returns:
-        A row for each kind of change, over its seeds. ``steps``: from the change to the first batch
-        that is nearer to the best one and has more goodput, by what is known; None: there was none.
-        ``wrong``: changes before that to a batch with less goodput.
+        A row for each kind of change, over its seeds. ``steps``: number of steps from the change to
+        the first batch that is nearer to the best one and has more goodput under the known
+        conditions; None: there was none. ``wrong``: number of earlier changes to a batch with less
+        goodput.
     """
     rows = []
     for name in dict.fromkeys(each["change"] for each in found):
@@ -266,7 +268,7 @@ def changes_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _first_right_change(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What a training did after its change, judged by what is known of it."""
+    """Return what a training did after its change, judged under the known conditions."""
     rest_s, sizes = found["rest_s"], range(changes.INITIAL, changes.LARGEST + 1)
     best = {
         when: max(sizes, key=lambda size: known_goodput(size, 0, found[when], rest_s))
@@ -297,19 +299,19 @@ def _first_right_change(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_changes(seeds: int) -> list[dict[str, Any]]:
-    """The first right change of the batch once there is evidence for it, two ranks."""
+    """Measure how soon the batch follows a change of conditions, with two ranks."""
     return changes_rows(run_job("changes", 2, seeds))
 
 
 def target_rows(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How long each way took to reach the target, against the best fixed batch.
+    """Return how long each way to choose the batch took to the target, against the best fixed one.
 
-    A training that misses the target has taken longer than any that reaches it.
+    A training that misses the target counts as slower than any that reaches it.
 
     Args:
-        found: of the job ``distorted``: ``batch`` (a size, ``"adaptive"``, or a peer's name),
-            ``seconds`` (None where the target was missed), and ``whole_s``, ``accuracy`` and
-            ``last_batch`` at the end of its schedule, or ``failed`` with the reason where the job
+        found: rows of the job ``distorted``: ``batch`` (a size, ``"adaptive"``, or a peer's name),
+            ``seconds`` (None if the target was missed), and ``whole_s``, ``accuracy`` and
+            ``last_batch`` at the end of its schedule, or ``failed`` with the reason if the job
             died.
     """
     rows: list[dict[str, Any]] = []
@@ -339,9 +341,9 @@ def _known(value: float | None) -> float | None:
 
 
 def measure_distorted(seeds: Sequence[int], peer: str | None) -> list[dict[str, Any]]:
-    """Time to a test accuracy on distorted digits, two ranks."""
+    """Measure the time to a test accuracy on distorted digits, with two ranks."""
     found: list[dict[str, Any]] = []
-    # In turn, so that a busy moment of the machine hits all alike.
+    # The batches alternate, so that a disturbance of the machine affects all of them equally.
     for seed in seeds:
         for batch in ("adaptive", *FIXED, "horovod"):
             found += run_job("distorted", 2, batch, seed)
@@ -360,7 +362,7 @@ def measure_distorted(seeds: Sequence[int], peer: str | None) -> list[dict[str, 
 
 
 def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]]:
-    """Examples needed at larger batches, foretold and measured, two ranks."""
+    """Measure the examples needed at larger batches, and predict them; two ranks."""
     rows: list[dict[str, Any]] = []
     for name in problems:
         problem, found = PROBLEMS[name], list[dict[str, Any]]()
@@ -376,14 +378,14 @@ def measure_examples(seeds: int, problems: Sequence[str]) -> list[dict[str, Any]
             ]
             rows.append(row)
             if row["examples"] is not None:
-                # A batch of twice the size needs at most twice the examples, if theory holds.
+                # In theory twice the batch needs at most twice the examples; 4 leaves a margin.
                 most = min(float(problem.most_examples), 4 * row["examples"])
     error = median_error(rows)
     return [*rows, {"problem": "all", "median_error": error if math.isfinite(error) else None}]
 
 
 def peer_if_there(wanted: bool) -> str | None:
-    """The name of AdaptDL, or None where it is not asked for or cannot be had."""
+    """Return the name of AdaptDL, or None if it is not asked for or cannot be installed."""
     if not wanted:
         return None
     try:
@@ -395,7 +397,7 @@ def peer_if_there(wanted: bool) -> str | None:
 
 
 def main() -> int:
-    """The command line of ``benchmarks/adaptive.py``."""
+    """Run ``benchmarks/adaptive.py`` with its command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="adaptive.py", description=__doc__)
     parser.add_argument("--parts", type=names, default=PARTS, help="which, separated by commas")
     parser.add_argument("--seeds", type=at_least_one, default=3, help="trainings for each row")

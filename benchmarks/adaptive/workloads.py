@@ -1,6 +1,6 @@
-"""What is trained: networks, data and settings that our jobs and those of peers share.
+"""Networks, data and settings that our jobs and those of peers share.
 
-Peers import this in environments of their own, so it needs nothing of ours.
+Peers import this module in environments of their own, so it does not import hvd_elastic.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 INITIAL, LARGEST = 32, 512
-"""Of the digits: global batch sizes."""
+"""Initial and largest global batch size for the digits."""
 COPIES, DISTORTED_RATE, DISTORTED_TARGET = 10, 0.05, 0.975
-"""Of distorted digits: made of each, first learning rate for the initial batch, accuracy wanted."""
+"""Distorted digits: copies of each digit, first learning rate at the initial batch, and target
+accuracy."""
 DISTORTED_STEPS, LOOK, LOOKS = 1800, 50, 4
-"""The same: progress of a training in steps of the initial batch, that between looks at the
-accuracy, and of how many looks the mean must reach the target."""
+"""Distorted digits: progress of a training in steps at the initial batch, progress between two
+evaluations, and number of evaluations whose mean must reach the target."""
 WIDTH, BATCH, STEPS, WARM = 1000, 64, 20, 420
-"""Of the overhead: the network's width, the global batch, steps of a block, steps before all."""
+"""Overhead: width of the network, global batch size, steps of a block, steps before the first."""
 
 
 def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
-    """Training examples, and images and labels of every fifth one for testing."""
+    """Return the training examples, and images and labels of every fifth digit for testing."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -39,14 +40,14 @@ def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def distorted_digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
-    """As :func:`digits`, of each digit ten, turned, resized and moved by chance."""
+    """Return the same as :func:`digits`, with ten randomly distorted copies of each digit."""
     learned, test = digits()
     images, labels = learned.tensors
     return TensorDataset(*_distorted(images, labels, seed=1)), _distorted(*test, seed=2)
 
 
 def rate_left(progress: float) -> float:
-    """Share of the first learning rate that distorted digits have after so many initial steps."""
+    """Return the fraction of the first learning rate after ``progress`` initial-batch steps."""
     return max(0.0, 1 - progress / DISTORTED_STEPS)
 
 
@@ -60,7 +61,7 @@ def _distorted(
 
     angle, size = within(math.radians(20)), 1 + within(0.2)
     cos, sin = torch.cos(angle) / size, torch.sin(angle) / size
-    across, down = within(0.25), within(0.25)  # a pixel of eight, in halves of the image
+    across, down = within(0.25), within(0.25)  # one of eight pixels, in units of half the image
     rows = [torch.stack([cos, -sin, across], 1), torch.stack([sin, cos, down], 1)]
     many = images.repeat(COPIES, 1, 1, 1)
     grid = F.affine_grid(torch.stack(rows, 1), list(many.shape), align_corners=False)
@@ -68,7 +69,7 @@ def _distorted(
 
 
 def digits_network(channels: int = 32, hidden: int = 256) -> nn.Module:
-    """That of ``scripts/examples/digits.py``, but wider, so that steps have more to compute."""
+    """Return the network of ``scripts/examples/digits.py``, by default wider: steps are longer."""
     twice = 2 * channels
     return nn.Sequential(
         *(nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()),
@@ -78,7 +79,7 @@ def digits_network(channels: int = 32, hidden: int = 256) -> nn.Module:
 
 
 def share_right(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of the images, how many the network tells; it is one that trains, before and after."""
+    """Return the network's accuracy; it is in training mode before and after."""
     network.eval()
     with torch.no_grad():
         right = (network(images).argmax(1) == labels).float().mean()
@@ -87,32 +88,33 @@ def share_right(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) 
 
 
 class Race:
-    """A training's way to an accuracy; the time of looking at that is charged to nobody.
+    """Measures a training's time to a target accuracy, without the time of the evaluations.
 
-    It goes on until its schedule ends. Looks are taken at the same progress in all trainings, and
-    the target is reached where the mean of several running is: single ones go up and down.
+    The training continues until its schedule ends. The accuracy is evaluated at the same progress
+    in all trainings. The target counts as reached when the mean of several consecutive evaluations
+    reaches it, since single ones fluctuate.
 
     Args:
-        judge: the accuracy now, the same on all ranks.
+        judge: returns the present accuracy, the same on all ranks.
     """
 
     def __init__(self, judge: Callable[[], float]) -> None:
         self._judge = judge
         self._seconds, self._due = 0.0, LOOK
         self.curve: list[tuple[float, int, float, int, float]] = []
-        """Of each look: seconds and examples so far, accuracy, batch, progress."""
+        """Evaluations: seconds and examples so far, accuracy, batch, progress."""
 
     def start(self) -> None:
-        """The training begins, or goes on, now."""
+        """Start the clock, or continue it after an evaluation."""
         self._began = time.perf_counter()
 
     def over(self, examples: int, batch: int, progress: float) -> bool:
-        """A step was taken; whether the training ends with it.
+        """Evaluate the accuracy if due; return whether the training ends with this step.
 
         Args:
-            examples: of all steps so far.
-            batch: the global one now.
-            progress: steps of the initial batch that all steps so far were worth.
+            examples: examples of all steps so far.
+            batch: present global batch size.
+            progress: scale-invariant progress of all steps so far, in initial-batch steps.
         """
         if progress < self._due:
             return False
@@ -124,7 +126,7 @@ class Race:
         return progress >= DISTORTED_STEPS
 
     def result(self) -> dict[str, Any]:
-        """Fields of a row: ``seconds`` are None where the target was missed."""
+        """Return the fields of a row; ``seconds`` is None if the target was missed."""
         looks = range(LOOKS, len(self.curve) + 1)
         means = [statistics.fmean(look[2] for look in self.curve[n - LOOKS : n]) for n in looks]
         reached = [n for n, mean in zip(looks, means, strict=True) if mean >= DISTORTED_TARGET]
@@ -135,14 +137,14 @@ class Race:
 
 
 def wide_network() -> nn.Module:
-    """Two million parameters in two layers of a thousand."""
+    """Return a network with two million parameters in two layers of width 1000."""
     torch.manual_seed(0)
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(first, nn.ReLU(), second)
 
 
 def square_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
-    """One step towards outputs of zero; the optimizer may be any that has the methods of one."""
+    """Take one step towards outputs of zero, with any object that has an optimizer's methods."""
     optimizer.zero_grad()
     model(batch).square().mean().backward()
     optimizer.step()
@@ -151,7 +153,7 @@ def square_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
 def take_turns(
     rounds: int, bare: Callable[[], None], adaptive: Callable[[], None], steps: int = STEPS
 ) -> dict[str, list[float]]:
-    """Blocks of so many steps of each, in turn; the time of a step in each block [s]."""
+    """Run blocks of ``steps`` steps of each alternately; return each block's time per step [s]."""
     times: dict[str, list[float]] = {"bare": [], "adaptive": []}
     for _ in range(rounds):
         for name, block in (("bare", bare), ("adaptive", adaptive)):
@@ -162,7 +164,7 @@ def take_turns(
 
 
 def warm_up() -> None:
-    """A few steps of the digits network on this process alone, charged to nobody."""
+    """Take a few steps with the digits network in this process, before anything is timed."""
     model = digits_network()
     sgd = torch.optim.SGD(model.parameters(), lr=DISTORTED_RATE, momentum=0.9)
     images, labels = digits()[1]

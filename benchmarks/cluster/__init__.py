@@ -1,1 +1,1 @@
-"""The cluster helpers beside what people use in their place, on virtual hosts."""
+"""Benchmark of the cluster tools beside the tools usually used instead, on virtual hosts."""

@@ -13,7 +13,7 @@ from benchmarks.testbed.figures import Result
 
 
 def main() -> int:
-    """Command line."""
+    """Run the benchmark with its command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="cluster.py",
         description="Copies to many hosts beside peers; with --calls, --many or --faults commands "

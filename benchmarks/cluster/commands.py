@@ -1,4 +1,4 @@
-"""Times a command that does nothing on many hosts, by ``runclust`` and by its peers."""
+"""Measures a command that does nothing on many hosts, with ``runclust`` and its peers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ KINDS = {
     "clush": "the same",
 }
 _LIMIT_S = 300.0
-"""For one call."""
+"""Time limit of one call."""
 
 
 def our_tool(program: str, *arguments: str) -> list[str]:
-    """The command line of one of our programs, with this Python."""
+    """Return the command line of one of our programs, run with this Python."""
     text = f"from hvd_elastic.cli.start import {program}; {program}()"
     return [sys.executable, "-c", text, *arguments]
 
 
 def timed_call(command: Sequence[str], environment: Mapping[str, str]) -> tuple[float, str]:
-    """Run it without input; return its seconds, and what it said on stderr.
+    """Run a command without input; return its duration [s] and its stderr.
 
     Raises:
-        RunError: it failed; with the end of what it said.
+        RunError: it failed; contains the end of its stderr.
         subprocess.TimeoutExpired: it took too long.
     """
     begun = time.monotonic()
@@ -58,15 +58,15 @@ def timed_call(command: Sequence[str], environment: Mapping[str, str]) -> tuple[
 
 
 def measure_calls(hosts: int, rounds: int, say: Say) -> Result:
-    """Measure each kind once in every round.
+    """Measure each tool once in every round.
 
     Args:
-        hosts: how many, each an sshd of this machine, 1 to 250.
-        rounds: how often.
-        say: told every figure.
+        hosts: number of hosts, each an sshd of this machine, 1 to 250.
+        rounds: number of rounds.
+        say: called with every figure.
 
     Raises:
-        UsageError: there is no ssh.
+        UsageError: ssh is not installed.
     """
     load_before = os.getloadavg()
     there = [kind for kind in KINDS if kind == OURS or shutil.which(kind) is not None]
@@ -108,7 +108,7 @@ def measure_calls(hosts: int, rounds: int, say: Say) -> Result:
 
 
 def _children_s() -> float:
-    """Processor time of all commands that were run, theirs included."""
+    """Return the processor time of all finished commands and their children [s]."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,4 +1,4 @@
-"""Virtual hosts with slow links, and copies to them: timed from the command to its end."""
+"""Virtual hosts with slow links, and copies to them, timed from the command to its end."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hvd_elastic.virtual.tools import run_tool
 
 DESTINATION = "/data/set"
 LIMIT_S = 900.0
-# Of each packet, as the kernel counts them: Ethernet 14 bytes, IPv4 20, TCP with time stamps 32.
+# Bytes of a packet's headers as the kernel counts them: Ethernet 14, IPv4 20, TCP with stamps 32.
 _HEADERS = 66
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One copy.
+    """Result of one copy.
 
     Attributes:
-        seconds: from the command to its end.
-        sent_bytes: what left this machine by its link to the hosts, packet headers included.
+        seconds: time from the command to its end.
+        sent_bytes: bytes that this machine sent over its link to the hosts, with packet headers.
         payload_bytes: the same without the headers of Ethernet, IP and TCP.
-        complete: hosts whose copy is byte for byte the source.
+        complete: hosts whose copy is identical to the source.
     """
 
     seconds: float
@@ -44,12 +44,12 @@ class Timed:
 
 
 class CopyBed:
-    """Hosts whose links, this machine's included, carry so many bits a second in each direction.
+    """Virtual hosts and this machine, all with links of the same limited rate.
 
     Args:
-        cluster: the hosts.
-        scratch: a folder of this machine.
-        bits_per_s: the rate.
+        cluster: virtual hosts.
+        scratch: folder of this machine for output.
+        bits_per_s: rate of every link in each direction.
     """
 
     def __init__(self, cluster: VirtualCluster, scratch: Path, bits_per_s: int) -> None:
@@ -60,30 +60,30 @@ class CopyBed:
         self._interface = plan.interface_name(cluster.state.subnet)
 
     def copy(self, host: str) -> Path:
-        """A host's copy, as seen from this machine."""
+        """Return the path of a host's copy on this machine."""
         return self.cluster.data(host) / Path(DESTINATION).name
 
     def ours(self, source: Path, hostfile: Path | None = None) -> list[str]:
-        """The command line of copyclust, to all hosts or to those of another hostfile."""
+        """Return the command line of copyclust, to all hosts or to those of another hostfile."""
         hosts = str(hostfile or self.cluster.hostfile)
         return our_tool("copyclust", hosts, str(source), DESTINATION)
 
     def pull(self, command: str, names: Path) -> list[str]:
-        """The command line of copyclust --pull for all hosts.
+        """Return the command line of copyclust --pull for all hosts.
 
         Args:
-            command: what brings a file of a store, with its placeholders.
-            names: a file with the names of what is there.
+            command: command that fetches a file from a store, with its placeholders.
+            names: file with the names of the files in the store.
         """
         options = ("--pull", command, "--list", str(names))
         return our_tool("copyclust", str(self.cluster.hostfile), *options, DESTINATION)
 
     def run(self, command: str) -> list[str]:
-        """The command line of runclust for all hosts."""
+        """Return the command line of runclust for all hosts."""
         return our_tool("runclust", str(self.cluster.hostfile), command)
 
     def rsync(self, source: Path, host: str) -> list[str]:
-        """The command line of rsync to one host."""
+        """Return the command line of rsync to one host."""
         ssh = f"ssh -F {self.cluster.ssh_config} -o ControlPath=none"
         return ["rsync", "-a", "-e", ssh, f"{source}/", f"{host}:{DESTINATION}/"]
 
@@ -95,13 +95,13 @@ class CopyBed:
         *,
         together: bool = True,
     ) -> Timed:
-        """Runs the commands, at the same time or one after the other.
+        """Run copy commands and time them.
 
         Args:
-            source: what the hosts are compared with afterwards.
-            commands: what is run.
-            meanwhile: called with the processes when they have begun.
-            together: whether all are run at the same time.
+            source: folder that the hosts' copies are compared with afterwards.
+            commands: command lines to run.
+            meanwhile: called with the processes once they have started.
+            together: whether to run all at the same time instead of one after the other.
         """
         bytes_before, packets_before = self._sent()
         begun = time.monotonic()
@@ -123,22 +123,22 @@ class CopyBed:
         return Timed(seconds, sent, payload, tuple(complete))
 
     def clear(self) -> None:
-        """Empties the hosts' data folders and brings back hosts that are off."""
+        """Boot hosts that are off, and empty the data folders of all hosts."""
         restore_hosts(self.cluster)
         for host in self.hosts:
             for entry in self.cluster.data(host).iterdir():
                 shutil.rmtree(entry)
-        # What was written for the last copy must not be what the disk does during the next.
+        # Writes that are still pending would slow down the next copy.
         os.sync()
 
     def put_there(self, source: Path) -> None:
-        """The source at the destination of every host, as if it had been copied before."""
+        """Put the source at the destination on every host, as if it had been copied before."""
         for host in self.hosts:
             shutil.copytree(source, self.copy(host), symlinks=True)
         os.sync()
 
     def arrived(self, host: str) -> int:
-        """Bytes of unfinished large files that a host has."""
+        """Return the size of the unfinished large files on a host [bytes]."""
         found = 0
         with contextlib.suppress(FileNotFoundError):
             for path in (self.copy(host) / ".hvd_elastic-part").iterdir():
@@ -146,7 +146,7 @@ class CopyBed:
         return found
 
     def wait_for(self, host: str, size: int) -> None:
-        """Until so many bytes of an unfinished file have arrived at a host."""
+        """Wait until ``size`` bytes of unfinished files have arrived at a host, or raise."""
         deadline = time.monotonic() + LIMIT_S
         while self.arrived(host) < size:
             if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ class CopyBed:
             time.sleep(0.02)
 
     def wait_until_complete(self, hosts: Sequence[str], name: str) -> float:
-        """Until the hosts have a file under its name; how long that took [s]."""
+        """Wait until all hosts have the finished file ``name``; return how long that took [s]."""
         begun = time.monotonic()
         files = [self.copy(host) / name for host in hosts]
         while not all(file.exists() for file in files):
@@ -164,18 +164,18 @@ class CopyBed:
         return time.monotonic() - begun
 
     def slow_down(self, host: str, share: float) -> None:
-        """Limits a host's link, in both directions, to a share of the others'."""
+        """Limit a host's link in both directions to a fraction of the others' rate."""
         limit_link(self.cluster, host, int(self.bytes_per_s * 8 * share))
 
     def _sent(self) -> tuple[int, int]:
-        """Bytes and packets that have left this machine by its link to the hosts."""
+        """Return the bytes and packets that this machine has sent over its link to the hosts."""
         folder = Path("/sys/class/net", self._interface, "statistics")
         size, packets = (int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets"))
         return size, packets
 
 
 def fingerprint(folder: Path) -> str:
-    """One digest of names, times and contents of all files of a folder; "" where there is none."""
+    """Return a digest of names, times and contents of a folder's files; "" for no folder."""
     if not folder.is_dir():
         return ""
     digest = hashlib.sha256()
@@ -190,7 +190,7 @@ def fingerprint(folder: Path) -> str:
 
 @contextlib.contextmanager
 def make_copy_bed(hosts: int, rate: str, scratch: Path) -> Iterator[CopyBed]:
-    """Virtual hosts for as long as the block lasts; this machine's link to them is limited too."""
+    """Start virtual hosts with limited links, this machine's too, and end them after the block."""
     limit = plan.parse_rate(rate)
     with VirtualCluster.up(hosts, 1, rate=rate, loopback=False) as cluster:
         interface = plan.interface_name(cluster.state.subnet)

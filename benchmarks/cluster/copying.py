@@ -1,4 +1,4 @@
-"""What a data set's way to many hosts takes, in multiples of size over link rate (D/B)."""
+"""Measures copies of a data set to many hosts, in multiples of size over link rate (D/B)."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ class Measured:
     """One figure.
 
     Attributes:
-        row: which (see :data:`ROWS`).
-        tool: ``copyclust`` or what it is compared with.
-        hosts: how many.
-        seconds: from the command to its end.
-        ratio: the same in units of D/B.
-        target: the most that ``ratio`` (or ``seconds``, for the row "nothing") shall be; None where
-            nothing is promised.
-        note: what else must be known.
-        sent: what this machine sent, headers included, in units of D; None for a floor.
+        row: name of the row (see :data:`ROWS`).
+        tool: ``copyclust`` or the tool that it is compared with.
+        hosts: number of hosts.
+        seconds: time from the command to its end.
+        ratio: the same time in units of D/B.
+        target: upper bound for ``ratio`` (for ``seconds`` in the row "nothing"); None: no bound.
+        note: remark for the reader.
+        sent: bytes that this machine sent, with headers, in units of D; None for raw TCP.
         payload: the same without the headers of Ethernet, IP and TCP.
-        complete: hosts that hold the source byte for byte afterwards.
+        complete: number of hosts whose copy is identical to the source.
     """
 
     row: str
@@ -76,12 +75,12 @@ ROWS: dict[str, str] = {
 
 
 class _Measuring:
-    """The rows, on one set of hosts after the other.
+    """Measures the rows, on one set of hosts after the other.
 
     Args:
-        options: of the command line.
-        folder: a folder of this machine.
-        say: told every figure.
+        options: options of the command line.
+        folder: scratch folder of this machine.
+        say: called with every figure.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path, say: Say) -> None:
@@ -127,7 +126,7 @@ class _Measuring:
         note = "each host sends as much to the next at the same time"
         tcp = ("scale", "TCP alone", len(bed.hosts), round(seconds, 2), ratio, None, note)
         self._found(Measured(*tcp))
-        # rsync to more hosts is known: so many times the time for one.
+        # With more hosts rsync's time only grows in proportion, so it is not measured.
         if self._peers and len(bed.hosts) <= 4:
             self._rsync("scale", bed, source, together=False)
             self._rsync("scale", bed, source)
@@ -196,7 +195,8 @@ class _Measuring:
         bed.clear()
         late = bed.hosts[-1]
         lines = bed.cluster.hostfile.read_text().splitlines()
-        hostfile = bed.cluster.hostfile.with_name("joining")  # beside the ssh configuration
+        # In the same folder, where the tools look for the ssh configuration.
+        hostfile = bed.cluster.hostfile.with_name("joining")
         hostfile.write_text("\n".join(line for line in lines if line.split()[:1] != [late]))
         took: list[float] = []
 
@@ -232,7 +232,7 @@ class _Measuring:
         source = self._random(pieces=2 * len(bed.hosts))
         names = [path.name for path in source.iterdir()]
         for name in names:
-            os.utime(source / name, (0, 0))  # whole seconds, which is what a web server tells
+            os.utime(source / name, (0, 0))  # a web server reports times in whole seconds
         listed = self._folder / "names"
         listed.write_text("".join(f"{name}\n" for name in names))
         with _serve(source, bed.cluster.leader_address) as url:
@@ -257,7 +257,7 @@ class _Measuring:
         target: float,
         prepare: Callable[[Path], None],
     ) -> None:
-        """Ours and rsync, from the same state of the hosts."""
+        """Measure copyclust and rsync from the same state of the hosts."""
         self._ours(row, bed, source, target, prepare=prepare)
         if self._peers:
             self._rsync(row, bed, source, prepare=prepare)
@@ -348,7 +348,7 @@ class _Measuring:
 
 
 class _Quiet(SimpleHTTPRequestHandler):
-    """Says nothing of what is asked for."""
+    """Request handler that logs nothing."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -356,7 +356,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def _serve(folder: Path, address: str) -> Iterator[str]:
-    """A web server of this machine with what is in a folder; its address."""
+    """Serve a folder by HTTP for the length of the block; yield its URL."""
     handler = functools.partial(_Quiet, directory=str(folder))
     with ThreadingHTTPServer((address, 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -367,10 +367,10 @@ def _serve(folder: Path, address: str) -> Iterator[str]:
 
 
 def measure_copies(options: argparse.Namespace, say: Say) -> Result:
-    """Measure the rows that the command line names; ``say`` is told every figure.
+    """Measure the rows that the command line names; ``say`` is called with every figure.
 
     Raises:
-        UsageError: there is no such row, or no rsync, or no curl.
+        UsageError: a row is unknown, or rsync or curl is not installed.
     """
     rows = names(options.rows)
     check_names("--rows", rows, ROWS)
@@ -402,7 +402,7 @@ def measure_copies(options: argparse.Namespace, say: Say) -> Result:
 
 
 class _PeakLoad:
-    """The highest 1-minute load average while it is open."""
+    """Context manager that records the highest 1-minute load average of its block."""
 
     def __init__(self) -> None:
         self.highest = 0.0

@@ -1,6 +1,6 @@
-"""What the cluster tools do when something is wrong, beside what others do: figures of a moment.
+"""Measures what the cluster tools and their peers do when something is wrong, once each.
 
-Hosts are namespaces: ``pkill`` on one of them reaches nothing else of this machine.
+Hosts are process namespaces, so ``pkill`` on one of them affects nothing else on this machine.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ WANTED: dict[str, dict[str, float]] = {
     "launcher": {"left": 0.0},
     "killed": {"left": 0.0, "hurt": 0.0},
 }
-"""The most that each value of ours shall be."""
+"""Upper bound of each value for our tools."""
 _PEERS = ("pdsh", "clush", "horovodrun", "mpirun", "pkill")
-# By its path: on hosts this checkout is not among the modules.
+# Started by its path, since this checkout is not on the module path of the hosts.
 _NINE = [sys.executable, str(Path(nine_kinds.__file__))]
 _WAIT = "import time; time.sleep(600)"
 
 Values = dict[str, float]
 Case = tuple[str, Sequence[str], Callable[[Sequence[str]], Values]]
-"""A tool, its command, and what runs that and measures."""
+"""Name of a tool, its command line, and the function that runs the command and measures."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a tool did.
+    """Figures of one tool in one row.
 
     Attributes:
-        row: which (see :data:`FAULTS`).
-        tool: who.
-        values: what was measured; empty where the tool is not there.
-        wanted: the most that each value shall be; ours alone.
-        note: what else must be known.
+        row: name of the row (see :data:`FAULTS`).
+        tool: name of the tool.
+        values: measured values; empty if the tool is not installed.
+        wanted: upper bound of each value; for our tools only.
+        note: remark for the reader.
     """
 
     row: str
@@ -86,7 +86,7 @@ class _Measuring:
         self._environment = {
             **os.environ,
             "HVD_ELASTIC_HOME": str(folder),
-            # Where horovodrun remembers which hosts it has reached.
+            # horovodrun stores there which hosts it has reached.
             "HOME": str(folder),
             "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
             "PYTHONUNBUFFERED": "1",
@@ -97,7 +97,7 @@ class _Measuring:
         self.found: list[Seen] = []
 
     def measure(self, row: str) -> None:
-        """Measure each tool of a row; nothing of it is left on the hosts afterwards."""
+        """Measure each tool of a row, and end all of its processes on the hosts afterwards."""
         cases: dict[str, Callable[[], Iterator[Case]]] = {
             "healthy": self._healthy,
             "dead": self._dead,
@@ -267,7 +267,7 @@ class _Measuring:
             )
 
     def _run(self, command: Sequence[str]) -> None:
-        """Whatever comes of it."""
+        """Run a command until it ends or LIMIT_S is over, with any exit status."""
         process = self._start(command)
         try:
             process.wait(LIMIT_S)
@@ -276,7 +276,7 @@ class _Measuring:
             process.wait()
 
     def _told(self, host: str, count: int, process: subprocess.Popen[bytes]) -> list[int]:
-        """The ids, on the host, of the processes of a worker; its own is the last."""
+        """Return the process ids on the host of a worker and its processes; its own is last."""
         path = self._cluster.data(host) / "told"
         deadline = time.monotonic() + LIMIT_S
         while True:
@@ -312,16 +312,16 @@ def _horovodrun(hosts: Sequence[str], command: Sequence[str]) -> list[str]:
 
 
 def measure_faults(rows: Sequence[str], peers: bool, say: Say) -> Result:
-    """Measure the rows.
+    """Measure the given rows.
 
     Args:
-        rows: names of :data:`FAULTS`.
-        peers: whether others are measured too.
-        say: told every figure.
+        rows: names in :data:`FAULTS`.
+        peers: whether other tools are measured too.
+        say: called with every figure.
 
     Raises:
-        UsageError: there is no such row.
-        VirtualClusterError: there is no root.
+        UsageError: a row is unknown.
+        VirtualClusterError: this process is not root.
     """
     check_names("--faults", rows, FAULTS)
     load_before = os.getloadavg()
@@ -337,7 +337,7 @@ def measure_faults(rows: Sequence[str], peers: bool, say: Say) -> Result:
 
 
 def faults_result(taken: Conditions, found: Sequence[Seen]) -> Result:
-    """Text and file of what was seen."""
+    """Return the result with the measured figures."""
     meanings = {row: FAULTS[row] for row in dict.fromkeys(seen.row for seen in found)}
     lines = [*map(_line, found), "", *(f"{row}: {text}" for row, text in meanings.items())]
     body = {"rows_mean": meanings, "rows": found}

@@ -1,6 +1,6 @@
-"""Measures how commands grow with the number of hosts and predicts 1,000; memory of the leader.
+"""Measures time and memory of commands by the number of hosts, and predicts them for 1,000.
 
-Many names lead to a few sshds of this machine: each name is logged in to on its own.
+Many host names lead to a few sshds of this machine; each name gets a connection of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SSHDS = 8
 PREDICTED = 1000
 OUTPUT_BYTES = (1_000_000, 1_000_000_000)
 MB = 1e6
-# Not getrusage for the memory, which begins with what the parent had.
+# Memory is not read from getrusage, whose peak includes that of the parent before exec.
 _TELL = """
 import atexit, os, re, sys
 def tell():
@@ -36,13 +36,13 @@ atexit.register(tell)
 
 @dataclass(frozen=True)
 class Grown:
-    """A command that does nothing on so many hosts.
+    """Figures of a command that does nothing on a number of hosts.
 
     Attributes:
-        hosts: how many.
-        seconds: of the call.
-        cpu_s: processor time of runclust itself in it.
-        peak_bytes: the most memory that runclust had in it.
+        hosts: number of hosts.
+        seconds: duration of the call.
+        cpu_s: processor time of runclust itself.
+        peak_bytes: peak memory of runclust.
     """
 
     hosts: int
@@ -53,7 +53,7 @@ class Grown:
 
 @dataclass(frozen=True)
 class Memory:
-    """The most memory that a command had, beside what passed through it."""
+    """Peak memory of a command, and the amount of data that it transferred."""
 
     what: str
     data_bytes: int
@@ -62,13 +62,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Model:
-    """A straight line through what was measured: ``constant + per_host * hosts``."""
+    """A straight line fitted to measurements: ``constant + per_host * hosts``."""
 
     constant: float
     per_host: float
 
     def at(self, hosts: int) -> float:
-        """What it says of so many hosts.
+        """Return the predicted value for a number of hosts.
 
         >>> Model(0.1, 0.01).at(1000)
         10.1
@@ -77,7 +77,7 @@ class Model:
 
 
 def fit_growth(grown: Sequence[Grown]) -> dict[str, Model]:
-    """A line for each figure; none with fewer than two numbers of hosts.
+    """Fit a line to each figure; return none with fewer than two different numbers of hosts.
 
     >>> some = [Grown(n, 1 + 0.5 * n, 0.1, 7) for n in (10, 20, 30)]
     >>> round(fit_growth(some)["seconds"].at(1000), 3)
@@ -94,7 +94,7 @@ def fit_growth(grown: Sequence[Grown]) -> dict[str, Model]:
 
 
 class _Bed:
-    """A cluster, and a hostfile and ssh configuration with many names for its hosts."""
+    """A virtual cluster with an ssh configuration that gives its hosts many names."""
 
     def __init__(self, cluster: VirtualCluster, folder: Path, names: int) -> None:
         self._folder = folder
@@ -112,7 +112,7 @@ class _Bed:
         return str(path)
 
     def measure(self, tool: str, *arguments: str) -> tuple[float, float, int]:
-        """Seconds, processor seconds, and the most memory of a call."""
+        """Run one of our tools; return duration [s], processor time [s] and peak memory [bytes]."""
         python, flag, program, *words = our_tool(tool, "-F", str(self._config), *arguments)
         command = [python, flag, _TELL + program, *words]
         seconds, errors = timed_call(command, self._environment)
@@ -121,12 +121,12 @@ class _Bed:
 
 
 def measure_many(counts: Sequence[int], copied_bytes: int, say: Say) -> Result:
-    """Measure calls on so many hosts, and what memory they take here.
+    """Measure calls on different numbers of hosts, and the leader's memory.
 
     Args:
         counts: numbers of hosts.
-        copied_bytes: of the larger of the two files that are copied.
-        say: told every figure.
+        copied_bytes: size of the larger of the two files that are copied.
+        say: called with every figure.
 
     Raises:
         UsageError: a number is too small.
@@ -166,7 +166,7 @@ def measure_many(counts: Sequence[int], copied_bytes: int, say: Say) -> Result:
 
 
 def many_result(taken: Conditions, grown: Sequence[Grown], memory: Sequence[Memory]) -> Result:
-    """Text and file of what was measured, with what straight lines predict of more hosts."""
+    """Return the result with its measurements and the predictions for more hosts."""
     models = fit_growth(grown)
     body = {
         "grown": grown,

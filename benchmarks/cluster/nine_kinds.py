@@ -1,7 +1,7 @@
 """A worker that starts processes of eight more kinds, as training scripts do, and then waits.
 
-``python nine_kinds.py FILE [KINDS]`` writes a line for each, its kind and
-its process id, to the file. Only standard library: any launcher runs it.
+``python nine_kinds.py FILE [KINDS]`` writes a line with process id and kind for each process to
+FILE. It uses only the standard library, so that any launcher can run it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 WAIT_S = 600.0
-# In a session of its own; a grandchild, whose parent has ended; what it becomes; its environment
-# cleared; deaf to TERM.
+# Properties of a process: session = in its own session; twice = grandchild whose parent has ended;
+# python, sleep = executes that program; cleared = without our environment; deaf = ignores TERM.
 KINDS: dict[str, frozenset[str]] = {
     "forked": frozenset(),
     "in a session of its own": frozenset({"session"}),
@@ -28,7 +28,7 @@ KINDS: dict[str, frozenset[str]] = {
 
 
 def start(kind: str, how: frozenset[str], told: Path) -> None:
-    """One process of that kind."""
+    """Start one process of a kind."""
     if os.fork():
         return
     if "session" in how:
@@ -49,13 +49,13 @@ def start(kind: str, how: frozenset[str], told: Path) -> None:
 
 
 def tell(kind: str, told: Path) -> None:
-    """A line for this process."""
+    """Append a line for this process to the file."""
     with told.open("a", encoding="utf-8") as file:
         file.write(f"{os.getpid()} {kind}\n")
 
 
 def main() -> None:
-    """Starts all, or the first so many."""
+    """Start the processes of all kinds, or of the first KINDS."""
     told = Path(sys.argv[1])
     most = int(sys.argv[2]) if len(sys.argv) > 2 else len(KINDS)
     for kind, how in list(KINDS.items())[:most]:

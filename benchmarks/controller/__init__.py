@@ -1,1 +1,1 @@
-"""The scaling controller, in virtual time and on real jobs."""
+"""Benchmark of the scaling controller, in virtual time and on real jobs."""

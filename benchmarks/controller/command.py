@@ -1,4 +1,4 @@
-"""The command line of ``benchmarks/controller.py``, and what it keeps of earlier calls."""
+"""The command line of ``benchmarks/controller.py``, which keeps results of earlier calls."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _PARTS: dict[str, tuple[str, str, Collection[str], str, _Measure]] = {
         measure_forecast,
     ),
 }
-"""Option, field that names a row, valid names, meaning, and what measures a row."""
+"""For each part: option, field that names a row, valid names, meaning, function that measures."""
 _BENCHMARK = "controller_virtual"
 
 
 def main() -> int:
-    """Command line."""
+    """Run the benchmark with its command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="controller.py",
         description="The scaling controller in virtual time; with --virtual real jobs train on "
@@ -60,13 +60,13 @@ def _measure(options: argparse.Namespace, say: Say) -> Result:
 
 
 def measure_virtual(options: argparse.Namespace, say: Say) -> Result:
-    """Measure on virtual hosts.
+    """Measure real jobs on virtual hosts.
 
-    The file of ``--out`` is written anew after each case, so that what was measured is not lost.
-    What it holds of other cases stays.
+    The file of ``--out`` is rewritten after each case, so that no measurement is lost. Its figures
+    of other cases are kept.
 
     Raises:
-        UsageError: a name is not known, there is no root, or ``--out`` is another file.
+        UsageError: a name is unknown, this process is not root, or ``--out`` is another file.
     """
     wanted = {part: names(getattr(options, option)) for part, (option, *_) in _PARTS.items()}
     for part, (option, _, valid, *_) in _PARTS.items():
@@ -107,7 +107,7 @@ def measure_virtual(options: argparse.Namespace, say: Say) -> Result:
 
 
 def merged(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows of cases that were measured now, and what was kept of all others.
+    """Return the rows of the cases measured now, and the kept rows of all others.
 
     >>> merged({"changes": [{"change": "link", "slots": 8}, {"change": "slow", "slots": 6}]},
     ...        {"changes": [{"change": "link", "slots": 7}]})["changes"]

@@ -1,12 +1,13 @@
-"""A job whose device is a sleep: ``python device_job.py FOLDER PASS_S EXAMPLE_S BALLAST_MB``.
+"""A job that emulates a device by sleeping.
 
-A pass over m examples sleeps ``PASS_S + EXAMPLE_S m`` seconds, so that slots behave like devices
-whatever the number of cores. Gradients of a small network and their reduction are real; a ballast
-of zeros is reduced with them. The learning rate is so small that the noise stays as it is.
+``python device_job.py FOLDER PASS_S EXAMPLE_S BALLAST_MB``: a pass over m examples sleeps
+``PASS_S + EXAMPLE_S m`` seconds, so that slots behave like devices at any number of cores. The
+gradients of a small network and their reduction are real; a ballast of zeros is reduced with them.
+The learning rate is so small that the noise scale does not change.
 
-Between steps the job obeys JSON files in FOLDER: ``slow`` (host → factor of its sleeps), ``flips``
-(part of the labels that are drawn anew at random, which drowns the gradient in noise) and ``batch``
-(a global batch size to use instead of the one that the job would choose).
+Between steps the job follows JSON files in FOLDER: ``slow`` (host → factor of its sleeps),
+``flips`` (fraction of labels that are replaced by random ones, which raises the noise) and
+``batch`` (global batch size to use instead of the one that the job would choose).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _Network(nn.Module):
 
 
 def _data() -> TensorDataset:
-    """Inputs, their labels, labels drawn at random, and the part of flips at which they count."""
+    """Return inputs, labels, random labels, and the ``flips`` above which those are used."""
     inputs = torch.randn(_EXAMPLES, _WIDTH)
     labels = (inputs @ torch.randn(_WIDTH, _CLASSES)).argmax(1)
     drawn = torch.randint(_CLASSES, (_EXAMPLES,))
@@ -60,7 +61,7 @@ def _read(path: Path) -> Any:
 
 
 def _obey(adaptation: AdaptivePlanner, wish: Path) -> None:
-    """Whenever the batch plan is reviewed, the batch that ``wish`` holds is the one to use."""
+    """Have every review of the batch plan choose the batch in the file ``wish``, if it exists."""
     choose = adaptation._choose_plan
 
     def chosen(reports: Any) -> str:
@@ -74,7 +75,7 @@ def _obey(adaptation: AdaptivePlanner, wish: Path) -> None:
 
 
 def main() -> None:
-    """One rank."""
+    """Train on one rank until the process is ended."""
     folder = Path(sys.argv[1])
     pass_s, example_s, ballast_mb = map(float, sys.argv[2:])
     host = os.environ.get("HVD_ELASTIC_HOST", "")

@@ -1,8 +1,8 @@
-"""Measures the controller on real jobs: what it settles on, after changes, and what it foretells.
+"""Measures the controller on real jobs: steady state, reaction to changes, and its forecasts.
 
-The best static choice is looked for in the same job, once the policy is paused: for each number of
-slots, batches that double or halve for as long as that brings more. What looks best is measured
-again, since of many short stretches the luckiest one looks best.
+The best static choice is searched in the same job, after the policy was paused: for each number of
+slots, the batch is doubled or halved as long as that raises the goodput. The best choices are
+measured again, since among many short measurements the best one is partly luck.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _GOODPUT = ("--policy", "goodput")
 _SETTLE_S = (40.0, 90.0)
 _CHANGE_S = (50.0, 100.0)
 _JUDGED_S = 20.0
-"""Over so long a time a goodput is taken, in which a job that has settled did not change."""
+"""Time over which a goodput is measured, and without changes after which a job has settled."""
 _SETTLING_S = 1.0
 _STATIC_S = 5.0
 _SIZES = (12, 10, 8, 6, 4, 2, 1)
 _HOPELESS = 0.7
-"""A number of slots that brings less of the best at its first batch is not looked into; after two
-of them fewer slots are not tried."""
+"""A number of slots with less than this fraction of the best goodput at its first batch is not
+examined further; after two of them fewer slots are not tried."""
 _AGAIN = 2
-"""So many of the best are measured once more, in turn, twice."""
+"""Number of best choices that are measured again, alternately, twice each."""
 _SHARE = 0.95
 _FORECAST_S = 20.0
 _FORETOLD = (4, 8)
@@ -61,7 +61,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Static:
-    """Slots and a batch that did not change, and what they brought [useful examples/s]."""
+    """A fixed number of slots and batch size, and their goodput [useful examples/s]."""
 
     slots: int
     batch: int
@@ -71,7 +71,7 @@ class Static:
 def climb(
     measure: Callable[[int], float], start: int, at_start: float, least: int, most: int
 ) -> dict[int, float]:
-    """Halve or double a batch for as long as that brings more; all that was measured.
+    """Halve or double a batch as long as that raises the goodput; return all measurements.
 
     >>> climb(lambda batch: -abs(batch - 32), start=8, at_start=-24, least=4, most=64)
     {8: -24, 4: -28, 16: -16, 32: 0, 64: -32}
@@ -85,12 +85,12 @@ def climb(
             if found[batch] < found[before]:
                 break
         if len(found) > 2:
-            break  # the summit lies on this side
+            break  # the maximum lies on this side
     return found
 
 
 def best_static(found: Sequence[Static]) -> Static:
-    """The one that brought most; what was measured twice counts by its mean.
+    """Return the choice with the highest goodput; repeated measurements count by their mean.
 
     >>> best_static([Static(2, 64, 90.0), Static(8, 64, 80.0), Static(2, 64, 60.0)])
     Static(slots=8, batch=64, goodput=80.0)
@@ -103,7 +103,7 @@ def best_static(found: Sequence[Static]) -> Static:
 
 
 def measure_steady(stage: Stage, name: str, say: Say) -> list[Row]:
-    """What the controller settles on, against the best static choice."""
+    """Measure what the controller settles on, against the best static choice."""
     case = WORKLOADS[name]
     with playing(stage, case.workload, case.hosts, _GOODPUT) as play:
         play.make(case)
@@ -116,7 +116,7 @@ def measure_steady(stage: Stage, name: str, say: Say) -> list[Row]:
 
 
 def measure_change(stage: Stage, name: str, say: Say) -> list[Row]:
-    """How fast the controller finds the best choice anew."""
+    """Measure how fast the controller finds the best choice again after a change."""
     change = CHANGES[name]
     with playing(stage, change.workload, change.hosts, _GOODPUT) as play:
         play.settle(*_SETTLE_S, _JUDGED_S)
@@ -139,7 +139,7 @@ def measure_change(stage: Stage, name: str, say: Say) -> list[Row]:
 
 
 def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
-    """What one and two hosts of one slot foretell of more, beside what these do."""
+    """Compare the forecast from one and two hosts of one slot with measurements on more hosts."""
     with playing(stage, FORECASTS[name], MOST_HOSTS, slots=1) as play:
         for hosts in (1, 2):
             play.use(hosts, None)
@@ -178,7 +178,7 @@ def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
 
 
 def _against_statics(play: Play, end: float, most: int, say: Say) -> Row:
-    """What the policy settled on until ``end``, beside static choices measured from now on."""
+    """Compare the policy's choice until ``end`` with static choices, which are measured now."""
     noise = noise_between(play.records, end - 2 * _JUDGED_S, end)
     found = moments(play.records, noise, INITIAL_BATCH)
     chosen = _last_before(found, end)
@@ -203,7 +203,7 @@ def _against_statics(play: Play, end: float, most: int, say: Say) -> Row:
 def _statics(
     play: Play, noise: float, sizes: Sequence[int], chosen: Moment, say: Say
 ) -> list[Static]:
-    """The choice itself, then batches around the best one of the size before."""
+    """Measure the policy's choice, then for each size batches around the previous size's best."""
 
     def measure(slots: int, batch: int) -> float:
         play.use(slots, batch)
@@ -235,7 +235,7 @@ def _statics(
 
 
 def _measure(play: Play, noise: float) -> float:
-    """Goodput of what is in force now."""
+    """Measure the goodput of the present slots and batch."""
     play.train(_SETTLING_S)
     begin = play.records[-1]["mono"]
     play.train(_STATIC_S)

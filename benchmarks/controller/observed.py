@@ -1,7 +1,7 @@
-"""What a run's events say of its goodput: in a stretch of time, and since when it is good enough.
+"""Computes a run's goodput over an interval from its events, and when it reached a goal.
 
-The noise scale is one number for all stretches that are compared, so that they differ by what the
-slots and the batch do alone.
+One noise scale is used for all intervals that are compared, so that only the effect of slots and
+batch differs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from hvd_elastic.model.goodput import statistical_efficiency
 
 @dataclass(frozen=True)
 class Moment:
-    """A ``metrics`` event.
+    """Values of a ``metrics`` event.
 
     Attributes:
-        mono: when [s].
-        useful: useful examples made since the first event.
-        slots, batch: in use.
+        mono: time of the event [s, monotonic].
+        useful: useful examples trained since the first event.
+        slots: number of slots in use.
+        batch: global batch size in use.
     """
 
     mono: float
@@ -36,12 +37,12 @@ class Moment:
 def moments(
     records: Sequence[Mapping[str, Any]], noise_scale: float, initial_batch_size: int
 ) -> list[Moment]:
-    """The progress of a run in useful examples, from its events.
+    """Return the progress of a run in useful examples, from its events.
 
     Args:
         records: events, oldest first.
-        noise_scale: at which an example is judged [examples]; inf: every example counts.
-        initial_batch_size: relative to which.
+        noise_scale: noise scale used for the efficiency [examples]; inf: every example counts.
+        initial_batch_size: batch size at which the efficiency is 1.
     """
     metrics = [record for record in records if record["kind"] == "metrics"]
     found: list[Moment] = []
@@ -57,7 +58,7 @@ def moments(
 
 
 def noise_between(records: Sequence[Mapping[str, Any]], begin: float, end: float) -> float:
-    """Median of the noise scales that were told [examples]; those too large to tell are infinite.
+    """Return the median of the reported noise scales [examples]; a missing one is infinite.
 
     >>> told = [{"kind": "metrics", "mono": t, "noise_scale": 10.0 * t} for t in (1.0, 2.0, 3.0)]
     >>> noise_between(told, 1.5, 3.0)
@@ -72,7 +73,7 @@ def noise_between(records: Sequence[Mapping[str, Any]], begin: float, end: float
 
 
 def goodput_between(found: Sequence[Moment], begin: float, end: float) -> float:
-    """Useful examples/s in a stretch of time; pauses count.
+    """Return the goodput in an interval, pauses included [useful examples/s].
 
     >>> steps = [Moment(0.0, 0.0, 1, 8), Moment(2.0, 20.0, 1, 8), Moment(6.0, 20.0, 2, 8)]
     >>> goodput_between(steps, 1.0, 5.0)
@@ -82,16 +83,16 @@ def goodput_between(found: Sequence[Moment], begin: float, end: float) -> float:
 
 
 def seconds_until(found: Sequence[Moment], since: float, goal: float, for_s: float) -> float | None:
-    """From ``since`` to the first moment after which the goodput is as good as ``goal``.
+    """Return the time from ``since`` until the goodput reached ``goal`` [s].
 
     Args:
-        found: of the run.
-        since: when something changed [s].
-        goal: goodput [useful examples/s].
-        for_s: over so long a time the goodput is judged [s].
+        found: moments of the run.
+        since: time of the change [s].
+        goal: goodput to reach [useful examples/s].
+        for_s: length of the interval over which the goodput is measured [s].
 
     Returns:
-        None: it never was.
+        None if it was never reached.
     """
     begins = [since, *(moment.mono for moment in found if moment.mono > since)]
     for begin in begins:
@@ -103,7 +104,7 @@ def seconds_until(found: Sequence[Moment], since: float, goal: float, for_s: flo
 
 
 def _useful_at(found: Sequence[Moment], mono: float) -> float:
-    """Examples are made evenly between two moments."""
+    """Return the useful examples at a time, interpolated linearly between two moments."""
     after = bisect_left(found, mono, key=lambda moment: moment.mono)
     if after == 0:
         return found[0].useful

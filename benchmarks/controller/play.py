@@ -1,4 +1,4 @@
-"""One job on the virtual hosts: started, led, changed, and watched through its events."""
+"""One job on the virtual hosts, which is controlled and watched through its run folder."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Result = TypeVar("Result")
 
 _SCRIPT = Path(__file__).with_name("device_job.py")
 _LIMIT_S = 240.0
-"""For anything that is waited for: workers start side by side on few cores."""
+"""Limit of every wait; long, since all workers start at the same time on few cores."""
 _SHARES_S = 6.0
-"""Until unequal ranks have their shares: three reviews, a second apart, and what they decide."""
+"""Time until unequal ranks have their shares: three reviews a second apart, and their decisions."""
 _PARTS, _GROWTH_S = 10, 40.0
-"""Noise that grows does so in as many parts, over this time."""
+"""Number of steps in which noise grows, and the time that it takes."""
 
 
 class Play:
-    """A job that trains.
+    """A running job.
 
     Args:
-        bed: the hosts.
-        job: on them.
-        control: the folder that the job obeys.
-        workload: that it trains.
-        hosts: that it began with.
+        bed: virtual hosts.
+        job: the job on them.
+        control: folder with the files that the job follows.
+        workload: workload of the job.
+        hosts: number of hosts that it began with.
 
     Attributes:
         records: events of the run so far.
@@ -58,14 +58,14 @@ class Play:
     # -- watching --------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take in the run's events."""
+        """Read the run's new events."""
         self.records += self._follower.poll()
 
     def wait(self, look: Callable[[], Result | None], what: str) -> Result:
-        """Until there is something to see.
+        """Wait until ``look`` returns something other than None; return that.
 
         Raises:
-            FailedPlayError: there never was.
+            FailedPlayError: it did not within the limit; the message contains ``what``.
         """
 
         def see() -> Result | None:
@@ -75,16 +75,16 @@ class Play:
         return self._job.wait(see, _LIMIT_S, what)
 
     def train(self, seconds: float) -> None:
-        """Let the job go on for a while."""
+        """Let the job train for some time."""
         end = time.monotonic() + seconds
         self.wait(lambda: time.monotonic() >= end, "did not go on")
 
     def settle(self, least_s: float, most_s: float, calm_s: float) -> None:
-        """Let the job go on until slots, batch and shares have been left as they are for a while.
+        """Let the job train until slots, batch and shares have stopped changing.
 
         Args:
-            least_s, most_s: but not for less or longer than this [s].
-            calm_s: that while [s].
+            least_s, most_s: shortest and longest time to train [s].
+            calm_s: time without changes that is waited for [s].
         """
         begin = time.monotonic()
 
@@ -96,25 +96,27 @@ class Play:
         self.wait(settled, "did not go on")
 
     def since(self, mono: float, *kinds: str) -> list[Record]:
-        """Events of these kinds after a moment."""
+        """Return the events of these kinds after a time [s, monotonic]."""
         return [r for r in self.records if r["mono"] > mono and r["kind"] in kinds]
 
-    # -- leading ---------------------------------------------------------------------------
+    # -- control ---------------------------------------------------------------------------
 
     def pause_policy(self) -> None:
-        """From now on slots are those that are asked for."""
+        """Pause the scaling policy, so that slots change only by :meth:`use`."""
         self._folder.ask_leader("policy", {"do": "pause"})
 
     def use(self, slots: int, batch: int | None) -> None:
-        """Train on so many slots, hosts of the hostfile in order, with that batch.
+        """Train with a number of slots and a batch size; return when both are in use.
 
-        ``batch`` None leaves it to the job. Returns when both are in force.
+        Args:
+            slots: number of slots, taken from the hosts in the order of the hostfile.
+            batch: global batch size; None lets the job choose it.
         """
         if batch is not None:
             _write(self._control / "batch", batch)
         asked = time.monotonic()
         moves = slots != self.since(0.0, "metrics")[-1]["size"]
-        # In any case: the policy may have asked for others just before it was paused.
+        # Sent even if the slots are right: the policy may have changed them just before its pause.
         self._folder.ask_leader("scale", {"np": slots})
 
         def in_force() -> bool:
@@ -126,7 +128,7 @@ class Play:
             self.train(_SHARES_S)
 
     def make(self, change: Change) -> float:
-        """Let it happen; returns when it began [s, monotonic]."""
+        """Carry out a change; return when it began [s, monotonic]."""
         began = time.monotonic()
         hosts = self._hosts
         if change.rate is not None:
@@ -155,7 +157,7 @@ def playing(
     options: Sequence[str] = (),
     slots: int = SLOTS,
 ) -> Iterator[Play]:
-    """A job that begins on one slot and trains for as long as the block lasts."""
+    """Start a job on one slot that trains for the length of the block."""
     bed = stage.slow_bed
     limit_links(bed, workload.rate)
     control = bed.scratch / "control"
@@ -181,7 +183,7 @@ def playing(
 
 
 def limit_links(bed: Testbed, rate: str) -> None:
-    """Let the links of all hosts carry so much."""
+    """Limit the links of all hosts to a rate such as "100mbit"."""
     for host in bed.hosts:
         limit_link(bed.cluster, host, parse_rate(rate).bits_per_s)
 

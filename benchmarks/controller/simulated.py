@@ -1,7 +1,7 @@
-"""The scaling controller in the simulator: six workloads, changes, noise, budgets and deadlines.
+"""Measures the controller in the simulator: workloads, changes, jitter, budgets and deadlines.
 
-All in virtual time: step times follow the model of :mod:`hvd_elastic.model.step_time` with true
-parameters that the controller does not see, jitter is log-normal.
+Everything runs in virtual time. Step times follow the model of :mod:`hvd_elastic.model.step_time`
+with true parameters that the controller does not see; jitter is log-normal.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ WORKLOADS: dict[str, Trace] = {
         )
     ),
 }
-"""Eight hosts with four slots each, a run that starts with one slot, an hour and a half."""
+"""Runs of an hour and a half that start with one slot, on eight hosts with four slots each."""
 
 _CHANGES: dict[str, Change] = {
     "link ten times slower": Change(0.0, link=10.0),
@@ -72,7 +72,7 @@ _CHANGE_AT_S = 1800.0
 
 
 def measure_simulated(progress: Say) -> Result:
-    """Measure all of it; ``progress`` is told what is being measured."""
+    """Measure all parts; ``progress`` is called with the name of each."""
     load_before = os.getloadavg()
     found = {
         "steady": [_steady(name, trace, progress) for name, trace in WORKLOADS.items()],
@@ -91,9 +91,9 @@ def _config(trace: Trace, objective: Objective | None = None) -> ScalingConfig:
 
 
 def _reaches(result: SimResult, since_s: float, share: float = 0.95) -> float:
-    """Seconds until the goodput is at least that share of the best, as is the next minute's mean.
+    """Return the time until the goodput and its next minute's mean reach a share of the best [s].
 
-    Pauses count: a change that makes it better still is no failure, but costs its pause.
+    NaN: it never did. The mean includes pauses, also those of further improvements.
     """
     after = [s for s in result.samples if s.at_s >= since_s]
     for place, sample in enumerate(after):
@@ -151,15 +151,16 @@ _EVENTFUL = dataclasses.replace(
         Change(12_000.0, slow={"n1": 1.0}),
     ),
 )
-"""Four hours: the link slows down and mends, a host does, two hosts come, two go, noise grows."""
+"""Four hours in which the link and a host slow down and recover, two hosts appear, two disappear,
+and the noise grows."""
 
 _ADAPTDL_PAUSE_S = 9.0
-"""Every change is a restart from a checkpoint: 8.3 to 12.2 s to grow and 5.5 to 9.0 s to shrink,
-with a small network on two cores (AdaptDL 0.2.11)."""
+"""AdaptDL's pause, since it restarts from a checkpoint for every change: 8.3 to 12.2 s to grow and
+5.5 to 9.0 s to shrink, with a small network on two cores (AdaptDL 0.2.11)."""
 
 
 def _whole_runs(progress: Say) -> list[dict[str, Any]]:
-    """All those changes in one training, by who decides; the oracle has no pauses and sees all."""
+    """Compare policies over the eventful training; the oracle knows everything and never pauses."""
     progress("a whole training")
     trace = _EVENTFUL
     ours = simulate(trace, _config(trace), 0, with_best=True)
@@ -203,7 +204,7 @@ def _whole_runs(progress: Say) -> list[dict[str, Any]]:
 
 
 def _integral(values: list[tuple[float, float]], end: float) -> float:
-    """Of a value that holds until the next sample."""
+    """Return the integral over time of values that each hold until the next sample."""
     times = [at for at, _ in values[1:]] + [end]
     return sum((after - at) * v for (at, v), after in zip(values, times, strict=True))
 
@@ -265,7 +266,7 @@ def _cost(progress: Say) -> list[dict[str, Any]]:
 
 
 def _cheapest(hosts: tuple[HostOffer, ...], examples: float, deadline_s: float) -> float:
-    """Cost of the cheapest fixed number of hosts that is in time, by trying all."""
+    """Return the cost of the cheapest fixed number of hosts that meets the deadline."""
     found = []
     by_price = sorted(hosts, key=lambda host: host.price or 0.0)
     for number in range(1, len(hosts) + 1):
@@ -278,7 +279,7 @@ def _cheapest(hosts: tuple[HostOffer, ...], examples: float, deadline_s: float) 
 
 
 def _decision_ms(hosts: int) -> dict[str, Any]:
-    """With hosts of two speeds, and shares that follow them."""
+    """Measure the time of a decision with hosts of two speeds and unequal shares."""
     offers = tuple(HostOffer(f"n{i}", 8, 2.0, 2.0 if i % 4 == 3 else 1.0) for i in range(hosts))
     seen = [Observation(1, 1, 64, 0, 0.1), Observation(2, 12, 32, 0, 0.06)]
     snapshot = Snapshot(

@@ -1,14 +1,14 @@
-"""What is trained on the virtual hosts, and what happens to it: data alone."""
+"""Workloads that are trained on the virtual hosts, and changes during training, as data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MOST_HOSTS = 8
-"""That are there; a job uses some of them."""
+"""Number of virtual hosts; a job uses some of them."""
 HOSTS = 4
 SLOTS = 2
-"""Of each host, but where hosts are counted for a forecast."""
+"""Slots of each host; a forecast uses one per host."""
 INITIAL_BATCH, MAX_BATCH = 64, 1024
 
 
@@ -18,10 +18,10 @@ class Workload:
 
     Attributes:
         pass_s, example_s: a pass over m examples sleeps ``pass_s + example_s m`` [s].
-        flips: part of the labels that is drawn at random: noise of the gradients.
+        flips: fraction of labels that are random, which sets the gradient noise.
         ballast_mb: zeros reduced with the gradients in each step [MB].
-        rate: of every host's link.
-        slow: factor of the emulated device time of the last of its hosts.
+        rate: rate of every host's link.
+        slow: factor of the emulated device time on the last of its hosts.
     """
 
     pass_s: float = 0.04
@@ -34,16 +34,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Change:
-    """What happens to a job that has settled; by default nothing does.
+    """A change to a job that has settled; by default nothing changes.
 
     Attributes:
-        workload: that the job trains.
-        hosts: of the hostfile at the start.
-        rate: of every host's link from then on.
-        slow: factor of the emulated device time of the last host from then on.
-        flips: part of the labels drawn at random that it grows to, little by little.
-        appear: hosts that come into the hostfile.
-        drain: hosts, from the end of the hostfile, that are drained.
+        workload: workload of the job.
+        hosts: number of hosts in the hostfile at the start.
+        rate: new rate of every host's link; None: unchanged.
+        slow: new factor of the emulated device time on the last host.
+        flips: fraction of random labels, to which it grows in small steps; None: unchanged.
+        appear: number of hosts added to the hostfile.
+        drain: number of hosts drained, from the end of the hostfile.
     """
 
     workload: Workload
@@ -56,7 +56,7 @@ class Change:
 
     @property
     def hosts_after(self) -> int:
-        """Hosts that can be used from then on."""
+        """Number of hosts that can be used after the change."""
         return self.hosts + self.appear - self.drain
 
 
@@ -71,14 +71,15 @@ WORKLOADS = {
     "noise-growing": Change(Workload(flips=0.0), flips=0.9),
     "unequal-hosts": Change(Workload(pass_s=0.02, example_s=0.006, slow=3.0)),
 }
-"""Looked at once nothing moves any more; the noise of one grows tenfold before that."""
+"""Workloads measured in steady state; the noise of one grows tenfold before that."""
 
 FORECASTS = {
     "compute-bound": _COMPUTE,
     "slow-device": Workload(pass_s=0.06, example_s=0.018),
     "communication-bound": _COMMUNICATION,
 }
-"""With a slow device it matters least what all the processes cost the cores that they share."""
+"""Workloads whose throughput is forecast; with the slow device the cores that all processes share
+matter least."""
 
 CHANGES = {
     "link": Change(Workload(ballast_mb=4.0), rate="100mbit"),
@@ -86,5 +87,5 @@ CHANGES = {
     "appear": Change(_COMPUTE, appear=2),
     "drain": Change(_COMPUTE, hosts=HOSTS + 2, drain=2),
 }
-"""The link of every host falls from 1 Gbit/s to 100 Mbit/s; one host computes three times slower;
-two hosts appear; two are drained."""
+"""Every link falls from 1 Gbit/s to 100 Mbit/s; one host computes three times slower; two hosts
+appear; two hosts are drained."""

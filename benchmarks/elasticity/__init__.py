@@ -1,1 +1,1 @@
-"""What starts, joins, leaves and failures cost, ours beside peers."""
+"""Benchmark of starts, joins, leaves and failures, ours beside peers."""

@@ -1,7 +1,7 @@
-"""Where the milliseconds of our own stall go: rows 1, 3 and 4 once more, with the worker traced.
+"""Measures the parts of our own stall: rows 1, 3 and 4 again, with a traced worker.
 
-Tracing (:mod:`benchmarks.testbed.tracing`) and Horovod's debug log cost a little themselves, so the
-stalls here are not those of the table.
+Tracing (:mod:`benchmarks.testbed.tracing`) and Horovod's debug log take some time themselves, so
+the stalls here differ from those of the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONTEXTS = {
     "Local Gloo context initialized for": "Gloo context 5: process set, local",
     "Cross-node Gloo context for": "Gloo context 6: process set, cross",
 }
-"""What Horovod logs when it has made one, in order, and how it is called here."""
+"""Horovod's log message for each Gloo context that it has created, in order, and its name here."""
 _LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.([ \d]{6}): .*?\] (.*)")
 
 NOTICE = "until the worker acts: rest of its step, notice, agreement"
@@ -40,13 +40,13 @@ FIRST = "next batch and first step"
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One event taken apart.
+    """The stall of one event, divided into phases.
 
     Attributes:
-        event: what happened.
-        phases: name → seconds, in the order in which they pass; they add up to the stall, but for
-            the first one, in which the others still train.
-        stall: the whole of it.
+        event: description of the event.
+        phases: name → duration, in order; they add up to the stall, except for the first phase,
+            during which training continues.
+        stall: duration of the whole stall.
     """
 
     event: str
@@ -54,18 +54,18 @@ class Breakdown:
     stall: Figure
 
     def table(self) -> Table:
-        """For the terminal."""
+        """Return the breakdown as a table for the terminal."""
         rows = {**self.phases, "the whole stall": self.stall}
         shown = [(name, str(taken)) for name, taken in rows.items()]
         return table(f"Inside our stall: {self.event}", ("part", "median (range)"), shown)
 
 
 def gloo_contexts(lines: Iterable[str], clock_offset_s: float) -> list[tuple[str, float]]:
-    """When each Gloo context was made, from Horovod's debug log.
+    """Return when each Gloo context was created, from Horovod's debug log.
 
     Args:
-        lines: of a worker's log.
-        clock_offset_s: the monotonic clock less that of the time of day [s].
+        lines: lines of a worker's log.
+        clock_offset_s: monotonic clock minus time of day [s].
 
     >>> line = "[1970-01-02 00:00:01.  5000: D x.cc:1] Local Gloo context initialized."
     >>> gloo_contexts([line], 0.0)[0][0]
@@ -86,15 +86,15 @@ def gloo_contexts(lines: Iterable[str], clock_offset_s: float) -> list[tuple[str
 def dissect(
     process: Process, asked: float, contexts: Sequence[tuple[str, float]]
 ) -> tuple[dict[str, float], float]:
-    """The longest gap between two steps of a survivor after ``asked``, by what filled it.
+    """Divide a survivor's longest gap between two steps after ``asked`` into phases.
 
     Args:
-        process: a traced survivor.
-        asked: when the event was asked for [s, monotonic].
-        contexts: of :func:`gloo_contexts`, any time.
+        process: traced survivor.
+        asked: when the event was requested [s, monotonic].
+        contexts: result of :func:`gloo_contexts`, for any time.
 
     Returns:
-        Name → seconds, which add up to the gap, and when the gap began.
+        Name → seconds, which add up to the gap, and the time when the gap began.
     """
     times = [step.mono for step in process.steps]
     steps = [(a, b) for a, b in pairwise(times) if b > asked]
@@ -132,7 +132,7 @@ def _add(phases: dict[str, float], name: str, seconds: float) -> None:
 def measure_breakdown(
     stage: Stage, repetitions: int, say: Callable[[str], None]
 ) -> list[Breakdown]:
-    """Add, remove and kill, with the worker traced."""
+    """Measure the breakdown of adding, removing and killing a worker."""
     events: dict[str, tuple[tuple[int, ...], Act, int, tuple[int, int] | None]] = {
         "a host is added (2 → 3)": ((1, 1), use(1, 1, 1), 3, None),
         "a host is removed on request (3 → 2)": ((1, 1, 1), use(1, 1), 2, (2, 0)),

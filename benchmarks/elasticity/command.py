@@ -32,7 +32,7 @@ _NOTE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the benchmark with its command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="elasticity.py",
         description=_ABOUT,
@@ -55,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_peers(text: str) -> list[Launcher]:
-    """The launchers that ``--peers`` names, in the order of the table.
+    """Return the launchers that ``--peers`` names, in the order of the table.
 
     >>> [launcher.key for launcher in parse_peers("torchrun,ours")]
     ['ours', 'torchrun']
 
     Raises:
-        UsageError: names what is no launcher.
+        UsageError: a name is unknown.
     """
     wanted = names(text)
     unknown = [key for key in wanted if key not in PEERS]
@@ -74,10 +74,10 @@ def parse_peers(text: str) -> list[Launcher]:
 
 
 def measure_elasticity(options: argparse.Namespace, say: Say) -> Result:
-    """Measure what the command line asks for; ``say`` is told what is going on.
+    """Measure what the command line asks for; ``say`` is called with progress messages.
 
     Raises:
-        UsageError: an option makes no sense, or there is no root.
+        UsageError: an option is invalid, or this process is not root.
     """
     if not 0 < options.limit < float("inf"):
         raise UsageError(f"--limit takes a number above 0, not '{options.limit}'")
@@ -138,7 +138,7 @@ def measure_elasticity(options: argparse.Namespace, say: Say) -> Result:
 
 
 def _observe(stage: Stage, row: Row, launcher: Launcher) -> Iterator[Observation]:
-    """One play, with a reason for each figure that it does not come to."""
+    """Play a row once; yield its figures, or the reason for each figure that is missing."""
     left = [case.name for case in row.cases]
     short = detail = ""
     try:

@@ -1,4 +1,4 @@
-"""How a stall grows with the number of ranks: a small model, fitted to few measurements."""
+"""Fits a small model of how a stall grows with the number of ranks."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 
 _CANDIDATES = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
-"""Powers of the number of ranks that a candidate is made of."""
+"""Candidate models, each as the powers of the number of ranks that it has."""
 _NAMES = ("constant", "linear", "quadratic")
 _ROUNDING = 1e-9
 _EXACT_S = 1e-6
-"""Residuals below the clock's worth are all alike."""
+"""Smaller residuals count as this one: they are below the resolution of the measurement."""
 
 
 @dataclass(frozen=True)
 class StallModel:
-    """``constant + linear * ranks + quadratic * ranks ** 2``.
+    """Model of a stall: ``constant + linear * ranks + quadratic * ranks ** 2``.
 
     Attributes:
         constant_s, linear_s, quadratic_s: coefficients [s], none negative; 0 where the data does
             not support the term.
         error_s: root of the mean squared residual [s].
-        samples: how many measurements it was fitted to.
+        samples: number of measurements that it was fitted to.
     """
 
     constant_s: float
@@ -34,12 +34,12 @@ class StallModel:
     samples: int
 
     def terms(self, ranks: int) -> dict[str, float]:
-        """What each term adds at that many ranks [s]."""
+        """Return the value of each term at a number of ranks [s]."""
         values = (self.constant_s, self.linear_s * ranks, self.quadratic_s * ranks**2)
         return dict(zip(_NAMES, values, strict=True))
 
     def predict(self, ranks: int) -> float:
-        """The stall at that many ranks [s].
+        """Return the predicted stall at a number of ranks [s].
 
         >>> StallModel(0.1, 0.01, 0.0, 0.0, 4).predict(10)
         0.2
@@ -47,7 +47,7 @@ class StallModel:
         return sum(self.terms(ranks).values())
 
     def dominant(self, ranks: int) -> str:
-        """Name of the largest term at that many ranks.
+        """Return the name of the largest term at a number of ranks.
 
         >>> StallModel(0.1, 0.01, 0.0, 0.0, 4).dominant(64)
         'linear'
@@ -65,18 +65,18 @@ class StallModel:
 
 
 def fit_stall(ranks: Sequence[int], seconds: Sequence[float]) -> StallModel | None:
-    """The simplest model that the measurements support.
+    """Return the simplest model that the measurements support.
 
-    Each choice of terms (constant, linear, quadratic) is fitted by least squares. Those with a
-    negative coefficient are left out, and of the others the one of the lowest Bayesian information
-    criterion is taken, so a term must earn its place.
+    Each combination of terms (constant, linear, quadratic) is fitted by least squares. Fits with a
+    negative coefficient are dropped, and of the others the one with the lowest Bayesian information
+    criterion is returned, which penalises every additional term.
 
     Args:
         ranks: world sizes.
-        seconds: the stall at each [s].
+        seconds: stall at each world size [s].
 
     Returns:
-        None where there are fewer than two different world sizes.
+        The model; None with fewer than two different world sizes.
 
     Raises:
         ValueError: the two do not have the same length.
@@ -89,11 +89,11 @@ def fit_stall(ranks: Sequence[int], seconds: Sequence[float]) -> StallModel | No
     best: tuple[float, StallModel] | None = None
     for powers in _CANDIDATES:
         if len(powers) > len(set(ranks)) - (len(powers) > 2):
-            continue  # it would fit anything
+            continue  # too many terms for the number of world sizes
         matrix = np.stack([sizes**power for power in powers], axis=1)
         solution, *_ = np.linalg.lstsq(matrix, stalls, rcond=None)
         if (solution < -_ROUNDING).any():
-            continue  # the candidate without this term stands for it
+            continue  # the candidate without this term covers the case
         error = max(_EXACT_S, float(np.sqrt(np.mean((matrix @ solution - stalls) ** 2))))
         count = len(stalls)
         criterion = 2 * count * math.log(error) + len(powers) * math.log(count)

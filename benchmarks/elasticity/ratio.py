@@ -1,4 +1,4 @@
-"""Effective training time: what is left of the wall time when workers are killed all the time."""
+"""Measures the effective training time while workers are killed at short intervals."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class TrainingRatio:
-    """What came of one long run.
+    """Result of one long run.
 
     Attributes:
-        launcher: its key.
-        wall_s: from the first kill on, whether the job lived to the end or not [s].
-        ratio: share of the wall time in which steps were made at their undisturbed pace.
-        capacity: the same, each step counted by the share of the workers that made it.
-        kills: how many workers were killed.
-        step_s: an undisturbed step [s].
-        died_s: when the job ended by itself [s]; None when it did not.
+        launcher: key of the launcher.
+        wall_s: time from the first kill on, even if the job did not live to its end [s].
+        ratio: fraction of the wall time in which steps ran at their undisturbed pace.
+        capacity: the same, with each step weighted by the fraction of workers that took part.
+        kills: number of workers killed.
+        step_s: duration of an undisturbed step [s].
+        died_s: time after which the job ended by itself [s]; None: it did not.
     """
 
     launcher: str
@@ -43,7 +43,7 @@ class TrainingRatio:
     died_s: float | None
 
     def sentence(self, names: Mapping[str, str]) -> str:
-        """For below the tables."""
+        """Return the result as a sentence for below the tables."""
         died = "" if self.died_s is None else f"; the job died after {self.died_s:.0f} s"
         return (
             f"Effective training time of {names[self.launcher]}: {self.ratio:.3f} of "
@@ -55,19 +55,19 @@ class TrainingRatio:
 def effective_time(
     steps: Sequence[tuple[float, int]], begin: float, end: float, step_s: float, workers: int
 ) -> tuple[float, float]:
-    """Shares of a stretch of time in which training went on.
+    """Return the fraction of an interval in which training made progress.
 
-    Of a gap between two steps that is longer than two undisturbed ones, one undisturbed step is
-    useful and the rest is not.
+    Of a gap between two steps that is longer than two undisturbed steps, the time of one
+    undisturbed step counts as useful.
 
     Args:
-        steps: (when [s], number of ranks) of all finished steps of all workers, in any order.
-        begin, end: the stretch [s].
-        step_s: an undisturbed step [s].
-        workers: ranks of the whole job.
+        steps: (time [s], number of ranks) of all finished steps of all workers, in any order.
+        begin, end: the interval [s].
+        step_s: duration of an undisturbed step [s].
+        workers: number of ranks of the whole job.
 
     Returns:
-        The share, and the share with each step counted by its part of the workers.
+        The fraction, and the fraction with each step weighted by its part of the workers.
 
     >>> effective_time([(1.0, 2), (2.0, 2), (5.0, 1)], 0.0, 5.0, 1.0, 2)
     (0.6, 0.5)
@@ -86,14 +86,14 @@ def effective_time(
 def measure_ratio(
     stage: Stage, launcher: Launcher, wall_s: float, seed: int, say: Callable[[str], None]
 ) -> TrainingRatio:
-    """Train on four hosts, and kill a random worker every 10 s.
+    """Train on all hosts, and kill a random worker every 10 s.
 
     Args:
-        stage: the hosts.
-        launcher: who leads.
-        wall_s: how long [s].
-        seed: of the choice of victims, so that all launchers lose the same places.
-        say: told of each kill.
+        stage: virtual hosts.
+        launcher: launcher of the job.
+        wall_s: duration [s].
+        seed: seed of the choice of victims, so that all launchers lose workers on the same hosts.
+        say: called with a message for each kill.
     """
     bed = stage.bed()
     rng = random.Random(seed)
@@ -128,9 +128,9 @@ def _undisturbed(processes: Iterable[Process], workers: int) -> float:
 
 
 def _kill_one(job: Job, order: Sequence[str]) -> str | None:
-    """Kill the first worker in this order that is alive; returns its host."""
+    """Kill the first living worker in this order of hosts; return its host, or None."""
     for host in order:
-        # One that has not come back since it was killed is not killed again.
+        # A worker that was killed and has not been replaced yet is skipped.
         with contextlib.suppress(VirtualClusterError, StopIteration):
             job.bed.kill(host, job.newest((host, 0)).pid)
             return host

@@ -1,4 +1,4 @@
-"""From single observations to the table and the kept file."""
+"""Builds the table and the result file from single observations."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _TITLE = (
 
 @dataclass(frozen=True)
 class Observation:
-    """What one play gave, or that it did not.
+    """One figure from one play, or the reason why it is missing.
 
     Attributes:
-        row: its number.
-        launcher: key of who led the job.
+        row: number of the row.
+        launcher: key of the job's launcher.
         case: name of the figure.
-        value: in the case's unit; None when there is none.
-        why_none: in a few words, for the table.
-        detail: more of it, such as the last lines of output.
+        value: figure in the case's unit; None if it is missing.
+        why_none: short reason for the table.
+        detail: long reason, such as the last lines of output.
     """
 
     row: int
@@ -47,13 +47,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class Cell:
-    """All of one launcher's figures of one case, and a short reason for each play without one."""
+    """All figures of one launcher in one case, and a short reason for each missing one."""
 
     taken: Figure
     failures: tuple[str, ...] = ()
 
     def text(self, unit: str) -> str:
-        """Median and range, and what failed.
+        """Return median and range as text, with the failures.
 
         >>> cell_of([Observation(1, "ours", "stall", 0.25), Observation(1, "ours", "stall", 0.2)]
         ... ).text("s")
@@ -67,24 +67,24 @@ class Cell:
         return "; ".join(parts) or "-"
 
     def meets(self, target: float) -> bool:
-        """Whether the median is not above the target."""
+        """Return whether the median is not above the target."""
         return self.taken.median_s is not None and self.taken.median_s <= target
 
     def as_json(self) -> dict[str, Any]:
-        """For the kept file."""
+        """Return the cell as plain data for the result file."""
         values = (*vars(self.taken).values(), self.failures)
         return dict(zip(("median", "low", "high", "samples", "failures"), values, strict=True))
 
 
 def cell_of(observations: Iterable[Observation]) -> Cell:
-    """Observations of one launcher and one case put together."""
+    """Combine the observations of one launcher and one case."""
     seen = list(observations)
     taken = figure([entry.value for entry in seen if entry.value is not None])
     return Cell(taken, tuple(entry.why_none for entry in seen if entry.value is None))
 
 
 def fits_of(observations: Iterable[Observation]) -> dict[str, dict[str, StallModel]]:
-    """Launcher → ``join`` or ``kill`` → how the stall grows, from the rows that vary the size."""
+    """Fit the growth of the stall; return launcher → ``join`` or ``kill`` → model."""
     points: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for entry in observations:
         found = _GROWTH.fullmatch(entry.case)
@@ -109,17 +109,17 @@ def elasticity_result(
     ratios: Sequence[TrainingRatio] = (),
     parts: Sequence[Breakdown] = (),
 ) -> Result:
-    """Tables and file of what was measured.
+    """Return the result with its tables.
 
     Args:
-        taken: the conditions.
-        repetitions: how often each row was played.
-        rows: those that were played.
-        observations: of all of them.
+        taken: conditions of the measurement.
+        repetitions: number of plays of each row.
+        rows: rows that were played.
+        observations: observations of all rows.
         names: launcher's key → its name, in the order of the columns.
         missing: launcher's key → why it was not measured at all.
         ratios: effective training times.
-        parts: of our own stall.
+        parts: breakdowns of our own stall.
     """
     lines, told = [], []
     for row in rows:

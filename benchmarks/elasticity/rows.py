@@ -1,7 +1,7 @@
-"""The rows of the table: what happens, what is measured, the target, and who can be asked at all.
+"""Rows of the table: event, figures, targets, and launchers that cannot be measured.
 
-A play trains on virtual hosts, does one thing, and gives figures by case. It is the same for all
-launchers; where one needs another set-up, the reason stands beside it.
+A play trains on virtual hosts, causes one event, and yields figures by case. It is the same for all
+launchers; if one needs a different set-up, a comment there gives the reason.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import iter_events
 
 Figures = Iterator[tuple[str, float]]
-"""Case and value."""
+"""Pairs of case and value."""
 Play = Callable[[Stage, Launcher], Figures]
 Act = Callable[[Job], float]
-"""Does something to a job; returns when [s, monotonic]."""
+"""Function that causes an event in a job and returns when [s, monotonic]."""
 
 SIZES = (2, 4, 8, 16)
 """World sizes at which the growth of the stall is measured."""
@@ -55,9 +55,9 @@ class Case:
     """One figure of a row.
 
     Attributes:
-        name: as the play calls it.
+        name: name that the play yields.
         unit: ``s``, ``x`` (a ratio) or ``""`` (a count).
-        target: ours shall not be above it; None for what is only told.
+        target: upper bound for our figure; None: no bound.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of questions.
+    """One row of the table.
 
     Attributes:
-        number: for ``--rows``.
-        title: what happens.
-        play: makes it happen.
-        cases: the figures that the play gives, in order.
-        without: launcher's key → why it is not asked.
+        number: number for ``--rows``.
+        title: description of the event.
+        play: causes the event and measures.
+        cases: figures that the play yields, in order.
+        without: launcher's key → why it is not measured in this row.
     """
 
     number: int
@@ -84,16 +84,16 @@ class Row:
     without: Mapping[str, str] = field(default_factory=dict)
 
 
-# -- what is done to a job ---------------------------------------------------------------------
+# -- events ------------------------------------------------------------------------------------
 
 
 def use(*counts: int) -> Act:
-    """So many workers on each of the hosts."""
+    """Return an act that sets the number of workers on each of the first hosts."""
     return lambda job: job.use(job.bed.slots(*counts))
 
 
 def kill(number: int, slot: int = 0, signal_number: int = signal.SIGKILL) -> Act:
-    """A signal to the worker in a slot of a host, counted from 0."""
+    """Return an act that sends a signal to the worker in a slot of a host, counted from 0."""
 
     def act(job: Job) -> float:
         host = job.bed.hosts[number]
@@ -103,14 +103,14 @@ def kill(number: int, slot: int = 0, signal_number: int = signal.SIGKILL) -> Act
 
 
 def crash(job: Job) -> float:
-    """Everything on the third host dies at once; the kernel closes its connections."""
+    """Kill everything on the third host at once; the kernel closes its connections."""
     asked = time.monotonic()
     job.bed.cluster.crash(job.bed.hosts[2])
     return asked
 
 
 def cut(job: Job) -> float:
-    """The third host's cable is pulled: connections stay open, nothing comes through them."""
+    """Cut the third host's link: connections stay open, but no data arrives."""
     asked = time.monotonic()
     job.bed.cluster.cut(job.bed.hosts[2])
     return asked
@@ -122,13 +122,13 @@ def cut(job: Job) -> float:
 def stall(
     before: Sequence[int], act: Act, size: int, victim: tuple[int, int] | None = None
 ) -> Play:
-    """The stall of those that stay when one thing happens to a job.
+    """Return a play that measures the survivors' stall at one event.
 
     Args:
-        before: workers on each host.
-        act: what happens.
-        size: workers afterwards.
-        victim: host and slot, counted from 0, of the worker that does not stay.
+        before: number of workers on each host.
+        act: causes the event.
+        size: number of workers afterwards.
+        victim: host and slot, counted from 0, of the worker that does not survive.
     """
 
     def play(stage: Stage, launcher: Launcher) -> Figures:
@@ -142,7 +142,7 @@ def stall(
 
 
 def join(slow_start_s: float) -> Play:
-    """A third host joins two; its worker sleeps that long before it trains."""
+    """Return a play in which a third host joins, whose worker first sleeps ``slow_start_s``."""
 
     def play(stage: Stage, launcher: Launcher) -> Figures:
         bed = stage.bed()
@@ -156,9 +156,9 @@ def join(slow_start_s: float) -> Play:
 
 
 def kill_with_spare(stage: Stage, launcher: Launcher) -> Figures:
-    """``kill -9`` of a worker while another one is warm, where the launcher can have one."""
+    """Kill a worker while a spare is ready, for launchers that have spares."""
     bed = stage.bed()
-    # torchrun and torchft know no workers beyond those that train, and restart the dead.
+    # torchrun and torchft have no spare workers; they restart the dead one.
     slots = bed.slots(1, 1) if launcher in (TORCHRUN, TORCHFT) else bed.slots(1, 1, 1)
     order = Order(slots, np=2, max_np=2, options=("--spares", "1"))
     with stage.training(bed, launcher, order) as job:
@@ -171,7 +171,7 @@ def kill_with_spare(stage: Stage, launcher: Launcher) -> Figures:
 
 
 def below_minimum(stage: Stage, launcher: Launcher) -> Figures:
-    """One of two hosts leaves, fewer are left than the minimum, and another host comes."""
+    """Remove one of two hosts, which is below the minimum, then add another host."""
     bed = stage.bed()
     with stage.training(bed, launcher, Order(bed.slots(1, 1), min_np=2, max_np=2)) as job:
         use(1)(job)
@@ -179,7 +179,7 @@ def below_minimum(stage: Stage, launcher: Launcher) -> Figures:
         asked = use(1, 0, 1)(job)
         after = job.wait(lambda: newcomer_step(job.marks.processes, asked, 2), stage.limit_s)
         job.marks.poll()
-        # The first step of all after the newcomer was ready, which no worker can make alone.
+        # The first step of any worker after the newcomer was ready: below the minimum none trains.
         ready = _ready(job, launcher, bed.hosts[2])
         steps = [s.mono for p in job.marks.processes for s in p.steps if s.mono > ready]
     yield "ready to next step", min([after, *steps]) - ready
@@ -194,12 +194,12 @@ def _ready(job: Job, launcher: Launcher, host: str) -> float:
     if launcher is OURS:
         return max(e["mono"] for e in job.events("worker_standby") if e["host"] == host)
     process = job.newest((host, 0))
-    assert process.ready is not None  # it has made a step
+    assert process.ready is not None  # since it has finished a step
     return process.ready
 
 
 def large_state(stage: Stage, launcher: Launcher) -> Figures:
-    """A host joins over a link of 1 Gbit/s and needs 400 MB of state."""
+    """Add a host that needs 400 MB of state over a link of 1 Gbit/s."""
     bed = stage.slow_bed
     first, _, third, _ = bed.hosts
     try:
@@ -216,7 +216,7 @@ def large_state(stage: Stage, launcher: Launcher) -> Figures:
 
 
 def lose_leader(stage: Stage, launcher: Launcher) -> Figures:
-    """The leader is killed, stays away for 2 s, and another one takes the run over."""
+    """Kill the leader, and have another one take the run over 2 s later."""
     bed = stage.bed()
     with stage.training(bed, launcher, Order(bed.slots(1, 1), options=("--audit",))) as job:
         assert isinstance(job, DriverJob)
@@ -252,7 +252,7 @@ def _all_stepped_since(job: Job, mono: float) -> bool:
 
 
 def commit_cost(stage: Stage, launcher: Launcher) -> Figures:
-    """Steps with and without a commit take turns in one job."""
+    """Compare steps with and without a commit, which alternate in one job."""
     bed = stage.bed()
     for megabytes in (_SMALL_MB, _LARGE_MB):
         order = Order(bed.slots(1, 1), ("--commit-blocks", "--frozen-mb", str(megabytes)))
@@ -273,13 +273,13 @@ def _blocks(job: Job) -> int:
 
 
 def growth(stage: Stage, launcher: Launcher) -> Figures:
-    """Join and kill at several world sizes."""
+    """Measure joins and kills at several world sizes."""
     for size in SIZES:
         yield from grow(size, stage, launcher, kill_too=True)
 
 
 def grow(size: int, stage: Stage, launcher: Launcher, *, kill_too: bool = False) -> Figures:
-    """The last of ``size`` workers joins the others, and is killed again if asked for."""
+    """Have the last of ``size`` workers join the others; with ``kill_too`` kill it again."""
     bed = stage.bed()
     after = spread(size, bed.hosts)
     last = list(after)[-1]
@@ -294,16 +294,16 @@ def grow(size: int, stage: Stage, launcher: Launcher, *, kill_too: bool = False)
         if kill_too:
             lane = (last, after[last] - 1)
             victims: list[Lane] = [lane]
-            if launcher is ELASTIC:  # it gives up the whole host
+            if launcher is ELASTIC:  # Horovod gives up the whole host
                 victims = [(last, slot) for slot in range(after[last])]
             asked = bed.kill(last, job.newest(lane).pid)
-            # Who was killed is back before so many long steps are made.
+            # Steps are long here: with more of them the killed worker would be back before the end.
             few = SETTLE_STEPS // 4
             yield f"kill {size}", stage.pause_s(job, asked, size - len(victims), victims, few)
 
 
 def spread(workers: int, hosts: Sequence[str]) -> dict[str, int]:
-    """Workers over hosts, as evenly as it goes, the first hosts first.
+    """Distribute workers over hosts as evenly as possible; the first hosts get more.
 
     >>> spread(6, ["a", "b", "c", "d"])
     {'a': 2, 'b': 2, 'c': 1, 'd': 1}
@@ -384,13 +384,13 @@ ROWS = (
 
 
 def parse_rows(text: str) -> list[Row]:
-    """The rows that ``--rows`` names, in their own order.
+    """Return the rows that ``--rows`` names, by number.
 
     >>> [row.number for row in parse_rows("4,1-2")]
     [1, 2, 4]
 
     Raises:
-        UsageError: names what is no row.
+        UsageError: a number is not that of a row.
     """
     wanted: set[int] = set()
     known = {row.number for row in ROWS}

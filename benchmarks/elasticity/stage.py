@@ -21,14 +21,12 @@ _START_LIMIT_S = 180.0
 
 
 class Stage:
-    """The virtual hosts, and jobs on them.
+    """The virtual hosts, and jobs on them; a context manager that takes the hosts down.
 
     Args:
-        limit_s: how long a job may take to go on after an event [s].
+        limit_s: longest time until a job trains on after an event [s].
         shares: folders that the hosts must see.
-        hosts: how many there are.
-
-    As a context manager it takes the hosts down at its end.
+        hosts: number of hosts.
     """
 
     def __init__(self, limit_s: float, shares: Sequence[Path] = (), hosts: int = _HOSTS) -> None:
@@ -45,7 +43,7 @@ class Stage:
         self._stack.close()
 
     def bed(self, rate: str | None = None) -> Testbed:
-        """The hosts whose links have that rate; made when first asked for."""
+        """Return the hosts whose links have a rate; created at the first call."""
         if rate not in self._beds:
             bed = make_testbed(self._hosts, rate=rate, shares=self._shares)
             self._beds[rate] = self._stack.enter_context(bed)
@@ -53,12 +51,12 @@ class Stage:
 
     @property
     def slow_bed(self) -> Testbed:
-        """The hosts with links of 1 Gbit/s."""
+        """Hosts with links of 1 Gbit/s."""
         return self.bed(_RATE)
 
     @property
     def description(self) -> str:
-        """What the hosts are, in words."""
+        """Description of the hosts, for the conditions."""
         parts = [
             bed.description + (f" with links of {rate}" if rate else "")
             for rate, bed in self._beds.items()
@@ -69,13 +67,13 @@ class Stage:
     def training(
         self, bed: Testbed, launcher: Launcher, order: Order, *, step_time_s: float = STEP_TIME_S
     ) -> Iterator[Job]:
-        """Train the launcher's workload; yields the job once every worker has made some steps.
+        """Train the launcher's workload; yield the job once every worker has taken some steps.
 
         Args:
-            bed: the hosts.
-            launcher: who leads.
-            order: the job; its ``training`` are further options of the workload.
-            step_time_s: padding of a step [s].
+            bed: virtual hosts.
+            launcher: launcher of the job.
+            order: description of the job; its ``training`` are further options of the workload.
+            step_time_s: sleep added to each step [s].
         """
         training = [
             *(str(launcher.workload), "--data", str(bed.data), "--step-time", str(step_time_s)),
@@ -94,7 +92,7 @@ class Stage:
         victims: Collection[Lane] = (),
         settle_steps: int = SETTLE_STEPS,
     ) -> float:
-        """What a change cost, once the survivors have settled [s]."""
+        """Wait until the survivors of a change have settled, and return their pause [s]."""
         return job.wait(
             lambda: measure_change(job.marks.processes, asked, size, settle_steps, victims),
             self.limit_s,

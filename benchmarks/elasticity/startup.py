@@ -1,8 +1,7 @@
 """Measures the time from the command to the first finished training step, and its parts.
 
-Run it: ``python benchmarks/startup.py --repetitions 5``. Three launchers
-start the same script on the same hosts, in turn, so that whatever else the machine
-does meets all of them alike.
+Run it: ``python benchmarks/startup.py --repetitions 5``. Three launchers alternately start the same
+script on the same hosts, so that other load on the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PHASES = (
     "import Horovod, build model, read data",
     "communicator, state and first step",
 )
-"""In order; each ends when the slowest host has got there."""
+"""Phases of a start, in order; each ends when the slowest host has finished it."""
 
 _NOTE = (
     "Steps are not padded (no sleep in them). One round before the measured ones warms the file "
@@ -45,7 +44,7 @@ _NOTE = (
 
 
 def measure_startup(options: argparse.Namespace, say: Say) -> Result:
-    """Measure the starts; one more round is run before those that are measured."""
+    """Measure the starts, after one round that is not measured."""
     repetitions = options.repetitions
     load_before = os.getloadavg()
     samples: dict[str, list[float]] = {launcher.name: [] for launcher in LAUNCHERS}
@@ -81,7 +80,7 @@ def _start_once(bed: Testbed, launcher: Launcher) -> tuple[float, dict[str, floa
     order = Order(dict.fromkeys(bed.hosts, 1), training, min_np=_HOSTS)
     with bed.job(launcher, order) as job:
         first = job.wait(lambda: first_step(job.marks.processes), _DEADLINE_S, "made no step")
-        # The job is left to end by itself: horovodrun would leave its processes behind.
+        # The job runs to its end: horovodrun would leave processes behind if it were ended.
         try:
             for process in job.processes():
                 process.wait(_DEADLINE_S)
@@ -100,11 +99,11 @@ def _start_once(bed: Testbed, launcher: Launcher) -> tuple[float, dict[str, floa
 def phases_of(
     asked: float, events: Iterable[Record], processes: Sequence[Process]
 ) -> dict[str, float]:
-    """Where the seconds of one start of ours went, by :data:`PHASES`.
+    """Return the duration of each of the :data:`PHASES` of one start of ours [s].
 
     Args:
-        asked: when the command was given [s, monotonic].
-        events: of the run, in order, stamped by the leader.
+        asked: when the command was started [s, monotonic].
+        events: events of the run, in order, with the leader's times.
         processes: the workers.
     """
     ends: dict[str, float] = {}
@@ -125,14 +124,14 @@ def phases_of(
     ]
     phases = {}
     for name, end in zip(PHASES, ladder, strict=True):
-        # What one host does while a slower one is still at an earlier phase costs nothing.
+        # What a host does while a slower one is in an earlier phase does not delay the start.
         phases[name] = round(max(0.0, end - asked), 4)
         asked = max(asked, end)
     return phases
 
 
 def _python_time(arguments: list[str], repetitions: int = 5) -> Figure:
-    """Wall time of a fresh interpreter, after one that warms the file cache."""
+    """Measure the wall time of a new interpreter, after one that warms the file cache."""
     samples = []
     for number in range(repetitions + 1):
         begin = time.perf_counter()
@@ -153,7 +152,7 @@ def startup_result(
     phases: Mapping[str, Figure],
     programs: Mapping[str, Figure],
 ) -> Result:
-    """Tables and file of what was measured: by launcher, by phase of ours, by program."""
+    """Return the result with its tables: by launcher, by phase of our start, by program."""
     ours = first_step[OURS.name]
     times = {name: ratio(each, ours) for name, each in first_step.items()}
     rows = [(name, str(each), f"{times[name]:.2f}") for name, each in first_step.items()]
@@ -178,7 +177,7 @@ def startup_result(
 
 
 def main() -> int:
-    """Command line."""
+    """Run the benchmark with its command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="startup.py", description=__doc__)
     told = "measured rounds (3)"
     parser.add_argument("--repetitions", "-n", type=at_least_one, default=3, help=told)

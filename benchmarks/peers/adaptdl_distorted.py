@@ -1,7 +1,7 @@
-"""One replica of AdaptDL, standalone, that learns distorted digits until the target.
+"""Trains one standalone replica of AdaptDL on distorted digits until the target.
 
-``python adaptdl_distorted.py OUT SEED`` in AdaptDL's environment, with its variables; replica 0
-writes how long it took. As ``benchmarks/adaptive/jobs/distorted.py`` in all but the library.
+``python adaptdl_distorted.py OUT SEED`` runs in AdaptDL's environment, with its variables; replica
+0 writes how long it took. Only the library differs from ``benchmarks/adaptive/jobs/distorted.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.adaptive import workloads
 
 
 def learn(seed: int) -> dict[str, Any]:
-    """Train until the target with a batch that AdaptDL chooses, AdaScale being its default."""
+    """Train with a batch that AdaptDL chooses, and with AdaScale, which is its default."""
     replicas = adaptdl.env.num_replicas()
     examples, (images, labels) = workloads.distorted_digits()
     torch.manual_seed(seed)
@@ -32,7 +32,7 @@ def learn(seed: int) -> dict[str, Any]:
     schedule = LambdaLR(sgd, lambda _: workloads.rate_left(_metrics.get_progress()))
     model = adaptdl.torch.AdaptiveDataParallel(network, sgd, schedule)
     loader = adaptdl.torch.AdaptiveDataLoader(examples, batch_size=workloads.INITIAL, shuffle=True)
-    # Without accumulation, with which this release sums gradients instead of averaging them.
+    # No accumulation: with it this release sums gradients instead of averaging them.
     loader.autoscale_batch_size(
         workloads.LARGEST,
         local_bsz_bounds=(workloads.INITIAL // replicas, workloads.LARGEST // replicas),
@@ -41,7 +41,7 @@ def learn(seed: int) -> dict[str, Any]:
     def judge() -> float:
         right = workloads.share_right(network, images, labels)
         torch.distributed.all_reduce(right)
-        # The time of the look must not be in that of the step.
+        # The time of the evaluation must not count in the step time.
         _metrics.profile_step_start(loader.current_local_bsz)
         return float(right) / replicas
 
@@ -68,7 +68,7 @@ def main() -> None:
     if adaptdl.env.replica_rank() == 0:
         out.write_text(json.dumps([row]), encoding="utf-8")
     torch.distributed.barrier()
-    # Its threads, left running, can abort the interpreter when it ends.
+    # AdaptDL's threads are still running and can abort the interpreter at a normal exit.
     os._exit(0)
 
 

@@ -1,8 +1,8 @@
-"""One replica that takes turns between plain DDP and AdaptDL, same network and batch.
+"""Runs one replica that alternates between plain DDP and AdaptDL, at the same network and batch.
 
-``python adaptdl_overhead.py OUT ROUNDS`` in AdaptDL's environment, with its variables; replica 0
-writes the seconds of each block of steps. As ``benchmarks/adaptive/jobs/overhead.py`` in all
-but the libraries.
+``python adaptdl_overhead.py OUT ROUNDS`` runs in AdaptDL's environment, with its variables; replica
+0 writes the step times of each block. Only the libraries differ from
+``benchmarks/adaptive/jobs/overhead.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.adaptive import workloads
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step in each block."""
+    """Return the time of a step in each block [s]."""
     share = workloads.BATCH // adaptdl.env.num_replicas()
     inputs = torch.randn(
         workloads.BATCH * (workloads.STEPS * (rounds + 1) + workloads.WARM), workloads.WIDTH

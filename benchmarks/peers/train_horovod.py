@@ -1,4 +1,4 @@
-"""The workload under stock ``horovodrun``, elastic, as Horovod's manual writes it."""
+"""The workload under stock elastic ``horovodrun``, written as in Horovod's manual."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import horovod.torch as hvd
 
 from benchmarks.peers import workload
 
-BATCHES_PER_COMMIT = 10  # of the example in Horovod's manual
+BATCHES_PER_COMMIT = 10  # as in the example in Horovod's manual
 
 args = workload.parse_arguments()
-workload.mark("ready")  # its newcomers meet the others in init(), before there is a model
+workload.mark("ready")  # here newcomers meet the others in init(), before the model exists
 hvd.init()
 model = workload.make_model(args)
 named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]

@@ -1,4 +1,4 @@
-"""The workload under torchft: one replica group for each worker, all settings as they come."""
+"""The workload under torchft with default settings and one replica group for each worker."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ inner = workload.make_optimizer(model)
 
 
 def load_state(state: dict[str, Any]) -> None:
-    """Take what a healthy replica sent."""
+    """Load the state that a healthy replica sent."""
     model.load_state_dict(state["model"])
     inner.load_state_dict(state["optimizer"])
 
 
 def give_state() -> dict[str, Any]:
-    """What a recovering replica gets."""
+    """Return the state for a recovering replica."""
     return {"model": model.state_dict(), "optimizer": inner.state_dict()}
 
 
@@ -36,7 +36,7 @@ replicated = DistributedDataParallel(manager, model)
 optimizer = Optimizer(manager, inner)
 inner.world_size = manager.num_participants  # type: ignore[attr-defined]  # read by the marks
 
-world = [1]  # its size is known only after the first step has begun
+world = [1]  # the world size is known only after the first step has begun
 for images, labels in workload.batches(workload.load_data(args), args, lambda: world[0]):
     optimizer.zero_grad()
     workload.loss_of(replicated, images, labels).backward()

@@ -1,4 +1,4 @@
-"""The workload under ``torchrun``: DDP, and a snapshot file from which all workers start again."""
+"""The workload under ``torchrun``: DDP, with a snapshot file from which all workers restart."""
 
 from __future__ import annotations
 

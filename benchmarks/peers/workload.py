@@ -1,7 +1,7 @@
-"""What all launchers train in the elasticity benchmark: one model, one data set, one padding.
+"""The workload of the elasticity benchmark: model, data set and padding that all launchers share.
 
-Each launcher has a script of its own beside this file, since each wants its own calls; everything
-that decides how long a step takes is here.
+Each launcher has a script of its own beside this file, since each needs its own API calls;
+everything that determines the step time is here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMIT_BLOCK = 40
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The options that every script takes; ``--slow-start`` is slept here, as if for imports."""
+    """Parse the options of every script, and sleep for ``--slow-start``, as slow imports would."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, required=True, help="folder of digits.py")
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
@@ -47,9 +47,9 @@ def parse_arguments() -> argparse.Namespace:
 class Model(nn.Module):
     """The network of ``scripts/examples/digits.py``, or a linear one, with frozen ballast.
 
-    The ballast is an embedding table of which each step reads one row: it weighs in the state that
-    a newcomer needs, and neither in the step nor in the gradients. Each process makes another one,
-    so that no newcomer has it before it is sent.
+    The ballast is an embedding table of which each step reads one row: it adds to the state that a
+    newcomer needs, and neither to the step time nor to the gradients. Each process creates a
+    different one, so that no newcomer has it before it is sent.
     """
 
     def __init__(self, kind: str, frozen_mb: float) -> None:
@@ -62,7 +62,7 @@ class Model(nn.Module):
         self.ballast = nn.Embedding.from_pretrained(weight, freeze=True) if frozen_mb else None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Scores of the ten digits."""
+        """Return the scores of the ten digits."""
         scores: torch.Tensor = self.network(images)
         if self.ballast is not None:
             scores = scores + self.ballast(torch.zeros(1, dtype=torch.int64))[:, :10]
@@ -70,20 +70,20 @@ class Model(nn.Module):
 
 
 def make_model(args: argparse.Namespace) -> nn.Module:
-    """The model, the same on every rank."""
+    """Return the model, with the same trained weights on every rank."""
     torch.manual_seed(0)
     return Model(args.model, args.frozen_mb)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD; without momentum where the model carries ballast."""
+    """Return SGD; without momentum if the model has ballast."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     momentum = 0.0 if getattr(model, "ballast", None) is not None else 0.9
     return torch.optim.SGD(trained, lr=0.05, momentum=momentum)
 
 
 def load_data(args: argparse.Namespace) -> TensorDataset:
-    """The training examples."""
+    """Return the training examples."""
     with np.load(args.data / "train.npz") as arrays:
         return TensorDataset(*(torch.from_numpy(arrays[key]) for key in ("images", "labels")))
 
@@ -91,12 +91,12 @@ def load_data(args: argparse.Namespace) -> TensorDataset:
 def batches(
     dataset: TensorDataset, args: argparse.Namespace, world_size: Callable[[], int]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random shares of the global batch without end, for scripts without a loader of their own.
+    """Yield random shares of the global batch without end, for scripts without our loader.
 
     Args:
-        dataset: of :func:`load_data`.
-        args: the options.
-        world_size: number of ranks, asked before each step.
+        dataset: result of :func:`load_data`.
+        args: parsed options.
+        world_size: returns the number of ranks; called before each step.
     """
     images, labels = dataset.tensors
     random = np.random.default_rng(os.getpid())
@@ -108,14 +108,14 @@ def batches(
 
 
 def loss_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What is minimised."""
+    """Return the cross entropy of the model's scores."""
     return F.cross_entropy(model(images), labels)
 
 
 def commits(args: argparse.Namespace, step: int) -> bool:
-    """Whether this step ends with a commit, where blocks with and without take turns.
+    """Return whether this step ends with a commit; blocks with and without commits alternate.
 
-    Writes a note into the marks where a block begins, so that steps are told apart.
+    Writes a note to the marks where a block begins, so that its steps can be recognised.
     """
     if not args.commit_blocks:
         return True
@@ -126,7 +126,7 @@ def commits(args: argparse.Namespace, step: int) -> bool:
 
 
 def mark(kind: str, **fields: Any) -> None:
-    """Add a line to the marks of this process, if it is being watched."""
+    """Append a line to the marks of this process, if it has any."""
     path = os.environ.get("HVD_ELASTIC_BENCH_MARKS")
     if path:
         line = json.dumps({"mark": kind, "mono": time.monotonic(), **fields})

@@ -1,1 +1,1 @@
-"""Random faults of every kind while a model trains."""
+"""Soak test: random faults of every kind while a model trains."""

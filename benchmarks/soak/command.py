@@ -1,9 +1,9 @@
-"""Random faults of every kind for as long as you like, while a real model trains on virtual hosts.
+"""Causes random faults of every kind while a real model trains on virtual hosts.
 
-``python benchmarks/soak.py --minutes 10 --seed 3``. After every fault training must go on, and at
+``python benchmarks/soak.py --minutes 10 --seed 3``. After every fault training must continue. At
 the end every example must have been used exactly once in each epoch, all ranks must hold the same
-parameters, nothing may be left on any host, and nothing may have grown. A seed always gives the
-same faults, so a failed soak can be repeated, in parts.
+parameters, nothing may be left on any host, and no process may have leaked memory. A seed always
+gives the same faults, so a failed soak can be repeated, in full or in part.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.netns import why_no_namespaces
 
-# Processes are found by the run's name, and several soaks may go on on one machine.
+# Processes are found by the run's id, and several soaks may run on one machine.
 _RUN_ID = f"soak-{os.getpid()}"
 _CALM_RUN_ID = f"calm-{os.getpid()}"
 _END_PATIENCE_S = 180.0
 _CALM_S_PER_EPOCH = 10.0
-_MOST_CALM_EPOCHS = 200  # the accuracy has long settled then
+_MOST_CALM_EPOCHS = 200  # the accuracy no longer changes then
 _ACCURACY_TOLERANCE = 0.01
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the soak with its command line; return the exit status."""
     options = _parser().parse_args(arguments)
     console = Console()
     if not console.is_terminal:
@@ -133,14 +133,14 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 class Soak:
-    """One soak, as the command line asks for it.
+    """One soak with the options of the command line.
 
     Args:
-        options: checked.
-        say: takes a line that stays.
+        options: checked options.
+        say: prints a line.
 
     Raises:
-        UsageError: the faults cannot be made here.
+        UsageError: the faults cannot be caused on this machine.
     """
 
     def __init__(self, options: argparse.Namespace, say: Say) -> None:
@@ -152,14 +152,14 @@ class Soak:
         possible = [n for n, kind in KINDS.items() if self._namespaces or not kind.namespaces]
         self._kinds = parse_kinds(options.faults, possible)
         self._only = parse_only(options.only)
-        # Names for the schedule; what the hosts are called in the end depends on the cluster.
+        # Names used in the schedule; the real names of the hosts depend on the process id.
         self._names = [LOCALHOST]
         if not options.single_host:
             self._names = [f"h{number}" for number in range(1, options.hosts + 1)]
 
     def print_schedule(self) -> int:
         """Print the first hundred faults."""
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may have seen enough
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader, such as head, may close early
         for fault in islice(selected(self._schedule(), self._kinds, self._only), 100):
             print(f"{fault.text()}, {fault.after_s:g} s after the last")
         return 0
@@ -171,10 +171,10 @@ class Soak:
         return faults_of_seed(options.seed, self._names, options.failure_timeout)
 
     def run(self, show: Say) -> SoakResult:
-        """Make the hosts, play the schedule, check everything.
+        """Create the hosts, play the schedule, and check everything.
 
         Args:
-            show: takes a line that changes.
+            show: shows a status line, which replaces the previous one.
         """
         options = self._options
         load_before = os.getloadavg()
@@ -214,7 +214,7 @@ class Soak:
             return result
 
     def _make_ground(self, stack: contextlib.ExitStack) -> Ground:
-        """Virtual hosts, or this machine, with the data set; taken down with the stack."""
+        """Return virtual hosts, or this machine, with the data set; the stack takes them down."""
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_elastic-soak-")))
         data = scratch / "digits"
         write_digits(data)
@@ -235,7 +235,7 @@ class Soak:
     def _job(
         self, ground: Ground, run_id: str, hosts: dict[str, int], epochs: int | None = None
     ) -> SoakJob:
-        """A run; one of so many epochs is undisturbed, its steps are not padded."""
+        """Return a run; with ``epochs`` it is the undisturbed one, without padded steps."""
         return SoakJob(
             ground,
             run_id,
@@ -246,7 +246,7 @@ class Soak:
         )
 
     def _play_and_check(self, job: SoakJob, player: Player, result: SoakResult) -> None:
-        """The run from its start to its last check; Ctrl-C cuts it short."""
+        """Run from the start to the last check; Ctrl-C ends the run early and still checks it."""
         options = self._options
         try:
             job.start()
@@ -289,7 +289,7 @@ class Soak:
     def _compare_accuracy(
         self, ground: Ground, result: SoakResult, epochs: int, hosts: dict[str, int]
     ) -> None:
-        """The same training without a fault, as many epochs long, but without padded steps."""
+        """Train undisturbed for as many epochs, without padded steps, and compare accuracies."""
         calm_epochs = min(epochs, _MOST_CALM_EPOCHS)
         self._say(f"training {calm_epochs} epochs undisturbed, to compare accuracies")
         if ground.cluster is not None:
@@ -317,7 +317,7 @@ class Soak:
 
 
 def _check_records(job: SoakJob, result: SoakResult, *, finished: bool) -> AuditResult:
-    """Exactly once, nothing done again without need, equal parameters."""
+    """Check exactly-once use of examples, needlessly repeated steps, and equal parameters."""
     job.poll()
     examples = _examples(job.ground.data)
     seen = check_steps(job.records.read_all(), examples, finished=finished)
@@ -362,7 +362,7 @@ def _check_clean(job: SoakJob, result: SoakResult) -> None:
 
 
 def _accuracy(ground: Ground, run_id: str) -> float | None:
-    """What the run recorded last."""
+    """Return the last test accuracy that the run recorded, or None."""
     found = None
     for event in read_events(ground.scratch / "home/runs" / run_id / "events.jsonl"):
         if event["kind"] == "metrics" and "test_accuracy" in event:
@@ -375,7 +375,7 @@ def _accuracy(ground: Ground, run_id: str) -> float | None:
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[tuple[Say, Say]]:
-    """Lines that stay, and on a terminal one below them that changes."""
+    """Yield functions that print a line, and that show a status line below (on a terminal)."""
     began = time.monotonic()
     status = console.status("…")
 

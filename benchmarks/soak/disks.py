@@ -1,4 +1,4 @@
-"""Small disks for the run folder and for the spool of each host, that a soak can fill."""
+"""Small disks for the run folder and for the spool of each host, which a soak can fill."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _SPOOL_MIB = 16
 
 
 def spool_of(home: Path, run_id: str, host: str) -> Path:
-    """The spool of a host, as seen from this machine."""
+    """Return the path of a host's spool on this machine."""
     return home / "spool" / run_id / host
 
 
 @contextlib.contextmanager
 def small_disks(home: Path, run_id: str, hosts: Sequence[str], minutes: float) -> Iterator[None]:
-    """Mount them, before the virtual hosts are made, which see what is mounted then.
+    """Mount the disks for the length of the block; call it before the virtual hosts are created.
+
+    Virtual hosts see only what is mounted when they are created.
 
     Args:
-        home: of hvd_elastic, empty.
-        run_id: of the run that will use them.
+        home: home folder of hvd_elastic, empty.
+        run_id: id of the run that will use the disks.
         hosts: names of the virtual hosts.
-        minutes: of the soak; the run folder holds its audit.
+        minutes: length of the soak, by which the audit in the run folder grows.
     """
     sizes = {home / "runs": int(64 + 8 * minutes)}
     sizes |= {spool_of(home, run_id, host): _SPOOL_MIB for host in hosts}
@@ -36,7 +38,7 @@ def small_disks(home: Path, run_id: str, hosts: Sequence[str], minutes: float) -
             folder.mkdir(parents=True)
             options = f"mode=700,size={mebibytes}m"
             run_tool(["mount", "-n", "-t", "tmpfs", "-o", options, "soak", str(folder)])
-            # Lazily: a leader that hangs must not keep the soak from ending.
+            # A lazy unmount: a leader that hangs must not keep the soak from ending.
             stack.callback(run_tool, ["umount", "-n", "-l", str(folder)])
         yield
 
@@ -60,5 +62,5 @@ def fill(folder: Path) -> None:
 
 
 def free(folder: Path) -> None:
-    """Give back what :func:`fill` took."""
+    """Free the space that :func:`fill` has taken."""
     (folder / _BALLAST).unlink(missing_ok=True)

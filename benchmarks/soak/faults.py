@@ -1,4 +1,4 @@
-"""How each kind of fault is made on a running job, and taken back."""
+"""Causes each kind of fault on a running job, and undoes it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from hvd_elastic.virtual.plan import Rate
 
 @dataclass
 class Made:
-    """A fault that was made.
+    """A fault that was caused.
 
     Attributes:
-        what: whom it hit, for the reader; why nobody, where nobody was there.
-        undo: takes it back, when its time is over.
-        changes_world: the world that was there cannot go on.
-        lost: workers that cannot train on before it is over, or before they are replaced.
-        damaged: the checkpoint that was made useless.
+        what: what it hit, for the reader; or why it hit nothing.
+        undo: undoes the fault when its time is over; None: nothing to undo.
+        changes_world: whether the present world cannot continue.
+        lost: number of workers that cannot train until it is over or they are replaced.
+        damaged: name of the damaged checkpoint file; empty: none.
+        problems: messages about what went wrong while causing or undoing it.
     """
 
     what: str
@@ -38,15 +39,15 @@ class Made:
 
 
 def make_fault(job: SoakJob, fault: Fault) -> Made:
-    """Make it now."""
+    """Cause a fault now."""
     return _MAKERS[fault.kind](job, fault)
 
 
-# -- whom --------------------------------------------------------------------------------------
+# -- targets -----------------------------------------------------------------------------------
 
 
 def _host(job: SoakJob, fault: Fault) -> str:
-    """One of the hosts that train now; of the hostfile where none does."""
+    """Return one of the hosts that train now, or of the hostfile if none does."""
     world = job.chronicle.current
     hosts = sorted(set(world.hosts.values()) & set(job.hosts)) if world is not None else []
     hosts = hosts or sorted(job.hosts)
@@ -54,7 +55,7 @@ def _host(job: SoakJob, fault: Fault) -> str:
 
 
 def _worker(job: SoakJob, fault: Fault) -> list[Target]:
-    """The worker of a rank of the current world; empty when it has gone."""
+    """Return the worker of a rank of the current world; empty if it has ended."""
     world = job.chronicle.current
     if world is None:
         return []
@@ -72,7 +73,7 @@ def _named(targets: list[Target]) -> str:
 
 
 def _is_member(job: SoakJob, targets: list[Target]) -> bool:
-    """Whether one of them trains now: the end of a newcomer changes no world."""
+    """Return whether one of the targets trains now: losing a newcomer changes no world."""
     world = job.chronicle.current
     if world is None:
         return False
@@ -125,7 +126,7 @@ def _kill_all(job: SoakJob, _: Fault) -> Made:
 
 
 def _corrupt(job: SoakJob, fault: Fault) -> Made:
-    """Kill every worker and damage what training would go back to."""
+    """Kill every worker and damage the checkpoint that training would restore."""
     whole = sorted(job.folder.checkpoints.glob("step-*.json"))
     made = _kill_workers(job, fault)
     if len(whole) < 2:
@@ -219,13 +220,13 @@ def _full_run_disk(job: SoakJob, _: Fault) -> Made:
 
 
 def _full_spool(job: SoakJob, fault: Fault) -> Made:
-    # That of rank 0, which writes the checkpoints, or any other.
+    # Half of the time that of rank 0, which writes the first shard, else any other.
     who = job.chronicle.worker_of_rank(0)
     host = who[0] if who is not None and fault.where % 2 else _host(job, fault)
     return _full(host, spool_of(job.home, job.run_id, host))
 
 
-# -- what a user does --------------------------------------------------------------------------
+# -- actions of a user -------------------------------------------------------------------------
 
 
 def _hosts(job: SoakJob, fault: Fault) -> Made:

@@ -1,4 +1,7 @@
-"""Whether long-lived processes grow: memory, file descriptors and threads over time. Pure."""
+"""Detects growth of memory, file descriptors and threads in long-lived processes.
+
+Pure functions of samples.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,25 @@ from dataclasses import dataclass
 from itertools import combinations
 
 WARM_UP_S = 30.0
-"""A process imports, fills its caches and meets the others before it is judged."""
+"""Time before a process is judged: it imports modules, fills its caches and forms a ring first."""
 
-_SHORTEST_S = 60.0  # less than that says nothing
+_SHORTEST_S = 60.0  # over a shorter time a slope is mostly noise
 _FEWEST_GENERATIONS = 6
 _MOST_POINTS = 150
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a process.
+    """Measurements of a process at one time.
 
     Attributes:
-        mono: when [s].
-        generation: how many worlds there had been.
-        size: ranks of the world; a larger one needs more connections.
-        hosts: with an agent; the leader has a connection and its threads for each of them.
-        memory: resident [bytes]; files: open descriptors; threads: their number.
+        mono: time [s, monotonic].
+        generation: number of worlds so far.
+        size: number of ranks of the world; a larger one needs more connections.
+        hosts: number of hosts with an agent; for each the leader has a connection and threads.
+        memory: resident memory [bytes].
+        files: number of open descriptors.
+        threads: number of threads.
     """
 
     mono: float
@@ -38,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Limit:
-    """Growth over all that was seen of a process, above which it counts as a leak."""
+    """Growth over the observed life of a process above which it counts as a leak."""
 
     absolute: float
     relative: float
@@ -53,15 +58,15 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Growth:
-    """How one quantity of one process developed after its warm-up.
+    """Growth of one quantity of one process after its warm-up.
 
     Attributes:
-        process: who.
+        process: name of the process.
         quantity: ``memory``, ``files`` or ``threads``.
         over: ``time`` [s] or ``generations`` (between their medians).
         slope: units per second or per generation.
-        total: slope times the range that was seen.
-        first, last: medians of the first and the last quarter of what was looked at.
+        total: slope times the observed range.
+        first, last: medians of the first and the last quarter of the samples.
     """
 
     process: str
@@ -74,13 +79,13 @@ class Growth:
 
     @property
     def too_much(self) -> bool:
-        """Above its limit, by the slope and by what is there at the end."""
+        """Whether the growth is above its limit, by the slope and by the last samples."""
         limit = LIMITS[self.quantity]
         allowed = max(limit.absolute, limit.relative * self.first)
         return self.total > allowed and self.last - self.first > allowed / 2
 
     def text(self) -> str:
-        """For the report."""
+        """Return the growth as a sentence for the report."""
         scale, unit = (2**20, "MiB") if self.quantity == "memory" else (1, self.quantity)
         per = "generation" if self.over == "generations" else "minute"
         slope = self.slope * (1 if per == "generation" else 60) / scale
@@ -91,7 +96,7 @@ class Growth:
 
 
 def robust_slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Median of the slopes between all pairs (Theil, Sen): single outliers do not move it.
+    """Return the median slope between all pairs of points (Theil, Sen), robust to outliers.
 
     >>> robust_slope([0, 1, 2, 3, 4], [0, 2, 4, 600, 8])
     2.0
@@ -105,13 +110,13 @@ def robust_slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def measure_growth(process: str, samples: Sequence[Sample]) -> list[Growth]:
-    """Growth of each quantity, over time and over generations; empty for a short life.
+    """Return the growth of each quantity over time and over generations; empty for a short life.
 
-    Only what was seen at the most frequent number of ranks and hosts is compared.
+    Only samples at the most frequent number of ranks and hosts are compared.
 
     Args:
-        process: its name in the report.
-        samples: in order of time.
+        process: name of the process in the report.
+        samples: samples in order of time.
     """
     if not samples:
         return []
@@ -139,7 +144,7 @@ def measure_growth(process: str, samples: Sequence[Sample]) -> list[Growth]:
 
 
 def grown(growths: Sequence[Growth]) -> list[str]:
-    """What grew too much, in words; by time and by generations is one finding."""
+    """Return a sentence for each quantity that grew too much, once per process and quantity."""
     worst: dict[tuple[str, str], Growth] = {}
     for growth in growths:
         if growth.too_much:

@@ -1,4 +1,4 @@
-"""The run that a soak disturbs: started, resumed, found on its hosts, ended, looked after."""
+"""The run that a soak disturbs: starts and ends it, and finds its processes on the hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvd_elastic.virtual import VirtualCluster
 
 LOCALHOST = "localhost"
 CLEAN_S = 15.0
-"""Nothing of a run is left on any host this long after its end."""
+"""Time after the end of a run by which nothing of it may be left on any host."""
 
 _AGENT = "hvd_elastic.agent.agent"
 _CHECKPOINT_EVERY_S = 2.0
@@ -41,11 +41,11 @@ class Target:
 
     Attributes:
         role: ``leader``, ``agent`` or ``worker``.
-        host: where it runs.
-        name: of a worker; empty for the others.
-        slot: of a worker; 0 for the others.
-        pid: its id on this machine.
-        born: when it was started, by the system's clock; tells it from a later one of its id.
+        host: host that it runs on.
+        name: name of a worker; empty for the others.
+        slot: slot of a worker; 0 for the others.
+        pid: process id on this machine.
+        born: start time by the system's clock; distinguishes later processes with the same id.
     """
 
     role: str
@@ -57,11 +57,11 @@ class Target:
 
     @property
     def label(self) -> str:
-        """For the report."""
+        """Name for the report."""
         return self.name or f"{self.role} {self.host} (process {self.pid})".replace("  ", " ")
 
     def send(self, number: int) -> bool:
-        """Send a signal; whether it was still there."""
+        """Send a signal; return whether the process was still alive."""
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if psutil.Process(self.pid).create_time() == self.born:
                 os.kill(self.pid, number)
@@ -71,13 +71,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Ground:
-    """Where runs take place.
+    """Hosts and folders that runs use.
 
     Attributes:
-        hosts: all that a hostfile may name.
-        scratch: a folder that this machine and all hosts see.
-        data: folder of the data set, in it.
-        cluster: the virtual hosts; None for this machine alone.
+        hosts: all hosts that a hostfile may name.
+        scratch: folder that this machine and all hosts see.
+        data: folder of the data set, inside ``scratch``.
+        cluster: virtual hosts; None: this machine alone.
     """
 
     hosts: tuple[str, ...]
@@ -87,23 +87,23 @@ class Ground:
 
     @property
     def namespaces(self) -> bool:
-        """Whether cables can be cut and disks be filled."""
+        """Whether links can be cut and disks can be filled."""
         return self.cluster is not None and not self.cluster.loopback
 
     def description(self, slots: int) -> str:
-        """What the hosts are, in words; ``slots`` are those of this machine alone."""
+        """Return a description of the hosts; ``slots``: slots if it is this machine alone."""
         if self.cluster is None:
             return f"{slots} slots of this machine"
         kind = "addresses of the loopback network" if self.cluster.loopback else "namespaces"
         return f"{len(self.hosts)} virtual hosts ({kind})"
 
     def temporary_entries(self) -> set[tuple[str, str]]:
-        """What lies in the /tmp of hosts that have one of their own."""
+        """Return (host, name) of what is in the /tmp of hosts that have one of their own."""
         found: set[tuple[str, str]] = set()
         if self.cluster is not None and self.namespaces:
             for host in self.hosts:
                 folder = self.cluster.folder / "hosts" / host / "tmp"
-                # PyTorch keeps what it compiles there, for every later process of the user.
+                # PyTorch caches compiled code there, for all later processes of the user.
                 kept = {f"torchinductor_{getpass.getuser()}"}
                 found |= {(host, path.name) for path in folder.iterdir() if path.name not in kept}
         return found
@@ -112,15 +112,15 @@ class Ground:
 class SoakJob:
     """``hvd-elastic run`` with the soak's training script.
 
-    As a context manager it ends everything that it started.
+    As a context manager it ends all processes of the run.
 
     Args:
-        ground: where.
-        run_id: name of the run.
-        hosts: host → slots, the hostfile it begins with.
-        failure_timeout_s: silence after which a host counts as lost.
-        step_time_s: time added to each step.
-        epochs: how long to train; None: until :meth:`finish`.
+        ground: hosts and folders to use.
+        run_id: id of the run.
+        hosts: host → slots of the first hostfile.
+        failure_timeout_s: time without a sign of life after which a host counts as lost [s].
+        step_time_s: time added to each step [s].
+        epochs: number of epochs to train; None: until :meth:`ask_to_end`.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class SoakJob:
         self.end_at_once()
 
     def end_at_once(self) -> None:
-        """End the run and everything of it, whatever state it is in."""
+        """End the run and all of its processes, in any state."""
         for target in self.targets():
             target.send(signal.SIGCONT)
             if target.role == "leader":
@@ -195,15 +195,15 @@ class SoakJob:
         self._launch(*self._run)
 
     def resume(self) -> None:
-        """Another leader goes on with it."""
+        """Start another leader, which resumes the run."""
         self._launch("--resume", self.run_id)
 
     def ask_to_end(self) -> None:
-        """Training ends with the epoch."""
+        """Have training end at the end of the present epoch."""
         self._until.touch()
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit status of the leader; None when it has not ended."""
+        """Wait for the leader; return its exit status, or None if it has not ended."""
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
@@ -211,18 +211,18 @@ class SoakJob:
         return self.process.poll()
 
     def output_tail(self) -> str:
-        """The last lines that leaders printed."""
+        """Return the last lines that the leaders printed."""
         text = self.output.read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-20:])
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Another command of ours, as the same user."""
+        """Run another command of hvd-elastic as the same user."""
         command, environment = [*OUR_PROGRAM, *arguments], self._environment()
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
     def _launch(self, *arguments: str) -> None:
         self.lives += 1
-        # Ctrl-C is for the soak, which ends the run in its own time.
+        # In a new session, so that Ctrl-C reaches only the soak, which ends the run in order.
         self.process = start_logged(
             [*OUR_PROGRAM, "run", *arguments],
             self.output,
@@ -239,16 +239,16 @@ class SoakJob:
     # -- following -------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take in what the run and its processes wrote."""
+        """Read new events of the run and new records of its processes."""
         self.events += self._follower.poll()
         self.records.poll()
 
     def leader_alive(self) -> bool:
-        """Whether the newest leader lives."""
+        """Return whether the newest leader is alive."""
         return self.process is not None and self.process.poll() is None
 
     def newest_leader_hears_since(self, mono: float) -> bool:
-        """Whether the newest leader has heard of training after a moment."""
+        """Return whether the newest leader has received metrics after a time [s, monotonic]."""
         lives = [n for n, event in enumerate(self.events) if event["kind"] == "run_started"]
         if len(lives) < self.lives:
             return False
@@ -257,7 +257,7 @@ class SoakJob:
         return newest is not None and newest["mono"] > mono
 
     def trains_as_wanted(self) -> bool:
-        """Whether the current world has a rank in each slot that the run should use now."""
+        """Return whether the current world has a rank in each slot that the run should use."""
         world = self.chronicle.current
         if world is None or len(world.members) != world.size:
             return False
@@ -266,7 +266,7 @@ class SoakJob:
         return dict(world.slots()) == self.hosts
 
     def story(self, since: float = 0.0) -> list[str]:
-        """What happened by the run's own record after a moment [s, monotonic], newest 60 lines."""
+        """Return the run's own events after a time [s, monotonic], the newest 60 lines."""
         lines = []
         for event in self.events:
             if event["mono"] >= since and event["kind"] not in ("metrics", "checkpoint"):
@@ -277,13 +277,13 @@ class SoakJob:
     # -- the hostfile ----------------------------------------------------------------------
 
     def write_hostfile(self, extra: str = "") -> None:
-        """Write the hostfile anew."""
+        """Rewrite the hostfile; ``extra``: further lines."""
         write_hostfile(self.hostfile, self.hosts, extra)
 
     # -- finding processes -----------------------------------------------------------------
 
     def targets(self) -> list[Target]:
-        """Leader, agents and workers that live now."""
+        """Return the leader, agents and workers that are alive now."""
         found = []
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(psutil.Error):
@@ -293,7 +293,7 @@ class SoakJob:
         for process in processes_of(self.run_id):
             with contextlib.suppress(psutil.Error, ProcessLookupError, KeyError):
                 environment = process.environ()
-                # What a worker starts carries its marks too, but only it leads its session.
+                # Children of a worker have the same variables, but only it is a session leader.
                 if os.getsid(process.pid) == process.pid:
                     host = environment["HVD_ELASTIC_HOST"]
                     name = environment["HVD_ELASTIC_WORKER"]
@@ -303,11 +303,11 @@ class SoakJob:
         return found
 
     def workers(self, host: str | None = None) -> list[Target]:
-        """Workers, of one host or of all."""
+        """Return the workers of one host or of all."""
         return [t for t in self.targets() if t.role == "worker" and host in (None, t.host)]
 
     def agents(self, host: str | None = None) -> list[Target]:
-        """Agents, of one host or of all."""
+        """Return the agents of one host or of all."""
         return [t for t in self._agents() if host in (None, t.host)]
 
     def _agents(self) -> list[Target]:
@@ -315,7 +315,7 @@ class SoakJob:
         for host, pid in self._pids_on_hosts():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                # sshd runs it through a shell that replaces itself by it.
+                # sshd starts it through a shell, whose command line contains the same words.
                 if _AGENT in process.cmdline() and "python" in process.name():
                     found.append(Target("agent", host, "", 0, pid, process.create_time()))
         return found
@@ -334,7 +334,7 @@ class SoakJob:
     # -- after the end ---------------------------------------------------------------------
 
     def left_behind(self) -> list[str]:
-        """What is still on a host :data:`CLEAN_S` after the end; empty is as it should be."""
+        """Return what is still on a host :data:`CLEAN_S` after the end; should be empty."""
         end = time.monotonic() + CLEAN_S
         while (left := [*self._left()]) and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -351,7 +351,7 @@ class SoakJob:
                     process = psutil.Process(pid)
                     yield f"{host}: process {pid}: {' '.join(process.cmdline()[:6])}"
             for host in self.ground.hosts:
-                # Sockets in the abstract name space are of a network namespace.
+                # Abstract unix sockets are listed per network namespace.
                 for pid in sorted(cluster.pids(host, system=True))[:1]:
                     table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")
                     if f"hvd_elastic/{self.run_id}/" in table:
@@ -359,7 +359,7 @@ class SoakJob:
         spool = self.home / "spool" / self.run_id
         if spool.exists():
             inside = [*spool.rglob("*")]
-            # What the soak has mounted there stays until its own end.
+            # Disks that the soak has mounted there stay until its own end.
             if not any(path.is_mount() for path in inside):
                 yield f"the folder {spool}"
             for path in inside:
@@ -371,7 +371,7 @@ class SoakJob:
             yield f"{host}: /tmp/{name}"
 
     def keep(self, folder: Path) -> None:
-        """Copy what tells of the run, for whoever looks for the cause of a failure."""
+        """Copy the run folder, records and output, to find the cause of a failure."""
         folder.mkdir(parents=True, exist_ok=True)
         for source in (self.folder.path, self._records_folder):
             if source.is_dir():
@@ -382,7 +382,7 @@ class SoakJob:
 
 
 def checked_end(job: SoakJob, timeout_s: float) -> str:
-    """Let training end and wait for it; what is wrong, or nothing.
+    """End training and wait for it; return what is wrong, or "".
 
     Raises:
         RunError: the run was never started.
@@ -399,7 +399,7 @@ def checked_end(job: SoakJob, timeout_s: float) -> str:
 
 
 def processes_of(run_id: str) -> Iterator[psutil.Process]:
-    """What lives of a run on this machine, its virtual hosts included."""
+    """Yield the living processes of a run on this machine and its virtual hosts."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("HVD_ELASTIC_RUN_ID") == run_id:

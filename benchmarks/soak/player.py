@@ -1,4 +1,4 @@
-"""Plays a schedule on a job, and checks after every fault that training goes on."""
+"""Plays a schedule on a job, and checks after every fault that training continues."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _BEGIN_PATIENCE_S = 180.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long things may take before they count as wrong.
+    """Time limits above which a reaction counts as wrong.
 
     Attributes:
-        stall_s: longest time without a step of training, where training can go on.
-        recovery_s: from the end of the fault to training in every slot that should be used.
+        stall_s: longest time without a training step, while training can continue [s].
+        recovery_s: longest time from the end of a fault to training in every wanted slot [s].
     """
 
     stall_s: float
@@ -41,16 +41,16 @@ class Incident:
     """A fault, and how the run dealt with it.
 
     Attributes:
-        fault: what was asked for.
-        made: what was done.
-        began: when the making of it began [s, monotonic].
-        made_at: when it had been made; finding its target takes a while on a busy machine.
+        fault: fault of the schedule.
+        made: what was actually done.
+        began: when causing it began [s, monotonic].
+        made_at: when it was caused; finding the target takes time on a busy machine.
+        may_stop: whether training may stop while it lasts.
         undone: when it was over; None while it lasts.
-        recovered: the first step in every slot that should be used, after it was over.
-        stall_s: longest time without a finished step, from its begin to that step.
-        may_stop: training need not go on while it lasts.
-        problems: what was wrong, in words.
-        story: what the run itself recorded, where something was wrong.
+        recovered: first step in every wanted slot after it was over; None: not yet.
+        stall_s: longest time without a finished step, from ``began`` to ``recovered``.
+        problems: descriptions of what was wrong.
+        story: the run's own events, if something was wrong.
     """
 
     fault: Fault
@@ -66,13 +66,13 @@ class Incident:
 
     @property
     def recovery_s(self) -> float | None:
-        """From its end to :attr:`recovered`."""
+        """Time from the end of the fault to :attr:`recovered` [s]; None before."""
         if self.recovered is None or self.undone is None:
             return None
         return max(0.0, self.recovered - self.undone)
 
     def as_json(self, start: float) -> dict[str, Any]:
-        """For the report; times count from the start of the soak."""
+        """Return plain data for the report; times count from the start of the soak."""
         return {
             **{k: v for k, v in asdict(self.fault).items() if v not in ((), None)},
             "what": self.made.what,
@@ -85,14 +85,14 @@ class Incident:
 
 
 class Player:
-    """Makes the faults of a schedule, one after the other, and watches.
+    """Causes the faults of a schedule, one after the other, and watches the run.
 
     Args:
-        job: started, or about to be.
+        job: the run, started or not.
         faults: the schedule.
-        bounds: how long things may take.
-        say: told one line for each fault, and when it is dealt with.
-        show: told the state in a few words, often.
+        bounds: time limits.
+        say: called with a line for each fault, and when the run has recovered from it.
+        show: called often with a short description of the state.
     """
 
     def __init__(
@@ -117,16 +117,16 @@ class Player:
 
     @property
     def open(self) -> list[Incident]:
-        """Faults that are not dealt with."""
+        """Faults that the run has not recovered from yet."""
         return [incident for incident in self.incidents if incident.recovered is None]
 
     def play(self, seconds: float) -> None:
-        """Until the schedule or the time is over, and then until the last fault is dealt with.
+        """Cause faults until the schedule or the time is over, and wait for the last recovery.
 
-        Sets :attr:`problem` and returns early when the run cannot go on.
+        Sets :attr:`problem` and returns early if the run cannot continue.
 
         Args:
-            seconds: after the first checkpoints; no fault begins later.
+            seconds: time after the first checkpoints from which on no fault begins [s].
         """
         try:
             self._wait_for_begin()
@@ -160,11 +160,11 @@ class Player:
         self._settled = time.monotonic()
 
     def _checkpoints_before(self, mono: float) -> int:
-        """Checkpoints that the run says it had kept before a moment."""
+        """Return the number of checkpoints that the run reported before a time."""
         kept = (event for event in self.job.events if event["kind"] == "checkpoint")
         return sum(event["mono"] < mono for event in kept)
 
-    # -- making and taking back ------------------------------------------------------------
+    # -- causing and undoing ---------------------------------------------------------------
 
     def _begin_if_due(self) -> None:
         fault, now = self._next, time.monotonic()
@@ -190,7 +190,7 @@ class Player:
             incident.undone = time.monotonic()
 
     def _may_stop(self, fault: Fault, made: Made) -> bool:
-        """Whether too few can train on while it lasts, also with what lasts already."""
+        """Return whether too few workers can train while this and all present faults last."""
         if KINDS[fault.kind].stops:
             return True
         world = self.job.chronicle.current
@@ -232,7 +232,7 @@ class Player:
         self._show(self._state())
 
     def _judge(self, incident: Incident) -> None:
-        """See whether training goes on, and in every slot."""
+        """Check whether training continues, and in every slot."""
         now, chronicle = time.monotonic(), self.job.chronicle
         last = chronicle.ends[-1] if chronicle.ends else incident.began
         still_s = now - max(last, incident.began)
@@ -241,7 +241,7 @@ class Player:
         if incident.undone is None:
             return
         if self._is_over(incident, incident.undone):
-            # A leader may have been told late; training itself is what counts.
+            # The leader may have learned of it later; what counts is the training step.
             recovered = chronicle.first_end_after(max(incident.undone, self._world_began(incident)))
             incident.recovered = now if recovered is None else recovered
             incident.stall_s = chronicle.longest_gap(incident.began, incident.recovered)
@@ -279,7 +279,7 @@ class Player:
         return world.began if world is not None and changed else 0.0
 
     def _check_restored(self, incident: Incident) -> None:
-        """What training went back to was a checkpoint, and a whole one."""
+        """Check that training restored a checkpoint, and not a damaged one."""
         for event in self.job.events:
             if event["mono"] < incident.began:
                 continue

@@ -1,16 +1,16 @@
-"""What the soak's training processes wrote down (:mod:`benchmarks.soak.train`), judged.
+"""Reads and checks the records of the soak's training processes (:mod:`benchmarks.soak.train`).
 
-A file for each process, a JSON object for each line, ``mono`` from the clock that all virtual hosts
-share:
+Each process writes a file with a JSON object on each line; ``mono`` is the clock that all virtual
+hosts share. The kinds of lines and their fields:
 
 ``process``   ``host``, ``worker``: the first line
 ``world``     ``world`` (a random number that all ranks agreed on), ``generation``, ``rank``,
-              ``size``, ``step``: it trains together with these others from that many steps on
-``begin``     ``step``, ``epoch``, ``indices``: the step in which it uses these examples begins
-``end``       ``step``: its optimizer has made that step
-``equal``     ``step``: all ranks hold the same parameters and momentum after so many steps
+              ``size``, ``step``: the process trains in this world, after ``step`` steps
+``begin``     ``step``, ``epoch``, ``indices``: the step that uses these examples begins
+``end``       ``step``: the optimizer has taken this step
+``equal``     ``step``: all ranks hold the same parameters and momentum after ``step`` steps
 ``differ``    ``step``, ``sums``: they do not
-``finished``  ``accuracy``: on the test set
+``finished``  ``accuracy``: accuracy on the test set
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class World:
     """Processes that train together, from one change to the next.
 
     Attributes:
-        name: the number its ranks agreed on.
-        began: when the first of them said so [s, monotonic].
-        step: steps made before its first one.
-        size: its ranks.
-        generation: what the leader calls it; counted anew by a resumed run.
-        members: rank → name of the process's file, of those that said they are in it.
+        name: random number that its ranks agreed on.
+        began: when the first of them recorded it [s, monotonic].
+        step: number of steps taken before its first one.
+        size: number of ranks.
+        generation: the leader's number for it; a resumed run starts counting again.
+        members: rank → name of the process's file, for processes that have recorded the world.
         hosts: rank → host.
-        last_step: newest step that one of them ended.
-        ends: when each of its steps was first ended [s, monotonic].
+        last_step: newest step that a member has finished.
+        ends: number of its steps that have been finished.
     """
 
     name: int
@@ -54,7 +54,7 @@ class World:
     ends: int = 0
 
     def slots(self) -> Counter[str]:
-        """Ranks on each host."""
+        """Return the number of ranks on each host."""
         return Counter(self.hosts.values())
 
 
@@ -66,7 +66,7 @@ class _Process:
 
 
 class Chronicle:
-    """Follows the training as its processes tell it: worlds, finished steps, differences.
+    """Course of the training from its processes' records: worlds, finished steps, differences.
 
     >>> chronicle = Chronicle()
     >>> chronicle.take("p", {"kind": "process", "mono": 0.0, "host": "a", "worker": "a:0.1"})
@@ -88,7 +88,7 @@ class Chronicle:
 
     @property
     def current(self) -> World | None:
-        """The newest world in which a step was ended; None before the first."""
+        """Newest world in which a step was finished; None before the first."""
         return next((world for world in reversed(self.worlds) if world.ends), None)
 
     @property
@@ -97,18 +97,20 @@ class Chronicle:
         return self.current.last_step if self.current is not None else 0
 
     def worker_of_rank(self, rank: int) -> tuple[str, str] | None:
-        """Host and worker that have a rank of the current world."""
+        """Return host and worker of a rank of the current world, or None."""
         if self.current is None or rank not in self.current.members:
             return None
         process = self._processes[self.current.members[rank]]
         return process.host, process.worker
 
     def ends_since(self, mono: float) -> int:
-        """How many steps were ended after a moment."""
+        """Return the number of steps finished after a time."""
         return len(self.ends) - bisect.bisect_right(self.ends, mono)
 
     def longest_gap(self, begin: float, end: float) -> float:
-        """Longest time without a finished step, from the last one before ``begin`` to ``end`` [s].
+        """Return the longest time without a finished step [s].
+
+        It counts from the last step before ``begin`` to ``end``.
 
         >>> chronicle = Chronicle()
         >>> chronicle.ends = [1.0, 2.0, 5.0, 6.0]
@@ -123,12 +125,12 @@ class Chronicle:
         return max(later - earlier for earlier, later in pairwise(edges))
 
     def first_end_after(self, mono: float) -> float | None:
-        """When the first step after a moment was ended."""
+        """Return when the first step after a time was finished, or None."""
         place = bisect.bisect_right(self.ends, mono)
         return self.ends[place] if place < len(self.ends) else None
 
     def take(self, name: str, record: Mapping[str, Any]) -> None:
-        """One line of the file ``name``; those of one file in their order."""
+        """Add one line of the file ``name``; the lines of a file must come in order."""
         kind = record["kind"]
         if kind == "process":
             self._processes[name] = _Process(record["host"], record["worker"])
@@ -173,7 +175,7 @@ class RecordFolder:
     """Reads a folder of records while it grows.
 
     Args:
-        folder: given to the script as ``--records``.
+        folder: folder that the script was given as ``--records``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -181,18 +183,18 @@ class RecordFolder:
         self._lines = LineFolder(folder)
 
     def poll(self) -> None:
-        """Take in what was written since the last call."""
+        """Read what was written since the last call."""
         for name, record in self._lines.poll():
             self.chronicle.take(name, record)
 
     def read_all(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every record from the beginning, with the name of its file."""
+        """Return all records from the beginning, each with the name of its file."""
         return LineFolder(self._lines.folder).poll()
 
 
 @dataclass
 class _Told:
-    """What the processes of one world said about its steps."""
+    """Records of the processes of one world about its steps."""
 
     began: float
     first: int
@@ -224,14 +226,14 @@ def _worlds_told(records: Iterable[tuple[str, Mapping[str, Any]]]) -> list[_Told
 def check_steps(
     records: Iterable[tuple[str, Mapping[str, Any]]], examples: int, *, finished: bool
 ) -> AuditResult:
-    """Whether every example was used exactly once in each epoch, as the processes tell it.
+    """Check that every example was used exactly once in each epoch, by the processes' records.
 
-    A world that begins with some step makes void what worlds before it did from that step on.
+    The steps of earlier worlds from the first step of a world on are void.
 
     Args:
-        records: of all processes; those of one process in their order.
+        records: records of all processes; those of one process in order.
         examples: size of the data set.
-        finished: training came to its end, so that the last epoch must be complete as well.
+        finished: whether training has finished, so that the last epoch must be complete too.
     """
     used: list[dict[str, Any]] = [{"kind": "dataset", "n": examples}]
     for number, told in enumerate(_worlds_told(records), start=1):
@@ -254,11 +256,11 @@ def epochs_between(
     records: Iterable[tuple[str, Mapping[str, Any]]],
     windows: Iterable[tuple[float, float | None]],
 ) -> set[int]:
-    """Epochs of the steps that were begun in one of the windows [s, monotonic], or just after it.
+    """Return the epochs of the steps that began in one of the time windows, or just after it.
 
     Args:
-        records: of all processes.
-        windows: begin and end; an end of None is that of the run.
+        records: records of all processes.
+        windows: begin and end [s, monotonic]; an end of None means the end of the run.
     """
     edges = [(begin, float("inf") if end is None else end + 1.0) for begin, end in windows]
     return {
@@ -269,14 +271,14 @@ def epochs_between(
 
 
 def split_audit(audit: AuditResult, excused: Collection[int]) -> tuple[list[int], list[str]]:
-    """What is wrong by the run's own audit, apart from examples missing in some epochs.
+    """Divide the problems that the run's own audit has found into excused and real ones.
 
     Args:
-        audit: of the run.
+        audit: result of the audit.
         excused: epochs of which records may be missing.
 
     Returns:
-        The excused epochs of which some are missing, and everything else that is wrong.
+        The excused epochs with missing records, and the descriptions of all other problems.
     """
     forgiven = [
         epoch.epoch
@@ -288,13 +290,13 @@ def split_audit(audit: AuditResult, excused: Collection[int]) -> tuple[list[int]
 
 
 def step_problems(records: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[int]]:
-    """Steps that were done again or left out without need.
+    """Find steps that were repeated without need or left out.
 
-    Where a process of the world before lives on in the next, at most the step in flight is done
-    again; where none does, training goes back to a checkpoint. No step is ever left out.
+    If a process of one world survives into the next, at most the step in flight may be repeated;
+    if none does, training goes back to a checkpoint. No step may be left out.
 
     Returns:
-        What is wrong, in words; and how many steps each return to a checkpoint cost.
+        Descriptions of what is wrong, and the number of steps lost by each return to a checkpoint.
     """
     problems: list[str] = []
     lost: list[int] = []
@@ -313,6 +315,6 @@ def step_problems(records: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[lis
         elif again > 0:
             lost.append(again)
         ended, begun = max(told.ended, default=told.first - 1), max(told.begun)
-        # Who began a step holds the state before it at least.
+        # A process that began a step holds at least the state before it.
         holders = {name for step in (ended, begun) for name in told.begun.get(step, ())}
     return problems, lost

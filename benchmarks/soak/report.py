@@ -1,4 +1,4 @@
-"""What came of a soak: its verdict, as a table, as JSON and as a page of Markdown."""
+"""The result of a soak, as a table, as JSON and as a page of Markdown."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from benchmarks.testbed.figures import Conditions
 
 @dataclass
 class SoakResult:
-    """A soak from its begin to its end.
+    """Result of a soak.
 
     Attributes:
-        seed: of the schedule.
-        options: what else is needed to repeat it.
-        conditions: the machine and its load.
-        began: [s, monotonic].
-        seconds: how long it took, the undisturbed run apart.
-        incidents: the faults, in order.
-        checks: name of a check at the end → what it says.
-        problems: what was wrong beyond single faults.
-        growths: of the processes that lived long enough.
-        interrupted: ended by Ctrl-C, so that some checks were not made.
-        kept: folder with the run's records, where something was wrong.
+        seed: seed of the schedule.
+        options: further options needed to repeat the soak.
+        conditions: machine and load.
+        began: start of the soak [s, monotonic].
+        seconds: duration of the soak.
+        incidents: faults in order.
+        checks: name of a final check → its result.
+        problems: problems that belong to no single fault.
+        growths: growth of the processes that lived long enough.
+        interrupted: whether Ctrl-C ended it, so that some checks are missing.
+        kept: folder with the run's records if something was wrong; else empty.
     """
 
     seed: int
@@ -50,12 +50,12 @@ class SoakResult:
 
     @property
     def ok(self) -> bool:
-        """Nothing was wrong, and all was checked."""
+        """Whether nothing was wrong and everything was checked."""
         faults = any(incident.problems for incident in self.incidents)
         return not faults and not self.problems and not self.interrupted
 
     def verdict(self) -> str:
-        """One line."""
+        """Return the verdict as one line."""
         bad = sum(bool(incident.problems) for incident in self.incidents) + len(self.problems)
         found = f"{bad} problem{'' if bad == 1 else 's'}"
         if self.interrupted:
@@ -65,7 +65,7 @@ class SoakResult:
         return f"passed: {len(self.incidents)} faults, none left a trace"
 
     def as_json(self) -> dict[str, Any]:
-        """The body of the kept file."""
+        """Return the body of the result file."""
         return {
             "verdict": self.verdict(),
             "ok": self.ok,
@@ -81,11 +81,11 @@ class SoakResult:
 
 
 def rows_by_kind(incidents: Sequence[Incident]) -> list[dict[str, Any]]:
-    """One row for each kind that was made, in the order of the kinds.
+    """Return one row for each kind of fault that was caused, in the order of the kinds.
 
-    ``stall`` is the longest time without a step, ``recovery`` from the end of the fault to training
-    in every slot; ``dealt_with`` counts how often that was reached, ``problems`` the faults with
-    something wrong.
+    ``stall`` is the longest time without a step, ``recovery`` the time from the end of the fault to
+    training in every slot; ``dealt_with`` counts how often that was reached, ``problems`` the
+    faults with problems.
     """
     rows = []
     for kind in KINDS:
@@ -116,14 +116,14 @@ def _cell(name: str, value: Any) -> str:
 
 
 def show_soak(result: SoakResult, console: Console) -> None:
-    """Print the page."""
+    """Print the result to a terminal."""
     console.print(Markdown(_page(result)))
     if result.kept:
         console.print(f"records of the run: {result.kept}", highlight=False)
 
 
 def write_soak(result: SoakResult, path: Path) -> Path:
-    """Keep the result as JSON, and beside it as Markdown; returns the path of that."""
+    """Write the result as JSON, and as Markdown beside it; return the path of the latter."""
     content = {"benchmark": "soak", "conditions": asdict(result.conditions), **result.as_json()}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     page = path.with_suffix(".md")

@@ -1,7 +1,8 @@
-"""What a soak does to a run, as data: a seed gives the same faults in the same order every time.
+"""The schedule of a soak: a seed always gives the same faults in the same order.
 
-Pure: nothing is started here and no clock is read. Which host or rank a fault hits is a number in
-it, so a schedule that is shortened (``--only``, ``--faults``) still hits the same ones.
+Pure functions: nothing is started here and no clock is read. A fault contains the number that
+selects its host or rank, so a shortened schedule (``--only``, ``--faults``) still hits the same
+ones.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from hvd_elastic.errors import UsageError
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to disturb a run.
+    """A kind of fault.
 
     Attributes:
-        meaning: for the help text and the report.
-        weight: how often it is drawn, relative to the others.
-        shortest_s, longest_s: how long it lasts; 0 and 0 for what is over at once.
-        beyond_timeout: the failure timeout is added to both, so that it is noticed as silence.
-        stops: training cannot go on before the fault is over, and need not.
-        may_overlap: it may begin while the fault before it is not dealt with yet.
-        namespaces: it needs hosts in network namespaces.
+        meaning: description for the help text and the report.
+        weight: frequency relative to the other kinds.
+        shortest_s, longest_s: bounds of its duration; 0 and 0: it is over at once.
+        beyond_timeout: whether the failure timeout is added to both, so that the leader notices it.
+        stops: whether training cannot continue, and need not, until the fault is over.
+        may_overlap: whether it may begin before the run has recovered from the previous fault.
+        namespaces: whether it needs hosts in network namespaces.
     """
 
     meaning: str
@@ -39,7 +40,7 @@ class Kind:
     namespaces: bool = False
 
 
-# Long silences last this much beyond the failure timeout: longer than it may take to train on.
+# Bounds of a long silence's duration beyond the failure timeout: longer than a recovery may take.
 _SILENT = (20.0, 28.0)
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -87,25 +88,26 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 
 MIN_NP = 2
-"""Fewest processes that the run is started with; any one host may be lost without going below."""
+"""The run's ``--min-np``; hostfiles are chosen so that any one host can be lost."""
 
 MOST_PROCESSES = 5
-_OVERLAP = 0.2  # share of faults that come on top of the one before
+_OVERLAP = 0.2  # fraction of faults that begin before the previous one is over
 _RATES_MBIT = (5, 20, 100)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One disturbance.
+    """One fault of a schedule.
 
     Attributes:
-        number: its place in the schedule of the seed, from 1.
+        number: place in the schedule of the seed, from 1.
         kind: one of :data:`KINDS`.
-        after_s: since the fault before was dealt with; with ``overlaps`` since it began [s].
-        duration_s: until it is taken back; 0 for what is over at once [s].
-        where: chooses the host, the rank or the file: the n-th of those there are, modulo.
-        overlaps: it does not wait until the fault before is dealt with.
-        hosts: host → slots for ``hosts``; empty for all others.
+        after_s: time since the recovery from the previous fault; with ``overlaps`` since that
+            fault began [s].
+        duration_s: time until it is undone; 0 if it is over at once [s].
+        where: number that selects the host, the rank or the file, modulo their count.
+        overlaps: whether it does not wait for the recovery from the previous fault.
+        hosts: (host, slots) pairs for the kind ``hosts``; else empty.
         amount: processes wanted for ``scale``, Mbit/s for ``rate``; for ``corrupt`` 0 means
             truncated, 1 damaged in the middle.
     """
@@ -120,7 +122,7 @@ class Fault:
     amount: int = 0
 
     def text(self) -> str:
-        """For a line of progress.
+        """Return the fault as text for a progress line.
 
         >>> Fault(7, "cut", 2.0, 25.5, 1).text()
         '#7 cut for 25.5 s'
@@ -138,7 +140,7 @@ class Fault:
 
 
 def starting_hosts(hosts: Sequence[str]) -> dict[str, int]:
-    """The hostfile that a soak begins with: a slot on each host but the last.
+    """Return the first hostfile of a soak: one slot on each host but the last.
 
     >>> starting_hosts(["a", "b", "c", "d"])
     {'a': 1, 'b': 1, 'c': 1}
@@ -149,12 +151,12 @@ def starting_hosts(hosts: Sequence[str]) -> dict[str, int]:
 def faults_of_seed(
     seed: int, hosts: Sequence[str], failure_timeout_s: float = 5.0
 ) -> Iterator[Fault]:
-    """The endless schedule of a seed.
+    """Yield the endless schedule of a seed.
 
     Args:
         seed: any whole number.
-        hosts: names of the hosts, four at least.
-        failure_timeout_s: of the run; long silences last longer.
+        hosts: names of the hosts, at least four.
+        failure_timeout_s: failure timeout of the run, which long silences exceed [s].
 
     >>> first, again = (next(faults_of_seed(4, list("abcd"))) for _ in range(2))
     >>> first == again
@@ -194,7 +196,7 @@ def faults_of_seed(
 
 
 def kills_of_seed(seed: int, kills: int) -> Iterator[Fault]:
-    """So many kills of random ranks, each some time after the slot of the last is in use again."""
+    """Yield kills of random ranks, each some time after the recovery from the previous one."""
     rng = random.Random(f"kills {seed}")
     for number in range(1, kills + 1):
         after_s = round(rng.uniform(0.0, 1.0), 2)
@@ -204,9 +206,9 @@ def kills_of_seed(seed: int, kills: int) -> Iterator[Fault]:
 def selected(
     faults: Iterable[Fault], kinds: Collection[str], only: range | None = None
 ) -> Iterator[Fault]:
-    """Those of the kinds, and of the numbers; the numbers stay what they are.
+    """Yield the faults of given kinds and numbers, with their original numbers.
 
-    A fault does not come on top of one that is left out, but waits like any other.
+    A fault that would overlap one that is left out waits like any other.
 
     >>> endless = faults_of_seed(1, list("abcd"))
     >>> [fault.number for fault in selected(endless, KINDS, range(3, 5))]
@@ -224,7 +226,7 @@ def selected(
 def hosts_before(
     faults: Iterable[Fault], kinds: Collection[str], number: int, start: Mapping[str, int]
 ) -> dict[str, int]:
-    """What the hostfile says before a fault, when only these kinds of faults are made."""
+    """Return the hostfile before a fault if only faults of these kinds are caused."""
     found = dict(start)
     for fault in islice(faults, number - 1):
         if fault.kind == "hosts" and "hosts" in kinds:
@@ -233,14 +235,14 @@ def hosts_before(
 
 
 def parse_kinds(text: str | None, possible: Collection[str] = tuple(KINDS)) -> tuple[str, ...]:
-    """The kinds of ``--faults``: names with commas between; with ``-`` before each, all but these.
+    """Parse ``--faults``: comma-separated kinds, or with ``-`` before each all kinds but these.
 
     Args:
-        text: None for all that are possible.
-        possible: kinds that can be made here.
+        text: value of the option; None: all possible kinds.
+        possible: kinds that can be caused on this machine.
 
     Raises:
-        UsageError: a name is wrong, or cannot be done here.
+        UsageError: a kind is unknown, or not possible here.
 
     >>> parse_kinds("kill_worker, cut")
     ('kill_worker', 'cut')
@@ -269,7 +271,7 @@ def parse_kinds(text: str | None, possible: Collection[str] = tuple(KINDS)) -> t
 
 
 def parse_only(text: str | None) -> range | None:
-    """The numbers of ``--only``: ``12-17`` or ``12``.
+    """Parse ``--only``: ``12-17`` or ``12``.
 
     >>> parse_only("12-17")
     range(12, 18)
@@ -289,7 +291,7 @@ def parse_only(text: str | None) -> range | None:
 def _other_hosts(
     rng: random.Random, listed: Mapping[str, int], hosts: Sequence[str]
 ) -> dict[str, int]:
-    """Another hostfile, with enough slots left when any one of its hosts is lost."""
+    """Return a different hostfile that has enough slots left if any one host is lost."""
     while True:
         chosen = rng.sample(hosts, rng.randint(2, len(hosts)))
         new = {host: rng.choice([1, 1, 2]) for host in chosen}

@@ -1,9 +1,9 @@
-"""The training script of the soak: the network of the digits example, under watch.
+"""The training script of the soak: the network of the digits example, which records what it does.
 
-Every process appends to a file of its own in ``--records`` what it does, so that what became of the
-run can be judged without believing the run's own record (see :mod:`benchmarks.soak.records`
-for the lines). The parameters of all ranks are compared when a world begins and every few steps:
-each rank contributes a checksum, and whoever sees that they differ writes it down.
+Every process appends its steps to a file of its own in ``--records``, so that the run can be
+checked independently of the run's own records (see :mod:`benchmarks.soak.records` for the lines).
+The parameters of all ranks are compared when a world begins and every few steps: each rank
+contributes a checksum, and every rank records whether they differ.
 
 Training ends with the epoch in which the file ``--until`` appears, or after ``--epochs``.
 """
@@ -25,7 +25,7 @@ _NO_END = 10**9
 
 
 def main() -> None:
-    """Entry point of a worker."""
+    """Run one worker with its command line."""
     parser = argparse.ArgumentParser(description="Train digits and write down every step.")
     parser.add_argument("--data", type=Path, required=True, help="folder of digits.py")
     parser.add_argument("--records", type=Path, required=True, help="folder for the records")
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 class Records:
-    """The file of this process in a folder."""
+    """Writes the records of this process to a file of its own."""
 
     def __init__(self, folder: Path) -> None:
         host = os.environ.get("HVD_ELASTIC_HOST", "localhost")
@@ -47,12 +47,12 @@ class Records:
         self.write("process", host=host, worker=worker)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """One line."""
+        """Write one record."""
         self._lines.write({"kind": kind, "mono": round(time.monotonic(), 6), **fields})
 
 
 def train_on(options: argparse.Namespace) -> None:
-    """Train, evaluate, report."""
+    """Train, evaluate on the test set, and report the accuracy."""
     import numpy as np
     import torch
     from torch.nn import functional as F
@@ -78,7 +78,7 @@ def train_on(options: argparse.Namespace) -> None:
     generation_of_world = -1
 
     def checksum() -> int:
-        # Buffers are left out: between two changes of the world each rank has its own.
+        # Buffers are left out: within a generation they may differ between ranks.
         total = 0
         for parameter in model.parameters():
             total = zlib.crc32(parameter.detach().contiguous().numpy().tobytes(), total)
@@ -88,7 +88,7 @@ def train_on(options: argparse.Namespace) -> None:
         return total
 
     def compare(step: int) -> None:
-        """All ranks call it in the same steps; the first call in a world names the world."""
+        """Compare checksums if due; called on all ranks, and first in a world names the world."""
         nonlocal generation_of_world
         generation = context.current().worker.generation
         begins = generation != generation_of_world
@@ -126,7 +126,7 @@ def train_on(options: argparse.Namespace) -> None:
                 loss.backward()
                 optimizer.step()
                 records.write("end", step=step)
-                time.sleep(options.step_time)  # stands for a larger model
+                time.sleep(options.step_time)  # emulates a larger model
                 state.commit(loss=loss)
 
     train(hvd.State(model=model, optimizer=optimizer))

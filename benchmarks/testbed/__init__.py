@@ -1,1 +1,1 @@
-"""What the benchmarks share: virtual hosts, launchers, what processes write down, figures."""
+"""Modules that the benchmarks share: virtual hosts, launchers, records of processes, figures."""

@@ -1,4 +1,4 @@
-"""The frame of every benchmark's command line: options, progress, output, exit status."""
+"""The common part of every benchmark's command line: options, progress, output, exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.testbed.figures import Result
 from hvd_elastic.errors import HvdElasticError, UsageError
 
 Say = Callable[[str], None]
-"""Takes a line of progress."""
+"""Function that is called with a line of progress."""
 
 
 def run_benchmark(
@@ -49,8 +49,8 @@ def run_benchmark(
 
 
 def end_with(measure: Callable[[], int | None]) -> int:
-    """Call it and return its exit status, or that of the error or signal that ended it."""
-    # As with Ctrl-C, jobs and virtual hosts are ended on the way out.
+    """Call ``measure``; return its exit status, or that of the error or signal that ended it."""
+    # SIGTERM raises KeyboardInterrupt too, so that jobs and virtual hosts are ended.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return measure() or 0
@@ -66,10 +66,10 @@ def end_with(measure: Callable[[], int | None]) -> int:
 
 @contextlib.contextmanager
 def _progress(options: argparse.Namespace) -> Iterator[Say]:
-    """One changing line on a terminal; lines with --verbose or off a terminal; all on stderr.
+    """Yield a function that shows progress on stderr: a status line on a terminal, else lines.
 
     Raises:
-        UsageError: the folder for the figures does not exist, before minutes of measuring.
+        UsageError: the folder of ``--out`` does not exist; raised before anything is measured.
     """
     if options.out is not None and not options.out.absolute().parent.is_dir():
         folder = options.out.absolute().parent
@@ -83,7 +83,7 @@ def _progress(options: argparse.Namespace) -> Iterator[Say]:
 
 
 def names(text: str) -> list[str]:
-    """Names with commas between.
+    """Return the names in a comma-separated list.
 
     >>> names("a, b,")
     ['a', 'b']
@@ -92,17 +92,17 @@ def names(text: str) -> list[str]:
 
 
 def check_names(option: str, given: Collection[str], valid: Collection[str]) -> None:
-    """Refuse names that are not valid.
+    """Check that all names are valid.
 
     Raises:
-        UsageError: with the valid ones.
+        UsageError: some are not; lists the valid ones.
     """
     if unknown := [name for name in given if name not in valid]:
         raise UsageError(f"{option}: {', '.join(unknown)} is not known. Valid: {', '.join(valid)}")
 
 
 def numbers(text: str) -> list[int]:
-    """Numbers with commas between."""
+    """Return the numbers in a comma-separated list."""
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
@@ -110,7 +110,7 @@ def numbers(text: str) -> list[int]:
 
 
 def at_least_one(text: str) -> int:
-    """A number of rounds."""
+    """Return the whole number >= 1 that a text holds, or raise."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"takes a whole number of 1 or more, not '{text}'")
     return int(text)

@@ -1,4 +1,4 @@
-"""Environments of peers that need other packages, made on demand in the user's cache folder."""
+"""Python environments for peers that need other packages, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from hvd_elastic.errors import RunError
 
 _INSTALL_LIMIT_S = 600
 _OURS = Path(__file__).resolve().parents[2]
-"""Where ``hvd_elastic`` lies."""
+"""Folder that contains ``hvd_elastic``."""
 
 
 class PeerMissingError(RunError):
-    """A peer cannot be measured on this machine; says why."""
+    """A peer cannot be measured on this machine; the message gives the reason."""
 
 
 class PeerEnvironment:
-    """Packages on top of those of this Python, without touching them.
+    """Virtual environment with further packages on top of those of this Python.
 
-    The environment sees the packages of the running one through a ``.pth`` file, so PyTorch is the
-    same for all, and is not downloaded again.
+    It sees the packages of this Python through a ``.pth`` file, so PyTorch is the same for all, and
+    is not downloaded again.
 
     Args:
-        name: of the environment.
-        requirements: what pip is asked for.
-        module: what must be importable afterwards.
+        name: name of the environment.
+        requirements: requirements for pip.
+        module: module that must be importable afterwards.
     """
 
     def __init__(self, name: str, requirements: Sequence[str], module: str) -> None:
@@ -43,17 +43,17 @@ class PeerEnvironment:
 
     @property
     def folder(self) -> Path:
-        """Where it lies; another one for each version of Python."""
+        """Folder of the environment; one for each version of Python."""
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         return Path(platformdirs.user_cache_dir("hvd_elastic")) / "peers" / f"{self.name}-{version}"
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Path of its Python interpreter."""
         return self.folder / "bin/python"
 
     def make(self) -> Path:
-        """Make it unless it is there; returns its folder.
+        """Create the environment unless it exists; return its folder.
 
         Raises:
             PeerMissingError: pip cannot install the packages, or they cannot be imported.
@@ -77,7 +77,7 @@ class PeerEnvironment:
         return self.folder
 
     def version(self, package: str) -> str:
-        """Version of a package in it."""
+        """Return the version of a package in the environment."""
         found = importlib.metadata.distributions(name=package, path=[str(self._packages)])
         return next((each.version for each in found), "not installed")
 
@@ -86,9 +86,10 @@ class PeerEnvironment:
         return self.folder / "lib" / self.folder.name.rpartition("-")[2] / "site-packages"
 
     def _link(self) -> None:
-        """Show it this package and those of the running Python, another checkout's perhaps by now.
+        """Make hvd_elastic and the packages of this Python importable in the environment.
 
-        They come after its own, unlike what ``PYTHONPATH`` names.
+        Done anew each time, since another checkout may have created it. Unlike with
+        ``PYTHONPATH``, the environment's own packages come first.
         """
         if self._packages.is_dir():
             shown = f"{sysconfig.get_path('purelib')}\n{_OURS}\n"

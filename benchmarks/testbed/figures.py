@@ -1,4 +1,4 @@
-"""What a benchmark measured: figures, the machine they were taken on, and the files it writes."""
+"""Results of a benchmark: figures, the conditions of the measurement, and the result files."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rich.table import Table
 SINGLE_MEASUREMENTS = frozenset(
     ("samples", "samples_s", "trainings", "curve", "batches", "blocks", "first_blocks")
 ) | {"observations", "statics", "failures"}
-"""Fields that are only in the raw file of a result, not in its summary."""
+"""Fields that are only in the raw file of a result and not in its summary."""
 _LINE = 240
 """Length of a line of a summary, in characters."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Repeated measurements of one time.
+    """Repeated measurements of one duration.
 
     Attributes:
-        median_s, min_s, max_s: of the samples [s]; None when nothing was measured.
-        samples_s: in the order they were taken.
+        median_s, min_s, max_s: median and range of the samples [s]; None if there are none.
+        samples_s: samples in the order in which they were taken [s].
     """
 
     median_s: float | None
@@ -42,7 +42,7 @@ class Figure:
         return self.text("s")
 
     def text(self, unit: str) -> str:
-        """Median and range; ``unit`` is ``s``, ``x`` (a ratio) or ``""`` (a count)."""
+        """Return median and range; ``unit`` is ``s``, ``x`` (a ratio) or ``""`` (a count)."""
         if self.median_s is None:
             return "-"
         digits = 0 if not unit else 1 if self.median_s >= 100 else 2 if self.median_s >= 1 else 3
@@ -53,7 +53,7 @@ class Figure:
 
 
 def figure(samples: Sequence[float]) -> Figure:
-    """Median and range of samples [s].
+    """Return the figure of some samples [s].
 
     >>> str(figure([2.0, 1.5, 4.0]))
     '2.00 s (1.50 to 4.00)'
@@ -67,7 +67,7 @@ def figure(samples: Sequence[float]) -> Figure:
 
 
 def ratio(other: Figure, ours: Figure) -> float | None:
-    """How many times longer the other's median is than ours.
+    """Return the ratio of the other's median to ours, or None.
 
     >>> ratio(figure([6.0]), figure([3.0]))
     2.0
@@ -78,7 +78,7 @@ def ratio(other: Figure, ours: Figure) -> float | None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and range.
+    """Return median and range as fields of a row.
 
     >>> spread([3.0, 1.0, 2.0])
     {'median': 2.0, 'lowest': 1.0, 'highest': 3.0}
@@ -88,17 +88,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Conditions:
-    """On what, and beside what, figures were taken.
+    """Conditions of a measurement: machine, load and versions.
 
     Attributes:
-        when: start, UTC.
-        cores: cores that these processes may use.
-        processor: its model.
-        load_before: the machine's load averages (1, 5, 15 minutes) at the start.
-        load_after: the 1-minute one at the end; the benchmark itself is in it.
-        versions: of Python and of the packages that matter.
-        hosts: what the virtual hosts are.
-        note: what else one must know to read the figures.
+        when: time of the measurement, UTC.
+        cores: number of cores that these processes may use.
+        processor: model of the processor.
+        load_before: load averages of the machine (1, 5, 15 minutes) at the start.
+        load_after: 1-minute load average at the end, which includes the benchmark itself.
+        versions: versions of Python, the kernel and the relevant packages.
+        hosts: description of the virtual hosts.
+        note: further remarks needed to read the figures.
     """
 
     when: str
@@ -111,7 +111,7 @@ class Conditions:
     note: str
 
     def sentence(self) -> str:
-        """For below a table."""
+        """Return the conditions as text for below a table."""
         one, five, _ = self.load_before
         return (
             f"{self.cores} cores of one machine ({self.processor}), {self.hosts}; load average "
@@ -126,7 +126,7 @@ def conditions(
     load_before: tuple[float, float, float],
     more_versions: Mapping[str, str] | None = None,
 ) -> Conditions:
-    """The conditions of a benchmark that ends now."""
+    """Return the conditions of a benchmark that ends now."""
     versions = {"python": platform.python_version(), "kernel": platform.release()}
     for package in ("hvd-elastic", "horovod", "torch", "numpy"):
         try:
@@ -147,7 +147,7 @@ def conditions(
 
 
 def processor_model(cpuinfo: Path) -> str:
-    """The processor's name as the kernel tells it; its architecture where it has none."""
+    """Return the processor's model name from the kernel, or its architecture if there is none."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -161,14 +161,13 @@ def processor_model(cpuinfo: Path) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What one call of a benchmark measured.
+    """Result of one call of a benchmark.
 
     Attributes:
-        benchmark: its name, with which the names of its files begin.
-        conditions: on what it was measured.
-        body: the figures; dataclasses are written as their fields.
-        shown: texts and tables of rich that show them on a terminal; without any, the rows of the
-            body are shown.
+        benchmark: name of the benchmark, with which the names of its files begin.
+        conditions: conditions of the measurement.
+        body: figures; dataclasses are written as their fields.
+        shown: texts and rich tables for the terminal; if empty, the rows of the body are shown.
     """
 
     benchmark: str
@@ -183,19 +182,19 @@ class Result:
         console.print(self.conditions.sentence(), style="dim")
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Return the whole result as plain data."""
         whole = {"benchmark": self.benchmark, "conditions": self.conditions, **self.body}
         return dict(plain(whole))
 
     def write(self, path: Path) -> None:
-        """Write the summary to ``path``, and everything to a file ``.raw.json`` beside it."""
+        """Write the summary to ``path``, and the whole result to a ``.raw.json`` beside it."""
         write_result(path, self.as_json())
 
 
 def table(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], **options: Any
 ) -> Table:
-    """A table of rich, its title above it on the left."""
+    """Return a rich table with a left-aligned title."""
     made = Table(*headings, title=title, title_justify="left", **options)
     for row in rows:
         made.add_row(*row)
@@ -203,7 +202,7 @@ def table(
 
 
 def text_table(parts: Mapping[str, Any]) -> str:
-    """The rows of each part as columns of text.
+    """Return the rows of each part as columns of text.
 
     >>> print(text_table({"steady": [{"slots": 8, "share": 0.98765}, {"slots": 12}]}))
     steady
@@ -234,7 +233,7 @@ def _cell(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: dataclasses as their fields, no numbers that are not finite."""
+    """Return a value as JSON can hold it: dataclasses as fields, numbers not finite as None."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -245,14 +244,14 @@ def plain(value: Any) -> Any:
 
 
 def summary(value: Any) -> Any:
-    """Plain data without single measurements, numbers with four digits.
+    """Return plain data without single measurements, and with four digits for each number.
 
     >>> summary({"rows": [{"median": 0.123456, "samples": [0.1, 0.123456]}], "bytes": 123456})
     {'rows': [{'median': 0.1235}], 'bytes': 123456}
     """
     if isinstance(value, dict):
         kept = {name: summary(e) for name, e in value.items() if name not in SINGLE_MEASUREMENTS}
-        # What is not there is not said in each row.
+        # Empty values are left out to keep rows short.
         return {name: each for name, each in kept.items() if each not in ({}, [], "")}
     if isinstance(value, list):
         return _table([summary(each) for each in value])
@@ -260,7 +259,7 @@ def summary(value: Any) -> Any:
 
 
 def _table(rows: list[Any]) -> Any:
-    """Rows of single values and short lists of them as one table."""
+    """Return rows of single values or lists as one table of fields and rows, if possible."""
     if len(rows) < 3 or not all(isinstance(row, dict) for row in rows):
         return rows
     cells = [each for row in rows for cell in row.values() for each in _elements(cell)]
@@ -275,7 +274,7 @@ def _elements(cell: Any) -> list[Any]:
 
 
 def rows_of(summarised: Any) -> list[dict[str, Any]]:
-    """The rows of a list that was summarised; what is not there is None.
+    """Return the rows of a summarised list; missing fields are None.
 
     >>> rows_of(summary([{"a": 1, "b": 2.0}, {"a": 3}, {"a": 5, "b": 6.0}]))[1]
     {'a': 3, 'b': None}
@@ -287,7 +286,7 @@ def rows_of(summarised: Any) -> list[dict[str, Any]]:
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the summary of a result, and the whole of it to a file ``.raw.json`` beside it."""
+    """Write the summary of a result, and the whole result to a ``.raw.json`` beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = json.dumps(content, indent=1)
     path.with_suffix(".raw.json").write_text(raw + "\n", encoding="utf-8")
@@ -295,7 +294,7 @@ def write_result(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _lines_of(value: Any, indent: int = 0) -> str:
-    """JSON with whatever fits into a line in one line."""
+    """Return indented JSON in which everything that fits into a line is on one line."""
     short = json.dumps(value, ensure_ascii=False)
     if not value or not isinstance(value, dict | list) or indent + len(short) <= _LINE:
         return short

@@ -1,4 +1,4 @@
-"""Virtual hosts, a data set, and jobs on them that leave nothing behind."""
+"""Virtual hosts with a data set, and jobs on them whose processes are all ended."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ DIGITS = ROOT / "scripts/examples/digits.py"
 
 
 class Testbed:
-    """A virtual cluster with what jobs on it need.
+    """A virtual cluster with everything that jobs on it need.
 
     Args:
-        cluster: the hosts.
-        scratch: a folder that all hosts see.
+        cluster: virtual hosts.
+        scratch: folder that all hosts see.
 
     Attributes:
-        hostfile: read by the drivers.
-        discovery_script: prints it in the form that Horovod reads.
-        programs: a folder for ``PATH`` with an ``ssh`` that knows the hosts.
+        hostfile: hostfile that drivers read.
+        discovery_script: script that prints the hostfile in Horovod's format.
+        programs: folder for ``PATH`` with an ``ssh`` that uses the cluster's configuration.
         interface: this machine's network interface to the hosts.
-        data: the data set.
+        data: folder of the data set.
     """
 
-    __test__ = False  # for pytest, which takes a class of this name for a test
+    __test__ = False  # pytest would take a class of this name for a test
 
     def __init__(self, cluster: VirtualCluster, scratch: Path) -> None:
         self.cluster = cluster
@@ -57,17 +57,17 @@ class Testbed:
 
     @property
     def description(self) -> str:
-        """What the hosts are, in words."""
+        """Description of the hosts, for the conditions."""
         kind = "addresses of the loopback network" if self.cluster.loopback else "namespaces"
         return f"{len(self.hosts)} virtual hosts ({kind})"
 
     def slots(self, *counts: int) -> dict[str, int]:
-        """Host → workers, for the first hosts in order; without those that have none."""
+        """Return host → number of workers for the first hosts, without those that have none."""
         return {host: count for host, count in zip(self.hosts, counts, strict=False) if count}
 
     @contextlib.contextmanager
     def job(self, launcher: Launcher, order: Order) -> Iterator[Job]:
-        """Train; everything of the job is ended afterwards, and all hosts are up again."""
+        """Launch a job for the length of the block; then end it and bring all hosts up again."""
         self._jobs += 1
         folder = self.scratch / f"job{self._jobs}"
         for name in ("marks", "home"):
@@ -83,15 +83,15 @@ class Testbed:
                 restore_hosts(self.cluster)
 
     def kill(self, host: str, pid: int, number: int = signal.SIGKILL) -> float:
-        """Send a signal to a process by its id on the host; returns when [s, monotonic]."""
+        """Send a signal to a process by its id on the host; return when [s, monotonic]."""
         asked = time.monotonic()
         self.cluster.kill(host, pid, number)
         return asked
 
 
 def end_processes(cluster: VirtualCluster, host: str) -> None:
-    """Kill everything that runs on a virtual host."""
-    # A process that is killed may just have started another one.
+    """Kill all processes on a virtual host."""
+    # Repeated, since a process may start another one just before it is killed.
     while pids := cluster.pids(host):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -100,7 +100,7 @@ def end_processes(cluster: VirtualCluster, host: str) -> None:
 
 
 def restore_hosts(cluster: VirtualCluster) -> None:
-    """Kill everything on all hosts, boot those that are off, and plug in pulled cables."""
+    """Kill all processes on all hosts, boot hosts that are off, and reconnect cut links."""
     for host in cluster.hosts:
         end_processes(cluster, host)
         if cluster.status(host) == "off":
@@ -117,12 +117,12 @@ def make_testbed(
     rate: str | None = None,
     shares: Sequence[Path] = (),
 ) -> Iterator[Testbed]:
-    """Virtual hosts for as long as the block lasts.
+    """Create virtual hosts for the length of the block.
 
     Args:
-        hosts: how many.
-        loopback: addresses of the loopback network although there is root.
-        rate: of each host's link, such as ``1gbit``.
+        hosts: number of hosts.
+        loopback: use addresses of the loopback network even if this process is root.
+        rate: rate of each host's link, such as ``1gbit``; None: not limited.
         shares: folders that the hosts must see.
 
     Raises:
@@ -144,7 +144,7 @@ def make_testbed(
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the cleaning up that a first one began is done."""
+    """Delay Ctrl-C and SIGTERM until the clean-up in the block is done."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -153,7 +153,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def write_ssh(path: Path, config: Path) -> None:
-    """Write an ``ssh`` for the ``PATH`` of other launchers that uses an ssh configuration.
+    """Write an ``ssh`` program that uses a given configuration, for the ``PATH`` of launchers.
 
     Raises:
         UsageError: ssh is not installed.
@@ -171,7 +171,7 @@ def _write_program(path: Path, line: str) -> None:
 
 
 def _interface_with(address: str) -> str:
-    """The network interface of this machine that has an address."""
+    """Return the name of this machine's network interface that has an address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
             return name

@@ -1,11 +1,11 @@
-"""Who can launch a training script on several hosts, each with the settings it comes with.
+"""Launchers of a training script on several hosts, each with its default settings.
 
-Two kinds: a *driver* is one program on the leader that reaches the hosts itself and looks at a
-list of hosts; *agents* are started by hand, over ssh, one for each host or worker. Both kinds are
-told who shall train through :meth:`Job.use`.
+There are two kinds: a *driver* is one program on the leader that connects to the hosts itself and
+reads a list of hosts; *agents* are started by us over ssh, one for each host or worker. For both
+kinds :meth:`Job.use` sets the hosts and workers.
 
-Whatever a launcher needs beyond its defaults in order to run on virtual hosts is set here, with
-the reason.
+Settings that a launcher needs beyond its defaults to run on virtual hosts are made here, with the
+reason.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _RESTARTS = 100_000
 
 
 class FailedPlayError(RunError):
-    """A job did not come to what was waited for.
+    """A job did not reach the state that was waited for.
 
     Attributes:
-        short: for the table.
-        detail: the last lines of its output.
+        short: short reason for the table.
+        detail: last lines of the job's output.
     """
 
     def __init__(self, short: str, detail: str = "") -> None:
@@ -59,16 +59,16 @@ class FailedPlayError(RunError):
 
 @dataclass(frozen=True)
 class Order:
-    """A job to launch.
+    """Description of a job to launch.
 
     Attributes:
-        slots: host → workers, at the start.
-        training: the script and its arguments.
+        slots: host → number of workers at the start.
+        training: training script and its arguments.
         min_np: fewest workers to train with.
-        max_np: most workers that the job will ever have; 0 for those of the start.
-        np: workers wanted; None for one in every slot. Agents start one in every slot.
-        options: more options of ``hvd-elastic run``; no other launcher gets them.
-        environment: more variables for launcher and workers.
+        max_np: most workers that the job will ever have; 0: those at the start.
+        np: workers wanted; None: one in every slot. Agents always start one in every slot.
+        options: further options for ``hvd-elastic run``; other launchers ignore them.
+        environment: further environment variables for launcher and workers.
     """
 
     slots: Mapping[str, int]
@@ -81,12 +81,12 @@ class Order:
 
     @property
     def workers(self) -> int:
-        """Workers at the start."""
+        """Number of workers at the start."""
         return self.np or sum(self.slots.values())
 
     @property
     def most(self) -> int:
-        """Most workers that the job will ever have."""
+        """Largest number of workers that the job will ever have."""
         return self.max_np or self.workers
 
 
@@ -94,10 +94,10 @@ class Job(abc.ABC):
     """One launched training job.
 
     Attributes:
-        launcher: its name.
-        asked: when the command was given [s, monotonic].
-        marks: what its processes wrote.
-        folder: its own, seen by all hosts.
+        launcher: name of the launcher.
+        asked: when the command was started [s, monotonic].
+        marks: marks that the job's processes write.
+        folder: folder of the job, which all hosts see.
     """
 
     def __init__(self, launcher: str, bed: Testbed, folder: Path, order: Order) -> None:
@@ -110,31 +110,31 @@ class Job(abc.ABC):
 
     @property
     def events_path(self) -> Path:
-        """``events.jsonl`` of a run of ours."""
+        """Path of ``events.jsonl``; for jobs of hvd-elastic only."""
         return self.folder / "home/runs/bench/events.jsonl"
 
     def events(self, kind: str) -> list[Record]:
-        """Events of that kind of a run of ours."""
+        """Return the events of a kind; for jobs of hvd-elastic only."""
         return [event for event in read_events(self.events_path) if event["kind"] == kind]
 
     def newest(self, lane: Lane) -> Process:
-        """The process that was born last in a place."""
+        """Return the process that was started last in a lane (host and slot)."""
         return next(p for p in reversed(self.marks.processes) if p.lane == lane)
 
     @abc.abstractmethod
     def use(self, slots: Mapping[str, int]) -> float:
-        """Make these the hosts and their workers; returns when [s, monotonic]."""
+        """Set the hosts and their workers; return when [s, monotonic]."""
 
     @abc.abstractmethod
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        """The processes on this machine that the job stands or falls with."""
+        """Return the processes on this machine whose end means the end of the job."""
 
     def sleep(self) -> None:
-        """Between two looks: short against what is measured, long against what a look costs."""
+        """Sleep between two checks: short compared with the figures, long compared with a check."""
         time.sleep(_POLL_S)
 
     def ended(self) -> int | None:
-        """Exit status when the job is over, else None."""
+        """Return the exit status if the job is over, else None."""
         statuses = [process.poll() for process in self.processes()]
         if not statuses or None in statuses:
             return None
@@ -144,12 +144,12 @@ class Job(abc.ABC):
         """Read the marks and call ``look`` until it returns something true; return that.
 
         Args:
-            look: gives None (or nothing true) as long as there is nothing.
-            limit_s: patience [s].
-            never: what did not happen, for the table.
+            look: function that returns a false value as long as the condition is not met.
+            limit_s: longest time to wait [s].
+            never: description of what did not happen, for the table.
 
         Raises:
-            FailedPlayError: the job ended, or the patience did.
+            FailedPlayError: the job ended, or the time was over.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -165,14 +165,14 @@ class Job(abc.ABC):
             self.sleep()
 
     def output_tail(self) -> str:
-        """The last lines that the launcher printed."""
+        """Return the last lines that the launcher printed."""
         lines: list[str] = []
         for path in sorted(self.folder.glob("output*")):
             lines += path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         return "\n".join(lines)
 
     def end(self) -> None:
-        """End the job's processes on this machine; those on hosts are the testbed's to end."""
+        """End the job's processes on this machine; the testbed ends those on hosts."""
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -181,14 +181,14 @@ class Job(abc.ABC):
     def _start(
         self, command: Sequence[str], environment: Mapping[str, str], name: str = "output"
     ) -> subprocess.Popen[bytes]:
-        # In a session of its own: Ctrl-C is the benchmark's to answer.
+        # In a session of its own, so that Ctrl-C reaches only the benchmark.
         return start_logged(
             command, self.folder / name, environment, cwd=self.folder, new_session=True
         )
 
 
 class DriverJob(Job):
-    """A job led by one program on the leader, which is the process ``process``."""
+    """A job led by one program on this machine, the process ``process``."""
 
     def __init__(
         self,
@@ -211,14 +211,14 @@ class DriverJob(Job):
         return write_hostfile(self.bed.hostfile, slots)
 
     def kill_leader(self) -> float:
-        """``kill -9`` of the leader alone; returns when [s, monotonic]."""
+        """Kill only the leader, with signal 9; return when [s, monotonic]."""
         asked = time.monotonic()
         self.process.kill()
         self.process.wait()
         return asked
 
     def resume(self) -> None:
-        """Put another leader of ours in the killed one's place."""
+        """Start another leader of hvd-elastic in place of the killed one."""
         command = [*OUR_PROGRAM, "run", "--resume", "bench"]
         self.process = self._start(command, self._environment, "output-resumed")
 
@@ -263,7 +263,7 @@ class AgentsJob(Job):
         variables = {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "GLOO_SOCKET_IFNAME": "eth0",  # the hosts have no other that leads out
+            "GLOO_SOCKET_IFNAME": "eth0",  # the only interface that reaches the other hosts
             "HVD_ELASTIC_BENCH_SLOT": str(first),
             **self._kind.variables(self),
             **self.order.environment,
@@ -276,7 +276,7 @@ class AgentsJob(Job):
 
     def _end_agent(self, host: str, first: int) -> None:
         process = self._agents.pop((host, first))
-        self._helpers.append(process)  # it may take its time; waited for at the end
+        self._helpers.append(process)  # ends slowly, and is waited for at the end of the job
         pid = int((self.folder / f"agent-{host}-{first}.pid").read_text())
         self.bed.cluster.kill(host, pid, signal.SIGTERM)
 
@@ -285,9 +285,9 @@ class Launcher(abc.ABC):
     """A way to launch training.
 
     Attributes:
-        key: short name, for ``--peers`` and the JSON file.
-        name: what is shown.
-        script: its version of the benchmark's workload, under ``benchmarks/peers/``.
+        key: short name for ``--peers`` and the JSON file.
+        name: name for tables.
+        script: name of its version of the workload in ``benchmarks/peers/``.
         needs: module that must be importable, and how to install it.
     """
 
@@ -302,10 +302,10 @@ class Launcher(abc.ABC):
         return ROOT / "benchmarks/peers" / self.script
 
     def prepare(self) -> list[Path]:
-        """Make sure that it can be used; returns folders that the hosts must see.
+        """Make the launcher usable; return the folders that the hosts must see.
 
         Raises:
-            PeerMissingError: it cannot, and why.
+            PeerMissingError: it cannot be used; the message gives the reason.
         """
         module, missing = self.needs
         if importlib.util.find_spec(module) is None:
@@ -313,7 +313,7 @@ class Launcher(abc.ABC):
         return []
 
     def versions(self) -> dict[str, str]:
-        """Versions of packages that this Python does not have."""
+        """Return the versions of packages that are not in this Python's environment."""
         return {}
 
     @abc.abstractmethod
@@ -329,7 +329,7 @@ def start_logged(
     cwd: Path | None = None,
     new_session: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start a command without input whose output is appended to a file."""
+    """Start a command without input, with its output appended to a file."""
     with output.open("ab") as log:
         return subprocess.Popen(
             command,
@@ -365,7 +365,7 @@ def _marked(folder: Path, order: Order) -> list[str]:
 
 def _driver_environment(order: Order, **more: str) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **order.environment, **more}
-    # Several ranks on a machine of few cores: the same for all launchers.
+    # One thread per rank, the same for all launchers, since ranks share few cores.
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
 
@@ -394,22 +394,22 @@ class _StaticHorovod(Launcher):
     needs = ("horovod", "Horovod is not installed; use: make horovod")
 
     def hosts(self, bed: Testbed, order: Order) -> list[str]:
-        """Options that name the hosts."""
+        """Return the options that name the hosts."""
         return ["-H", ",".join(f"{host}:{n}" for host, n in order.slots.items())]
 
     def launch(self, bed: Testbed, folder: Path, order: Order) -> DriverJob:
-        # It tells the workers the leader's interface, which the hosts name otherwise.
+        # horovodrun gives workers the name of the leader's interface, which differs on the hosts.
         interface = bed.interface if bed.cluster.loopback else "eth0"
         variables = [f"{key}={value}" for key, value in order.environment.items()]
         command = [
             *(sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(order.workers)),
-            # The hosts name theirs differently, and this spares it the search.
+            # Saves horovodrun the search for common interfaces, whose names differ on the hosts.
             *("--network-interfaces", bed.interface, *self.hosts(bed, order)),
             *("env", f"HOROVOD_GLOO_IFACE={interface}", *variables),
             *(sys.executable, *_marked(folder, order)),
         ]
         path = f"{bed.programs}{os.pathsep}{os.environ['PATH']}"
-        # HOME is where it remembers for an hour which hosts it has reached over ssh.
+        # horovodrun caches in HOME for an hour which hosts it has reached over ssh.
         environment = _driver_environment(order, PATH=path, HOME=str(bed.scratch))
         return DriverJob(self.name, bed, folder, order, command, environment)
 
@@ -425,22 +425,22 @@ class _ElasticHorovod(_StaticHorovod):
 
 class _AgentLauncher(Launcher):
     workers_per_agent: ClassVar[int]
-    """0: as many as the host is given at once."""
+    """Number of workers of one agent; 0: all workers of its host."""
 
     def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
         return AgentsJob(self, bed, folder, order)
 
     def helper(self, job: Job) -> list[str]:
-        """A program on the leader that the agents need."""
+        """Return the command of a program on the leader that the agents need; empty: none."""
         return []
 
     @abc.abstractmethod
     def variables(self, job: Job) -> dict[str, str]:
-        """For the agent's environment."""
+        """Return further variables for the agent's environment."""
 
     @abc.abstractmethod
     def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
-        """The command of one agent."""
+        """Return the command of one agent."""
 
 
 class _Torchrun(_AgentLauncher):
@@ -450,7 +450,7 @@ class _Torchrun(_AgentLauncher):
     workers_per_agent = 0
 
     def variables(self, job: Job) -> dict[str, str]:
-        # Without it an agent that joins hangs for 60 s and both die.
+        # Without this setting an agent that joins hangs for 60 s and both agents end.
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
@@ -491,11 +491,11 @@ class _Torchft(_AgentLauncher):
         return {"TORCHFT_LIGHTHOUSE": f"http://{job.folder.joinpath('lighthouse').read_text()}"}
 
     def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
-        # As its manual has it: a torchrun for each replica group, which restarts its worker.
+        # As in its manual: a torchrun for each replica group, which restarts its worker.
         return [
             *(str(self._environment.python), "-m", "torch.distributed.run"),
             *("--nnodes", "1", "--nproc-per-node", str(workers)),
-            # The address of its store is given to the other groups, and would be 127.0.0.1.
+            # The other groups get the address of its store, which would be 127.0.0.1 by default.
             *("--master-addr", job.bed.cluster.address(host)),
             *("--master-port", str(_STORE_PORT + first), "--max-restarts", str(_RESTARTS)),
             *_marked(job.folder, job.order),
@@ -509,6 +509,6 @@ TORCHRUN: Launcher = _Torchrun()
 TORCHFT: Launcher = _Torchft()
 
 LAUNCHERS = (OURS, STATIC, ELASTIC)
-"""Those whose start is measured."""
+"""Launchers whose start is measured."""
 PEERS = {launcher.key: launcher for launcher in (OURS, ELASTIC, TORCHRUN, TORCHFT)}
-"""Those whose elasticity is measured."""
+"""Launchers whose elasticity is measured."""

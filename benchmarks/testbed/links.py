@@ -1,4 +1,4 @@
-"""The rate of a virtual host's link, while the host is up."""
+"""Changes the rate of a virtual host's link while the host is up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def limit_link(cluster: VirtualCluster, host: str, bits_per_s: int) -> None:
     """Limit the link of a host in network namespaces, in both directions.
 
     Raises:
-        RunError: the kernel refuses.
+        RunError: the kernel does not accept the limit.
     """
     words = plan.Rate(bits_per_s).arguments.split()
     change = ["tc", "qdisc", "replace", "dev"]

@@ -1,13 +1,13 @@
-"""Runs a training script and writes down when its steps were finished, whoever launched it.
+"""Runs a training script under any launcher and records when its steps were finished.
 
-``python -m benchmarks.testbed.marking FOLDER SCRIPT [ARG]...`` is ``python SCRIPT [ARG]...`` with a
-file in FOLDER that grows by one line for each step of any PyTorch optimizer, so that launchers are
-compared by one and the same clock: the kernel's monotonic one, which all virtual hosts share.
-A line costs one ``write``, some 10 microseconds.
+``python -m benchmarks.testbed.marking FOLDER SCRIPT [ARG]...`` runs ``python SCRIPT [ARG]...`` and
+appends one line to a file in FOLDER for each step of any PyTorch optimizer. So all launchers are
+compared by the same clock: the kernel's monotonic one, which all virtual hosts share. A line costs
+one ``write``, about 10 microseconds.
 
-The script may add lines of its own to the file that ``HVD_ELASTIC_BENCH_MARKS`` names, and says the
-number of ranks as ``optimizer.world_size()`` where Horovod does not know it. With
-``HVD_ELASTIC_BENCH_TRACE=1`` the inner parts of a rescale of ours are written down as well, see
+The script may append lines of its own to the file that ``HVD_ELASTIC_BENCH_MARKS`` names. Where
+Horovod does not know the number of ranks, ``optimizer.world_size()`` returns it. With
+``HVD_ELASTIC_BENCH_TRACE=1`` the parts of our own rescales are recorded too, see
 :mod:`benchmarks.testbed.tracing`.
 """
 
@@ -31,8 +31,8 @@ class LineWriter:
     """Appends JSON lines to a file of this process.
 
     Args:
-        folder: where it is made.
-        host: begins its name.
+        folder: folder of the file.
+        host: host name, with which the file's name begins.
     """
 
     def __init__(self, folder: Path, host: str) -> None:
@@ -41,12 +41,12 @@ class LineWriter:
         self._out = os.open(self.path, flags, 0o600)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one line, whole, however this process ends."""
+        """Write one line with a single system call, so that it is complete if this process dies."""
         os.write(self._out, json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
 
 def main() -> None:
-    """Entry point in the training process."""
+    """Run the training script that the command line names, and record its steps."""
     began = time.monotonic()
     folder, script, *arguments = sys.argv[1:]
     host = (
@@ -68,7 +68,7 @@ def main() -> None:
     def after_step(optimizer: Any, *_: Any) -> None:
         nonlocal last
         now = time.monotonic()
-        # Horovod's own optimizer calls the step that it inherits, so the hook is run twice.
+        # Horovod's own optimizer calls the step that it inherits, so the hook runs twice.
         twice = hasattr(optimizer, "skip_synchronize") and now - last < _SAME_STEP_S
         last = now
         if twice:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _slot(environment: Mapping[str, str]) -> int:
-    """Which process of its host this is, as its launcher tells."""
+    """Return the slot of this process on its host, from its launcher's variables."""
     base = int(environment.get("HVD_ELASTIC_BENCH_SLOT", "0"))
     for name in ("HVD_ELASTIC_LOCAL_RANK", "HOROVOD_LOCAL_RANK", "LOCAL_RANK"):
         if name in environment:
@@ -103,9 +103,9 @@ def _world_size(optimizer: Any) -> int:
 
 
 def _born() -> float:
-    """When the kernel started this process, on the monotonic clock (to a hundredth of a second)."""
+    """Return when the kernel started this process [s, monotonic], to a hundredth of a second."""
     text = Path("/proc/self/stat").read_text(encoding="utf-8")
-    # The name of the program, in brackets, may hold spaces; the start is field 22.
+    # The program's name in brackets may contain spaces; the start time is field 22.
     ticks = int(text.rpartition(")")[2].split()[19])
     since_boot = ticks / os.sysconf("SC_CLK_TCK")
     return since_boot + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,4 +1,4 @@
-"""What training processes wrote down (see :mod:`benchmarks.testbed.marking`), and what it means."""
+"""Reads the marks of training processes (:mod:`benchmarks.testbed.marking`) and evaluates them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from hvd_elastic.records.json_lines import LineFollower
 
 Lane = tuple[str, int]
-"""A place for a worker: host and slot. Processes may follow each other in it."""
+"""A place for a worker: host and slot. Several processes may use it one after the other."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A finished training step: when [s, monotonic], and in a world of how many ranks."""
+    """A finished training step: its time [s, monotonic], and the number of ranks."""
 
     mono: float
     size: int
@@ -34,18 +34,18 @@ class Span:
 
 @dataclass
 class Process:
-    """One training process, as far as it got.
+    """Marks of one training process.
 
     Attributes:
-        host: where it ran.
-        pid: its id as seen on that host.
+        host: host of the process.
+        pid: process id on that host.
         born: start of the process [s, monotonic].
-        torch: end of PyTorch's import; None before.
-        steps: its finished steps, in order.
-        slot: which process of its host it is.
-        ready: when it was about to meet the others [s, monotonic]; None before.
-        spans: what was traced.
-        notes: (number of steps finished before, text), as the script wrote them.
+        torch: end of PyTorch's import [s, monotonic]; None before.
+        steps: finished steps, in order.
+        slot: slot on the host.
+        ready: when it was ready to meet the other ranks [s, monotonic]; None before.
+        spans: traced parts of rescales.
+        notes: (number of steps finished before, text) of the script's notes.
     """
 
     host: str
@@ -60,18 +60,18 @@ class Process:
 
     @property
     def lane(self) -> Lane:
-        """Where it runs."""
+        """Host and slot of the process."""
         return (self.host, self.slot)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a change of the world cost.
+    """Cost of a change of the world.
 
     Attributes:
-        pause_s: longest time between two finished steps of a worker that was there before and
-            stayed, between the request and the settling of the new world.
-        survivors: how many workers were there before and stayed.
+        pause_s: longest time between two finished steps of a surviving worker, between the request
+            and the settling of the new world [s].
+        survivors: number of workers that trained before and after.
     """
 
     pause_s: float
@@ -79,7 +79,7 @@ class Change:
 
 
 def first_step(processes: Iterable[Process]) -> float | None:
-    """When the first step of all was finished [s, monotonic]; None when there is none yet.
+    """Return when any process finished the first step [s, monotonic]; None: not yet.
 
     >>> early, late = Step(12.0, 3), Step(12.5, 3)
     >>> first_step([Process("a", 1, 9.0, steps=[late]), Process("b", 1, 9.0, steps=[early])])
@@ -89,7 +89,7 @@ def first_step(processes: Iterable[Process]) -> float | None:
 
 
 def lanes(processes: Iterable[Process]) -> dict[Lane, list[Process]]:
-    """Processes by host and slot, oldest first."""
+    """Return the processes by host and slot, each list oldest first."""
     found: dict[Lane, list[Process]] = {}
     for process in sorted(processes, key=lambda process: process.born):
         found.setdefault(process.lane, []).append(process)
@@ -97,7 +97,7 @@ def lanes(processes: Iterable[Process]) -> dict[Lane, list[Process]]:
 
 
 def longest_gap(times: Sequence[float]) -> float:
-    """The longest time between two neighbours; 0 where there are fewer than two.
+    """Return the longest time between two consecutive times; 0 for fewer than two.
 
     >>> longest_gap([1.0, 1.5, 4.0])
     2.5
@@ -112,20 +112,21 @@ def measure_change(
     settle_steps: int,
     victims: Collection[Lane] = (),
 ) -> Change | None:
-    """The cost of a change that was asked for at ``asked`` and leads to ``size`` ranks.
+    """Return the cost of a change that was requested at ``asked`` and leads to ``size`` ranks.
 
-    A launcher that restarts its workers is measured by places: the process that follows another
-    one in the slot of its host carries on, and is in the new world whatever its size.
+    A launcher that restarts its workers is measured by lanes: a process that replaces another one
+    in its lane counts as the same worker, and as part of the new world at any size.
 
     Args:
-        processes: all that trained so far.
+        processes: all processes that have trained so far.
         asked: when the hostfile was edited or the worker killed [s, monotonic].
-        size: ranks of the new world.
-        settle_steps: steps that a survivor must have finished in the new world.
+        size: number of ranks of the new world.
+        settle_steps: number of steps that a survivor must finish in the new world.
         victims: lanes that do not survive.
 
     Returns:
-        None until all survivors have settled. What one does after it settled does not count.
+        The cost; None until all survivors have settled. Steps of a survivor after that do not
+        count.
     """
     pauses = []
     for lane, members in lanes(processes).items():
@@ -146,7 +147,7 @@ def measure_change(
 
 
 def newcomer_step(processes: Iterable[Process], asked: float, size: int) -> float | None:
-    """When a process that had not trained at ``asked`` first finished a step in ``size`` ranks."""
+    """Return when a process new since ``asked`` first finished a step with ``size`` ranks."""
     firsts = [
         step.mono
         for process in processes
@@ -158,9 +159,9 @@ def newcomer_step(processes: Iterable[Process], asked: float, size: int) -> floa
 
 
 def step_times(process: Process, note: str) -> list[float]:
-    """Times between neighbouring steps within the blocks that a note begins [s].
+    """Return the times between consecutive steps in blocks that begin with a note [s].
 
-    The first time of a block is left out, since it reaches over the border.
+    The first time of a block is left out, since it begins in the block before.
     """
     found: list[float] = []
     borders = [*process.notes, (len(process.steps), "")]
@@ -179,7 +180,7 @@ class LineFolder:
         self._files: dict[str, LineFollower] = {}
 
     def poll(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Names of files and the records that were written to them since the last call."""
+        """Yield the records written since the last call, each with the name of its file."""
         for path in sorted(self.folder.glob("*.jsonl")):
             self._files.setdefault(path.name, LineFollower(path))
         for name, lines in self._files.items():
@@ -191,7 +192,7 @@ class MarkFolder:
     """Reads the marks of a job while its processes write them.
 
     Args:
-        folder: the folder given to :mod:`benchmarks.testbed.marking`.
+        folder: folder that :mod:`benchmarks.testbed.marking` writes to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -200,11 +201,11 @@ class MarkFolder:
 
     @property
     def processes(self) -> list[Process]:
-        """All processes that have begun, oldest first."""
+        """All processes that have started, oldest first."""
         return sorted(self._processes.values(), key=lambda process: process.born)
 
     def poll(self) -> None:
-        """Take in what was written since the last call."""
+        """Read the marks written since the last call."""
         for name, record in self._lines.poll():
             if record["mark"] == "process":
                 begun = Process(record["host"], record["pid"], record["born"])

@@ -1,4 +1,4 @@
-"""What TCP alone takes between virtual hosts: the floor beside which transfers are seen."""
+"""Measures plain TCP transfers between virtual hosts, as a lower bound for other transfers."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ print(time.monotonic() - begin)
 
 
 def time_raw_tcp(cluster: VirtualCluster, places: Sequence[str | None], size: int) -> float:
-    """Sends so many bytes from each place to the next, each by one TCP connection, all at once.
+    """Send data from each place to the next by TCP, over one connection each, all at once.
 
     Args:
-        cluster: the hosts.
+        cluster: virtual hosts.
         places: names of hosts, each at most once; None is this machine, and can only be the first.
-        size: what each sends [bytes].
+        size: amount that each place sends [bytes].
 
     Returns:
-        What the slowest took [s].
+        Duration of the slowest transfer [s].
 
     Raises:
         RunError: a connection failed.
@@ -64,7 +64,7 @@ def time_raw_tcp(cluster: VirtualCluster, places: Sequence[str | None], size: in
                     place, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
                 )
             processes.enter_context(process)
-            processes.callback(process.kill)  # nobody waits for the other end of one that failed
+            processes.callback(process.kill)  # if one end fails, the other one would never end
             return process
 
         for place in places[1:]:

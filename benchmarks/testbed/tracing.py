@@ -1,7 +1,7 @@
-"""Where the time of a rescale of ours goes, seen in the worker without changing the product.
+"""Traces the parts of our own rescales in a worker, without changes to the package.
 
-The methods that a rescale is made of are wrapped in the process that is watched; each call writes a
-line ``{"mark": "span", "name", "begin", "end"}`` beside the steps.
+The methods that make up a rescale are wrapped in the traced process; each call writes a line
+``{"mark": "span", "name", "begin", "end"}`` to the marks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SPANS = {
     "header": "broadcast of the state's structure",
     "tensors": "broadcast of the tensors",
 }
-"""Names of spans in the order in which a rescale passes through them, and what they mean."""
+"""Names of spans in the order of a rescale, and their meaning."""
 
 
 def install(write: Callable[[dict[str, Any]], None]) -> None:
     """Wrap the methods in this process.
 
     Args:
-        write: takes one record.
+        write: called with each record.
     """
     from hvd_elastic.communicator.ring import HorovodCommunicator
     from hvd_elastic.training.agent_link import AgentLink

@@ -1,6 +1,6 @@
-"""What a PyTorch training script imports.
+"""The module that a PyTorch training script imports.
 
-In outline::
+Outline of a script::
 
     import hvd_elastic.torch as hvd
 
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def init() -> None:
-    """Find out how this process was launched. Call it first."""
+    """Initialise the library for the launcher of this process. Call it first."""
     worker = _context.initialize(TorchFrontend()).worker
     if torch.cuda.is_available():
         worker.communicator.check_device(local_rank(), torch.cuda.device_count())
@@ -70,27 +70,27 @@ def init() -> None:
 
 
 def rank() -> int:
-    """This process's rank in the current generation, 0 to ``size() - 1``."""
+    """Return this process's rank in the current generation, 0 to ``size() - 1``."""
     worker = _context.current().worker
     worker.check_has_ranks("rank()")
     return worker.communicator.rank
 
 
 def size() -> int:
-    """Number of processes that train together now."""
+    """Return the number of processes that train together now."""
     worker = _context.current().worker
     worker.check_has_ranks("size()")
     return worker.communicator.size
 
 
 def local_rank() -> int:
-    """The slot of this process on its host; constant while the process lives."""
+    """Return the slot of this process on its host; constant while the process lives."""
     _context.current()
     return _local_rank()
 
 
 def device() -> torch.device:
-    """The GPU of this slot, or the CPU where there is none."""
+    """Return the GPU of this slot, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
@@ -102,7 +102,7 @@ def report(**metrics: Any) -> None:
 
 
 def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
-    """The mean (or sum) of ``tensor`` over all ranks, as a new tensor; all ranks must call it."""
+    """Return the mean (or sum) of ``tensor`` over all ranks; all ranks must call it."""
     with _collective("allreduce", name) as communicator:
         handle = communicator.reduce_async(tensor.detach().clone(), f"user.{name}")
         result: torch.Tensor = communicator.wait(handle)
@@ -110,7 +110,7 @@ def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch
 
 
 def allgather(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """All ranks' tensors one after the other along the first dimension, in rank order."""
+    """Return the tensors of all ranks, concatenated along the first dimension in rank order."""
     with _collective("allgather", name) as communicator:
         result: torch.Tensor = communicator.gather(tensor.detach(), f"user.{name}")
         return result
@@ -118,7 +118,7 @@ def allgather(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _collective(kind: str, name: str) -> Iterator[Communicator]:
-    """Note that the script calls a collective; explain its failure after training."""
+    """Register a collective of the script; turn its failure after training into a ScriptError."""
     ctx = _context.current()
     ctx.rollback.collective_begins(name)
     try:

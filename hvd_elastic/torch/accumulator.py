@@ -1,4 +1,4 @@
-"""Sums over all ranks that outlive a change of the world."""
+"""Sums of numbers over all ranks that are kept when the world changes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import torch
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context
 
-__all__ = ["Accumulator"]
-
 
 class NoSumError(ScriptError, KeyError):
-    """What is asked for was not added, or not synchronised."""
+    """The requested sum does not exist: it was not added, or not synchronised."""
 
     __str__ = Exception.__str__  # a KeyError's puts quotes around the message
 
 
 class Accumulator(Mapping[str, float]):
-    """Adds up numbers by name: on each rank as they come, over the ranks when asked to.
+    """Sums numbers by name: on each rank with :meth:`add`, over all with :meth:`synchronize`.
 
-    For losses and hits of an epoch::
+    For the losses and hits of an epoch::
 
         totals = hvd.Accumulator()
         ...
@@ -32,18 +30,18 @@ class Accumulator(Mapping[str, float]):
         ...
         totals.synchronize()                                                   # every rank
         print(totals["loss"] / totals["examples"])
-        totals.clear()   # here: what stands before the loop is done again after a failure
+        totals.clear()   # after the loop: code before the loop runs again after a failure
 
-    What was added since the last :meth:`synchronize` on a rank that dies is lost, as are the
-    examples' other traces there; what was synchronised lasts through failures and checkpoints. Call
-    :meth:`synchronize` every so many steps to lose little; a rank that is asked to leave loses
-    nothing. Tensors stay on their device until then.
+    If a rank dies, what it has added since the last :meth:`synchronize` is lost; what was
+    synchronised is kept through failures and in checkpoints. Call :meth:`synchronize` more often to
+    lose less; a rank that is asked to leave loses nothing. Tensors stay on their device until
+    :meth:`synchronize`.
 
     Args:
-        name: tells several of them apart; the same on all ranks.
+        name: name of this accumulator, the same on all ranks; needed if there are several.
 
     Raises:
-        ScriptError: there is one of that name already, or it is made in the training function.
+        ScriptError: the name is in use, or the accumulator is created in the training function.
     """
 
     def __init__(self, name: str = "accumulator") -> None:
@@ -51,7 +49,7 @@ class Accumulator(Mapping[str, float]):
         self._own: dict[str, Any] = {}
         self._sums: dict[str, float] = {}
         self._times = 0
-        """How often it was synchronised since the run began."""
+        """Number of synchronisations since the run began."""
         self._sent: dict[str, Any] = {}
         ctx, kept = context.current(), f"_accumulator.{name}"
         if ctx.worker.in_train:
@@ -87,9 +85,9 @@ class Accumulator(Mapping[str, float]):
             self._own[name] = self._own.get(name, 0.0) + value
 
     def synchronize(self) -> None:
-        """Add what all ranks have added since the last call to the sums; all must call it.
+        """Add to the sums what all ranks have added since the last call; all ranks must call it.
 
-        A rank that has added nothing, since it was not there yet, counts as 0.
+        A rank that has added nothing, because it has just joined for example, counts as 0.
         """
         context.current().rollback.collective_begins(self._name, changes_state=True)
         self._add_up()
@@ -108,15 +106,15 @@ class Accumulator(Mapping[str, float]):
         self._times += 1
 
     def clear(self) -> None:
-        """Begin anew at 0."""
+        """Remove all sums."""
         self._own.clear()
         self._sums.clear()
 
     def __getitem__(self, name: str) -> float:
-        """The sum over all ranks.
+        """Return the sum over all ranks.
 
         Raises:
-            NoSumError: no rank had added one when :meth:`synchronize` was called; a KeyError.
+            NoSumError: no rank had added it when :meth:`synchronize` was called; a KeyError.
         """
         try:
             return self._sums[name]
@@ -135,27 +133,28 @@ class Accumulator(Mapping[str, float]):
         return len(self._sums)
 
     def snapshot(self) -> tuple[dict[str, Any], dict[str, float], int]:
-        """Return what :meth:`roll_back` takes: numbers are replaced, never changed in place."""
+        """Return a copy for :meth:`roll_back`; shallow, since numbers never change in place."""
         return dict(self._own), dict(self._sums), self._times
 
     def roll_back(self, values: tuple[dict[str, Any], dict[str, float], int]) -> None:
-        """Go back to an earlier :meth:`snapshot`."""
+        """Restore an earlier :meth:`snapshot`."""
         own, sums, self._times = values
         self._own, self._sums = dict(own), dict(sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums over all ranks."""
+        """Return the sums over all ranks, and the number of synchronisations."""
         return {"sums": dict(self._sums), "times": self._times}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned, possibly on another rank."""
         times = state.get("times", 0)
         if times > self._times:
-            # Another rank got through a synchronisation that failed on this one, so what this rank
-            # has added is in its sums.
+            # The other rank completed a synchronisation that failed here, so its sums contain what
+            # this rank had added.
             self._own.clear()
         elif times == self._times - 1:
-            # The other way round: what this rank has sent then is in nobody's sums.
+            # This rank completed a synchronisation that the other did not, so those sums lack what
+            # this rank sent in it.
             for name, value in self._sent.items():
                 self._own[name] = self._own.get(name, 0.0) + value
         self._sums, self._times = dict(state["sums"]), times

@@ -1,8 +1,8 @@
-"""The state of a PyTorch training to and from checkpoints.
+"""Converts the state of a PyTorch training to the content of checkpoints and back.
 
-How checkpoints are divided, written and read is :mod:`hvd_elastic.checkpoint`'s; here tensors are
-found in a nest of plain data, copied, and put back. Nothing that is read from a file can run code:
-what only PyTorch can represent is read with ``weights_only=True``.
+:mod:`hvd_elastic.checkpoint` divides, writes and reads checkpoints. This module finds the tensors
+in nested plain data, copies them, and puts them back. Nothing read from a file can run code: values
+that only PyTorch can represent are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -28,31 +28,29 @@ from hvd_elastic.checkpoint.reader import CheckpointReader, open_checkpoint
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.errors import CheckpointError
 
-__all__ = ["TorchContent", "content_of", "load_checkpoint"]
-
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20  # bounds the memory for a copy of a GPU tensor's bytes on the host
 _PLACE = "__hvd_elastic_tensor__"
 """In format 2, the only key of a dict that stands for a tensor of the stream."""
 
 
-# -- what there is to write
+# -- writing
 
 
 class TorchContent(Content):
-    """A nest of dicts, lists, tuples, tensors and plain values at one step.
+    """Nested dicts, lists, tuples, tensors and plain values at one step.
 
-    Tensors that are one and the same in ``nested`` (tied weights) are taken once.
+    A tensor that occurs several times in ``nested`` (tied weights) is stored once.
 
     Args:
         nested: the state.
-        shared: ``data_ptr()`` of the tensors that every rank holds alike.
-        copy_own: copy the others, on this rank, which writes them.
+        shared: ``data_ptr()`` of the tensors that are the same on every rank.
+        copy_own: copy the other tensors; for the rank that writes them.
 
     Attributes:
-        tensors: the live tensors of the stream, in its order.
+        tensors: live tensors of the stream, in its order.
 
     Raises:
-        ScriptError: a value cannot be put into a checkpoint; names where it is, and its type.
+        ScriptError: a value cannot be put into a checkpoint; names its place and its type.
     """
 
     frontend = "torch"
@@ -98,7 +96,7 @@ class TorchContent(Content):
         return name
 
     def _name(self, path: tuple[Any, ...]) -> str:
-        """Return the keys from the second on, joined; the first is the kind of value."""
+        """Return an unused name: the path's keys without the first, which is the kind of value."""
         name = base = ".".join(map(str, path[1:]))
         number = 1
         while name in self._taken:
@@ -108,11 +106,11 @@ class TorchContent(Content):
         return name
 
     def own_data(self) -> Iterator[Any]:
-        """As of the base class."""
+        """See the base class."""
         return (_bytes_of(tensor.resolve_conj().resolve_neg()).numpy() for tensor in self._own)
 
     def encode_opaque(self) -> bytes:
-        """Return the values that only PyTorch can represent; nothing for none."""
+        """Return the values that only PyTorch can represent, serialised; empty for none."""
         if not self._opaque:
             return b""
         buffer = io.BytesIO()
@@ -120,11 +118,11 @@ class TorchContent(Content):
         return buffer.getvalue()
 
     def make_buffer(self, size: int) -> np.ndarray[Any, Any]:
-        """As of the base class; in memory that a GPU copies into directly, where there is one."""
+        """See the base class; pinned memory, which a GPU can write directly, if tensors need it."""
         if not self.pinned:
             return super().make_buffer(size)
         try:
-            # The system gives memory when it is first written to.
+            # zero_() has the system provide the memory now: it does so at the first write.
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).zero_().numpy()
         except RuntimeError as error:
             raise MemoryError(str(error).partition("\n")[0]) from error
@@ -132,7 +130,7 @@ class TorchContent(Content):
     def begin_copy(
         self, begin: int, end: int, target: np.ndarray[Any, Any], lasting: set[int]
     ) -> Callable[[], str | None]:
-        """As of the base class; ``lasting`` has ``data_ptr()``."""
+        """See the base class; ``lasting`` holds ``data_ptr()`` values."""
         memory = torch.from_numpy(target)
         later: list[_Piece] = []
         at = 0
@@ -140,7 +138,7 @@ class TorchContent(Content):
             tensor, name = self.tensors[number], self.stream[number].name
             piece = _Piece(name, tensor, first, last, memory[at : at + last - first])
             at += last - first
-            # What has to be put in order first is copied by that, so better now than later.
+            # Making a tensor contiguous copies it anyway, so it is not worth deferring.
             if tensor.data_ptr() in lasting and tensor.is_contiguous():
                 later.append(piece)
             else:
@@ -162,7 +160,7 @@ class TorchContent(Content):
 
 
 class _Piece:
-    """Some bytes of one tensor, and where they go."""
+    """A range of bytes of one tensor, and the memory that it is copied to."""
 
     def __init__(
         self, name: str, tensor: torch.Tensor, first: int, last: int, target: torch.Tensor
@@ -186,9 +184,9 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def content_of(tensor: torch.Tensor) -> list[Callable[[], np.ndarray[Any, Any]]]:
-    """Return what gives the bytes of a tensor, piece by piece.
+    """Return functions that return the bytes of a tensor, piece by piece.
 
-    A copy from another device, or in order, lives no longer than its use.
+    Each call copies a piece to the host if needed, so only pieces in use take memory.
     """
     tensor = tensor.detach()
     pieces = _bytes_of(tensor).split(_PIECE_BYTES) if tensor.is_contiguous() else (tensor,)
@@ -200,7 +198,7 @@ def _bytes_on_host(piece: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _streams(devices: set[torch.device]) -> dict[torch.device, Any]:
-    """A stream for each GPU, that begins after what the GPU has been given so far."""
+    """Return a CUDA stream for each GPU, ordered behind the work queued there so far."""
     streams = {}
     for device in devices:
         streams[device] = torch.cuda.Stream(device)
@@ -212,17 +210,16 @@ def _streams(devices: set[torch.device]) -> dict[torch.device, Any]:
 
 
 def load_checkpoint(path: Path | str) -> dict[str, Any]:
-    """Return what a checkpoint holds, all tensors on the CPU, however many ranks wrote it.
+    """Return the content of a checkpoint, all tensors on the CPU.
 
     Args:
-        path: its manifest; the shards lie beside it.
+        path: its manifest; the shards are in the same folder.
 
     Returns:
         ``objects`` (name → ``state_dict``), ``plain`` (name → value) and ``progress``.
 
     Raises:
-        CheckpointError: there is no such file, it is not what this program wrote there, or another
-            framework's.
+        CheckpointError: a file is missing or damaged, or the checkpoint is of another framework.
     """
     with open_checkpoint(path) as reader:
         if reader.is_pickled:
@@ -268,7 +265,7 @@ def _unpickle(data: bytes | bytearray) -> Any:
 
 
 def _load_pickled(reader: CheckpointReader) -> dict[str, Any]:
-    """Return what a checkpoint of format 2 holds."""
+    """Return the content of a checkpoint of format 2."""
     found = _unpickle(reader.take(reader.shards[0].header))
     tensors = []
     for shape, dtype in found["stream"]:
@@ -279,7 +276,7 @@ def _load_pickled(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _fill(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` with the tensors in their places."""
+    """Return ``value`` with the placeholders replaced by tensors; changes dicts in place."""
     if isinstance(value, dict):
         if set(value) == {_PLACE}:
             return tensors[value[_PLACE]]

@@ -1,4 +1,4 @@
-"""Horovod's collectives on PyTorch's tensors, which a communicator of several ranks stands on."""
+"""Horovod's collectives on PyTorch tensors, which the Horovod communicator is built on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 
 from hvd_elastic.communicator.ring import load_horovod
 
-__all__ = ["TorchCollectives"]
-
 
 class TorchCollectives:
-    """See :class:`hvd_elastic.communicator.interface.Collectives`; all work in place."""
+    """Implements :class:`hvd_elastic.communicator.interface.Collectives` for PyTorch tensors."""
 
     framework = "PyTorch"
 
@@ -23,22 +21,22 @@ class TorchCollectives:
         self.horovod = load_horovod("torch")
 
     def warm(self) -> None:
-        """Have NCCL look over the machine and load its kernels."""
+        """Have NCCL detect the machine's topology and load its kernels."""
         if torch.cuda.is_available() and self.horovod.nccl_built():
             alone = torch.zeros(1, device="cuda")
             torch.cuda.nccl.all_reduce([alone], [torch.empty_like(alone)])
 
     def from_numpy(self, array: np.ndarray) -> torch.Tensor:
-        """Return a tensor on the memory of the array."""
+        """Return a tensor that shares the memory of the array."""
         return torch.from_numpy(array)
 
     def to_numpy(self, tensor: torch.Tensor) -> np.ndarray:
-        """Return an array on the memory of the tensor."""
+        """Return an array that shares the memory of the tensor."""
         return tensor.numpy()
 
     @contextlib.contextmanager
     def as_bytes(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
-        """Give the bytes of tensors by device; Horovod does not know every type."""
+        """Yield the tensors as bytes, grouped by device; Horovod does not support every type."""
         with torch.no_grad():
             in_order = [tensor.detach().contiguous() for tensor in tensors]
             devices: dict[torch.device, list[torch.Tensor]] = {}
@@ -52,26 +50,26 @@ class TorchCollectives:
                     tensor.copy_(ordered)
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return flat tensors as one, a copy."""
+        """Return a new tensor of flat tensors, concatenated."""
         return torch.cat(list(pieces))
 
     def average_async(self, tensor: torch.Tensor, name: str) -> int:
-        """Begin averaging ``tensor`` over all ranks."""
+        """Begin to average ``tensor`` over all ranks, in place."""
         handle: int = self.horovod.allreduce_async_(tensor, name=name, op=self.horovod.Average)
         return handle
 
     def allgather_async(self, tensor: torch.Tensor, name: str) -> int:
-        """Begin joining the tensors of all ranks."""
+        """Begin to concatenate the tensors of all ranks."""
         handle: int = self.horovod.allgather_async(tensor, name=name)
         return handle
 
     def broadcast_async(self, tensor: torch.Tensor, name: str, root_rank: int) -> int:
-        """Begin overwriting ``tensor`` with the root's."""
+        """Begin to overwrite ``tensor`` with the root's."""
         handle: int = self.horovod.broadcast_async_(tensor, root_rank, name=name)
         return handle
 
     def alltoall_async(self, tensor: torch.Tensor, name: str, splits: Sequence[int]) -> int:
-        """Begin sending ``splits[rank]`` rows to each rank."""
+        """Begin to send ``splits[rank]`` rows to each rank."""
         counts = torch.tensor(splits, dtype=torch.int32)
         handle: int = self.horovod.alltoall_async(tensor, counts, name=name)
         return handle
@@ -79,7 +77,7 @@ class TorchCollectives:
     def synchronize(self, handle: int) -> Any:
         """Wait for a collective and return its result."""
         result = self.horovod.synchronize(handle)
-        # Horovod gives the sizes with what an all-to-all received.
+        # Horovod's all-to-all returns the received tensor together with the received sizes.
         return result[0] if isinstance(result, tuple) else result
 
     def barrier(self) -> None:

@@ -1,6 +1,6 @@
-"""A data loader that reads each example of an epoch exactly once while the world changes.
+"""Data loader that reads each example of an epoch exactly once while the world changes.
 
-What it reads is decided by :mod:`hvd_elastic.training.data_order`.
+:mod:`hvd_elastic.training.data_order` decides which examples a rank reads.
 """
 
 from __future__ import annotations
@@ -33,57 +33,55 @@ from hvd_elastic.training.planning.compute_times import ComputeTimes
 from hvd_elastic.training.planning.planner import Planner, UnequalShares
 from hvd_elastic.training.worker import Worker
 
-__all__ = ["DataLoader"]
-
 _Batch = TypeVar("_Batch")
 
 
 class DataLoader(Generic[_Batch]):
-    """Hands each rank its share of every global batch, exactly once an epoch at any world size.
+    """Gives each rank its share of every global batch; each example is read once an epoch.
 
     It takes the arguments of :class:`torch.utils.data.DataLoader` and reads through one, with the
-    same worker processes. Two things differ: ``batch_size`` is that of all ranks together and
-    stays as it is when the world grows or shrinks, and the epoch's order comes from ``seed``, not
-    from a sampler. Iterate inside ``hvd.epochs()``, once an epoch, over one loader; an evaluation
-    set goes through a plain PyTorch loader.
+    same worker processes. Two things differ: ``batch_size`` counts the examples of all ranks
+    together and does not change with the world size, and the order of an epoch comes from ``seed``
+    instead of a sampler. Iterate over one loader inside ``hvd.epochs()``, once an epoch; use a
+    plain PyTorch loader for evaluation.
 
     Shares of one step differ by at most one example, unless they follow the ranks' speed. The last
-    step of an epoch is the rest of it, or is lengthened by a rest too small to go round; gradients
-    are averaged by examples, so every step's gradient is that of its global batch.
+    step of an epoch has the remaining examples, and includes a remainder that has too few for all
+    ranks; gradients are weighted by examples, so the gradient of every step is that of its global
+    batch.
 
     ``len()`` is the number of steps of a whole epoch at the present world size;
-    :meth:`steps_left` is what remains of the current one.
+    :meth:`steps_left` is the number that remains of the current epoch.
 
-    With ``max_batch_size`` the batch adapts: the size of a step, and the number of passes in which
-    a rank makes its share of it, are chosen for the most progress per second, between steps and
-    alike on all ranks. The loader then gives one pass at a time; ``optimizer.step()`` of
-    :func:`DistributedOptimizer` does nothing until the last of a step.
+    With ``max_batch_size`` the batch adapts: the global batch size, and the number of passes in
+    which a rank computes its share, are chosen between steps for the most progress per second, the
+    same on all ranks. The loader then gives one pass at a time, and ``optimizer.step()`` of
+    :func:`DistributedOptimizer` does nothing until the last pass of a step.
 
-    Where the ranks are not equally fast, shares can follow their speed (``unequal_shares``): all
-    are ready at the same time, and the gradient stays that of the global batch.
+    If the ranks are not equally fast, shares can follow their speed (``unequal_shares``), so that
+    all finish a step at the same time; the gradient is still that of the global batch.
 
     Args:
-        dataset: map-style: has ``__getitem__`` and ``__len__`` (``__getitems__`` is used if there).
-            Every rank must see the same examples under the same indices.
+        dataset: map-style data set, with ``__getitem__`` and ``__len__`` (and ``__getitems__``,
+            which is used if present). All ranks must see the same examples at the same indices.
         batch_size: examples in a step over all ranks together, >= 1.
-        shuffle: read in an order drawn anew for each epoch from ``seed``; False: 0, 1, 2, ...
-        seed: >= 0, the same on all ranks.
+        shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
+        seed: seed of the order, >= 0, the same on all ranks.
         drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
-        max_batch_size: largest global batch to adapt to, >= batch_size; None keeps the batch.
-        atomic_batch_size_bounds: fewest and most examples in one pass on one rank; the upper one
-            may be None: as many as fit into memory.
-        accumulation: whether a share may be made in several passes.
-        unequal_shares: whether slow ranks get fewer examples of a step; None: where the batch
-            adapts.
+        max_batch_size: largest global batch to adapt to, >= batch_size; None: the batch is fixed.
+        atomic_batch_size_bounds: fewest and most examples in one pass on one rank; None as the
+            upper bound means as many as fit into memory.
+        accumulation: whether a share may be computed in several passes.
+        unequal_shares: whether slow ranks get fewer examples of a step; None: if the batch adapts.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, prefetch_factor,
         persistent_workers, multiprocessing_context: as in PyTorch.
-        sampler, batch_sampler, generator: of PyTorch's loader; refused, since who reads what
-            follows from ``seed`` alone.
-        context: the training context; the process's own by default.
+        sampler, batch_sampler, generator: arguments of PyTorch's loader that are refused, since
+            ``seed`` alone determines which rank reads which example.
+        context: training context; by default that of this process.
 
     Raises:
         ScriptError: a sampler is given; the dataset is iterable-style, empty, or otherwise cannot
-            be read by index; batch_size or seed is out of range; the bounds of the batch exclude
+            be read by index; batch_size or seed is out of range; the bounds of the batch contradict
             each other.
     """
 
@@ -181,24 +179,24 @@ class DataLoader(Generic[_Batch]):
         )
         self._worker_start = _WorkerStart(worker_init_fn)
         self._next_passes = _NextPasses()
-        # Made at once, so that PyTorch refuses bad options here and not in the first epoch.
+        # Created now, so that PyTorch raises on bad options here and not in the first epoch.
         self._inner = self._make_inner(audit=False)
         self._audited = False
         self._batches: Iterator[Any] | None = None
         self._next_place: Place | None = None
-        """Of the step that the open iterator gives next."""
+        """Place of the step that the open iterator returns next."""
         self._given_context = context
         self._registered: Context | None = None
-        # Made before hvd.init(), it is registered when it is first used.
+        # A loader created before hvd.init() is registered when it is first used.
         if context is not None or training.is_initialized():
             self._context()
 
     def __len__(self) -> int:
-        """Steps of a whole epoch at the present world size."""
+        """Return the number of steps of a whole epoch at the present world size."""
         return self._steps_from(0)
 
     def steps_left(self) -> int:
-        """Steps from here to the end of the current epoch at the present world size."""
+        """Return the number of steps left in the current epoch at the present world size."""
         return self._steps_from(self._context().worker.progress.position)
 
     def _steps_from(self, position: int) -> int:
@@ -207,7 +205,7 @@ class DataLoader(Generic[_Batch]):
         return self._order.steps_from(position, worker.communicator.size)
 
     def close(self) -> None:
-        """End the worker processes; iterating starts new ones."""
+        """End the loader's worker processes; iterating starts new ones."""
         self._stop_reading(keep_processes=False)
 
     def __iter__(self) -> Iterator[_Batch]:
@@ -215,7 +213,7 @@ class DataLoader(Generic[_Batch]):
         try:
             yield from self._order.loop(context, functools.partial(self._read, context.worker))
         finally:
-            # Also if the loop is left early or by an error.
+            # Runs too if the loop is left early or by an exception.
             self._stop_reading(keep_processes=self._persistent)
 
     def _context(self) -> Context:
@@ -234,21 +232,21 @@ class DataLoader(Generic[_Batch]):
             self.close()
             self._audited = worker.audit
             self._inner = self._make_inner(self._audited)
-        # A new generation in which this rank reads what it would have read keeps what it has.
+        # Batches read ahead stay valid in a new generation if this rank's place is the same.
         if is_first and (self._batches is None or self._next_place != place):
-            # What was read ahead is for another place in the world or the epoch. Its workers end
-            # first: with the new ones they would need their memory twice.
+            # They are for another place in the world or the epoch. The old worker processes end
+            # before new ones start, which avoids holding their memory twice.
             self._stop_reading(keep_processes=self._persistent)
             self._next_passes.indices = self._order.indices(place, worker.progress)
-            # PyTorch would draw its workers' seeds from the script's generator, one for each
-            # iterator, and so make the script's own randomness depend on rescales.
+            # By default each new iterator draws a seed from the script's generator, which would
+            # make the script's own random numbers depend on rescales.
             seeds = np.random.SeedSequence((self.seed, *place.world, place.start))
             self._options["generator"].manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
             self._worker_start.parent = (
                 os.getpid() if threading.current_thread() is threading.main_thread() else None
             )
             self._batches = iter(self._inner)
-        # Nothing is known of the iterator's place if this raises.
+        # The iterator's place is unknown if next() raises.
         self._next_place = None
         assert self._batches is not None
         read = next(self._batches)
@@ -262,8 +260,8 @@ class DataLoader(Generic[_Batch]):
         self._next_place = None
         batches, self._batches = self._batches, None
         if not keep_processes:
-            # Left to the garbage collector (a traceback may hold the iterator in a cycle, and
-            # its queues go first), the processes are not told, and PyTorch waits 5 s for each.
+            # The garbage collector may destroy the iterator's queues first (a traceback can hold it
+            # in a cycle): then the processes get no signal to end, and PyTorch waits 5 s for each.
             reading = batches if batches is not None else self._inner._iterator
             shutdown = getattr(reading, "_shutdown_workers", None)
             if shutdown is not None:
@@ -283,7 +281,7 @@ class DataLoader(Generic[_Batch]):
 
 
 class _NextPasses:
-    """The batch sampler: indices of this rank's passes, from the last place on."""
+    """Batch sampler that yields the indices of this rank's passes from a given place."""
 
     def __init__(self) -> None:
         self.indices: Iterator[list[int]] = iter(())
@@ -293,14 +291,14 @@ class _NextPasses:
 
 
 class _TellingDataset:
-    """A dataset that says which indices it was really asked for."""
+    """Wraps a dataset to return with each sample the index that was really read."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
     def __getattr__(self, name: str) -> Any:
-        # A worker_init_fn looks at get_worker_info().dataset and expects its own. Copies made by
-        # pickle ask for dunder names before _dataset exists.
+        # A worker_init_fn may use get_worker_info().dataset and expects the script's own. Pickle
+        # asks for dunder names before _dataset exists.
         if name.startswith("__") or name == "_dataset":
             raise AttributeError(name)
         return getattr(self._dataset, name)
@@ -324,7 +322,7 @@ class _TellingDataset:
 
 
 class _TellingCollate:
-    """Collates the samples as the script wants them, and passes the indices on beside them."""
+    """Collates samples with the script's function, and returns the indices with them."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -335,17 +333,18 @@ class _TellingCollate:
 
 
 class _WorkerStart:
-    """What a reading process does first: lets go of its rank's network, then the script's part.
+    """``worker_init_fn`` that closes the rank's inherited connections, then calls the script's.
 
-    A reading process is forked from the rank and so holds its connections to the other ranks
-    open. If the rank dies, they would learn of it only when the reading process ends too (PyTorch
-    looks every 5 s), and if the rank closes its end, never.
+    A loader process is forked from the rank and inherits its connections to the other ranks. They
+    would stay open after the rank has died, until the loader process ends too (PyTorch checks every
+    5 s), and also after the rank has closed its end.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
-        # The rank, if its main thread starts the process: the kernel tells of the end of the
-        # *thread* that forked, and only the main one is known to live as long as its process.
+        # Process id of the rank if its main thread starts the process, else None: the kernel's
+        # death signal follows the forking *thread*, and only the main one lasts as long as the
+        # process.
         self.parent: int | None = None
 
     def __call__(self, worker_id: int) -> None:
@@ -361,14 +360,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def _die_with(parent: int) -> None:
     """Have the kernel end this process as soon as the rank has died."""
-    if os.getppid() != parent:  # started by a fork server, whose death says nothing
+    if os.getppid() != parent:  # started by a fork server, which does not die with the rank
         return
     try:
         prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):  # not Linux: PyTorch's own watch must do
+    except (OSError, AttributeError):  # not Linux: PyTorch itself checks the parent every 5 s
         return
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died just before we asked
+    if os.getppid() != parent:  # it died just before prctl()
         os._exit(1)
 
 
@@ -380,8 +379,8 @@ def _release_inherited_connections() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         if _is_tcp(descriptor):
-            # The number stays taken: whoever still thinks of it as a connection reads its end
-            # instead of somebody else's file.
+            # /dev/null takes the number, so code that still uses it as a connection reads an end
+            # of file instead of an unrelated file that reuses the number.
             os.dup2(null, descriptor)
     os.close(null)
 
@@ -391,7 +390,7 @@ def _is_tcp(descriptor: int) -> bool:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
         inherited = socket.socket(fileno=descriptor)
-    except OSError:  # the descriptor that listed the folder
+    except OSError:  # closed already: the descriptor that listed the folder
         return False
     found = inherited.family in (socket.AF_INET, socket.AF_INET6) and (
         inherited.type == socket.SOCK_STREAM

@@ -1,4 +1,4 @@
-"""Events in the work of a GPU, by which its times are measured."""
+"""Creates CUDA events, which measure the compute time of a GPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import torch
 
 from hvd_elastic.training.planning.compute_times import DeviceEvent
 
-__all__ = ["cuda_event"]
-
 
 def cuda_event() -> DeviceEvent | None:
-    """Return an event for the GPU; None where PyTorch has not used one."""
+    """Return a new CUDA event with timing; None if PyTorch has not used a GPU."""
     if not torch.cuda.is_initialized():
         return None
     event: DeviceEvent = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""``run``: makes a training function elastic."""
+"""The decorator ``run``, which makes a training function elastic."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from hvd_elastic.training.elastic import run_training
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
 
-__all__ = ["run"]
-
 Result = TypeVar("Result")
 TrainFunction = Callable[..., Result]
 
@@ -28,15 +26,16 @@ def run(
 ) -> TrainFunction[Result]:
     """Make a training function elastic; use it as a decorator.
 
-    The function takes the :class:`State` first. It may be entered several times: after a failure
-    it is called again, and ``epochs()`` and the ``DataLoader`` go on where the state stands.
-    A planned change of the world happens inside the data loader, between two steps, without
-    leaving the function.
+    The function takes the :class:`State` as its first argument. It is called again after a failure,
+    and ``epochs()`` and the ``DataLoader`` continue from the progress of the state. A planned
+    change of the world happens inside the data loader, between two steps, without leaving the
+    function.
 
     Args:
-        function: trains; called as ``function(state, ...)``.
-        warmup: called once before the worker is announced, while the others train on, for what
-            is slow the first time (compilation, a dummy step). It must leave the state alone.
+        function: training function, called as ``function(state, ...)``.
+        warmup: called once before this worker reports ready, while the other workers train; for
+            work that is slow the first time (compilation, a dummy step). It must not change the
+            state.
     """
 
     @functools.wraps(function)
@@ -60,7 +59,7 @@ def run(
 
 
 def _refuse_unwrapped(worker: Worker, state: State) -> None:
-    """Refuse optimizers whose gradients nobody averages: the ranks' weights would differ."""
+    """Raise ScriptError for optimizers whose gradients are not averaged over the ranks."""
     averager: Any = worker.averager
     for name, optimizer in state.named_optimizers().items():
         if averager is not None and averager.owns(optimizer):

@@ -1,4 +1,4 @@
-"""What PyTorch supplies to the training context."""
+"""The frontend for PyTorch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.collectives import TorchCollectives
 
-__all__ = ["TorchFrontend"]
-
 
 class TorchFrontend:
-    """See :class:`hvd_elastic.training.frontend.Frontend`."""
+    """Implements :class:`hvd_elastic.training.frontend.Frontend` for PyTorch."""
 
     module = "hvd_elastic.torch"
     horovod = "torch"
@@ -25,7 +23,7 @@ class TorchFrontend:
         return TorchCollectives()
 
     def plain(self, value: Any) -> Any:
-        """Read a tensor, which waits for its device."""
+        """Return a number; reading a tensor waits for its device."""
         return value.item() if isinstance(value, torch.Tensor) else value
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
@@ -33,12 +31,12 @@ class TorchFrontend:
         return load_checkpoint(path)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether a pass did not fit; on the CPU PyTorch has no type for it."""
+        """Return whether an error means out of memory; on the CPU PyTorch has no type for it."""
         return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or (
             isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
         )
 
     def free_memory(self) -> None:
-        """Empty PyTorch's cache."""
+        """Empty PyTorch's cache of GPU memory."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Mixed precision: a gradient scaler that knows of averages over ranks and of passes of a step."""
+"""Gradient scaler for mixed precision with gradients averaged over ranks and several passes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from hvd_elastic.training import context
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.step import Stage
 
-__all__ = ["GradScaler"]
-
 
 class GradScaler(torch.amp.GradScaler):
-    """:class:`torch.amp.GradScaler` for an optimizer of :func:`DistributedOptimizer`.
+    """A :class:`torch.amp.GradScaler` for an optimizer of :func:`DistributedOptimizer`.
 
-    Used like PyTorch's::
+    It is used like PyTorch's::
 
         scaler = hvd.GradScaler()
         ...
@@ -28,14 +26,14 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    PyTorch's own looks at the gradients of one rank, in place, while they are being averaged. This
-    one waits for the average, so all ranks find the same, take or leave out the same steps and have
-    the same scale; and while a step is made in several passes it leaves the scale alone. A step
-    that is left out counts as one of ``skipped_steps``. It is part of the run's state by itself:
-    newcomers and checkpoints have its scale.
+    PyTorch's own scaler checks and changes the gradients of one rank while they are being averaged.
+    This one waits for the average, so all ranks take or skip the same steps and have the same
+    scale; between the passes of a step it does not change the scale. A skipped step counts in
+    ``skipped_steps``. The scaler becomes part of the run's state without further code, so newcomers
+    and checkpoints get its scale.
 
     Args:
-        device: type of the device, ``"cuda"`` or ``"cpu"``; that of this process by default.
+        device: type of the device, ``"cuda"`` or ``"cpu"``; by default that of this process.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in PyTorch.
     """
 
@@ -58,16 +56,16 @@ class GradScaler(torch.amp.GradScaler):
         self._context.keep("_grad_scaler", self)
 
     def scale(self, outputs: Any) -> Any:
-        """See PyTorch's; called once for each pass."""
+        """Multiply a loss by the scale, as PyTorch's does; called once for each pass."""
         averager: Any = self._context.worker.averager
         if self.is_enabled() and averager is not None:
             one = torch.ones((), device=self._type)
-            # On the device: reading the number would wait for it.
+            # A tensor on the device, since reading the number would wait for the device.
             averager.scaled_by(self.forget, super().scale(one))
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for the average and divide it; between the passes of a step do neither."""
+        """Wait for the averaged gradients and unscale them; between passes do nothing."""
         averager = self._averager_of(optimizer)
         if averager is not None:
             more = self._context.step.accumulating
@@ -78,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
-        """Take the optimizer's step where the averaged gradients are finite."""
+        """Take the optimizer's step if the averaged gradients are finite."""
         averager = self._averager_of(optimizer)
         if averager is None or not self.is_enabled():  # the optimizer's own step waits
             self._looked = True
@@ -99,16 +97,16 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adjust the scale after a step, and not after a pass of one."""
+        """Adjust the scale after a step; do nothing after any other pass."""
         if self.is_enabled() and not self._looked:
             return
         self._looked = False
         super().update(new_scale)
 
     def forget(self) -> None:
-        """The step was called off; it is done again."""
+        """Forget the step in flight, which was called off and is repeated."""
         self._looked = False
-        # Or the next unscale_() is refused as the second one of a step.
+        # Otherwise PyTorch would refuse the next unscale_() as the second of one step.
         self._per_optimizer_states.clear()
 
     def _averager_of(self, optimizer: torch.optim.Optimizer) -> GradientAverager | None:

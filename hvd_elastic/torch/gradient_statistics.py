@@ -1,8 +1,8 @@
-"""Squared norms of gradients, taken as they pass by: what the noise scale is estimated from.
+"""Collects squared norms of gradients during a step, to estimate the gradient noise scale.
 
-For each sampled step a rank keeps two numbers for each parameter group: the weighted sum of the
-squared norms of its passes' gradients, before they are added up and averaged, and the squared norm
-of its part of the mean over all ranks. They stay on the device until they are drained, all at once.
+For each sampled step a rank keeps two numbers per parameter group: the weighted sum of the squared
+norms of its passes' gradients, before these are added up and averaged, and the squared norm of its
+part of the mean over all ranks. They stay on the device until all are read at once.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GradientStatistics", "parts_by_size"]
-
 _CHUNK_ELEMENTS = 4 << 20
-"""Adam's gradients are divided in copies, of so many numbers at a time."""
+"""Numbers of gradients handled at a time: for Adam they are divided in a copy, whose memory this
+bounds."""
 _MOMENT_STEPS = 6
-"""Gradients that Adam's second moment has to rest on. That of k normal ones is chi-squared with k
-degrees of freedom, and its inverse has no variance before k = 5: after fewer steps some elements
-with tiny moments make up all of the norm, and it is so long that later steps do not count."""
+"""Fewest gradients in Adam's second moment before a step is sampled. The sum of k squared normal
+variables is chi-squared with k degrees of freedom, and its inverse has a finite variance only from
+k = 5 on: with fewer steps a few elements with tiny moments dominate the norm, which is then so
+large that later samples hardly matter in the average."""
 
 
 class GradientStatistics:
-    """Collects the norms of one optimizer's gradients.
+    """Collects the squared norms of one optimizer's gradients.
 
-    For Adam and its kin gradients are divided by the square root of the second moment first, as
-    the optimizer does (Pollux, OSDI 2021, section 3.1), with the moments of the step before: they
-    are the same for all passes and ranks.
+    For Adam and related optimizers, gradients are first divided by the square root of the second
+    moment, as the optimizer does (Pollux, OSDI 2021, section 3.1). The moments of the step before
+    are used, which are the same for all passes and ranks.
 
     Args:
-        optimizer: whose parameter groups; frozen parameters have no gradients and do not count.
+        optimizer: optimizer whose parameter groups are sampled; frozen parameters have no
+            gradients and do not count.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,17 +53,17 @@ class GradientStatistics:
 
     @property
     def _device(self) -> torch.device:
-        """Of a part without a gradient."""
+        """Device of the sums of a part that has no gradient."""
         return next(iter(self._group_of)).device
 
     @property
     def groups(self) -> int:
-        """Parameter groups."""
+        """Number of parameter groups."""
         return len(self._optimizer.param_groups)
 
     @property
     def ready(self) -> bool:
-        """Whether a step can be sampled; Adam's moments have to rest on some gradients."""
+        """Whether a step can be sampled: Adam's moments need some gradients first."""
         if not self._ready:
             states = [self._optimizer.state.get(p, {}) for p in self._group_of]
             self._ready = any(
@@ -71,23 +72,23 @@ class GradientStatistics:
         return self._ready
 
     def together(self, parameter: torch.Tensor) -> bool:
-        """Return whether its gradient is best sampled with others: one kernel serves many."""
+        """Return whether a gradient should be sampled with others, in one GPU kernel for many."""
         return parameter.is_cuda
 
     def part(self, parameters: Iterable[torch.Tensor], rank: int, ranks: int) -> list[torch.Tensor]:
-        """Return the parameters whose averaged gradients a rank samples for all ranks."""
+        """Return the parameters whose averaged gradients ``rank`` samples for all ranks."""
         if self._part_of != (rank, ranks):
             self._part_of, self._part = (rank, ranks), parts_by_size(parameters, ranks)[rank]
         return self._part
 
     def see(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Sample gradients in this pass, before they are weighted or averaged."""
+        """Sample gradients of this pass, before they are weighted or averaged."""
         if not self._passes:
             self._passes = [[] for _ in range(self.groups)]
         self._append_norms(parameters, self._passes)
 
     def end_pass(self, share: float) -> None:
-        """All gradients of a pass were seen; ``share``: of the step's examples, 0 for padding."""
+        """End a pass; ``share``: its fraction of the step's examples, 0 for padding."""
         if share > 0:
             self._own.append(share * self._sums(self._passes))
             self._own_passes += 1
@@ -100,13 +101,13 @@ class GradientStatistics:
         parameters: Iterable[torch.Tensor],
         loss_scale: torch.Tensor | None = None,
     ) -> None:
-        """The gradients are those of the whole step now: ``examples`` of all ranks together.
+        """Sample the averaged gradients of a step, and store its sample.
 
         Args:
-            step: optimizer steps taken before it.
-            examples: of all ranks together.
-            parameters: of this rank's part, see :func:`parts_by_size`.
-            loss_scale: what all gradients of the step were multiplied by, if they were.
+            step: number of optimizer steps taken before it.
+            examples: examples of the step over all ranks together.
+            parameters: parameters of this rank's part, see :func:`parts_by_size`.
+            loss_scale: factor of all gradients of the step; None: 1.
         """
         found: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
         self._append_norms(parameters, found)
@@ -119,20 +120,20 @@ class GradientStatistics:
         self.drop_step()
 
     def drop_step(self) -> None:
-        """The step is not taken as it was begun."""
+        """Drop what was sampled of the step in flight."""
         self._passes, self._own, self._own_passes = [], [], 0
 
     def forget_step(self, step: int) -> None:
-        """The step that was ended last is not taken."""
+        """Drop the sample of ``step`` if it is the latest: the step is not taken."""
         if self._rows and self._rows[-1][0] == step:
             self._rows.pop()
 
     def drain(self) -> np.ndarray:
-        """What was collected since the last call, one row for each sampled step.
+        """Return the samples since the last call, one row for each sampled step.
 
         Returns:
-            Shape (steps, 3 + 2 groups), float64: step, examples, own passes, own
-            weighted squared norms, squared norms of the mean of its part.
+            Shape (steps, 3 + 2 groups), float64: step, examples, passes of this rank, weighted
+            squared norms of its gradients, squared norms of its part of the mean gradient.
         """
         rows, self._rows = self._rows, []
         if not rows:
@@ -143,7 +144,7 @@ class GradientStatistics:
     def _append_norms(
         self, parameters: Iterable[torch.Tensor], norms: Sequence[list[torch.Tensor]]
     ) -> None:
-        """Append squared norms of the gradients, by group."""
+        """Append the squared norms of the gradients to the lists of their groups."""
         together: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
         for parameter in parameters:
             gradient = parameter.grad
@@ -159,7 +160,7 @@ class GradientStatistics:
                 norms[group].append(self._sum_of_squares(group, some))
 
     def _sum_of_squares(self, group: int, parameters: list[torch.Tensor]) -> torch.Tensor:
-        """As :meth:`_squared_norm`, of all of them: few kernels instead of some for each."""
+        """Return the sum of :meth:`_squared_norm` over parameters, with few GPU kernels."""
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
         if self._preconditioned:
             divisors = self._divisors(group, parameters)
@@ -173,7 +174,7 @@ class GradientStatistics:
         return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
     def _divisors(self, group: int, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Those of :meth:`_divisor`; None where they have to be made one by one."""
+        """Return :meth:`_divisor` of each; None if they have to be computed one by one."""
         states: list[dict[str, Any]] = [self._optimizer.state.get(p, {}) for p in parameters]
         if not all("exp_avg_sq" in state for state in states):
             return None
@@ -218,9 +219,10 @@ class GradientStatistics:
 
 
 def parts_by_size(parameters: Iterable[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
-    """Share parameters out so that all ranks have about as many elements to sample.
+    """Divide parameters into one part for each rank, with about equal numbers of elements.
 
-    The mean gradient is the same on all ranks, and its squared norm the sum of those of the parts.
+    The mean gradient is the same on all ranks, so each rank samples one part of it; the squared
+    norm of the whole is the sum over the parts.
     """
     parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     elements = [0] * ranks
@@ -232,7 +234,7 @@ def parts_by_size(parameters: Iterable[torch.Tensor], ranks: int) -> list[list[t
 
 
 def _chunks(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one type together, as long as they are not too large."""
+    """Yield consecutive parameters of one type in chunks of limited size."""
     chunk: list[torch.Tensor] = []
     elements = 0
     for parameter in parameters:

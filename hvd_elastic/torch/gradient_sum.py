@@ -1,4 +1,4 @@
-"""Adding up the gradients of several passes before they are averaged over the ranks."""
+"""Adds up the gradients of several passes before they are averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["GradientSum"]
-
 
 class GradientSum:
-    """The weighted sum of the gradients of the passes of a step so far.
+    """Weighted sum of the gradients of a step's passes so far.
 
-    The first pass's gradients are taken from their parameters, not copied; the script may zero
-    what is left as it likes. While passes are added up there is one more set of gradients.
+    The gradients of the first pass are moved out of their parameters, not copied, so the script may
+    zero gradients between passes. While passes are added up, memory holds one more set of
+    gradients.
     """
 
     def __init__(self) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
 
     def take(self, parameters: Iterable[torch.Tensor], weight: float) -> None:
-        """Add ``weight`` times the gradients, and leave the parameters without."""
+        """Add ``weight`` times the gradients to the sum, and remove them from the parameters."""
         taken: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         added: list[torch.Tensor] = []
@@ -39,7 +38,7 @@ class GradientSum:
         _add(sums, added)
 
     def give(self, parameters: Iterable[torch.Tensor], weight: float) -> None:
-        """Make the gradients, times ``weight``, the whole sums; once a step."""
+        """Set the gradients to ``weight`` times themselves plus the sums; once a step."""
         if weight == 1 and not self._sums:
             return
         given: list[torch.Tensor] = []
@@ -55,7 +54,7 @@ class GradientSum:
             if gradient is None:
                 parameter.grad = before
             elif gradient.is_sparse:
-                # The sum is dense, and takes the sparse one in.
+                # A dense sum of an earlier pass: the sparse gradient is added to it.
                 parameter.grad = before
                 gradients.append(before)
                 sums.append(gradient)
@@ -66,18 +65,18 @@ class GradientSum:
         _add(gradients, sums)
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether an earlier pass of the step had a gradient for it."""
+        """Return whether an earlier pass of the step had a gradient for the parameter."""
         return parameter in self._sums
 
     def clear(self) -> None:
-        """Forget the passes so far."""
+        """Drop the sums."""
         self._sums.clear()
 
 
 def _weigh(gradients: list[torch.Tensor], weight: float) -> None:
     if weight == 0:
         for gradient in gradients:
-            gradient.zero_()  # what was not finite is gone too
+            gradient.zero_()  # a multiplication by 0 would keep NaN and infinity
         return
     if weight == 1 or not gradients:
         return
@@ -89,7 +88,7 @@ def _weigh(gradients: list[torch.Tensor], weight: float) -> None:
 
 
 def _add(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-    """Add each gradient to its sum in place: on a GPU few kernels instead of one for each."""
+    """Add each gradient to its sum in place, with few kernels on a GPU instead of one each."""
     if any(gradient.is_sparse for gradient in gradients):
         for total, gradient in zip(sums, gradients, strict=True):
             total.add_(gradient)

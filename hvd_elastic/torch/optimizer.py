@@ -1,8 +1,8 @@
-"""Averaging gradients over the ranks while the backward pass is still going on.
+"""Averages gradients over the ranks during the backward pass.
 
-The user's optimizer object stays the one it was: hooks on its parameters begin a reduction as soon
-as a gradient is ready, a hook before ``step()`` waits for them, a hook after it notes that the step
-was taken. Schedulers, clipping and ``isinstance`` checks see nothing new.
+The user's optimizer object is not replaced: hooks on its parameters begin a reduction as soon as a
+gradient is ready, a hook before ``step()`` waits for the reductions, and a hook after it counts the
+step. So schedulers, clipping and ``isinstance`` checks work as before.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.step import Stage
 
-__all__ = ["DistributedOptimizer", "GradientAverager"]
-
 _SEEN_TOGETHER = 32
-"""Gradients on a GPU that wait for each other before they are reduced, in a sampled step."""
+"""Number of GPU gradients that are sampled together before they are reduced: fewer kernels, but
+the first of them is reduced later."""
 _NO_CLOSURE = (
     "optimizer.step(closure): the gradients are averaged before a step is taken, so they have to "
     "be there; call backward() before step(). Optimizers that need a closure (LBFGS) cannot be used"
 )
-_CANARIES = 8
-_CANARY_NUMBERS = 1 << 14
+_CANARIES = 8  # parts of the model in each of which one gradient is checked for NaN and infinity
+_CANARY_NUMBERS = 1 << 14  # larger gradients are not checked, so that the check takes no time
 
 
 class GradientAverager:
-    """Reduces the gradients of one optimizer; see :func:`DistributedOptimizer`."""
+    """Averages the gradients of one optimizer; see :func:`DistributedOptimizer`."""
 
     def __init__(
         self,
@@ -79,11 +78,11 @@ class GradientAverager:
         self._forget_scale: Callable[[], None] | None = None
         self._loss_scale: torch.Tensor | None = None
         self.forgotten: list[LRScheduler] = []
-        """Schedulers of this optimizer that are not in the State; known to rank 0 after a step."""
+        """Schedulers of this optimizer that the State lacks; set on rank 0 in the first step."""
         self.stepping = False
-        """Whether the optimizer is in its step, in which others may be, as parts of it."""
+        """Whether ``step()`` is running; a composed optimizer calls others in it."""
         self.steps = 0
-        """Steps that have ended here, taken or left out."""
+        """Number of steps that have ended on this rank, taken or left out."""
         self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -97,40 +96,40 @@ class GradientAverager:
         self._context.step.refuse_left_out(self._context.worker)
 
     def learning_rate(self) -> float:
-        """Return that of the first parameter group."""
+        """Return the learning rate of the first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it is this optimizer whose gradients are averaged."""
+        """Return whether this averager averages the gradients of ``optimizer``."""
         return optimizer is self._optimizer
 
     def retire(self) -> None:
-        """Another optimizer was given to :func:`DistributedOptimizer`: this one takes no step."""
+        """Remove the hooks, since another optimizer was given to :func:`DistributedOptimizer`."""
         for hook in self._hooks:
             hook.remove()
 
     def scaled_by(self, forget: Callable[[], None], loss_scale: torch.Tensor) -> None:
-        """A gradient scaler multiplies the loss, and so the gradients, of the pass that begins.
+        """Note that a gradient scaler multiplies the loss, and so the gradients, of this pass.
 
         Args:
             forget: called when the step is called off.
-            loss_scale: the factor.
+            loss_scale: factor of the loss.
         """
         self._loss_scale, self._forget_scale = loss_scale, forget
         self._context.planner.expect_overflows()
 
     def skip(self) -> None:
-        """The script's scaler has found averaged gradients that are not finite: no step."""
+        """Count a step that is not taken because the averaged gradients are not finite."""
         step = self._context.worker.progress.step
         self._statistics.forget_step(step)
         self._context.planner.skip(step)
         self._after_step(gain=0.0)
 
     def adapt(self) -> None:
-        """Add up the passes of a step, sample their gradients, and scale the learning rate.
+        """Begin to add up passes, sample gradients, and scale the learning rate.
 
         Raises:
-            ScriptError: no parameter of the optimizer has a gradient.
+            ScriptError: no parameter of the optimizer requires a gradient.
         """
         if not self._names:
             raise ScriptError(
@@ -146,12 +145,12 @@ class GradientAverager:
         canaries = _canaries(list(self._names))
         take_step = self._optimizer.step
 
-        # Schedulers expect a method of the optimizer, and to find their mark on it.
+        # Schedulers expect ``step`` to be a bound method, and set an attribute on its function.
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             self._refuse_what_is_not_averaged(*args, **options)
             if self._context.step.accumulating:
                 self.absorb()
-                # Or a scheduler that is stepped after this warns that it came too early.
+                # Otherwise a scheduler stepped after this warns that no optimizer step was taken.
                 self._optimizer._opt_called = True  # type: ignore[attr-defined]
                 return None
             self._synchronize()
@@ -161,7 +160,7 @@ class GradientAverager:
             adaptive = self._context.planner
             assert isinstance(adaptive, AdaptivePlanner)
             gradients = [p.grad for p in canaries if p.grad is not None]
-            # On another device, looking would wait for it.
+            # Gradients on a GPU are not checked, since reading a number would wait for it.
             if gradients and not any(gradient.is_cuda for gradient in gradients):
                 if not all(map(_is_finite, gradients)):
                     self.skip()
@@ -177,9 +176,9 @@ class GradientAverager:
         self._optimizer.step = MethodType(step, self._optimizer)  # type: ignore[method-assign]
 
     def synchronize(self) -> None:
-        """Wait until every gradient holds the average; ``step()`` does it when nobody else has.
+        """Wait until every gradient holds its average over the ranks.
 
-        Call it before clipping or reading gradients.
+        ``step()`` calls it too. Call it yourself before clipping or reading gradients.
         """
         if self._context.step.accumulating:
             self.absorb()
@@ -204,13 +203,14 @@ class GradientAverager:
                 if parameter.grad is None and not parameter.requires_grad:
                     self._say_frozen(parameter)
                     continue
-                # Another rank may have used it, so this one takes part with a zero.
+                # Another rank may have used the parameter, so this one contributes zeros.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self._begin(parameter)
         self._context.planner.work_ends()
         self._refuse_changed()
-        # The last first: it tells whether another rank leaves the step out, and has no others then.
+        # The last one first: if another rank leaves the step out, only this reduction fails, and
+        # the others would never end.
         for parameter in reversed(self._names):
             handle, reduced, _ = self._handles[parameter]
             try:
@@ -231,27 +231,27 @@ class GradientAverager:
         self._end_statistics()
 
     def leave_out(self, *, over: bool) -> None:
-        """The script goes on without a step for the batch in flight: do all ranks?
+        """Check that all ranks leave out the optimizer step for the batch in flight.
 
-        It is said in the place of a gradient, in a shape that none has. If another rank has a
-        gradient there, of this step or of the next, Horovod tells all of them; steps that are
-        taken cost nothing more.
+        This rank reduces a tensor under the name of a gradient, with a shape that no gradient has.
+        If another rank reduces a real gradient under that name, in this step or the next, Horovod
+        reports the different shapes to all ranks. Steps that are taken need nothing extra.
 
         Args:
-            over: the loop body has ended, so no step follows gradients that are there.
+            over: the loop body has ended, so no step will use gradients that were computed.
 
         Raises:
-            ScriptError: not all ranks do; names those that do.
+            ScriptError: only some ranks leave the step out; names them.
         """
         if over and self._context.planner.adapts:
-            self.synchronize()  # somebody may want to call the step off
+            self.synchronize()  # another rank may call the step off
             return
         if self._communicator.size == 1 or not self._names:
             return
         if self._averaged or self._handles or self._unseen:
             if not over:
                 return
-            self._synchronize()  # the others take the step, or end their loop body as well
+            self._synchronize()  # the other ranks take the step, or get here in the same way
             self._averaged = False
         parameter = next(reversed(self._names))
         number = torch.zeros((1,) * (parameter.dim() + 2), device=parameter.device)
@@ -263,7 +263,7 @@ class GradientAverager:
             raise
 
     def absorb(self) -> None:
-        """A pass is over and others follow in the step: add its gradients to the sum."""
+        """Add the gradients of a pass that is not the step's last to the sum."""
         step = self._context.step
         if self._absorbed == len(step.passes):
             return
@@ -275,7 +275,7 @@ class GradientAverager:
         self._sum.take(self._names, step.weight)
 
     def give_up(self) -> None:
-        """Call the step off: finish with the others what they wait for, and forget it."""
+        """Call the step off: complete the reductions that other ranks wait for, and drop it."""
         self._sum.clear()
         self._synchronize()
         self.reset()
@@ -293,7 +293,7 @@ class GradientAverager:
             planner.sampling_cost.step_begins()
 
     def _end_last_pass(self) -> None:
-        """All of the last pass's gradients are there, or never will be."""
+        """Sample and reduce the gradients of the last pass that the hooks have left."""
         step = self._context.step
         if self._communicator.size > 1:
             self._begin_statistics()
@@ -331,7 +331,7 @@ class GradientAverager:
         self._unseen.clear()
 
     def _end_statistics(self) -> None:
-        """The gradients are those of the step: sample this rank's part of them for all ranks."""
+        """Sample this rank's part of the averaged gradients, if the step is sampled."""
         if self._sampling:
             communicator, cost = self._communicator, self._context.planner.sampling_cost
             step, examples = self._context.worker.progress.step, self._context.step.examples
@@ -342,7 +342,7 @@ class GradientAverager:
             self._sampling = False
 
     def reset(self) -> None:
-        """Forget a step that failed half way, its gradients included."""
+        """Drop a step that failed half way, with its gradients."""
         self._handles.clear()
         self._unseen.clear()
         self._sum.clear()
@@ -355,7 +355,7 @@ class GradientAverager:
         self._optimizer.zero_grad(set_to_none=True)
 
     def forget(self) -> None:
-        """The script went on without ``step()`` (a gradient scaler skipped it, say)."""
+        """Forget a step that ended without ``step()``, as a gradient scaler may skip it."""
         self._averaged = False
         self._absorbed = -1
 
@@ -368,7 +368,8 @@ class GradientAverager:
                 "optimizer.step(): one backward pass per step is supported. Call step() after "
                 "each backward(), or use a larger batch."
             )
-        if not self._context.planner.adapts:  # else what is told is known at the end of the step
+        # Where the batch adapts, it is known only at the step's end whether it is called off.
+        if not self._context.planner.adapts:
             self._context.begin_exchange()
         self._begin_statistics()
         if self._sampling and self._statistics.together(parameter):
@@ -384,7 +385,7 @@ class GradientAverager:
         assert gradient is not None
         if gradient.is_sparse:
             gradient = parameter.grad = gradient.to_dense()
-        # Horovod's PyTorch binding knows no bfloat16, and reduces contiguous memory only.
+        # Horovod's PyTorch binding has no bfloat16, and reduces contiguous memory only.
         reduced = gradient.float() if gradient.dtype == torch.bfloat16 else gradient.contiguous()
         handle = self._communicator.reduce_async(reduced, self._names[parameter])
         self._handles[parameter] = (handle, reduced, gradient._version)
@@ -393,9 +394,9 @@ class GradientAverager:
         return self._names[parameter].removeprefix("gradient.")
 
     def _refuse_changed(self) -> None:
-        """The script has changed gradients that are on their way: each rank would have others.
+        """Raise ScriptError if the script has changed a gradient while it was being averaged.
 
-        On a GPU, what reduces them may write to them in a way that looks the same.
+        Gradients on a GPU are not checked: the reduction itself may raise their version counter.
         """
         for parameter, (_, _, version) in self._handles.items():
             gradient = parameter.grad
@@ -408,10 +409,10 @@ class GradientAverager:
                 )
 
     def _say_frozen(self, parameter: torch.Tensor) -> None:
-        """It was frozen since: no rank has a gradient for it, and none gets one.
+        """Reduce a placeholder for a parameter that was frozen after the optimizer was wrapped.
 
-        What takes its place in the exchange has a shape that no gradient of it has: ranks that
-        disagree are told by Horovod, all of them, instead of waiting for each other.
+        It has a shape that no gradient of the parameter has: if another rank has not frozen it,
+        Horovod reports an error on all ranks, instead of having them wait for each other.
         """
         number = torch.zeros((1,) * (parameter.dim() + 1), device=parameter.device)
         handle = self._communicator.reduce_async(number, self._names[parameter])
@@ -424,7 +425,7 @@ class GradientAverager:
         self.stepping = True
 
     def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
-        """Gradients that come only in the step, and those of parameters that learn since later."""
+        """Raise ScriptError if the step would use gradients that are not averaged."""
         if self._context.worker.averager is not self:
             raise ScriptError(
                 "optimizer.step(): another optimizer was given to DistributedOptimizer(...) after "
@@ -464,11 +465,11 @@ class GradientAverager:
 
 
 def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters whose gradients tell whether those of a step are finite, at little cost.
+    """Return a few parameters whose gradients show at little cost whether a step's are finite.
 
-    NaN and infinity of a loss spread over all gradients but those of parameters that it does not
-    use, and what becomes NaN in the backward pass spreads over those of earlier layers: so the
-    smallest one in each part of the model, where it is small.
+    A NaN or infinite loss makes the gradients of all parameters that it depends on not finite, and
+    a NaN that arises in the backward pass spreads to the gradients of earlier layers. So the
+    smallest parameter in each part of the model is enough, and is left out if it is large.
     """
     length = -(-len(parameters) // _CANARIES)
     parts = (parameters[at : at + length] for at in range(0, len(parameters), length))
@@ -478,7 +479,7 @@ def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    # A sum that is finite is one of finite numbers; one that is not may have overflowed.
+    # A finite sum has finite terms only; an infinite one may also come from an overflow.
     if cmath.isfinite(gradient.sum().item()):
         return True
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -493,17 +494,23 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
 ) -> torch.optim.Optimizer:
     """Make ``optimizer.step()`` use the gradient of the global batch.
 
-    Each rank's mean gradient is weighted by its share of the examples and averaged over all
-    ranks, so a step is the same at any number of ranks and with unequal slices. Returns the same
-    object, with a method ``synchronize()`` for clipping.
+    Each rank's mean gradient is weighted by its share of the examples and averaged over all ranks,
+    so a step is the same at any number of ranks and with unequal shares.
 
     Args:
         optimizer: any ``torch.optim`` optimizer whose ``step()`` needs no closure.
-        model: gives the reductions the names of its parameters; without it they are numbered.
-        lr_rule: what a batch that adapts does to the learning rate: ``"adascale"``, ``"linear"``,
+        model: module whose parameter names are used for reductions and messages; without it
+            parameters are numbered.
+        lr_rule: how the learning rate follows an adaptive batch: ``"adascale"``, ``"linear"``,
             ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in
-            :mod:`hvd_elastic.model.lr_rules`. By default ``"adam_sqrt"`` for Adam and its kin and
-            ``"adascale"`` for all others.
+            :mod:`hvd_elastic.model.lr_rules`. By default ``"adam_sqrt"`` for Adam and related
+            optimizers, and ``"adascale"`` for all others.
+
+    Returns:
+        The same object, with a method ``synchronize()`` to call before clipping.
+
+    Raises:
+        ScriptError: the optimizer cannot be used, or ``lr_rule`` is none of these.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ScriptError(

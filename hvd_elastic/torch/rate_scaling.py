@@ -1,4 +1,4 @@
-"""Scaling an optimizer's learning rate for one step, behind the back of its schedulers."""
+"""Scales an optimizer's learning rate during a step, without its schedulers seeing it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, scaled_betas
 
-__all__ = ["checked", "rates_scaled"]
-
 
 def checked(rule: Rule) -> Rule:
-    """A rule of the script's own, which says so itself where its answer is none."""
+    """Return a script's rule with a check that raises ScriptError for an invalid result."""
 
     def answering(now: Situation) -> Adjustment:
         found = rule(now)
@@ -42,12 +40,12 @@ def rates_scaled(
 ) -> Iterator[None]:
     """Change learning rate, betas and epsilon of each parameter group while a step is taken.
 
-    What the group says outside of a step stays the user's: any scheduler goes on as if the batch
-    were the initial one.
+    Outside of a step the groups have the user's values, so schedulers work as if the batch had its
+    initial size.
 
     Args:
-        optimizer: whose groups.
-        adjustments: one for each group.
+        optimizer: optimizer whose parameter groups are changed.
+        adjustments: one adjustment for each group.
     """
     before: list[dict[str, Any]] = []
     for group, adjustment in zip(optimizer.param_groups, adjustments, strict=True):

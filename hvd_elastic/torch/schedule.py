@@ -1,4 +1,4 @@
-"""Learning-rate schedules that count progress instead of calls."""
+"""Learning-rate schedules that follow progress instead of counting calls."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Schedule
 from hvd_elastic.training.worker import Worker
 
-__all__ = ["counting_schedules", "follow_progress", "forgotten_schedulers", "schedule_length"]
-
 Scheduler = TypeVar("Scheduler", bound=Any)
 
 _FOLLOWS = "follows_progress"
-"""Attribute of the class of schedulers that follow progress."""
+"""Class attribute that marks schedulers that follow progress."""
 
 
 def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step") -> Scheduler:
-    """Make a schedule that was written for the initial batch size fit a batch that adapts.
+    """Adapt a schedule that was written for the initial batch size to an adaptive batch.
 
-    Call ``scheduler.step()`` where the script did so before. It then moves on by as many of the
-    schedule's steps as scale-invariant progress has made since (Johnson et al., AdaScale SGD, ICML
-    2020, section 3.2): several after a step of a large batch, none between the passes of one.
-    Training ends with a whole pass over the data, up to half a pass late; ``OneCycleLR``, which
-    refuses to be stepped past its end, stays there.
+    Call ``scheduler.step()`` at the same place as before. It then moves the schedule by the number
+    of steps that scale-invariant progress has advanced since the last call (Johnson et al.,
+    AdaScale SGD, ICML 2020, section 3.2): several after a step with a large batch, none between the
+    passes of a step. Training ends with a whole pass over the data, up to half a pass late; a
+    ``OneCycleLR``, which raises an error past its end, then stays at its end.
 
-    Without a batch that adapts nothing changes.
+    With a fixed batch nothing changes.
 
     Args:
         scheduler: any ``torch.optim.lr_scheduler`` whose ``step()`` needs no argument; put it into
             the :class:`State` as well.
-        per: what the schedule counts.
+        per: unit that the schedule counts.
 
     Returns:
         The same object.
 
     Raises:
-        ScriptError: ``per`` is neither, or the schedule goes by a value that the script gives it.
+        ScriptError: ``per`` is neither value, or the scheduler follows a metric that the script
+            passes to ``step()``.
     """
     if per not in ("step", "epoch"):
         raise ScriptError(f"follow_progress(per={per!r}): it must be 'step' or 'epoch'")
@@ -67,19 +66,19 @@ def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step"
         if progress is None:
             kind.step(self, *args, **options)
             return
-        # A hair more, for sums of fractions that end just below a whole number.
+        # 1e-6 more, since rounding may leave a sum of fractions just below a whole number.
         last = min(int(progress + 1e-6), _last(self))
         while _count(self) < last:
             kind.step(self, *args, **options)
 
-    # A scheduler's state_dict() is all that the object itself has: the method must be its class's.
+    # A scheduler's state_dict() has all attributes of the object: the method must be the class's.
     members = {"step": step, "__doc__": kind.__doc__, _FOLLOWS: True}
     scheduler.__class__ = type(kind.__name__, (kind,), members)
     return scheduler
 
 
 def counting_schedules(objects: Mapping[str, Any]) -> dict[str, Schedule]:
-    """Return the schedulers among objects that count calls of ``step()``, by name."""
+    """Return the schedules of those objects that count calls of ``step()``, by name."""
     found = {}
     for name, item in objects.items():
         counts_calls = isinstance(item, LRScheduler) and not hasattr(item, _FOLLOWS)
@@ -91,17 +90,17 @@ def counting_schedules(objects: Mapping[str, Any]) -> dict[str, Schedule]:
 
 
 def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRScheduler]:
-    """Find the schedulers of an optimizer that no object of the State holds, and warn of them.
+    """Return the schedulers of an optimizer that no object of the State holds, and warn of them.
 
-    They keep their step count in this process alone: after a failure they do not go back with the
+    Their step count is kept in this process only: after a failure it is not rolled back with the
     rest, and a rank that joins begins at 0. Called in the optimizer's first step. The search takes
-    some 50 ms, so rank 0 alone looks, and nobody waits for it in a newcomer's first step.
+    about 50 ms, so only rank 0 does it, and the first step of a newcomer is not delayed.
     """
     state: Any = worker.state
     if state is None or worker.communicator.rank != 0:
         return []
     kept = {id(found) for item in state.named_objects().values() for found in _held_by(item)}
-    # A scheduler refers to its optimizer and not the other way round.
+    # The garbage collector's list is searched because optimizers do not refer to schedulers.
     users = {
         id(found): found
         for found in gc.get_objects()
@@ -121,7 +120,7 @@ def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRSchedul
 
 
 def _held_by(item: Any, depth: int = 3) -> Iterator[Any]:
-    """Yield an object of the State and what its attributes hold, as wrappers do."""
+    """Yield an object of the State and, since it may be a wrapper, the values of its attributes."""
     yield item
     if isinstance(item, (list, tuple)):
         inner: list[Any] = list(item)
@@ -136,7 +135,7 @@ def _held_by(item: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def schedule_length(scheduler: Any) -> int | None:
-    """Number of steps after which a scheduler has come to its end; None: it has no end."""
+    """Return the number of steps after which a scheduler is at its end; None: it has no end."""
     if isinstance(scheduler, ChainedScheduler):
         lengths = [schedule_length(each) for each in scheduler._schedulers]
         return max((length for length in lengths if length is not None), default=None)
@@ -151,14 +150,14 @@ def schedule_length(scheduler: Any) -> int | None:
 
 
 def _count(scheduler: Any) -> int:
-    """Of the steps that it has made; a chain has no count of its own."""
+    """Return the number of steps taken; that of its first part for a chain, which has none."""
     while isinstance(scheduler, ChainedScheduler):
         scheduler = scheduler._schedulers[0]
     return int(scheduler.last_epoch)
 
 
 def _last(scheduler: Any) -> float:
-    """The count at which it has come to its end; infinite for most, which go on at any count."""
+    """Return the last count that a scheduler accepts; infinite for most, which have no limit."""
     if isinstance(scheduler, OneCycleLR):
         return float(scheduler.total_steps - 1)
     if isinstance(scheduler, ChainedScheduler):

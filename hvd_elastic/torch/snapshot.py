@@ -11,24 +11,22 @@ import torch
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.rollback import SnapshotSource
 
-__all__ = ["Snapshot"]
-
 _LARGE_BYTES = 1 << 20
-"""Helper objects whose state is larger (a copy of the model, say) are copied at the end of an epoch
-and not after each step: a copy of 1 MiB takes less than 1 % of a step of 30 ms."""
+"""Helper objects with a larger state (such as a copy of the model) are copied at the end of an
+epoch and not after each step: copying 1 MiB takes less than 1 % of a step of 30 ms."""
 
 
 class Snapshot:
-    """What a state holds at one point, except parameters and optimizer state.
+    """Copy of a state at one point, except parameters and optimizer state.
 
     Args:
-        plain: the plain values.
-        objects: name → object with ``state_dict()`` and ``load_state_dict()``. Names that begin
-            with an underscore are the library's own, and copied only if they are a
+        plain: plain values by name.
+        objects: objects with ``state_dict()`` and ``load_state_dict()``, by name. Those whose names
+            begin with an underscore belong to the library and are copied only if they are a
             :class:`SnapshotSource`.
-        large: names of objects known to be too large to be copied after each step; added to.
-        tensors: copy buffers, modules that no optimizer trains, and large objects too. For the end
-            of an epoch.
+        large: names of objects that are too large to be copied after each step; new ones are added.
+        tensors: copy also buffers, modules that no optimizer trains, and large objects, as is done
+            at the end of an epoch.
 
     Raises:
         ScriptError: a value cannot be copied; names it.
@@ -66,7 +64,7 @@ class Snapshot:
             ]
 
     def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:
-        """Put everything back, in place; plain values that came since are removed."""
+        """Restore everything in place, and remove plain values that were added since."""
         for name in [name for name in plain if name not in self._plain]:
             del plain[name]
         for name, dumped in self._plain.items():
@@ -86,7 +84,7 @@ class Snapshot:
             _copy(tensor, copied)
 
     def differences(self, later: Snapshot) -> set[str]:
-        """Return the names of the values that another snapshot has otherwise."""
+        """Return the names of the values that differ in another snapshot."""
         pairs = ((self._plain, later._plain), (self._dumped, later._dumped))
         return {
             name
@@ -111,7 +109,7 @@ def _load(dumped: bytes) -> Any:
 
 
 def _put_back(present: Any, saved: Any) -> Any:
-    """Return what was saved: where possible as the present object, which the script may hold."""
+    """Return the saved value, if possible in the present object, which the script may refer to."""
     if type(present) is not type(saved):
         return saved
     if isinstance(saved, list):
@@ -132,7 +130,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Learning rate and the like."""
+    """Return a parameter group without its parameters: learning rate and other options."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -140,7 +138,7 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
     for name, value in options.items():
         present = group.get(name)
         if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-            _copy(present, value)  # a compiled step holds on to the tensor
+            _copy(present, value)  # a compiled step refers to this very tensor
         else:
             group[name] = value
 

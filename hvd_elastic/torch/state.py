@@ -1,8 +1,8 @@
-"""What a training run must not lose: model, optimizer and the user's own values.
+"""The state that a training run must not lose: model, optimizer and the user's own values.
 
-Nothing is copied at a step. Parameters change only after all gradients of a step were reduced, so
+Parameters are not copied at a step. They change only after all gradients of a step are reduced, so
 every survivor of a failure holds the state before or after the step in flight, never between; the
-one furthest ahead gives its live tensors to the others.
+one furthest ahead sends its live tensors to the others.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from hvd_elastic.training.frontend import Schedule, TrainedSums
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.spread import spread
 
-__all__ = ["State"]
-
 
 @runtime_checkable
 class _Stateful(Protocol):
@@ -39,19 +37,19 @@ class _Stateful(Protocol):
 
 
 class State:
-    """Everything that is handed to newcomers, kept through failures and put into checkpoints.
+    """State that newcomers get, that survives failures, and that checkpoints hold.
 
     Args:
-        model: a module; its live parameters and buffers are broadcast.
+        model: a module; its live parameters and buffers are sent.
         optimizer: an optimizer.
-        values: anything else, read and set as attributes. An object with ``state_dict()`` and
-            ``load_state_dict()`` (a scheduler, a second model) is kept by reference; the rest
-            must be plain data (numbers, strings, lists, dicts, tensors). When a step or the code
-            between two epochs has to be done again, plain values, objects that are not modules,
-            and the learning rates of optimizers are put back to what they were before.
+        values: other values, read and set as attributes. An object with ``state_dict()`` and
+            ``load_state_dict()`` (a scheduler, a second model) is kept by reference; all others
+            must be plain data (numbers, strings, lists, dicts, tensors). When a step, or the code
+            between two epochs, is repeated after a failure, plain values, objects that are not
+            modules, and the learning rates of optimizers are first restored.
 
     Raises:
-        ScriptError: a value is neither, or a gradient scaler of PyTorch's own; names it.
+        ScriptError: a value is neither, or is PyTorch's own gradient scaler; names it.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
@@ -96,42 +94,42 @@ class State:
             self._plain[name] = value
 
     def commit(self, **metrics: Any) -> None:
-        """Send numbers (``loss=loss``) to the run's metrics, and end a step that no optimizer took.
+        """Add numbers (``loss=loss``) to the run's metrics; end a step that no optimizer took.
 
         A tensor is read only when metrics are due. With our ``DataLoader`` nothing else happens:
-        the state is saved when the loop body has ended. In a script that does not use it, this is
-        where a step ends and the world may change: call it once a step, at the end of the loop
-        body, and keep the position in the data among the values of the state.
+        the state is saved when the loop body ends. In a script without our loader, the step ends
+        here and the world may change here: call it once a step, at the end of the loop body, and
+        keep the position in the data as one of the state's values.
         """
         self._context.commit(metrics)
 
     # -- for the library -------------------------------------------------------------------
 
     def keep(self, name: str, item: _Stateful) -> None:
-        """Treat something of the library's as one of the values; the name starts with ``_``."""
+        """Add an object of the library to the values; the name starts with ``_``."""
         self._objects[name] = item
 
     def named_objects(self) -> dict[str, _Stateful]:
-        """Return what is kept by reference, by name."""
+        """Return the objects that are kept by reference, by name."""
         return dict(self._objects)
 
     def schedules(self) -> dict[str, Schedule]:
-        """See :class:`hvd_elastic.training.frontend.State`; those that are not in it too."""
+        """See :class:`hvd_elastic.training.frontend.State`; includes forgotten schedulers."""
         averager: Any = self._context.worker.averager
         forgotten = [] if averager is None else averager.forgotten
         outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
         return counting_schedules({**self._objects, **outside})
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
-        """Return a copy of what :meth:`roll_back` puts back; see :class:`Snapshot`."""
+        """Return a copy that :meth:`roll_back` can restore; see :class:`Snapshot`."""
         return Snapshot(self._plain, self._objects, self._large, tensors=tensors)
 
     def save_values(self, snapshot: Snapshot | None = None) -> None:
-        """Take a point to go back to: now, or that of an earlier :meth:`take_snapshot`."""
+        """Set the snapshot that :meth:`roll_back` restores; None takes one now."""
         self._saved = snapshot or self.take_snapshot()
 
     def roll_back(self) -> None:
-        """Go back to the last :meth:`save_values`."""
+        """Restore the snapshot of the last :meth:`save_values`."""
         self._saved.restore(self._plain, self._objects)
 
     def module_versions(self) -> int:
@@ -161,17 +159,17 @@ class State:
         progress: Progress,
         has_state: Callable[[Progress], bool] = lambda _: False,
     ) -> Progress:
-        """Take the root's state on every rank; returns the root's progress.
+        """Copy the root's state to every rank; return the root's progress.
 
-        The structure travels as plain data, the tensors in few large broadcasts straight from
-        and, where shapes agree, straight into the live ones (:mod:`hvd_elastic.training.spread`).
+        The structure is sent as plain data. Tensors are sent in a few large messages from the live
+        tensors and, where shapes agree, into live tensors (:mod:`hvd_elastic.training.spread`).
 
         Args:
-            communicator: the ranks.
-            root_rank: whose state.
-            progress: where this rank stands.
-            has_state: told the root's progress before live tensors are touched; whether this
-                rank holds the whole state of that progress already.
+            communicator: communicator of all ranks.
+            root_rank: rank whose state is copied.
+            progress: progress of this rank.
+            has_state: called with the root's progress before live tensors are overwritten; returns
+                whether this rank already holds the whole state at that progress.
         """
         own = TorchContent(self._values(), _Everything(), copy_own=False)
         if communicator.rank == root_rank:
@@ -207,17 +205,17 @@ class State:
         return {"objects": objects, "plain": self._plain}
 
     def content(self, *, copy_own: bool = True) -> TorchContent:
-        """Everything as it is now, for a checkpoint; rank 0 copies what ranks may differ in."""
+        """Return the present state for a checkpoint; ``copy_own``: copy what differs by rank."""
         shared = self.lasting()
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
-        shared.discard(0)  # of tensors without elements
+        shared.discard(0)  # the address of tensors without elements
         return TorchContent(self._values(), shared, copy_own=copy_own)
 
     def lasting(self) -> set[int]:
-        """``data_ptr()`` of what changes in the step of an optimizer, and at no other time.
+        """Return ``data_ptr()`` of the tensors that change only in an optimizer's step.
 
-        That is what optimizers optimize, and their own state.
+        These are the parameters of the optimizers, and the optimizers' own state.
         """
         found: set[int] = set()
         for item in self.named_optimizers().values():
@@ -228,12 +226,12 @@ class State:
         return found
 
     def waits_before_step(self) -> bool:
-        """Whether every optimizer in it calls :meth:`Checkpointing.settle` before its step."""
+        """Return whether every optimizer calls :meth:`Checkpointing.settle` before its step."""
         optimizers = self.named_optimizers().values()
         return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
 
     def load(self, payload: dict[str, Any], path: str) -> Progress:
-        """Take what a checkpoint holds; ``path`` is for messages.
+        """Load the content of a checkpoint and return its progress; ``path`` is for messages.
 
         Raises:
             CheckpointError: it does not fit this script's model, optimizer or values.
@@ -243,7 +241,7 @@ class State:
                 f"checkpoint {path} holds {sorted(payload['objects'])}, this script's State has "
                 f"{sorted(self._objects)}. Resume with the script that wrote it."
             )
-        # Before anything is overwritten.
+        # All checks come before anything is overwritten.
         for name, item in self._objects.items():
             _check_fits(name, item, payload["objects"][name], path)
         self._take(payload, f"checkpoint {path}")
@@ -261,7 +259,7 @@ class State:
 
 
 def _check_fits(name: str, item: _Stateful, found: dict[str, Any], path: str) -> None:
-    """Compare the shapes of a module; names the first parameter that differs."""
+    """Raise CheckpointError if tensors of a module differ in shape; names the first one."""
     if not isinstance(item, torch.nn.Module):
         return
     own = item.state_dict()
@@ -289,7 +287,7 @@ def dump_plain(value: Any) -> bytes:
 
 
 def load_plain(data: bytes) -> Any:
-    """Return what :func:`dump_plain` wrote; refuses anything that would run code."""
+    """Return the value that :func:`dump_plain` serialised; refuses data that would run code."""
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
@@ -305,7 +303,7 @@ def _check_plain(name: str, value: Any) -> None:
 
 
 class _Everything(Container[int]):
-    """Has every tensor travel from where it lies."""
+    """Contains every address, so that every tensor is sent from its live memory."""
 
     def __contains__(self, address: object) -> bool:
         return True
@@ -314,7 +312,7 @@ class _Everything(Container[int]):
 def _fitting(
     own: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size, device: str
 ) -> torch.Tensor:
-    """Return this rank's live tensor where it fits, else a new one."""
+    """Return this rank's live tensor if type, shape and device match, else a new one."""
     if own is not None and (own.dtype, own.shape, own.device.type) == (dtype, shape, device):
         return own
     return torch.empty(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Sums over the parameters of a model, by which ranks are compared."""
+"""Sums over the parameters of a model, used to compare ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 
 from hvd_elastic.training.frontend import TrainedSums
 
-__all__ = ["trained_sums"]
-
 _TENSORS = 16
-"""In one check, and pieces of a tensor that are added up at once."""
+"""Number of tensors in one check, and of pieces of a tensor summed at once: bounds time and
+memory."""
 
 
 def trained_sums(
@@ -46,7 +45,7 @@ def _some(tensor: torch.Tensor, number: int, length: int) -> torch.Tensor:
 
 
 def _sums(pieces: Sequence[torch.Tensor], signs: np.ndarray) -> np.ndarray:
-    """Return, for each piece, the sum with random signs, and that of squares; on the CPU."""
+    """Return the sum with random signs and the sum of squares of each piece, on the CPU."""
     if not pieces:
         return np.zeros((0, 2))
     device = pieces[0].device

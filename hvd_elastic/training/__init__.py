@@ -1,1 +1,1 @@
-"""What the frontends share: the worker, its steps, its plan of the batch; no framework."""
+"""Training logic that all frontends share and that imports no framework."""

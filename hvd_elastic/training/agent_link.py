@@ -29,8 +29,6 @@ from hvd_elastic.control.progress import Activity
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
-__all__ = ["AgentLink", "worker_options"]
-
 log = logging.getLogger(__name__)
 
 _GETENT_UNKNOWN = 2

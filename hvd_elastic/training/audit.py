@@ -1,4 +1,4 @@
-"""The record of the indices that all ranks really read."""
+"""Records which dataset indices the ranks read in each step (``--audit``)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from hvd_elastic.training.step import Pass
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Audit"]
-
-_REMEMBERED_STEPS = 4096  # far more than are made until the leader has recorded them
+_REMEMBERED_STEPS = 4096  # far more steps than a run takes before the leader records the first
 
 
 class Audit:
-    """Gathers what the ranks read in each step, and records it when the step is made."""
+    """Gathers the indices that all ranks read in a step and records them once it is counted."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -25,14 +23,14 @@ class Audit:
         self._used: deque[msg.Used] = deque(maxlen=_REMEMBERED_STEPS)
 
     def gather(self, passes: Sequence[Pass]) -> None:
-        """Gather the indices that all ranks read for a step; all of them call this."""
-        # Padding is marked by its sign: it was read, and counted with weight 0.
+        """Gather the indices that all ranks read for a step; a collective."""
+        # Padding was read, but has weight 0 in the step: a negative sign marks it.
         own = [-1 - i if each.padding else i for each in passes for i in each.indices or []]
         array = np.array(own, np.int64)
         self._read = self._worker.communicator.gather(array, "hvd_elastic.audit").tolist()
 
     def record(self, epoch: int, position: int) -> None:
-        """Record the step that was just counted; it began at ``position`` of ``epoch``."""
+        """Record the step just counted, which began at ``position`` of ``epoch``."""
         worker = self._worker
         record = msg.Used(
             generation=worker.generation,
@@ -49,6 +47,6 @@ class Audit:
             worker.sink.send(record)
 
     def send_again(self) -> None:
-        """Send what the leader may not have recorded: rank 0 may be gone."""
+        """Send all records that the leader may lack, since rank 0, which sent them, may be lost."""
         for record in self._used:
             self._worker.sink.send(record)

@@ -1,9 +1,10 @@
-"""When the ranks take a checkpoint, and which share of it is this one's.
+"""Decides when the ranks take a checkpoint, and writes this rank's share of it.
 
-Rank 0 knows when one is due; its wish travels with the gradients of a step, so all ranks learn of
-it in the same step and copy the state of the same step boundary, without a message of their own.
-Two boundaries are used: at the first every rank makes room, at the next one at which no rank is
-busy with that, or with writing the one before, all copy.
+Rank 0 knows when a checkpoint is due. Its request is reduced together with the gradients of a step,
+so all ranks learn of it in the same step and copy the state at the same step boundary, without a
+message of its own. A checkpoint uses two step boundaries: at the first every rank allocates the
+buffer; all copy at the next one at which no rank is still allocating or writing the checkpoint
+before.
 """
 
 from __future__ import annotations
@@ -24,18 +25,17 @@ from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Checkpointing"]
-
-_KEPT = 3  # checkpoints of a run without a leader
+_KEPT = 3  # checkpoints that a run without a leader keeps
 _SPOOLED = 2
-"""Checkpoints that a host keeps until the leader has them: one on its way, and the next."""
+"""Checkpoints that a host keeps for the leader: the one being fetched, and the next."""
 _PATIENCE_S = 60.0
-"""What the leader has not taken by then, it will not: another rank's share is missing, say."""
-_LOOK_S = 0.25
+"""Age at which a shard no longer counts as waiting for the leader: by then the leader will not
+fetch it, because another rank's shard is missing, for example."""
+_LOOK_S = 0.25  # seconds between two readings of the spool, which lists a folder
 
 
 class Checkpointing:
-    """The checkpoints of one training process."""
+    """Schedules, copies and writes the checkpoints of one training process."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -54,7 +54,7 @@ class Checkpointing:
     # -- agreeing --------------------------------------------------------------------------
 
     def wishes(self) -> list[bool]:
-        """This rank's part of what is agreed on in a step: due, asked for, busy."""
+        """Return what this rank sends with a step: checkpoint due, requested, rank busy."""
         if self._writer is None:
             return [False, False, False]
         if self._worker.link is not None and self._worker.link.take_checkpoint_request():
@@ -63,7 +63,7 @@ class Checkpointing:
         return [due, self._asked, self._writer.busy or self._behind()]
 
     def _behind(self) -> bool:
-        """Whether the leader takes checkpoints more slowly than they come; looked up when due."""
+        """Return whether the leader fetches checkpoints more slowly than they are written."""
         now = time.monotonic()
         if self._spool is None or now < self._due:
             return False
@@ -79,12 +79,12 @@ class Checkpointing:
         return self._is_behind
 
     def agree(self, wishes: Sequence[bool]) -> None:
-        """Take note of what all ranks wish together."""
+        """Store the wishes of all ranks combined, for the next step boundary."""
         due, asked, busy = wishes
         self._agreed = (due, asked, busy)
 
     def step_boundary(self) -> None:
-        """Between two steps: do what was agreed on in the last one."""
+        """Do between two steps what the ranks agreed on in the last one."""
         due, asked, busy = self._agreed
         self._agreed = (False, False, False)
         if asked:
@@ -97,7 +97,7 @@ class Checkpointing:
                 self._make_room()
 
     def schedule(self) -> None:
-        """The ranks are (other) ones now; the first checkpoint is due an interval after that."""
+        """Begin a generation; the first checkpoint of a process is due one interval later."""
         self._room_agreed = False
         self._agreed = (False, False, False)
         if not self._every_s or not self._folder:
@@ -112,13 +112,13 @@ class Checkpointing:
     # -- taking ----------------------------------------------------------------------------
 
     def _share(self, *, alone: bool = False) -> tuple[Content, ShardInfo | None]:
-        """The state now, and this rank's share of it; ``alone``: all of it."""
+        """Return the present state and this rank's shard of it; ``alone``: all in one shard."""
         worker, state = self._worker, self._worker.state
         assert state is not None
         rank, size = (0, 1) if alone else (worker.communicator.rank, worker.communicator.size)
         content = state.content(copy_own=rank == 0)
         if self._spool is None:
-            # Nobody would bring the shares of several hosts together.
+            # Without a leader nothing collects shards of several hosts, so rank 0 writes all.
             if rank:
                 return content, None
             size = 1
@@ -141,21 +141,21 @@ class Checkpointing:
                 self._writer.prepare(content, shard.end - shard.begin)
 
     def broken(self) -> None:
-        """The ranks go on without a common step: what was asked for in it is still wanted."""
+        """Hand a request of the broken step back to the link: it has not been answered."""
         if self._asked and self._worker.link is not None:
             self._asked = False
             self._worker.link.give_back_checkpoint_request()
 
     def answer(self) -> None:
-        """Say that what was asked for is done: this rank has nothing more to write of it."""
+        """Report that this rank has written its part of the requested checkpoint."""
         self._worker.sink.send(msg.CheckpointAnswered())
 
     def take(self, *, wait: bool = False, alone: bool = False) -> None:
-        """Copy and write this rank's share of the state as it is now.
+        """Copy this rank's share of the present state and write it.
 
         Args:
-            wait: until it is written.
-            alone: write all of the state; the others wait too, or are gone.
+            wait: return only when it is written.
+            alone: write the whole state, because the other ranks are gone or do the same.
         """
         state = self._worker.state
         if self._writer is None or state is None:
@@ -172,12 +172,12 @@ class Checkpointing:
                 self._writer.flush()
 
     def settle(self) -> None:
-        """Wait until what is being written is copied."""
+        """Wait until the state of the checkpoint in progress has been copied."""
         if self._writer is not None:
             self._writer.settle()
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Wait until the checkpoint in progress is written, and stop the writer."""
         if self._writer is not None:
             self._writer.flush()
             self._writer = None
@@ -209,6 +209,6 @@ class Checkpointing:
         message = f"no checkpoint was written: {error}"
         if self._spool is not None:
             self._worker.sink.send(msg.CheckpointFailed(message))
-        elif not self._failed:  # a disk that stays full is said once
+        elif not self._failed:  # a disk that stays full is reported once
             self._worker.warn(message)
         self._failed = message

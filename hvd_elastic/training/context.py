@@ -1,4 +1,4 @@
-"""A training process step by step, and from one generation of ranks to the next."""
+"""Takes a training process from step to step and from one generation of ranks to the next."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ from hvd_elastic.training.uncaught import tell_uncaught
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Context", "current", "initialize", "is_initialized"]
-
 
 class Context:
-    """One process's part in a training run; made by :func:`initialize`.
+    """One process's part in a training run, created by :func:`initialize`.
 
     Attributes:
-        worker: this process: its ranks, its progress, and whom it reports to.
-        step: the one in flight.
+        worker: this process: its communicator, its progress, and where its reports go.
+        step: step in flight.
         planner: divides the examples of a step.
-        rollback: undoes what the script changed when it fails.
-        checkpoints: those of this process.
-        metrics: the numbers of the run.
-        check_host_updates: set for Horovod's own elastic driver: raises when the ranks are about
-            to change.
-        kept: what lasts as long as the script's state does, by name.
-        last_reader: (epoch, generation) and the reader that read last: progress is one number
-            for the process, so this is too.
+        rollback: undoes what the script changed when a step fails.
+        checkpoints: takes this process's checkpoints.
+        metrics: collects and sends the run's metrics.
+        check_host_updates: called between steps; under Horovod's own elastic driver it raises
+            when the ranks are about to change.
+        kept: the library's own objects that are part of the script's state, by name.
+        last_reader: (epoch, generation) and the data order that was read last. One for the whole
+            process, as is progress: two loaders in one epoch are an error.
     """
 
     def __init__(self, mode: Mode, frontend: Frontend) -> None:
@@ -59,7 +57,7 @@ class Context:
         self._before_change: dict[str, Callable[[], None]] = {}
         self._change_agreed = False
         self._is_whole = False
-        """Whether the state is that of one step, and not a mixture."""
+        """Whether all of the state belongs to one step; False while it is being received."""
         self._started = time.monotonic()
         if mode is Mode.STATIC or mode is Mode.HOROVOD_ELASTIC:
             self.worker.communicator.start({})
@@ -67,17 +65,17 @@ class Context:
     # -- registration ----------------------------------------------------------------------
 
     def register_state(self, state: State) -> None:
-        """Take the state to synchronise; a script has one."""
+        """Set the state to synchronise; a script has one."""
         self.worker.state = state
         for name, item in self.kept.items():
             state.keep(name, item)
 
     def keep(self, name: str, item: Any, before_change: Callable[[], None] | None = None) -> None:
-        """Make something of the library's last as long as the script's state does.
+        """Make an object of the library part of the script's state.
 
         Args:
-            name: equal on all ranks and in all lives of the run.
-            item: has ``state_dict()`` and ``load_state_dict()`` of plain values.
+            name: key in the state, the same on all ranks and when the run is resumed.
+            item: object with ``state_dict()`` and ``load_state_dict()`` of plain values.
             before_change: called on all ranks before a planned change of the world.
         """
         self.kept[name] = item
@@ -87,7 +85,7 @@ class Context:
             self.worker.state.keep(name, item)
 
     def register_averager(self, averager: Averager) -> None:
-        """Take the optimizer whose steps count, instead of that of before."""
+        """Set the averager of the optimizer whose steps count, and retire the previous one."""
         if self.worker.averager is not None:
             self.worker.averager.retire()
         self.worker.averager = averager
@@ -95,11 +93,11 @@ class Context:
             averager.adapt()
 
     def register_data(self, examples: int, dropped: int, planner: Planner) -> None:
-        """Take the loader whose batches are the steps.
+        """Register the loader whose batches are the steps.
 
         Args:
-            examples: in its data set.
-            dropped: those that an epoch leaves out.
+            examples: number of examples in its data set.
+            dropped: number of examples that an epoch leaves out.
             planner: divides its steps.
         """
         self._has_loader = True
@@ -116,7 +114,7 @@ class Context:
     # -- a step ----------------------------------------------------------------------------
 
     def hand_out(self, batch: Pass) -> None:
-        """A batch, or the next pass of one, goes to the script now."""
+        """Note that the script is given a batch now, or the next pass of one."""
         if self.step.accumulating:
             self.step.passes.append(batch)
             return
@@ -126,12 +124,12 @@ class Context:
             self.worker.averager.forget()
 
     def pass_ends(self) -> None:
-        """The loop body came back for the next pass of the step in flight."""
+        """Add up the gradients of a pass; the loop body asks for the next pass of the step."""
         if self.worker.averager is not None and self.step.is_open:
             self.worker.averager.absorb()
 
     def begin_exchange(self) -> None:
-        """Begin telling the others what this rank wishes; see :meth:`Step.begin_exchange`."""
+        """Begin to send the other ranks what this one wishes; see :meth:`Step.begin_exchange`."""
         self.end_uncommitted()
         worker = self.worker
         shared = worker.communicator.size > 1 and (worker.mode is Mode.AGENT or self.planner.adapts)
@@ -141,12 +139,12 @@ class Context:
         return [self.worker.wants_change, *self.checkpoints.wishes()]
 
     def exchange(self) -> None:
-        """Finish what :meth:`begin_exchange` began; once a step."""
+        """Wait for the exchange that :meth:`begin_exchange` began; once a step."""
         if self.step.is_exchanged:
             return
         worker, step = self.worker, self.step
         if worker.communicator.size == 1:
-            worker.refuse_aborted()  # no collective fails that would tell of it
+            worker.refuse_aborted()  # a single rank has no collective that would fail
         self.begin_exchange()
         if worker.audit and step.passes:
             self._audit.gather(step.passes)
@@ -158,7 +156,7 @@ class Context:
         check_replicas(worker)
 
     def step_done(self) -> None:
-        """The optimizer took its step, or all ranks leave it out: it is counted."""
+        """Count the step: the optimizer has taken it, or all ranks leave it out."""
         step, worker = self.step, self.worker
         if not step.is_open:
             if not step.passes and worker.in_train:
@@ -172,10 +170,10 @@ class Context:
         self.metrics.step_finished(self.planner.metrics)
 
     def _step_without_loader(self) -> None:
-        """The optimizer took a step with examples that our loader did not hand out.
+        """Note a step of the optimizer for examples that our loader did not hand out.
 
         Raises:
-            ScriptError: the run is audited, and nobody knows what was read.
+            ScriptError: the run is audited, and what the script read is unknown.
         """
         worker = self.worker
         if worker.progress.step == 0 and worker.mode is not Mode.ALONE:
@@ -197,7 +195,7 @@ class Context:
         self.step.stage = Stage.UNCOMMITTED
 
     def end_uncommitted(self) -> None:
-        """Count a step without our loader that the script did not commit."""
+        """Count a step that was taken without our loader and that the script did not commit."""
         if self.step.stage is Stage.UNCOMMITTED:
             self._count_own_step()
 
@@ -207,13 +205,13 @@ class Context:
         self.metrics.step_finished(self.planner.metrics)
 
     def mark_consumed(self) -> None:
-        """The loop body came back for more without a step of our optimizer."""
-        if self.step.accumulating:  # the loop was left between two passes: it was never made
+        """End the step in flight where the loop body ended without a step of our optimizer."""
+        if self.step.accumulating:  # the loop was left between two passes: no step was taken
             self.step_failed()
         self._leave_out(over=True)
 
     def _leave_out(self, *, over: bool) -> None:
-        """The step in flight ends without our optimizer's; ``over``: the loop body has ended."""
+        """End the step in flight without our optimizer; ``over``: the loop body has ended."""
         step = self.step
         if not step.is_open:
             return
@@ -224,11 +222,11 @@ class Context:
             self.exchange()
         finally:
             step.is_left_out = False
-        if step.is_open:  # called off, it does not count
+        if step.is_open:  # a step that was called off does not count
             self.step_done()
 
     def commit(self, metrics: Mapping[str, Any]) -> None:
-        """End a step that no optimizer took, or one without our loader; take its metrics."""
+        """Store metrics; end a step that no optimizer took, or one without our loader."""
         self.metrics.update(metrics)
         step = self.step
         if self._has_loader and step.stage is not Stage.UNCOMMITTED:
@@ -244,13 +242,13 @@ class Context:
         self.step_boundary()
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Take numbers for the metrics of the next step; after training, send them at once."""
+        """Add numbers to the metrics of the next step; outside of training, send them at once."""
         self.metrics.update(metrics)
         if not self.worker.in_train:
             self.metrics.send(self.planner.metrics())
 
     def out_of_memory(self) -> bool:
-        """A pass did not fit into this rank's memory: call the step off on all ranks.
+        """Call the step off on all ranks, since a pass did not fit into this rank's memory.
 
         Returns:
             Whether training can go on, with smaller passes.
@@ -269,7 +267,7 @@ class Context:
 
     def step_failed(self) -> None:
         """Forget the step in flight."""
-        if self.step.stage is Stage.UNCOMMITTED:  # made, and a newcomer is told so
+        if self.step.stage is Stage.UNCOMMITTED:  # it was taken, so newcomers must count it too
             self.worker.progress.advance(0)
         self.step.forget()
         self._change_agreed = False
@@ -279,7 +277,7 @@ class Context:
     # -- generations -----------------------------------------------------------------------
 
     def step_boundary(self) -> None:
-        """Between two steps: take checkpoints, and follow the leader to another generation."""
+        """Take checkpoints between two steps, and follow the leader to another generation."""
         worker = self.worker
         if worker.mode is Mode.HOROVOD_ELASTIC and worker.in_train:
             self.check_host_updates()
@@ -289,11 +287,11 @@ class Context:
         self.planner.review_if_due(worker)
 
     def rescale(self) -> None:
-        """Stop the current generation and go over to the next, in place.
+        """Leave the current generation and join the next one, in this process.
 
         Raises:
-            GenerationBrokenError: the next one could not be made.
-            SystemExit: this worker is not part of it; unwinds the script.
+            GenerationBrokenError: the next generation could not be formed.
+            SystemExit: this worker is not part of the next generation; ends the script.
         """
         self._change_agreed = False
         self.prepare_change()
@@ -302,13 +300,13 @@ class Context:
         self.follow()
 
     def prepare_change(self) -> None:
-        """The world is about to change as planned: save what a rank that leaves has alone."""
+        """Save, before a planned change of the world, what only a leaving rank may hold."""
         for _, prepare in sorted(self._before_change.items()):
             prepare()
         self.rollback.save()
 
     def follow(self) -> None:
-        """Wait for the leader's next instruction and carry it out, until in a generation."""
+        """Carry out the leader's instructions until this worker has joined a generation."""
         worker = self.worker
         assert worker.link is not None
         worker.step_began = None
@@ -352,7 +350,7 @@ class Context:
         worker.sink.send(msg.Joined(generation=worker.generation, step=self._whole_step))
 
     def synchronize_state(self, root_rank: int) -> None:
-        """Take the root's state and progress on every rank."""
+        """Copy the root's state and progress to every rank."""
         worker = self.worker
         assert worker.state is not None
         worker.progress = worker.state.sync(
@@ -361,24 +359,24 @@ class Context:
         self.rollback.synchronized()
 
     def _has_state(self, theirs: Progress) -> bool:
-        # Until the synchronisation is through, the state is a mixture, unless both are the same.
+        # While it is being received the state belongs to no one step, unless both are the same.
         same = theirs == self.worker.progress and not self.rollback.partial
         self._is_whole = self._is_whole and same
         return self._is_whole
 
     def start_alone(self) -> None:
-        """Training begins without a leader."""
+        """Begin a generation without a leader."""
         self.worker.generation += 1
         self.checkpoints.schedule()
 
     def ranks_changed(self) -> None:
-        """Horovod's own driver has made another communicator."""
+        """Use the new communicator that Horovod's own elastic driver has created."""
         self.checkpoints.settle()
         self.worker.communicator.refresh()
         self.start_alone()
 
     def broken(self, error: BaseException) -> None:
-        """A collective failed: leave the generation and say how far this rank is."""
+        """Leave the generation after a failed collective, and report this rank's progress."""
         worker = self.worker
         worker.communicator.stop(broken=True)
         self.checkpoints.settle()
@@ -398,27 +396,27 @@ class Context:
 
     @property
     def _whole_step(self) -> int:
-        """Steps that the state has taken; -1 where it is not whole."""
+        """Number of steps that the state has taken; -1 where it is not whole."""
         return self.worker.progress.step if self._is_whole else -1
 
     def restore_checkpoint(self, path: str, copy_of: str | None = None) -> None:
-        """Take the state from a checkpoint and say so; ``copy_of``: what the user calls it."""
+        """Load the state from a checkpoint and report it; ``copy_of``: the path users know."""
         worker = self.worker
         assert worker.state is not None
         worker.progress = worker.state.load(worker.frontend.load_checkpoint(path), copy_of or path)
-        if worker.mode is Mode.AGENT:  # brought into the spool for this alone
+        if worker.mode is Mode.AGENT:  # the agent put a copy into the spool for this load only
             shutil.rmtree(Path(path).parent, ignore_errors=True)
         worker.sink.send(msg.Restored(worker.position, path))
 
     # -- life ------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Tell the leader that this worker is warm."""
+        """Report to the leader that this worker is warm."""
         self.worker.communicator.warm()
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started))
 
     def script_failed(self, text: str) -> bool:
-        """An exception ends the script; return whether the leader was told."""
+        """Report the exception that ends the script; return whether it could be sent."""
         try:
             self.worker.sink.send(msg.ScriptRaised(text, self.worker.position))
         except OSError:  # the agent is gone
@@ -430,7 +428,7 @@ _context: Context | None = None
 
 
 def initialize(frontend: Frontend) -> Context:
-    """Return the context of this process, made at the first call."""
+    """Return the context of this process; the first call creates it."""
     global _context
     if _context is None:
         tell_uncaught()
@@ -441,7 +439,7 @@ def initialize(frontend: Frontend) -> Context:
 
 
 def is_initialized() -> bool:
-    """Whether :func:`initialize` was called."""
+    """Return whether :func:`initialize` was called."""
     return _context is not None
 
 

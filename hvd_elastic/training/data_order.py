@@ -1,9 +1,9 @@
-"""Which examples this rank reads next, so that each of an epoch is read exactly once.
+"""Decides which examples this rank reads next, so that each one is read exactly once an epoch.
 
 The order of an epoch is fixed by (seed, epoch), and every rank reads its share of the next
-``batch_size`` positions of it. Where training stands is one number, so after any change of rank,
-world size or process reading goes on from there: nothing is gathered, nothing is skipped and
-nothing is read twice.
+``batch_size`` positions in it. Progress within an epoch is one number. So after any change of rank,
+world size or process, reading continues from that position: nothing has to be gathered, nothing is
+skipped and nothing is read twice.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.step import Pass, Stage
 from hvd_elastic.training.worker import Worker
 
-__all__ = ["MIN_SHARE", "DataOrder", "Place"]
-
 MIN_SHARE = 2
-"""Examples of a rank, where the batch size allows it, so that a short last step does not leave a
-rank alone with one example, on which batch normalisation cannot train."""
+"""Fewest examples of a rank in a step, where the batch size allows it: batch normalisation cannot
+train on a single example, which a short last step could leave to a rank."""
 
 _INDICES_AT_ONCE = 4096
-"""Indices that are computed at a time: a call costs as much as about a thousand of them."""
+"""Number of indices computed in one call; a call itself costs as much as about 1000 indices."""
 
 
 class Place(NamedTuple):
-    """Where a step begins, and what decides on the passes from there on.
+    """The beginning of a step, and all that determines the passes from there on.
 
     Attributes:
         start: position of the step in the epoch.
         world: epoch, rank and size.
-        plan: what cuts the steps.
+        plan: the planner's ``cut`` and the version of the data order.
     """
 
     start: int
@@ -47,27 +45,27 @@ class Place(NamedTuple):
 
 
 class Read(Protocol):
-    """Reads the next pass."""
+    """Function that reads the next pass."""
 
     def __call__(
         self, step: Place, following: Place, *, is_first: bool
     ) -> tuple[Any, list[int] | None]:
-        """Return a batch, and its indices too where the run is audited.
+        """Return a batch, and its indices where the run is audited (else None).
 
         Args:
-            step: of the pass.
-            following: the step after it.
+            step: place of the step that the pass belongs to.
+            following: place of the step after it.
             is_first: whether the pass is the first of its step.
         """
 
 
 class DataOrder:
-    """The order in which a data set is read, and this rank's share of each step.
+    """Order in which a data set is read, and this rank's share of each step.
 
     Args:
-        examples: in the data set.
-        batch_size: of a step over all ranks.
-        shuffle: read in an order drawn anew for each epoch from ``seed``; False: 0, 1, 2, ...
+        examples: number of examples in the data set.
+        batch_size: examples of a step over all ranks together.
+        shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
         seed: >= 0, the same on all ranks.
         drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
         planner: divides the steps.
@@ -89,14 +87,14 @@ class DataOrder:
         self.seed = seed
         self.drop_last = drop_last
         self.planner = planner
-        # Of which (epoch, version) it is the order.
+        # (epoch, version), and the order of that epoch.
         self._order: tuple[tuple[int, int], Order] | None = None
-        # (epoch, generation) in which this loader was read to its end.
+        # (epoch, generation) in which this loader was last read to its end.
         self._ended: tuple[int, int] | None = None
         self._warned_world = 0
 
     def register(self, context: Context) -> None:
-        """Tell the context of the data whose batches are its steps."""
+        """Register the data set and the planner with the context."""
         dropped = self.examples % self.batch_size if self.drop_last else 0
         context.register_data(self.examples, dropped, self.planner)
 
@@ -105,14 +103,14 @@ class DataOrder:
         return steps_left(position, self._end(position), self.planner.batch_size, ranks, MIN_SHARE)
 
     def _end(self, position: int) -> int:
-        """Return the position at which the epoch is over, seen from ``position``."""
+        """Return the position at which the epoch ends when steps continue from ``position``."""
         if not self.drop_last:
             return self.examples
         whole_steps = (self.examples - position) // self.batch_size
         return position + whole_steps * self.batch_size
 
     def loop(self, context: Context, read: Read) -> Iterator[Any]:
-        """Yield the batches of the current epoch from where training stands, pass by pass."""
+        """Yield the remaining batches of the current epoch, pass by pass."""
         worker, rollback, planner = context.worker, context.rollback, self.planner
         if not worker.has_ranks:
             raise ScriptError(
@@ -133,13 +131,13 @@ class DataOrder:
         try:
             self._claim(context)
             while True:
-                # The world stays as it is between the last step of an epoch and what the script
-                # does after the loop: a newcomer could not take part in that.
+                # The world does not change between the last step of an epoch and the script's code
+                # after the loop: a newcomer could not take part in the collectives there.
                 if position < self._end(position):
                     context.step_boundary()
                     if worker.progress.epoch != epoch:
-                        # The state that was taken over or restored is in another epoch;
-                        # hvd.epochs() goes on from there.
+                        # The state received or restored is in another epoch; hvd.epochs()
+                        # continues there.
                         return
                     self._claim(context)
                     position = worker.progress.position
@@ -207,7 +205,7 @@ class DataOrder:
         return step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
 
     def _spans(self, share: Slice, step: int, ranks: int) -> list[tuple[int, int]]:
-        """Return the positions of each pass over a share, in the step after ``step``."""
+        """Return (start, stop) of each pass over a share, in the step after ``step``."""
         examples = share.stop - share.start
         passes = 1 if share.padding else self.planner.passes(step, examples, ranks)
         cuts = [share.start + examples * number // passes for number in range(passes + 1)]
@@ -221,7 +219,7 @@ class DataOrder:
     def _epoch_order(self, progress: Progress) -> Order:
         epoch, version = now = (progress.epoch, progress.data_order)
         if self._order is None or self._order[0] != now:
-            self._order = None  # two whole orders of version 1 may be too much for the memory
+            self._order = None  # frees memory first: an order of version 1 is a whole array
             order = epoch_order(
                 self.seed, epoch, self.examples, shuffle=self.shuffle, version=version
             )
@@ -229,7 +227,7 @@ class DataOrder:
         return self._order[1]
 
     def _claim(self, context: Context) -> None:
-        """Refuse the position of an epoch that another loader has been reading."""
+        """Raise ScriptError if another loader has been reading the current epoch."""
         worker = context.worker
         progress, other = worker.progress, worker.frontend.other_loader
         if progress.position > self.examples:

@@ -21,8 +21,6 @@ from hvd_elastic.training.progress import Phase
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["epochs", "run_training"]
-
 Result = TypeVar("Result")
 _AFTER_A_FAILURE = (
     "The function was entered in the middle of training, after a failure or in a resumed run: "
@@ -32,7 +30,10 @@ _AFTER_A_FAILURE = (
 
 
 def run_training(ctx: Context, function: Callable[[], Result]) -> Result:
-    """Call a training function until it returns, as the launcher of this process needs."""
+    """Call a training function, again after each failure, until it returns.
+
+    How failures are handled and ranks change depends on the launcher of this process.
+    """
 
     def train() -> Result:
         frontend, worker = ctx.worker.frontend, ctx.worker
@@ -55,7 +56,7 @@ def run_training(ctx: Context, function: Callable[[], Result]) -> Result:
                     raise
             finally:
                 worker.in_train = False
-            # The error is gone by now, and with it what its frames held.
+            # Only here, after the except clauses, is the error gone that kept tensors alive.
             gc.collect()
             frontend.free_memory()
 
@@ -69,12 +70,12 @@ def run_training(ctx: Context, function: Callable[[], Result]) -> Result:
 
 
 def epochs(count: int) -> Iterator[int]:
-    """The epochs still to do, from where training stands, up to ``count``.
+    """Yield the numbers of the epochs still to do, from the current one up to ``count - 1``.
 
-    Where the batch adapts, ``count`` is that of the initial batch size: larger batches make less
-    progress with an example, so there are more passes over the data, until the scale-invariant
-    progress is that of ``count`` epochs, to the nearest pass. With learning-rate rules that keep
-    the number of examples (all but AdaScale), the two are the same.
+    Where the batch adapts, ``count`` is the number of epochs at the initial batch size. A larger
+    batch makes less progress per example, so there are more passes over the data, until the
+    scale-invariant progress equals that of ``count`` epochs, to the nearest pass. With
+    learning-rate rules that keep the number of examples (all but AdaScale), the two are the same.
 
     >>> for epoch in epochs(10):      # doctest: +SKIP
     ...     for inputs, targets in loader:
@@ -106,7 +107,7 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
             if not _all_returned(ctx, bool(returned)):
                 returned = [train()]
                 phase = ctx.rollback.function_returned()
-            worker.communicator.barrier()  # nobody leaves while another may still need it
+            worker.communicator.barrier()  # no rank exits while another may still need it
         except GenerationBrokenError as error:
             ctx.broken(error)
             pending = True
@@ -119,7 +120,7 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
 
 
 def _all_returned(ctx: Context, returned: bool) -> bool:
-    """Whether the function has returned on all ranks, and only the end of training failed."""
+    """Return whether the function has returned on all ranks: only what follows it failed."""
     if ctx.worker.progress.phase is not Phase.DONE:
         return False
     own = np.array([int(returned)])
@@ -127,7 +128,7 @@ def _all_returned(ctx: Context, returned: bool) -> bool:
 
 
 def _end(ctx: Context) -> None:
-    """Write the last checkpoint; a later start does not run the tail of the epoch again."""
+    """Write the last checkpoint, so that a resumed run does not repeat the end of the epoch."""
     if ctx.worker.progress.phase is Phase.TAIL:
         ctx.worker.progress.next_epoch()
     ctx.checkpoints.take(wait=True)
@@ -151,7 +152,7 @@ def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
 
 
 def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Result:
-    """Let Horovod's own driver change the ranks; our state and data stay exactly-once."""
+    """Train under Horovod's own elastic driver, which changes the ranks; data stay exactly-once."""
     from horovod.common.elastic import State as HorovodState
     from horovod.common.exceptions import HostsUpdatedInterrupt
 
@@ -179,7 +180,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
     def check_host_updates() -> None:
         try:
             adapter.check_host_updates()
-        except HostsUpdatedInterrupt:  # on all ranks, since rank 0 has told them
+        except HostsUpdatedInterrupt:  # raised on all ranks: rank 0 broadcasts it
             ctx.prepare_change()
             raise
 
@@ -190,7 +191,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
         try:
             return train()
         except GenerationBrokenError as error:
-            raise error.__cause__ or error from None  # Horovod's wrapper knows its own kind only
+            raise error.__cause__ or error from None  # Horovod handles only its own error type
 
     result: Result = again(adapter)
     return result

@@ -20,17 +20,15 @@ from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.communicator.interface import Collectives, Communicator
 from hvd_elastic.training.progress import Progress
 
-__all__ = ["Averager", "Frontend", "Schedule", "State", "TrainedSums"]
-
 
 class Frontend(Protocol):
-    """What the training context needs of a framework.
+    """Functions and names of a framework that the training context needs.
 
     Attributes:
-        module: that a script imports, for messages.
+        module: name of the module that a script imports, for messages.
         horovod: name of Horovod's module for the framework.
-        loader: our loader's name, for messages.
-        other_loader: name of the one that it replaces.
+        loader: name of our loader, for messages.
+        other_loader: name of the framework's loader that ours replaces.
     """
 
     module: str
@@ -42,65 +40,65 @@ class Frontend(Protocol):
         """Return Horovod's collectives on the framework's tensors."""
 
     def plain(self, value: Any) -> Any:
-        """Return a number of the script's, which may be a tensor, as one of Python's."""
+        """Return a number from the script, which may be a tensor, as a Python number."""
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Return what :meth:`State.load` takes."""
+        """Return the content of a checkpoint, as :meth:`State.load` takes it."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether an error says that a pass did not fit into memory."""
+        """Return whether an error means that a pass did not fit into memory."""
 
     def free_memory(self) -> None:
-        """Give back what such a pass has left allocated."""
+        """Free cached memory after a pass that did not fit."""
 
 
 class Averager(Protocol):
     """Averages the gradients of the script's optimizer.
 
     Attributes:
-        steps: that have ended here, taken or left out.
+        steps: number of steps that have ended on this rank, taken or left out.
     """
 
     steps: int
 
     def learning_rate(self) -> float:
-        """Return that of the first parameter group."""
+        """Return the learning rate of the first parameter group."""
 
     def adapt(self) -> None:
-        """From now on sample gradients for the planner and scale the learning rate as it says."""
+        """Begin to sample gradients for the planner and to scale the learning rate as it asks."""
 
     def retire(self) -> None:
-        """Another optimizer takes the steps from now on."""
+        """Stop averaging: another optimizer takes the steps from now on."""
 
     def forget(self) -> None:
-        """A step begins; the one before may have ended without ``step()``."""
+        """Forget a step that ended without ``step()``; called when the next one begins."""
 
     def absorb(self) -> None:
-        """A pass is over and others follow in the step: add its gradients up."""
+        """Add up the gradients of a pass that is followed by others in the same step."""
 
     def leave_out(self, *, over: bool) -> None:
-        """Tell the others that this rank takes no step for the batch in flight.
+        """Tell the other ranks that this one takes no optimizer step for the batch in flight.
 
         Args:
-            over: the loop body has ended, so no step follows gradients that are there.
+            over: the loop body has ended, so no step will use gradients that were computed.
 
         Raises:
-            ScriptError: not all ranks do; names those that do.
+            ScriptError: only some ranks leave the step out; names them.
         """
 
     def give_up(self) -> None:
-        """Call the step off: finish with the others what they wait for, and forget it."""
+        """Call the step off: complete the collectives that other ranks wait for, and drop it."""
 
     def reset(self) -> None:
-        """Forget a step that failed half way, its gradients included."""
+        """Drop a step that failed half way, with its gradients."""
 
 
 class Schedule(NamedTuple):
     """A learning-rate schedule that counts calls.
 
     Attributes:
-        calls: so far.
-        described: its kind and length, for messages.
+        calls: number of calls so far.
+        described: its type and length, for messages.
     """
 
     calls: int
@@ -108,38 +106,38 @@ class Schedule(NamedTuple):
 
 
 class State(Protocol):
-    """What a run must not lose: model, optimizer and the script's own values."""
+    """State that a run must not lose: model, optimizer and the script's own values."""
 
     def keep(self, name: str, item: Any) -> None:
-        """Treat something of the library's as one of the values; the name starts with ``_``."""
+        """Add an object of the library to the values; the name starts with ``_``."""
 
     def take_snapshot(self, *, tensors: bool = False) -> Any:
-        """Return what the state holds, except parameters and optimizer state.
+        """Return a copy of the state without parameters and optimizer state.
 
-        Its ``differences(later)`` are the names of values that another snapshot has otherwise.
+        Its ``differences(later)`` returns the names of values that differ in a later snapshot.
 
         Args:
-            tensors: with what only the end of an epoch needs.
+            tensors: copy also what is needed at the end of an epoch only.
         """
 
     def save_values(self, snapshot: Any = None) -> None:
-        """Make a snapshot, by default one of now, the point that :meth:`roll_back` goes to."""
+        """Set the snapshot that :meth:`roll_back` restores; None takes one now."""
 
     def roll_back(self) -> None:
-        """Go back to the last :meth:`save_values`."""
+        """Restore the snapshot of the last :meth:`save_values`."""
 
     def module_versions(self) -> int:
         """Return a number that grows whenever a tensor of a module is changed in place."""
 
     def schedules(self) -> Mapping[str, Schedule]:
-        """Return the schedules that do not follow progress, by name."""
+        """Return the schedules that count calls instead of following progress, by name."""
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
-        """Return sums over the model's parameters, by which ranks are compared.
+        """Return sums over the model's parameters, used to compare ranks.
 
         Args:
-            signs: random ones, for as many numbers as are added up of each parameter.
-            number: of the check: each looks at other parts of other parameters; None: at all.
+            signs: random signs, one for each number that is summed of a parameter.
+            number: number of the check, which selects parameters and parts of them; None: all.
         """
 
     def sync(
@@ -149,40 +147,40 @@ class State(Protocol):
         progress: Progress,
         has_state: Callable[[Progress], bool],
     ) -> Progress:
-        """Take the root's state on every rank; return the root's progress.
+        """Copy the root's state to every rank; return the root's progress.
 
         Args:
-            communicator: the ranks.
-            root_rank: whose state.
-            progress: where this rank stands.
-            has_state: told the root's progress before live tensors are touched; whether this
-                rank holds the whole state of that progress already.
+            communicator: the communicator of all ranks.
+            root_rank: rank whose state is copied.
+            progress: progress of this rank.
+            has_state: called with the root's progress before live tensors are overwritten; returns
+                whether this rank already holds the whole state at that progress.
         """
 
     def load(self, payload: dict[str, Any], path: str) -> Progress:
-        """Take what a checkpoint holds; ``path`` is for messages.
+        """Load the content of a checkpoint and return its progress; ``path`` is for messages.
 
         Raises:
             CheckpointError: it does not fit this script.
         """
 
     def content(self, *, copy_own: bool) -> Content:
-        """Return everything as it is now; ``copy_own``: copy what ranks may differ in."""
+        """Return all of the present state; ``copy_own``: copy the parts that differ by rank."""
 
     def lasting(self) -> set[int]:
-        """Return the addresses of what changes in the step of an optimizer and at no other time."""
+        """Return the addresses of tensors that change only in an optimizer's step."""
 
     def waits_before_step(self) -> bool:
         """Return whether every optimizer waits for checkpoints to be copied before its step."""
 
 
 class TrainedSums(NamedTuple):
-    """Sums over some parameters, float64, one row for each.
+    """Sums over some parameters in float64, one row for each parameter.
 
     Attributes:
-        names: of the parameters.
-        sums: of shape (parameters, 2): of the numbers with random signs, and of their squares.
-        epsilons: of their types.
+        names: names of the parameters.
+        sums: shape (parameters, 2): sum with random signs, and sum of squares.
+        epsilons: machine epsilons of the parameters' types.
         known: number of all parameters.
     """
 

@@ -1,4 +1,4 @@
-"""How this process was launched, told by the environment that the launcher left.
+"""Detects how this process was launched from the environment variables of the launcher.
 
 =====================  ==================================================================
 ``python``             one process, no Horovod needed
@@ -14,11 +14,9 @@ import os
 from collections.abc import Mapping
 from enum import Enum
 
-__all__ = ["Mode", "detect_mode", "local_rank"]
-
 
 class Mode(Enum):
-    """Who decides about the ranks of this process."""
+    """Launcher of this process, which decides on its rank."""
 
     ALONE = "python"
     STATIC = "horovodrun"

@@ -1,4 +1,4 @@
-"""The numbers of a run: throughput, those of the planner, and those that the script reports."""
+"""Collects the metrics of a run: throughput, the planner's, and those that the script reports."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Metrics"]
-
-_INTERVAL_S = 0.25
+_INTERVAL_S = 0.25  # not every step: reading the script's tensors waits for the device
 
 
 class Metrics:
-    """Sends metrics from rank 0, and the pause of a rescale from the one that led it."""
+    """Sends metrics from rank 0, and the pause of a rescale from the rank that gave the state."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -27,18 +25,22 @@ class Metrics:
         self._announces_pause = False
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Take numbers of the script's, for the next time that metrics are sent."""
+        """Store numbers from the script until metrics are sent next."""
         self._values.update(values)
 
     def world_begins(self, *, first: bool, announces_pause: bool) -> None:
-        """A generation begins; ``first``: of this process."""
+        """Begin to measure a generation; ``first``: the first one of this process."""
         now = self._worker.step_began = time.monotonic()
         self._announces_pause = announces_pause
         self._rescaled_from = None if first else self._last_step
         self._window = (now, self._worker.progress.examples)
 
     def step_finished(self, planned: Callable[[], Mapping[str, Any]]) -> None:
-        """A step was counted; ``planned`` gives the planner's metrics."""
+        """Note that a step was counted, and send metrics if due.
+
+        Args:
+            planned: returns the planner's metrics.
+        """
         worker, now = self._worker, time.monotonic()
         if self._announces_pause:
             self._announces_pause = False
@@ -53,7 +55,7 @@ class Metrics:
             self.send(planned())
 
     def send(self, planned: Mapping[str, Any]) -> None:
-        """Send metrics now, if this is rank 0."""
+        """Send metrics now, if this is rank 0; ``planned``: the planner's metrics."""
         worker, now = self._worker, time.monotonic()
         if worker.communicator.rank != 0:
             return
@@ -70,7 +72,7 @@ class Metrics:
             record["goodput"] = record["throughput"] * record["efficiency"]
         own = {*worker.progress.as_dict(), "size", "kind", *record}
         for name, value in self._values.items():
-            if name not in own:  # the run is steered by those of its own
+            if name not in own:  # the scheduling decisions rely on the library's own values
                 record[name] = worker.frontend.plain(value)
         self._window = (now, worker.progress.examples)
         worker.sink.send(msg.Metrics(worker.position, worker.communicator.size, record))

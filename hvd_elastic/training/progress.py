@@ -1,8 +1,8 @@
-"""Where training stands: one position in one epoch.
+"""Progress of training: a position in an epoch, and counts.
 
-Progress is a handful of numbers on purpose. An epoch's order is fixed by (seed, epoch), so the
-examples already consumed are exactly the first ``position`` of it, whatever world sizes consumed
-them; nothing has to be gathered when the world changes.
+An epoch's order is fixed by (seed, epoch), so the examples already consumed are exactly the first
+``position`` of it, at any world sizes. So a few numbers are enough, and nothing has to be gathered
+when the world changes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from enum import IntEnum
 
 from hvd_elastic.model.sharding import LATEST_ORDER
 
-__all__ = ["Phase", "Progress"]
-
 
 class Phase(IntEnum):
-    """Which part of an epoch the script is in; what it did there is done once for the state."""
+    """Part of an epoch that the script is in; each part changes the state exactly once."""
 
     HEAD = 0
     """Before the loader's loop: since the last turn of ``epochs()``, or since the start."""
@@ -32,7 +30,7 @@ class Phase(IntEnum):
 
 @dataclass
 class Progress:
-    """How far the optimizer is; it moves only when a step was taken on every rank.
+    """Progress of training, which advances only when a step was taken on every rank.
 
     Attributes:
         step: optimizer steps taken since training began.
@@ -40,8 +38,8 @@ class Progress:
         position: examples of the current epoch consumed, by all ranks together.
         examples: examples consumed since training began, by all ranks together.
         phase: the part of the epoch that the script is in.
-        data_order: version of the order in which the run reads its epochs, see
-            :func:`hvd_elastic.model.sharding.epoch_order`; the one it began with.
+        data_order: version of the order in which the run reads its epochs, fixed when the run
+            began; see :func:`hvd_elastic.model.sharding.epoch_order`.
 
     >>> progress = Progress()
     >>> progress.advance(64)
@@ -60,7 +58,7 @@ class Progress:
     data_order: int = LATEST_ORDER
 
     def advance(self, step_examples: int) -> None:
-        """One step was taken on ``step_examples`` examples of all ranks together (>= 0)."""
+        """Count a step on ``step_examples`` examples of all ranks together (>= 0)."""
         if step_examples < 0:
             raise ValueError(f"step_examples is {step_examples}, it must be 0 or more")
         self.step += 1
@@ -68,29 +66,29 @@ class Progress:
         self.examples += step_examples
 
     def next_epoch(self) -> None:
-        """The epoch is over: the next one starts at its first position."""
+        """Move to the first position of the next epoch."""
         self.epoch += 1
         self.position = 0
         self.phase = Phase.HEAD
 
     def place_hash(self) -> int:
-        """Return a number from -32 to 31 that most likely differs at another place in the data."""
+        """Return a hash of epoch and position, from -32 to 31."""
         return zlib.crc32(b"%d %d" % (self.epoch, self.position)) % 64 - 32
 
     def as_dict(self) -> dict[str, int]:
-        """The counts, for events."""
+        """Return the counts, for events."""
         return {name: getattr(self, name) for name in _COUNTS}
 
     def as_state(self) -> dict[str, int]:
-        """Everything as plain numbers, for a checkpoint or a broadcast."""
+        """Return all fields as plain numbers, for a checkpoint or a broadcast."""
         return {**asdict(self), "phase": int(self.phase)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Progress:
-        """Return what :meth:`as_state` was called on.
+        """Return the progress from the values of :meth:`as_state`.
 
-        Unknown keys are ignored, so that a newer file still loads. One of an older release has no
-        phase, since it was written in the loop, and no order, since that knew the first alone.
+        Unknown keys are ignored, so that a newer file still loads. Files of older releases have no
+        phase, since they were written in the loop, and no order, since version 1 was the only one.
 
         Raises:
             ValueError: a count is missing, or a field is not a whole number in its range; names it.

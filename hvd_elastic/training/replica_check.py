@@ -1,7 +1,8 @@
-"""Compares the parameters of the ranks now and then: after every step they must be alike.
+"""Checks from time to time that all ranks hold the same parameters.
 
-A check looks at some numbers of some tensors, others each time, and takes one small reduction. The
-values are compared, not their bits: processors of different kinds round differently.
+Each check compares some numbers of some tensors, different ones each time, with one small
+reduction. Values are compared within a tolerance and not bit by bit, since processors of different
+kinds round differently.
 """
 
 from __future__ import annotations
@@ -14,24 +15,22 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.frontend import TrainedSums
 from hvd_elastic.training.worker import Worker
 
-__all__ = ["check_replicas"]
-
 _PERIOD_STEPS = 1024
 """A check takes 1 to 2 ms, so less than 0.1 % of the time where a step takes 2 ms or more."""
 _NUMBERS = 4096
-"""Of each tensor in one check."""
+"""Numbers of each tensor that one check compares: 32 KiB of float64."""
 _LEAST_TOLERANCE = 1e-10
-"""Squared; below it, float64 sums of squares are inexact themselves."""
-_NAMES_SHOWN = 3
+"""Least squared relative difference: below it, rounding of the float64 sums matters."""
+_NAMES_SHOWN = 3  # the others are counted, to keep the message short
 
 
 def check_replicas(worker: Worker) -> None:
-    """Compare parameters with the other ranks, if that is due; all ranks call it in each step.
+    """Compare parameters with the other ranks if a check is due; called in each step on all ranks.
 
-    Due are the steps 1, 2, 4, ... and every 1024th. Ranks differ where the norm of the difference,
-    relative to that of the parameter, is above the square root of the type's machine epsilon: 3e-4
-    in float32. It is estimated from sums with random signs, which differ by about that norm (Alon,
-    Matias and Szegedy, STOC 1996, section 2.2).
+    Checks are due in steps 1, 2, 4, ... and every 1024th step. Ranks differ if the norm of the
+    difference, relative to that of the parameter, is above the square root of the type's machine
+    epsilon: 3e-4 in float32. The norm is estimated from sums with random signs, which differ by
+    about that norm (Alon, Matias and Szegedy, STOC 1996, section 2.2).
 
     Raises:
         ScriptError: parameters differ; names the first of them, and the ranks.
@@ -53,14 +52,14 @@ def check_replicas(worker: Worker) -> None:
 
 
 def _number_of_check(step: int) -> int | None:
-    """Return which check is due after so many steps; None for none."""
+    """Return the number of the check that is due after ``step`` steps, or None."""
     if step >= _PERIOD_STEPS:
         return None if step % _PERIOD_STEPS else step // _PERIOD_STEPS + 9
     return step.bit_length() - 1 if step and not step & (step - 1) else None
 
 
 def _refuse_difference(worker: Worker) -> None:
-    """Compare all parameters as a whole, and raise ScriptError with those that differ."""
+    """Compare all numbers of all parameters; raise ScriptError that names those that differ."""
     assert worker.state is not None
     own = worker.state.trained_sums(_signs(), None)
     rows = worker.communicator.gather(own.sums[np.newaxis], "hvd_elastic.replicas_whole")
@@ -69,7 +68,7 @@ def _refuse_difference(worker: Worker) -> None:
         apart = np.square(signed - signed[0]) > _tolerances(own) * squares
     names = [name for name, differs in zip(own.names, apart.any(axis=0), strict=True) if differs]
     ranks = [f"rank {rank}" for rank in np.flatnonzero(apart.any(axis=1))]
-    if not names:  # less than the tolerance, as a whole
+    if not names:  # over the whole parameter the difference is within the tolerance
         return
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     raise ScriptError(

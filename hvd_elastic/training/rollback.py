@@ -1,8 +1,8 @@
 """Undoes what the script changed in its state when a step, or the code between two epochs, fails.
 
-Parameters and optimizer state are never copied: they change in an optimizer's step alone, so at all
-times they are those of a whole step. Everything else in the state is copied when a loop body, or
-the loader's loop, has ended, and put back when what follows fails before its end.
+Parameters and optimizer state are never copied: they change only in an optimizer's step, so they
+always belong to a completed step. Everything else in the state is copied when a loop body, or the
+loader's loop, has ended, and is restored if what follows fails before its end.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from hvd_elastic.training.progress import Phase, Progress
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
 
-__all__ = ["Rollback", "SnapshotSource", "StepVoidedError"]
-
 
 class StepVoidedError(RuntimeError):
-    """The step was called off on all ranks, since a pass did not fit into the memory of one.
+    """Raised when all ranks call a step off because a pass did not fit into the memory of one.
 
-    Raised by the optimizer's step, and caught by ``hvd.run``, so that all ranks leave the loop body
-    at the same place and enter the function again.
+    The optimizer's step raises it and ``hvd.run`` catches it, so all ranks leave the loop body at
+    the same place and enter the function again.
     """
 
 
 @runtime_checkable
 class SnapshotSource(Protocol):
-    """An object of the library that copies itself at less cost than by its ``state_dict()``."""
+    """Object of the library that can copy its state at less cost than by ``state_dict()``."""
 
     def snapshot(self) -> Any: ...
 
@@ -36,22 +34,22 @@ class SnapshotSource(Protocol):
 
 _PARTIAL = 0
 _NEWNESS = {Phase.DONE: 1, Phase.LOOP: 2, Phase.HEAD: 3, Phase.TAIL: 4}
-"""Which survivor's state is taken by all, among those that made the same steps: the higher one's.
+"""Preference among survivors that have taken the same number of steps: the highest gives its state.
 
 A rank that failed between its optimizer's step and the end of the loop body comes last, since the
-rest of that body is never run. Of ranks that went back to different parts of an epoch, those that
-are least far come first, so that no rank skips a part of which another has not seen the end.
+rest of that body is never run. Of ranks that went back to different parts of an epoch, the one
+that is least advanced comes first, so that no part is skipped that another rank has not finished.
 """
 
 
 class Rollback:
-    """The point to which one process goes back when it fails.
+    """Keeps the point to which one process goes back after a failure.
 
-    The script is told apart into loop bodies and the parts before and after the loader's loop. Each
-    of them has an effect on the state once: a part that fails is undone and run again. One
-    exception: when a collective of the script's own fails between the optimizer's step and the end
-    of the loop body, the step cannot be undone; what the body did before stays, and the rest of it
-    is not run.
+    The script is divided into loop bodies and the parts before and after the loader's loop. Each of
+    them changes the state exactly once: a part that fails is undone and run again. One exception:
+    if one of the script's own collectives fails between the optimizer's step and the end of the
+    loop body, the step cannot be undone; what the body did before stays, and the rest of it is not
+    run.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -63,22 +61,23 @@ class Rollback:
         self._loops_in_turn = 0
         self._left: Any = None
         self._epoch_end: tuple[Progress, Any] | None = None
-        """The end of the last loop, until a step of the next epoch shows that no rank is before
-        it any more: so what rank 0 alone does in the tail is done, whoever dies there."""
+        """Progress and snapshot at the end of the last loop. Kept until a step of the next epoch
+        shows that every rank has passed it: until then a failure repeats the tail on all ranks, so
+        that what only rank 0 does there is done even if rank 0 is lost."""
         self._collective: tuple[str, Any, int] | None = None
         self._warned = False
         self.partial = False
-        """Whether this rank failed after a step that cannot be undone, so others may be further."""
+        """Whether this rank failed in a loop body after its step, so the body's rest is missing."""
 
     def save(self, snapshot: Any = None) -> None:
-        """Make the state as it is now, or was at an earlier snapshot, the point to go back to."""
+        """Make the present state, or an earlier snapshot, the point to go back to."""
         state = self._worker.state
         if state is not None:
             state.save_values(snapshot)
             self._at, self._steps = replace(self._worker.progress), self._steps_made()
 
     def synchronized(self) -> None:
-        """All ranks have taken the state of one of them."""
+        """Note that all ranks have received the root's state, and save it."""
         self.partial = False
         self._entered = True
         self._epoch_end = None
@@ -86,11 +85,11 @@ class Rollback:
 
     @property
     def newness(self) -> int:
-        """Which survivor is preferred, among those that made the same steps: the highest."""
+        """Preference of this rank's state among survivors with as many steps: the highest wins."""
         return _PARTIAL if self.partial else _NEWNESS[self._at.phase]
 
     def fail(self) -> None:
-        """Go back to the end of the last loop body, or of the last loop if no step followed it."""
+        """Go back to the end of the last loop body, or of the last loop if no step has followed."""
         worker = self._worker
         self._left = self._collective = None
         if (worker.progress.step, self._steps_made()) != (self._at.step, self._steps):
@@ -107,25 +106,25 @@ class Rollback:
     # -- the script's parts ----------------------------------------------------------------
 
     def function_entered(self) -> None:
-        """The training function is called, for the first time or again."""
+        """Note that the training function is called, for the first time or again."""
         self._entered = True
         self._left = None
         self._loops_in_turn = 0
         state = self._worker.state
         if state is not None and self._worker.progress.phase is Phase.LOOP:
-            # What the head of the epoch does to buffers and the like is to be undone as well.
+            # The head of the epoch runs again and may change buffers, which is undone later.
             state.roll_back()
             state.save_values(state.take_snapshot(tensors=True))
 
     def epochs_begin(self) -> None:
-        """``epochs()`` is called: what the function did before was done in an earlier call."""
+        """Undo what the function did before ``epochs()`` if an earlier call has done it already."""
         progress, state = self._worker.progress, self._worker.state
         begins = progress.step == 0 and progress.epoch == 0 and progress.phase is Phase.HEAD
         if self._entered and self._worker.elastic and not begins and state is not None:
             state.roll_back()
 
     def function_returned(self) -> Phase:
-        """The training function has returned; return the part of the epoch it was in."""
+        """Note that the training function has returned; return the phase that it was in."""
         progress = self._worker.progress
         phase, progress.phase = progress.phase, Phase.DONE
         self._left = None
@@ -133,10 +132,10 @@ class Rollback:
         return phase
 
     def loop_begins(self) -> int:
-        """The loader is iterated; return the number of this loop, or 0 if nothing is left to read.
+        """Begin a loop over the loader; return its number, or 0 if nothing is left to read.
 
-        Where the function was entered in the middle of an epoch, what it did before the loop has
-        had its effect already, so the state is put back to what it was in the loop, or after it.
+        If the function was entered in the middle of an epoch, what it did before the loop has had
+        its effect already, so the state is restored to what it was in the loop, or after it.
         """
         worker = self._worker
         again, self._entered = self._entered, False
@@ -152,7 +151,7 @@ class Rollback:
         return self._loop if worker.progress.phase is Phase.LOOP else 0
 
     def body_ended(self, *, voided: bool) -> None:
-        """The loop body has come back for the next step; ``voided``: nothing of it counts."""
+        """Save the state at the end of a loop body; ``voided``: undo the body instead."""
         if voided:
             if self._worker.state is not None:
                 self._worker.state.roll_back()
@@ -164,15 +163,16 @@ class Rollback:
         self._entered = False
 
     def loop_ended(self) -> None:
-        """The loader has handed out the last batch of the epoch, and its body has ended."""
+        """Save the state at the end of the epoch's last loop body."""
         self._worker.progress.phase = Phase.TAIL
         self._save_part()
 
     def loop_left(self, loop: int) -> None:
-        """The loop was left early: by ``break`` or ``return``, or by an exception.
+        """Note that the loop was left early: by ``break``, ``return`` or an exception.
 
-        One that is left long ago says so late. A script that goes on with further loops in the same
-        turn of ``epochs()`` has not ended the epoch by leaving one.
+        A generator may be closed long after its loop was left, so the number of the loop is
+        compared. A script that runs several loops in one turn of ``epochs()`` has not ended the
+        epoch by leaving one of them.
         """
         if loop != self._loop or self._loops_in_turn > 1:
             return
@@ -181,12 +181,17 @@ class Rollback:
         at = f"epoch {progress.epoch} at example {progress.position}"
         worker.left_epoch = f"it left {at}, {script_line()}"
         state = worker.state
-        # After a failure the device may never finish what a copy would wait for.
+        # After a failed collective the device may never finish the work that a copy waits for.
         if state is not None and worker.in_train and not worker.communicator.broken:
             self._left = state.take_snapshot(tensors=True)
 
     def collective_begins(self, name: str, *, changes_state: bool = False) -> None:
-        """The script calls a collective of its own; ``changes_state``: that is its purpose."""
+        """Prepare for one of the script's own collectives.
+
+        Args:
+            name: name of the collective, for messages.
+            changes_state: whether changing the state is its purpose.
+        """
         worker, state = self._worker, self._worker.state
         if state is None or not worker.in_train:
             return
@@ -200,11 +205,11 @@ class Rollback:
             self._collective = (name, state.take_snapshot(), state.module_versions())
 
     def epoch_turns(self, epoch: int) -> None:
-        """``epochs()`` is asked for the next epoch."""
+        """Move progress to the epoch after ``epoch``, and save the state."""
         worker = self._worker
         self._left = None
         self._loops_in_turn = 0
-        if worker.progress.epoch == epoch:  # else a state taken over on the way is in another one
+        if worker.progress.epoch == epoch:  # else the state received meanwhile is in another epoch
             worker.progress.next_epoch()
         self.save()
 
@@ -225,7 +230,7 @@ class Rollback:
             return
         name, before, versions = self._collective
         now = state.take_snapshot()
-        # Tensors that a state_dict() makes anew have other bytes each time.
+        # A state_dict() that creates new tensors differs in each snapshot: two show which.
         changes = before.differences(now) - now.differences(state.take_snapshot())
         if versions != state.module_versions():
             changes.add("a module")

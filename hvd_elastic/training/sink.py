@@ -1,4 +1,4 @@
-"""Where a worker's messages go: to its agent, or to files when nobody leads the run."""
+"""Sends a worker's messages to its agent, or writes them to files in a run without a leader."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
 from hvd_elastic.training.agent_link import AgentLink
 from hvd_elastic.wire import messages as msg
-
-__all__ = ["FileSink", "Sink", "open_sink"]
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +27,12 @@ _EVENTS = (
 
 
 class Sink:
-    """Takes messages; this one drops them: a script that is simply run.
+    """Receiver of a worker's messages; this base class drops them.
 
     Attributes:
-        audit, checkpoint_every_s, checkpoint_folder: what a run without a leader was asked to do.
+        audit: whether a run without a leader records the indices that it reads.
+        checkpoint_every_s: checkpoint interval of a run without a leader [s]; 0: no checkpoints.
+        checkpoint_folder: folder for those checkpoints; None: no checkpoints.
     """
 
     audit = False
@@ -40,7 +40,7 @@ class Sink:
     checkpoint_folder: str | None = None
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        """Take one message of this worker."""
+        """Send, write or drop one message of this worker."""
 
 
 class AgentSink(Sink):
@@ -50,12 +50,12 @@ class AgentSink(Sink):
         self._link = link
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        """As of the base class."""
+        """See the base class."""
         self._link.send(message)
 
 
 class FileSink(Sink):
-    """Into a folder laid out like a run folder, for runs without a leader.
+    """Writes messages to a folder laid out like a run folder, for runs without a leader.
 
     Set ``HVD_ELASTIC_RUN_FOLDER`` to use it with plain ``python`` or ``horovodrun``: metrics go to
     ``events.jsonl``; with ``HVD_ELASTIC_AUDIT=1`` the indices read go to ``audit.jsonl``; with
@@ -63,7 +63,7 @@ class FileSink(Sink):
     ``HVD_ELASTIC_TENSORBOARD=1`` metrics go to ``tensorboard/`` too.
 
     Raises:
-        UsageError: the package tensorboard is wanted and not installed.
+        UsageError: TensorBoard output is asked for and the package is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,11 +75,11 @@ class FileSink(Sink):
         self._board: TensorBoardWriter | None = None
         if os.environ.get("HVD_ELASTIC_TENSORBOARD") == "1":
             check_tensorboard("HVD_ELASTIC_TENSORBOARD=1")
-            # Only rank 0 sends metrics, so only its process makes a file.
+            # All ranks create a writer; only rank 0 sends metrics, so only it creates a file.
             self._board = TensorBoardWriter(folder / "tensorboard", log.warning)
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        """As of the base class."""
+        """See the base class."""
         if not isinstance(message, msg.WorkerReport):
             return
         kind = message.__struct_config__.tag
@@ -94,7 +94,7 @@ class FileSink(Sink):
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        # One write to a file opened for appending: lines of several ranks do not mix.
+        # A single write to a file opened for appending keeps the lines of several ranks apart.
         descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(descriptor, line)

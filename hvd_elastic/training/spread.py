@@ -1,9 +1,9 @@
-"""Who lacks which tensors of a state when a world begins, and who sends them.
+"""Gives the root's tensors to the ranks that lack them when a world begins.
 
-What optimizers change is the same on all ranks that stand at the same step with a whole state:
-nothing changes it but a step, which all made with the same gradients. Of the rest (frozen weights,
-running averages) the ranks compare digests: a fine-tuned model's frozen gigabytes are sent to
-nobody, not even to a newcomer that has loaded the same file.
+Tensors that only optimizers change are the same on all ranks that hold a whole state of the same
+step, since all took their steps with the same gradients. For the other tensors (frozen weights,
+running averages) the ranks compare digests: the frozen gigabytes of a fine-tuned model are not
+sent at all, not even to a newcomer that has loaded the same file.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ import numpy as np
 
 from hvd_elastic.communicator.interface import Communicator
 
-__all__ = ["spread"]
-
 _COMPARED_BYTES = 1 << 20
-"""Smaller tensors are sent sooner than compared."""
-_MOST_THREADS = 8
+"""Least size of a tensor that is compared: sending a smaller one is faster."""
+_MOST_THREADS = 8  # the ranks of a host share its cores
 
 Content = Sequence[Callable[[], np.ndarray]]
-"""Gives the bytes of a tensor, piece by piece."""
+"""Functions that return the bytes of a tensor, piece by piece."""
 
 
 def spread(
@@ -40,12 +38,12 @@ def spread(
     """Give the root's tensors to the ranks that lack them.
 
     Args:
-        tensors: in the same order on all ranks, overwritten in place.
-        known: which of them are the same on every rank that has the state.
-        has: whether this rank has it.
-        communicator: the communicator.
-        root_rank: whose tensors.
-        content: gives the bytes of a tensor; called in several threads.
+        tensors: tensors in the same order on all ranks, overwritten in place.
+        known: for each tensor, whether it is the same on every rank that holds the state.
+        has: whether this rank holds the state.
+        communicator: communicator of all ranks.
+        root_rank: rank whose tensors all get.
+        content: returns the bytes of a tensor in pieces, which are read in several threads.
     """
     compared = [
         index
@@ -57,7 +55,7 @@ def spread(
         row += digest
     rows = communicator.gather(np.array([row]), "hvd_elastic.lacking")
     lack_all = rows[:, 0].astype(bool).tolist()
-    # What is too small to compare goes to everybody.
+    # Tensors too small to compare are sent to all ranks but the root.
     lack_small = [rank != root_rank for rank in range(communicator.size)]
     lacking = [lack_all if same else lack_small for same in known]
     for column, index in enumerate(compared):
@@ -68,7 +66,7 @@ def spread(
         groups.setdefault(tuple(ranks), []).append(tensor)
     for lacks, some in groups.items():
         if sum(lacks) * 2 > len(lacks):
-            # Few have it: a tree spreads it faster than each of them could alone.
+            # If only a minority has it, a broadcast tree is faster than point-to-point sending.
             communicator.broadcast(some, root_rank)
         elif any(lacks):
             communicator.hand_over(some, lacks)

@@ -1,4 +1,4 @@
-"""The step in flight, and what the ranks tell each other in it."""
+"""The step in flight, and the exchange of flags between the ranks in each step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
 from hvd_elastic.training.worker import Worker
 
-__all__ = ["Pass", "Stage", "Step"]
-
 _PLACE_TOLERANCE = 1e-3
-"""Variance of the place's hash: more than the rounding of its averages in float32 (4e-4), and less
-than what one rank of 1000 changes."""
+"""Largest variance of the ranks' place hashes that counts as the same place: above the rounding
+error of float32 averages (4e-4), and below the variance that one differing rank of 1000 causes."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One rank's share of a step, or a part of it that is computed at once.
+    """One rank's share of a step, or the part of it in one forward and backward pass.
 
     Attributes:
-        step_examples: examples of the step over all ranks; what progress advances by.
+        step_examples: examples of the step over all ranks, by which progress advances.
         weight: factor on this rank's mean gradient before a plain average over ranks, so that
             the average is the mean over the global batch; 0.0 for padding.
-        indices: dataset indices really fetched for it, in order; None unless the run is audited.
-        padding: whether this rank had no example of its own and read one again.
-        examples: examples in it on this rank.
+        indices: dataset indices that were fetched for it, in order; None unless the run is audited.
+        padding: whether this rank has no example of its own in the step and reads one again.
+        examples: number of examples of this rank in the pass.
         accumulating: whether further passes follow in the step.
     """
 
@@ -43,31 +41,30 @@ class Pass:
 
 
 class Stage(Enum):
-    """How far a step is."""
+    """Stage of a step."""
 
     NONE = "none"
-    """The loader has not handed out a step."""
+    """No step is in flight."""
     BEGUN = "begun"
-    """Passes of it are handed out."""
+    """The loader has handed out at least one pass."""
     EXCHANGED = "exchanged"
-    """The ranks have told each other what they have to; without passes where the script reads its
-    data itself."""
+    """The ranks have exchanged their flags. Has no passes if the script reads its data itself."""
     VOIDED = "voided"
-    """Called off on all ranks, since it did not fit into some memory: nothing of it counts."""
+    """Called off on all ranks, since a pass did not fit into memory; nothing of it counts."""
     DONE = "done"
     """Taken or left out on all ranks, and counted."""
     UNCOMMITTED = "uncommitted"
-    """Taken with data that the script read itself, and not counted yet."""
+    """Taken for data that the script read itself, and not counted yet."""
 
 
 class Step:
     """The step in flight on this rank.
 
     Attributes:
-        stage: how far it is.
-        passes: handed out so far on this rank.
-        is_too_large: told to the others: this rank's memory does not hold it.
-        is_left_out: told to the others: this rank takes no step for it.
+        stage: stage of the step.
+        passes: passes handed out so far on this rank.
+        is_too_large: flag for the exchange: a pass did not fit into this rank's memory.
+        is_left_out: flag for the exchange: this rank takes no optimizer step for it.
     """
 
     def __init__(self) -> None:
@@ -80,22 +77,22 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step that was handed out is neither done nor called off."""
+        """Whether the step was handed out and is neither done nor called off."""
         return bool(self.passes) and self.stage in (Stage.BEGUN, Stage.EXCHANGED)
 
     @property
     def is_exchanged(self) -> bool:
-        """Whether the ranks have told each other what they have to."""
+        """Whether the ranks have exchanged their flags for this step."""
         return self.stage in (Stage.EXCHANGED, Stage.VOIDED, Stage.DONE)
 
     @property
     def accumulating(self) -> bool:
-        """Whether more passes follow."""
+        """Whether further passes of the step follow."""
         return self.is_open and self.passes[-1].accumulating
 
     @property
     def examples(self) -> int:
-        """Examples over all ranks; 0 without a loader of ours."""
+        """Number of examples over all ranks; 0 without our loader."""
         return self.passes[-1].step_examples if self.passes else 0
 
     @property
@@ -104,26 +101,25 @@ class Step:
         return self.passes[-1].weight if self.passes else 1.0
 
     def begin(self, first: Pass) -> None:
-        """Hand out the first pass of a new step."""
+        """Begin a new step with its first pass."""
         self.stage, self.passes = Stage.BEGUN, [first]
 
     def forget(self) -> None:
-        """The step failed, or counts without further ado."""
+        """Drop the step: it failed, or has been counted."""
         self.stage, self.passes, self._told = Stage.NONE, [], None
 
     def begin_exchange(
         self, worker: Worker, wishes: Callable[[], Sequence[bool]], *, shared: bool
     ) -> None:
-        """Begin telling the others where this rank is and what it wishes; once a step.
+        """Begin to exchange this rank's place and wishes with the others; once a step.
 
-        The numbers travel with the gradients, so all ranks learn of a wish in the same step, and
-        act on it at the same step boundary. The place in the training data travels as a hash and
-        its square: their averages show to all ranks alike whether the ranks are in different
-        places.
+        The numbers are reduced together with the gradients, so all ranks learn of a wish in the
+        same step and act on it at the same step boundary. The place in the training data is sent
+        as a hash and its square, from whose averages every rank sees whether places differ.
 
         Args:
             worker: this process.
-            wishes: what this rank wishes; counts if any rank does.
+            wishes: returns this rank's wishes; one holds if any rank has it.
             shared: whether the ranks exchange them, or each acts on its own.
         """
         if self.is_exchanged or self._told is not None:
@@ -135,12 +131,12 @@ class Step:
             self._told = worker.communicator.reduce_async(self._told, "hvd_elastic.change")
 
     def finish_exchange(self, worker: Worker, adapts: bool) -> list[bool]:
-        """Finish what :meth:`begin_exchange` began; return which wishes any rank has.
+        """Wait for the exchange that :meth:`begin_exchange` began; return the combined wishes.
 
         Args:
             worker: this process.
-            adapts: the batch does, so all ranks exchange gradients even for a step that some
-                leave out, and learn of it here.
+            adapts: whether the batch adapts: then all ranks exchange gradients even for a step
+                that some leave out, which is found here.
 
         Raises:
             ScriptError: the ranks are in different places, or some of them leave the step out.
@@ -158,10 +154,10 @@ class Step:
         return [wish > 0 for wish in wishes]
 
     def _refuse_places(self, worker: Worker) -> None:
-        """The ranks have found that they read from different places: all of them call this.
+        """Gather where each rank reads and raise an error; all ranks call this.
 
         Raises:
-            ScriptError: always; names where each rank is, and where it left an epoch early.
+            ScriptError: always; names each rank's place, and where it left an epoch early.
         """
         progress = worker.progress
         where = f"in epoch {progress.epoch} at example {progress.position}"
@@ -184,12 +180,12 @@ class Step:
         )
 
     def refuse_left_out(self, worker: Worker) -> None:
-        """The ranks have found that they do not make the same step: all of them call this.
+        """Gather which ranks leave the step out and raise an error; all ranks call this.
 
         Raises:
-            ScriptError: some leave it out and others do not; names them.
+            ScriptError: only some ranks leave it out; names them.
         """
-        # The others may be one step further already.
+        # Ranks that took the step may be one step further already.
         own = np.array([worker.progress.step + 1 if self.is_left_out else 0])
         told = worker.communicator.gather(own, "hvd_elastic.left_out").tolist()
         ranks = [str(rank) for rank, left_out in enumerate(told) if left_out]

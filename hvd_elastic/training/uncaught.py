@@ -1,4 +1,4 @@
-"""Where the script is, and how an exception that ends it is shown."""
+"""Finds the script's current line, and formats an exception that ends the script."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ from typing import Any
 
 from hvd_elastic.errors import HvdElasticError
 
-__all__ = ["script_line", "tell_uncaught"]
-
 _WANTED = "HVD_ELASTIC_TRACEBACK"
 _PACKAGE = Path(__file__).parents[1]
 _ENTRIES = tuple(str(_PACKAGE / room / "elastic.py") for room in ("torch", "training"))
-"""Between the script and its training function; say nothing to the user."""
+"""Files between the script and its training function, whose frames do not help the user."""
 _NOT_THE_SCRIPT = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     *(str(_PACKAGE / room) for room in ("torch", "training", "communicator", "wire")),
     "<frozen ",
 )
-"""How the names of files begin whose code is not the script's."""
+"""Prefixes of file names whose code does not belong to the script."""
 
 
 def tell_uncaught(tell: Callable[[str], bool] | None = None) -> None:
-    """Have Python tell of an exception in our way; calls after the first only set ``tell``.
+    """Install our hook for uncaught exceptions; later calls only set ``tell``.
 
-    Where the script has a hook of its own, that one shows it, ours included.
+    If the script has its own ``sys.excepthook``, that one prints the exception.
 
     Args:
-        tell: is given the words; whether it has shown them. None: they go to stderr.
+        tell: called with the text; returns whether it was reported. None: print to stderr.
     """
     hook = sys.excepthook
     if not isinstance(hook, _Hook):
@@ -44,7 +42,7 @@ def tell_uncaught(tell: Callable[[str], bool] | None = None) -> None:
 
 
 class _Hook:
-    """In place of ``sys.excepthook``."""
+    """Replacement for ``sys.excepthook`` that shows our own errors without a traceback."""
 
     def __init__(self, previous: Callable[..., Any]) -> None:
         self._previous = previous

@@ -1,4 +1,4 @@
-"""This process as a member of a run: launch, communicator, progress, and whom it reports to."""
+"""This process as a member of a run: launcher, communicator, progress and where it reports to."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from hvd_elastic.training.sink import Sink, open_sink
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Worker"]
-
 log = logging.getLogger(__name__)
 
 _LONG_S = 2.0
-"""A step or a wait of this length is reported with the line of the script."""
+"""Duration of a step or a wait from which heartbeats carry the script's line, which is read from
+the stack."""
 
 
 class Worker:
-    """What all parts of a training process share.
+    """State that all parts of a training process share.
 
     Args:
-        mode: how it was launched.
-        frontend: the framework of the script.
+        mode: how the process was launched.
+        frontend: framework of the script.
 
     Attributes:
-        communicator: the ranks of the current generation.
-        generation, life: which one it is; life tells those of one leader from another's.
-        link: to the agent; None without one.
-        options: what the leader decided for all workers.
-        sink: takes messages.
-        audit: whether the indices that were really read are reported.
-        progress: where training stands, equal on all ranks between two steps.
-        left_epoch: where the script left an epoch early; empty: nowhere.
+        communicator: communicator of the current generation.
+        generation: number of the current generation.
+        life: term of the leader, which distinguishes generations of different leaders.
+        link: link to the agent; None without one.
+        options: options that the leader sets for all workers.
+        sink: receiver of this worker's messages.
+        audit: whether the indices that are read are reported.
+        progress: progress of training, equal on all ranks between two steps.
+        left_epoch: where the script left an epoch early, for messages; empty: nowhere.
         in_train: whether the training function runs.
-        state: what is being trained; None before there is one.
-        averager: of the script's optimizer; None before there is one.
-        step_began: when the step in flight did [s, monotonic]; None: none is.
-        longest_step_s: of this process.
+        state: the script's state; None before it is created.
+        averager: averager of the script's optimizer; None before it is created.
+        step_began: when the step in flight began [s, monotonic]; None: no step is in flight.
+        longest_step_s: duration of the longest step of this process [s].
     """
 
     def __init__(self, mode: Mode, frontend: Frontend) -> None:
@@ -82,7 +82,7 @@ class Worker:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether this worker has been told its rank."""
+        """Whether this worker has a rank yet."""
         return self.mode is not Mode.AGENT or self.generation > 0
 
     def check_has_ranks(self, what: str) -> None:
@@ -96,23 +96,23 @@ class Worker:
 
     @property
     def position(self) -> Position:
-        """How far training is, for messages."""
+        """Progress of training, for messages."""
         return Position(**self.progress.as_dict())
 
     def warn(self, message: str) -> None:
-        """Record a warning, and show it on the terminal; training goes on."""
+        """Record a warning and show it on the terminal; training continues."""
         self.sink.send(msg.WorkerWarning(message))
         if self.link is None:  # else the leader shows it
             log.warning("%s", message)
 
     def warn_once(self, message: str) -> None:
-        """Warn of what all ranks have found: rank 0 does it."""
+        """Warn of a problem that all ranks see, on rank 0 only."""
         if self.communicator.rank == 0:
             self.warn(message)
 
     @property
     def wants_change(self) -> bool:
-        """Whether the leader wants something else than staying in this generation."""
+        """Whether the leader has asked this worker to leave its present generation."""
         return self.link is not None and self.link.pending(self.generation)
 
     def refuse_aborted(self) -> None:
@@ -125,7 +125,7 @@ class Worker:
             self.communicator.abort()
 
     def activity(self) -> Activity:
-        """Return what this worker is doing, for the heartbeat."""
+        """Return what this worker is doing at present, for the heartbeat."""
         communicator = self.communicator
         now = time.monotonic()
         began, waiting = self.step_began, communicator.waiting_since
@@ -147,6 +147,6 @@ class Worker:
                 begun=communicator.begun(),
                 progress=self.position,
             )
-            if communicator.waiting_since == waiting:  # else they are of different moments
+            if communicator.waiting_since == waiting:  # else the details are of a later wait
                 return detailed
         return brief

@@ -1,1 +1,1 @@
-"""The jobs of the adaptive benchmark: what each rank runs."""
+"""Jobs of the adaptive benchmark, which run on each rank."""

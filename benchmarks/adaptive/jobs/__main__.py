@@ -1,6 +1,6 @@
 """Runs one job: ``python -m benchmarks.adaptive.jobs NAME OUT [ARGUMENT]...``.
 
-On one rank or under a launcher; rank 0 writes the rows that the module NAME returns to OUT.
+It runs on one rank or under a launcher; rank 0 writes the rows that the module NAME returns to OUT.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A job whose best batch changes at a known step: how soon is it followed?
+"""A job whose best batch changes at a known step, to measure how soon the planner follows.
 
-A linear regression, whose noise scale is known from the gradients of all examples. A pass sleeps
-for the time of a device, which is known, too: so is the best batch. Weights hardly move: nothing
-changes but what is meant to.
+It trains a linear regression, whose noise scale is known from the gradients of all examples. A pass
+sleeps for the time of an emulated device. So the best batch is known. The learning rate is so small
+that the weights hardly move, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from benchmarks.adaptive.jobs.training import begin, train_until
 
 EXAMPLES, WIDTH, INITIAL, LARGEST, RATE = 8192, 32, 32, 1024, 1e-6
 SETTLED, AFTERWARDS = 300, 200
-"""Steps before the change, and after it."""
+"""Number of steps before the change, and after it."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Of a stretch of training.
+    """Conditions during a part of a training.
 
     Attributes:
-        noise: what is added to the targets has so many times the variance that the weights leave.
-        pass_s: a pass takes so long whatever its examples [s].
-        example_s: and so much longer for each of them [s].
+        noise: variance of the noise added to the targets, as a multiple of the residual variance
+            that the weights leave.
+        pass_s: fixed time of a pass [s].
+        example_s: time of a pass for each of its examples [s].
     """
 
     noise: float
@@ -41,12 +42,12 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Kind:
-    """What changes.
+    """A kind of change.
 
     Attributes:
-        name: of the change.
-        then: conditions at first; None: from the start they are as ``now``.
-        now: and from the step of the change on.
+        name: name of the change.
+        then: conditions before the change; None: ``now`` holds from the start.
+        now: conditions from the step of the change on.
     """
 
     name: str
@@ -65,7 +66,7 @@ KINDS = [
 
 
 def problem(seed: int) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A model, inputs, what its targets are without noise, and noise of variance 1."""
+    """Return a model, its inputs, its targets without noise, and noise of variance 1."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(EXAMPLES, WIDTH, generator=generator)
     true = torch.randn(1, WIDTH, generator=generator)
@@ -77,14 +78,17 @@ def problem(seed: int) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor, tor
 
 
 def exact(model: torch.nn.Linear, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """The noise scale, from the gradient of every example: residual times input [examples]."""
+    """Return the exact noise scale [examples], from the gradient of every example.
+
+    The gradient of an example is its residual times its input.
+    """
     with torch.no_grad():
         own = 2 * (model(inputs) - targets) * inputs
         return float(own.var(0, unbiased=True).sum() / own.mean(0).square().sum())
 
 
 def train_through(kind: Kind, seed: int) -> dict[str, Any]:
-    """One training: what is known of it, and each batch with the step from which it was used."""
+    """Train once; return the conditions, and each batch with the step from which it was used."""
     begin(seed)
     model, inputs, clean, noise = problem(seed)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model)
@@ -138,8 +142,8 @@ def train_through(kind: Kind, seed: int) -> dict[str, Any]:
 
 
 def rows(seeds: str) -> list[dict[str, Any]]:
-    """What is known of each training, and its batches.
+    """Return a row for each training, with its conditions and its batches.
 
-    Kinds take turns, so that a busy moment of the machine hits all alike.
+    The kinds alternate, so that a disturbance of the machine affects all of them equally.
     """
     return [train_through(kind, seed) for seed in range(int(seeds)) for kind in KINDS]

@@ -1,7 +1,7 @@
-"""A job that measures the gradient noise of the digits network, and by brute force.
+"""A job that measures the noise scale of the digits network, by the optimizer and by brute force.
 
-The network learns for some steps, then its weights are frozen while the optimizer goes on
-measuring.
+The network trains for some steps; then its weights are frozen while the optimizer continues to
+measure.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from hvd_elastic.model.goodput import BatchPlan
 BATCH, PASS = 32, 16
 FROZEN_STEPS = (200, 1000)
 DRAWN = 1000
-"""Passes whose gradients are compared where batch norm uses the statistics of each."""
+"""Number of passes whose gradients are compared if batch norm uses the statistics of each pass."""
 RATES = {"sgd": 0.05, "adam": 0.001}
 CHUNK = 64
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is measured.
+    """A measured configuration.
 
     Attributes:
-        optimizer: ``"sgd"`` (with momentum) or ``"adam"`` (gradients over its second moment).
-        trained_steps: before the weights are frozen.
-        batch_norm: ``"fixed"`` statistics, so that every example has a gradient of its own, or
-            those of ``"each pass"``, as in training.
+        optimizer: ``"sgd"`` (with momentum) or ``"adam"`` (gradients divided by the root of its
+            second moment).
+        trained_steps: number of steps before the weights are frozen.
+        batch_norm: statistics of batch norm: ``"fixed"``, so that every example has a gradient of
+            its own, or of ``"each pass"``, as in training.
     """
 
     optimizer: str
@@ -55,7 +56,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def single_gradients(model: nn.Module, examples: TensorDataset) -> Iterator[Gradients]:
-    """The gradient of every example, some at a time."""
+    """Yield the gradients of all examples, in chunks."""
     weights = {name: each.detach() for name, each in model.named_parameters()}
     buffers = dict(model.named_buffers())
 
@@ -68,8 +69,8 @@ def single_gradients(model: nn.Module, examples: TensorDataset) -> Iterator[Grad
 
 
 def pass_gradients(model: nn.Module, examples: TensorDataset, seed: int) -> Iterator[Gradients]:
-    """The gradients of ``DRAWN`` passes, each of examples drawn anew."""
-    model = copy.deepcopy(model)  # its running statistics move on
+    """Yield the gradients of ``DRAWN`` passes, each of randomly drawn examples."""
+    model = copy.deepcopy(model)  # a pass changes its running statistics
     generator = torch.Generator().manual_seed(seed)
     names, weights = zip(*model.named_parameters(), strict=True)
     images, labels = examples.tensors
@@ -80,7 +81,7 @@ def pass_gradients(model: nn.Module, examples: TensorDataset, seed: int) -> Iter
 
 
 def moments(gradients: Iterator[Gradients], divisors: Gradients | None) -> tuple[int, float, float]:
-    """How many there are, the squared norm of their mean, and the trace of their covariance."""
+    """Return the number of gradients, their mean's squared norm, and their covariance's trace."""
     count, squares = 0, 0.0
     sums: Gradients = {}
     for some in gradients:
@@ -96,23 +97,23 @@ def moments(gradients: Iterator[Gradients], divisors: Gradients | None) -> tuple
 def brute_force(
     kind: Kind, model: nn.Module, examples: TensorDataset, seed: int, divisors: Gradients | None
 ) -> float:
-    """The noise scale [examples], from gradients one by one."""
+    """Return the noise scale [examples] computed from individual gradients."""
     if kind.batch_norm == "fixed":
         _, mean, trace = moments(single_gradients(model, examples), divisors)
         return trace / mean
     count, mean, trace = moments(pass_gradients(model, examples, seed), divisors)
-    # A pass has no example twice, and the mean of so many still has noise.
+    # Two corrections: a pass has no example twice, and the mean over the passes still has noise.
     whole = 1 - PASS / len(examples)
     return PASS * trace / whole / (mean - trace / count)
 
 
 def adam_divisors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
-    """What Adam divides each gradient by."""
+    """Return the values by which Adam divides each gradient."""
     return {name: adam_divisor(optimizer, each) for name, each in model.named_parameters()}
 
 
 def learn(model: nn.Module, optimizer: torch.optim.Optimizer, examples: Any, kind: Kind) -> None:
-    """Some steps on this rank alone, the same on all."""
+    """Train for some steps on this rank alone; all ranks do the same."""
     images, labels = examples.tensors
     for _ in range(kind.trained_steps):
         chosen = torch.randperm(len(labels))[:BATCH]
@@ -122,7 +123,7 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, examples: Any, kin
 
 
 def measure(kind: Kind, seed: int) -> list[dict[str, Any]]:
-    """The noise scale that the optimizer has measured, and that of brute force."""
+    """Return rows with the noise scale that the optimizer measured, and that of brute force."""
     begin(seed)
     examples, _ = digits()
     model = digits_network()
@@ -140,7 +141,7 @@ def measure(kind: Kind, seed: int) -> list[dict[str, Any]]:
 
     def look(step: int) -> None:
         divisors = adam_divisors(model, optimizer) if kind.optimizer == "adam" else None
-        # Without them nothing has changed since the last look.
+        # Without divisors the exact value has not changed since the first time.
         known = next(iter(found.values()))["brute_force"] if found and divisors is None else None
         found[step] = {
             **asdict(kind),
@@ -163,5 +164,5 @@ def measure(kind: Kind, seed: int) -> list[dict[str, Any]]:
 
 
 def rows(seeds: str) -> list[dict[str, Any]]:
-    """For each kind and seed, the noise scale measured and that of brute force."""
+    """Return the measured noise scale and that of brute force, for each kind and seed."""
     return [row for kind in KINDS for seed in range(int(seeds)) for row in measure(kind, seed)]

@@ -1,4 +1,4 @@
-"""A job that learns distorted digits until the target. The learning rate follows AdaScale."""
+"""A job that trains on distorted digits until a target accuracy, with AdaScale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvd_elastic.training import context
 
 
 def learn(batch: str, seed: int) -> dict[str, Any]:
-    """Train until the target."""
+    """Train until the schedule ends, and return when the target was reached."""
     examples, (images, labels) = workloads.distorted_digits()
     torch.manual_seed(seed)
     model = workloads.digits_network()
@@ -27,7 +27,7 @@ def learn(batch: str, seed: int) -> dict[str, Any]:
 
     def judge() -> float:
         right = workloads.share_right(model, images, labels)
-        # Ranks have batch norm statistics of their own; they have to end together.
+        # Ranks have different batch norm statistics, and must agree on when to stop.
         return float(hvd.allreduce(right.reshape(1), "accuracy"))
 
     race = workloads.Race(judge)
@@ -64,7 +64,7 @@ def learn_bare(
     examples: TensorDataset,
     seed: int,
 ) -> None:
-    """The training as it is where nothing adapts."""
+    """Train with Horovod's own optimizer, where nothing adapts."""
     import horovod.torch as horovod
 
     optimizer = horovod.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
@@ -86,12 +86,12 @@ def learn_bare(
 
 
 def rows(batch: str, seed: str) -> list[dict[str, Any]]:
-    """How long one training took.
+    """Return one row: how long a training took.
 
     Args:
         batch: a size, ``adaptive``, or ``horovod``: the default size with Horovod's own optimizer
             and PyTorch's loader, which measure nothing.
-        seed: of the training.
+        seed: seed of the training.
     """
     hvd.init()
     workloads.warm_up()

@@ -1,7 +1,6 @@
-"""A job that counts the examples one batch size needs.
+"""A job that counts the examples that one batch size needs.
 
-The learning rate follows the batch from that of the initial one, by the rule that an optimizer has
-by default.
+The learning rate is scaled from that of the initial batch by the optimizer's default rule.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from hvd_elastic.training import context
 
 CHARACTERS, CONTEXT, WIDTH = 1_000_000, 64, 64
 HELD_OUT = 256
-"""Windows of text whose loss is looked at."""
+"""Number of held-out windows of text on which the loss is evaluated."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a problem is made of.
+    """Model, data and settings of a training.
 
     Attributes:
-        model: with fresh weights.
-        inner: its optimizer.
-        examples: to learn from.
-        loss: of the model's answers.
-        judge: the loss that has to reach the level, or this rank's share of it.
-        warm_up: steps of the initial batch size until the full learning rate.
-        longest: gradients are clipped to this norm.
+        model: model with fresh weights.
+        inner: optimizer of the model.
+        examples: training examples.
+        loss: loss of the model's outputs.
+        judge: returns the loss that has to reach the level, or this rank's part of it.
+        warm_up: steps at the initial batch size until the full learning rate.
+        longest: norm to which gradients are clipped.
     """
 
     model: nn.Module
@@ -70,14 +69,14 @@ class Writer(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
-        """Scores of the character after each place."""
+        """Return scores for the next character at each position."""
         seen = self.characters(codes) + self.places.weight
         scores: torch.Tensor = self.head(self.layers(seen, self.mask, is_causal=True))
         return scores
 
 
 def characters() -> tuple[TensorDataset, TensorDataset]:
-    """Windows of the sources of Python's standard library, and held out ones."""
+    """Return windows of the source code of Python's standard library, and held-out ones."""
     text = b""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += path.read_bytes()
@@ -94,7 +93,7 @@ def characters() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make(problem: str, rate: float) -> Training:
-    """A training that begins."""
+    """Return a new training of a problem."""
     if problem == "digits":
         examples, _ = digits()
         # The sizes of scripts/examples/digits_adaptive.py.
@@ -102,7 +101,7 @@ def make(problem: str, rate: float) -> Training:
         sgd = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 
         def judge_all() -> torch.Tensor:
-            # Batch norm over all examples: running statistics are late after few large steps.
+            # Uses batch norm over all examples: running statistics lag after few large steps.
             images, labels = examples.tensors
             return F.cross_entropy(copy.deepcopy(model)(images), labels)
 
@@ -119,12 +118,12 @@ def make(problem: str, rate: float) -> Training:
         return loss(writer(inputs), targets)
 
     adam = torch.optim.Adam(writer.parameters(), lr=rate)
-    # The warm-up and the clipping of the example.
+    # Warm-up and clipping are those of the example script.
     return Training(writer, adam, examples, loss, judge_share, warm_up=100, longest=1.0)
 
 
 def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
-    """Train until the level, and look at the loss now and then."""
+    """Train until the loss reaches the level, evaluating it from time to time."""
     begin(seed)
     problem, training = PROBLEMS[name], make(name, PROBLEMS[name].rate)
     optimizer: Any = hvd.DistributedOptimizer(training.inner, training.model)
@@ -136,7 +135,7 @@ def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
     own = 0
 
     def look() -> bool:
-        """Whether it is over; all ranks say the same."""
+        """Evaluate the loss; return whether training ends, the same on all ranks."""
         with torch.no_grad():
             told = torch.stack([training.judge(), torch.tensor(float(own))])
         value, share = hvd.allreduce(told, "look").tolist()
@@ -162,5 +161,5 @@ def train(name: str, batch: int, seed: int, most: float) -> dict[str, Any]:
 
 
 def rows(name: str, batch: str, most: str, seeds: str) -> list[dict[str, Any]]:
-    """The course of each training, until the level of its problem or ``most`` examples."""
+    """Return the course of each training until its level is reached or ``most`` examples used."""
     return [train(name, int(batch), seed, float(most)) for seed in range(int(seeds))]

@@ -1,4 +1,4 @@
-"""A job whose gradient noise scale is known: compares the estimate with it."""
+"""A job whose gradient noise scale is known, to compare the estimate with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATE = 0.0005
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained, and how."""
+    """A trained configuration."""
 
     problem: str
     optimizer: str
@@ -39,7 +39,7 @@ KINDS = [
 
 
 def data(problem: str, seed: int) -> TensorDataset:
-    """Made-up examples: inputs, and targets that a linear model explains in part."""
+    """Return random inputs, and targets that a linear model explains in part."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(EXAMPLES, WIDTH, generator=generator)
     scores = inputs @ torch.randn(WIDTH, CLASSES, generator=generator) / WIDTH**0.5
@@ -50,7 +50,7 @@ def data(problem: str, seed: int) -> TensorDataset:
 
 
 def exact(model: torch.nn.Linear, examples: TensorDataset, divisor: Any) -> float:
-    """From the gradient of every example: residual times input."""
+    """Return the exact noise scale, from the gradient (residual times input) of every example."""
     inputs, targets = examples.tensors
     with torch.no_grad():
         if targets.dim() == 1:
@@ -63,7 +63,7 @@ def exact(model: torch.nn.Linear, examples: TensorDataset, divisor: Any) -> floa
 
 
 def ratios(kind: Kind, seed: int) -> list[float]:
-    """Estimated over exact noise scale, at the checkpoints of one training."""
+    """Return the ratio of estimated and exact noise scale at the checkpoints of one training."""
     begin(seed)
     examples = data(kind.problem, seed)
     model = torch.nn.Linear(WIDTH, CLASSES if kind.problem == "softmax" else 1, bias=False)
@@ -92,7 +92,7 @@ def ratios(kind: Kind, seed: int) -> list[float]:
 
 
 def rows(seeds: str) -> list[dict[str, Any]]:
-    """For each kind of training, the ratios of estimate and exact value."""
+    """Return the ratios of estimate and exact value for each kind of training."""
     return [
         {
             **asdict(kind),

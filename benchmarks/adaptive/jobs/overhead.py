@@ -1,4 +1,4 @@
-"""A job that takes turns between a bare Horovod optimizer and one that adapts, same batch."""
+"""A job that alternates between Horovod's own optimizer and an adaptive one, at the same batch."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def _resnet50() -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """A trained configuration.
 
     Attributes:
-        network: makes it, always the same.
-        shape: of one example.
-        batch: examples of a step, of all ranks.
-        steps: of a block.
+        network: creates the network, always with the same weights.
+        shape: shape of one example.
+        batch: examples of a step over all ranks.
+        steps: number of steps in a block.
     """
 
     network: Callable[[], torch.nn.Module]
@@ -46,7 +46,7 @@ class Case:
 
 
 _BLOCKS = 4
-"""In a pass over the data."""
+"""Number of blocks in a pass over the data."""
 CASES = {
     "wide": Case(workloads.wide_network, (workloads.WIDTH,), workloads.BATCH, workloads.STEPS),
     "resnet50": Case(_resnet50, (3, 64, 64), 16, 4),
@@ -54,10 +54,10 @@ CASES = {
 
 
 def rows(rounds: str, network: str) -> list[dict[str, Any]]:
-    """One row: the seconds of each block of steps.
+    """Return one row: the time of a step in each block [s].
 
-    ``first`` are the first steps, while all are sampled, ``steady`` those after that, of which one
-    in ``look_every`` is sampled.
+    ``first`` has the first steps, all of which are sampled; ``steady`` has later steps, of which
+    one in ``look_every`` is sampled.
     """
     case, wanted = CASES[network], int(rounds)
     hvd.init()
@@ -100,7 +100,7 @@ def rows(rounds: str, network: str) -> list[dict[str, Any]]:
         adaptive_block()
         bare_block()
         first: dict[str, list[float]] = {"bare": [], "adaptive": []}
-        # Until the noise is known, every step is looked at.
+        # Until the noise scale is known, every step is sampled.
         while look_every() == 1:
             if len(first["bare"]) == wanted:
                 adaptive_block()

@@ -1,7 +1,7 @@
-"""A job that solves a convex problem with larger and larger batches.
+"""A job that solves a convex problem with increasing batch sizes.
 
-The problem is linear regression: its least loss and its curvature are known, so the loss is known
-after every step.
+The problem is linear regression. Its least loss and its curvature are known, and so is the exact
+loss after every step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Regression:
     """Linear regression with noise in its targets.
 
     Attributes:
-        examples: inputs and targets.
+        examples: data set of inputs and targets.
         least: loss at the solution.
     """
 
@@ -42,13 +42,13 @@ class Regression:
         self.least = float((inputs @ self._solution - targets).square().mean())
 
     def loss(self, weight: torch.Tensor) -> float:
-        """Mean squared error over all examples, from the second derivative, which is constant."""
+        """Return the mean squared error over all examples, by the constant second derivative."""
         off = weight.detach().reshape(-1, 1) - self._solution
         return self.least + float(off.T @ self._curvature @ off)
 
 
 def solve(problem: Regression, rule: str, scale: int, seed: int) -> tuple[list[float], int]:
-    """Losses at ``PROGRESS``, and the steps that were needed for the last."""
+    """Return the losses at ``PROGRESS``, and the number of steps needed for the last."""
     begin(seed)
     model = torch.nn.Linear(WIDTH, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -71,7 +71,7 @@ def solve(problem: Regression, rule: str, scale: int, seed: int) -> tuple[list[f
 
 
 def rows(rule: str, seeds: str) -> list[dict[str, Any]]:
-    """What the loss was at the same progress, for each batch size."""
+    """Return the losses at the same progress for each batch size."""
     found = []
     for seed in range(int(seeds)):
         problem = Regression(seed)

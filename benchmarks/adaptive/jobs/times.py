@@ -1,4 +1,4 @@
-"""A job that times steps of many batch plans."""
+"""A job that measures step times of many batch plans."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.step_time import Observation
 
 WIDTH = 350
-"""Two layers of it: a quarter of a million parameters, 1 MB of gradients."""
+"""Width of two layers: a quarter of a million parameters, 1 MB of gradients."""
 PLANS = list(itertools.product((8, 32, 128, 512), (0, 1, 3)))
-"""Examples in a pass, and passes beside the first."""
+"""Examples in a pass, and passes besides the first."""
 ROUNDS, WARM, STEPS = 4, 4, 8
-"""All plans are gone through several times: what keeps the machine busy for a moment then hits a
-part of the steps of each, and not all steps of one."""
+"""Rounds over all plans; in each the steps that are not timed, and those that are. With several
+rounds a disturbance of the machine affects some steps of each plan, and not all steps of one."""
 
 
 def times_of_steps(atomic: int, accumulation: int) -> list[float]:
-    """In one plan [s]."""
+    """Return the step times of one batch plan [s]."""
     begin(seed=0)
     layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)
     model = torch.nn.Sequential(*layers)
@@ -56,7 +56,7 @@ def times_of_steps(atomic: int, accumulation: int) -> list[float]:
 
 
 def rows(hosts: str) -> list[dict[str, Any]]:
-    """An observation for each plan."""
+    """Return an observation for each batch plan."""
     rounds = [[times_of_steps(*plan) for plan in PLANS] for _ in range(ROUNDS)]
     found = []
     for (atomic, extra), times in zip(PLANS, zip(*rounds, strict=True), strict=True):

@@ -1,4 +1,4 @@
-"""The frame of the trainings that one job runs, one after the other in its processes."""
+"""Helpers for several trainings that one job runs one after the other in the same processes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from hvd_elastic.training import context
 
 
 def begin(seed: int) -> None:
-    """Forget the training before and keep the ranks, which take longer to start than to train."""
+    """Begin a new training in the same ranks, which take longer to start than to train."""
     context._context = None
     hvd.init()
     torch.manual_seed(seed)
 
 
 def ranks() -> int:
-    """The number of ranks of this job."""
+    """Return the number of ranks of this job."""
     return context.current().worker.communicator.size
 
 
 def loader_with_plan(
     examples: TensorDataset, plan: BatchPlan, initial: int | None = None, seed: int = 0
 ) -> Any:
-    """A loader that measures everything, and whose bounds leave room for one plan alone.
+    """Return an adaptive loader whose bounds allow only one batch plan.
 
     Args:
-        examples: the data set.
-        plan: the one.
-        initial: global batch size that the learning rate is for; that of the plan by default.
-        seed: of the order.
+        examples: data set.
+        plan: batch plan.
+        initial: global batch size that the learning rate is for; by default that of the plan.
+        seed: seed of the order.
     """
     atomic = plan.atomic_batch_size(ranks())
     return hvd.DataLoader(
@@ -48,16 +48,16 @@ def loader_with_plan(
 
 
 def measuring_loader(examples: TensorDataset, plan: BatchPlan, seed: int) -> Any:
-    """A loader that measures the gradient noise of one plan."""
+    """Return a loader that measures the gradient noise at one batch plan."""
     if ranks() > 1 or plan.accumulation_steps:
         return loader_with_plan(examples, plan, seed=seed)
-    # One rank alone sees the noise where it may make two passes of a step now and then.
+    # A single rank can measure noise only if a step may have two passes now and then.
     batch = plan.global_batch_size
     return hvd.DataLoader(examples, batch, shuffle=True, seed=seed, max_batch_size=batch)
 
 
 def adam_divisor(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """What Adam divides the gradient of a parameter by."""
+    """Return the values by which Adam divides the gradient of a parameter."""
     state = optimizer.state[parameter]
     corrected: torch.Tensor = state["exp_avg_sq"] / (1 - 0.999 ** state["step"])
     return corrected.sqrt() + 1e-8
@@ -73,16 +73,16 @@ def train_until(
     before_step: Callable[[], None] = lambda: None,
     schedule: Any = None,
 ) -> None:
-    """Train as a script does, epoch after epoch, until ``over`` says so.
+    """Train as a script does, epoch after epoch, until ``over`` returns True.
 
     Args:
-        over: given the number of steps so far before each pass, whether training ends here.
-        loader: of passes.
-        model: what is trained.
-        optimizer: of hvd_elastic.
-        loss: of what the loader gives for one pass.
-        before_step: called between the gradients of a pass and the optimizer's step.
-        schedule: of the learning rate; moves on with each pass.
+        over: called before each pass with the number of steps so far; returns whether to stop.
+        loader: loader of passes.
+        model: trained model.
+        optimizer: optimizer of hvd_elastic.
+        loss: computes the loss from the loader's values for one pass.
+        before_step: called between the backward pass and the optimizer's step.
+        schedule: learning-rate schedule, stepped after each pass; None: none.
     """
     others = {} if schedule is None else {"schedule": schedule}
 

@@ -1,1 +1,1 @@
-"""How the examples of a step are divided: fixed, unequal shares, adaptive; reviewed in training."""
+"""Planners, which divide the examples of a step: fixed shares, unequal shares, adaptive batch."""

@@ -1,4 +1,4 @@
-"""The batch of a run adapts to what the ranks measure: noise of the gradients and step times."""
+"""Planner that adapts the batch to the measured gradient noise scale and step times."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ from hvd_elastic.training.planning.schedule_checks import ScheduleChecks
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["AdaptivePlanner", "Statistics"]
-
 _YOUNG_STEPS = 10
-"""Most steps to the next review of a run that has made few, or whose step times may have shifted:
-what is known of it changes quickly."""
+"""Most steps until the next review early in a run, or when step times may have shifted: estimates
+still change quickly then."""
 _BAD_STEPS = 10
-"""So many consecutive steps without a finite gradient end the job."""
+"""Number of consecutive steps without finite gradients after which the job ends."""
 _BAD_STEPS_SCALED = 50
-"""The same where a gradient scaler begins with a scale that is too large, and halves it."""
+"""This number with a gradient scaler, which may start with too large a scale and halves it."""
 
 
 class Statistics(Protocol):
     """Collects the norms of an optimizer's gradients in sampled steps.
 
     Attributes:
-        groups: parameter groups.
+        groups: number of parameter groups.
         ready: whether a step can be sampled.
     """
 
@@ -52,26 +50,27 @@ class Statistics(Protocol):
     def ready(self) -> bool: ...
 
     def drain(self) -> np.ndarray:
-        """Return what was collected since the last call, for :meth:`GradientNoise.add`."""
+        """Return the samples collected since the last call, for :meth:`GradientNoise.add`."""
 
 
 class AdaptivePlanner(ReviewedPlanner):
-    """Plans the batch from what was measured; the plan is the same on all ranks.
+    """Chooses the batch plan from measurements; the plan is the same on all ranks.
 
     Args:
-        limits: what the user allows.
-        examples: in the data set.
+        limits: bounds on the batch plan that the user set.
+        examples: number of examples in the data set.
         unequal_shares: whether slow ranks get fewer examples of a step.
-        new_event: makes an event on the device that trains.
+        new_event: creates an event on the training device.
 
     Attributes:
-        choice: the batch plan and the shares.
+        choice: current batch plan and shares.
         timings: step times that rank 0 has collected.
-        noise: the gradient noise scale.
-        sampling, sampling_cost: which steps are sampled, and the time it takes this rank.
-        skipped: steps that were not taken.
-        rule: of the learning rate.
-        progress: scale-invariant progress: steps of the initial batch size that were as good.
+        noise: estimate of the gradient noise scale.
+        sampling: decides which steps are sampled.
+        sampling_cost: measures the time that sampling takes on this rank.
+        skipped: counts steps that were not taken.
+        rule: learning-rate rule.
+        progress: scale-invariant progress: equivalent number of steps at the initial batch size.
     """
 
     adapts = True
@@ -101,60 +100,60 @@ class AdaptivePlanner(ReviewedPlanner):
         self._schedule_checks = ScheduleChecks()
 
     def attach(self, statistics: Statistics, rule: Rule) -> None:
-        """Take the statistics of the optimizer's gradients, and its learning-rate rule."""
+        """Set the source of gradient statistics, and the learning-rate rule."""
         self._statistics, self.rule = statistics, rule
         initial = self.limits.initial_batch_size
         self.noise = GradientNoise(statistics.groups, initial, self.examples)
 
     @property
     def limits(self) -> BatchLimits:
-        """What the user allows."""
+        """Bounds on the batch plan that the user set."""
         return self.choice.limits
 
     @property
     def plan(self) -> BatchPlan:
-        """The batch plan in use."""
+        """Batch plan in use."""
         return self.choice.plan
 
     @property
     def batch_size(self) -> int:
-        """As of the base class."""
+        """See the base class."""
         return self.plan.global_batch_size
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """As of the base class."""
+        """See the base class."""
         return self.choice.balance.parts
 
     @property
     def cut(self) -> Hashable:
-        """As of the base class."""
+        """See the base class."""
         return self.plan, self.parts, self.sampling.probe_every, self.choice.memory_bound
 
     def passes(self, step: int, share: int, ranks: int) -> int:
-        """As of the base class."""
+        """See the base class."""
         passes = self.plan.accumulation_steps + 1
         alone = ranks == 1 and passes == 1 and self.limits.max_accumulation_steps > 0
         if alone and self.sampling.sampled(step, probing=True):
             passes = 2
-        # Two examples in each, where there are, for layers that cannot train on one.
+        # At least two examples in each pass if possible: batch normalisation cannot train on one.
         least = max(2, self.limits.min_atomic_batch_size)
         passes = max(1, min(passes, share // least))
         bound = self.choice.atomic_bound
         if bound is not None and self.limits.max_accumulation_steps > 0:
-            # The last step of an epoch may be a little larger than the plan's.
+            # The last step of an epoch may be slightly larger than the plan's batch size.
             passes = max(passes, -(-share // bound))
         return passes
 
     def sampled(self, step: int) -> bool:
-        """As of the base class."""
+        """See the base class."""
         if self._statistics is None or not self._statistics.ready:
             return False
         probing = self._ranks == 1 and self.plan.accumulation_steps == 0
         return self.sampling.sampled(step, probing=probing)
 
     def adjustments(self) -> list[Adjustment]:
-        """Return those of the learning rate: for each parameter group, and last for all."""
+        """Return the learning-rate adjustments: one per parameter group, then one for all."""
         initial = self.limits.initial_batch_size
         scale = self.plan.global_batch_size / initial
         return [
@@ -163,24 +162,24 @@ class AdaptivePlanner(ReviewedPlanner):
         ]
 
     def advance(self, gain: float, step_examples: int) -> None:
-        """As of the base class."""
+        """See the base class."""
         self.progress += gain * min(1.0, step_examples / self.batch_size)
 
     def skip(self, step: int) -> None:
-        """Count a step that is not taken, since its gradients are not finite.
+        """Count a step that is not taken because its gradients are not finite.
 
         Raises:
-            ScriptError: none was taken for many steps.
+            ScriptError: too many consecutive steps were not finite.
         """
         self.skipped.add()
         self.skipped.refuse_many(step, self._rate_advice)
 
     def expect_overflows(self) -> None:
-        """As of the base class."""
+        """See the base class."""
         self.skipped.most = _BAD_STEPS_SCALED
 
     def _rate_advice(self) -> str:
-        """What to change where it was this class that raised the learning rate; else nothing."""
+        """Return advice for an error message if this class has raised the learning rate, or ""."""
         initial, size = self.limits.initial_batch_size, self.plan.global_batch_size
         scale = max(adjustment.factor for adjustment in self.adjustments())
         if scale <= 1:
@@ -198,15 +197,15 @@ class AdaptivePlanner(ReviewedPlanner):
         return self.progress * self.limits.initial_batch_size / self.examples
 
     def progress_in(self, unit: str) -> float:
-        """As of the base class."""
+        """See the base class."""
         return self.progress if unit == "step" else self.epochs
 
     def is_enough(self, epoch: int, count: int) -> bool:
-        """As of the base class: to the nearest pass over the data."""
+        """See the base class; rounds to the nearest pass over the data."""
         return count <= 0 or (epoch > 0 and self.epochs * (1 + 0.5 / epoch) >= count)
 
     def out_of_memory(self, pass_examples: int) -> bool:
-        """As of the base class."""
+        """See the base class."""
         bound = self.choice.bound_after_failure(pass_examples)
         self._own_memory_bound = min(self._own_memory_bound, bound)
         return bound < pass_examples
@@ -214,12 +213,12 @@ class AdaptivePlanner(ReviewedPlanner):
     # -- between steps ---------------------------------------------------------------------
 
     def review_if_due(self, worker: Worker) -> None:
-        """As of the base class."""
+        """See the base class."""
         self._schedule_checks.look(worker, self.limits, self.epochs)
         moved = worker.generation != self._generation
         super().review_if_due(worker)
         if moved:
-            # Warn once where the bounds cannot be kept, and again in another such world.
+            # Warn once if the bounds cannot be met, and again if another world has other problems.
             told, self._at_odds = self._at_odds, bounds_at_odds(self.limits, self._ranks)
             if self._at_odds not in ("", told):
                 worker.warn_once(self._at_odds)
@@ -234,7 +233,7 @@ class AdaptivePlanner(ReviewedPlanner):
         bound, self._own_memory_bound = self._own_memory_bound, math.inf
         rows = self._statistics.drain()
         if moved:
-            # Parts of samples from another world cannot be added up in this one.
+            # The ranks' parts of a sample add up only within the world that took it.
             rows = rows[:0]
         return super()._report(moved=moved)._replace(memory_bound=bound, samples=rows)
 
@@ -246,7 +245,7 @@ class AdaptivePlanner(ReviewedPlanner):
         return why_shares, why_plan
 
     def _learn(self, reports: Sequence[Report]) -> None:
-        """Take what all ranks have measured since the last review."""
+        """Add what all ranks have measured since the last review to the estimates."""
         choice, ranks = self.choice, len(reports)
         bound = min(report.memory_bound for report in reports)
         if math.isfinite(bound):
@@ -256,19 +255,19 @@ class AdaptivePlanner(ReviewedPlanner):
         compute_s = [report.compute_s for report in reports]
         self._may_have_shifted = False
         for passes, times in self.times.step_s.items():
-            # With unequal shares this rank's passes need not be those of the others.
+            # With unequal shares the number of passes can differ between ranks.
             extra = self.plan.accumulation_steps if self.parts else passes - 1
             atomic = self.batch_size / ranks / (extra + 1)
             slowness = choice.slowness(compute_s)
             where = Configuration(_hosts(reports), ranks, atomic, extra, slowness)
-            slowest = float(np.max(compute_s))  # NaN if that of any is
+            slowest = float(np.max(compute_s))  # NaN if any rank's time is unknown
             if self.timings.add(where, float(np.median(times)), slowest):
                 self._may_have_shifted = False
             else:
                 self._may_have_shifted |= self.timings.may_have_shifted(where)
 
     def _share_out(self, reports: Sequence[Report], *, moved: bool) -> str:
-        """Decide on the shares; return why they change, in words, where they do."""
+        """Choose the shares; return the reason if they change, else ""."""
         if moved:
             told = "the ranks have not been timed yet" if self.parts else ""
             self.choice.balance.forget()
@@ -277,11 +276,11 @@ class AdaptivePlanner(ReviewedPlanner):
         return self.choice.review_shares(compute_s, self._typical_step_s())
 
     def _choose_plan(self, reports: Sequence[Report]) -> str:
-        """Choose the plan; return why it changes, in words, where it does."""
+        """Choose the batch plan; return the reason if it changes, else ""."""
         ranks = len(reports)
         reason = self.choice.keep_to_limits(ranks)
         if self._may_have_shifted:
-            return reason  # the next review tells a change from a busy moment
+            return reason  # the next review can tell a lasting change from a short disturbance
         model, noise = self.timings.model(), self.noise.cautious_scale
         if model is None or math.isnan(noise):
             return reason
@@ -290,7 +289,7 @@ class AdaptivePlanner(ReviewedPlanner):
         return found or reason
 
     def _steps_to_review(self, step: int) -> int:
-        """As of the base class; decides when to sample and to probe too."""
+        """See the base class; also decides which of the next steps are sampled."""
         self.sampling.schedule(
             self.noise.tracker,
             self.times.all_step_s(),
@@ -323,7 +322,7 @@ class AdaptivePlanner(ReviewedPlanner):
         )
 
     def metrics(self) -> dict[str, Any]:
-        """As of the base class; what is unknown or infinite is left out."""
+        """See the base class; unknown and infinite values are left out."""
         found, size = super().metrics(), self.batch_size
         if self.skipped.count:
             found["skipped_steps"] = self.skipped.count
@@ -338,10 +337,10 @@ class AdaptivePlanner(ReviewedPlanner):
             found["efficiency"] = float(efficiency)
         return found
 
-    # -- what lasts ------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the base class."""
+        """See the base class."""
         return {
             **super().state_dict(),
             "progress": self.progress,
@@ -353,7 +352,7 @@ class AdaptivePlanner(ReviewedPlanner):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As of the base class."""
+        """See the base class."""
         super().load_state_dict(state)
         self.progress = state["progress"]
         self.timings.load_state_dict(state["seen"])
@@ -364,12 +363,12 @@ class AdaptivePlanner(ReviewedPlanner):
 
 
 class SkippedSteps:
-    """Counts the steps that were not taken, since their gradients were not finite.
+    """Counts steps that were not taken because their gradients were not finite.
 
     Attributes:
-        count: all of them.
-        consecutive: the last steps that were bad, taken or not.
-        most: consecutive ones before the job ends.
+        count: number of steps that were not taken.
+        consecutive: number of latest steps without finite gradients, taken or not.
+        most: number of consecutive such steps that ends the job.
     """
 
     def __init__(self) -> None:
@@ -378,7 +377,7 @@ class SkippedSteps:
         self.most = _BAD_STEPS
 
     def note(self, *, finite: bool) -> None:
-        """Note whether the gradients of a step are finite."""
+        """Record whether the gradients of a step were finite."""
         self.consecutive = 0 if finite else self.consecutive + 1
 
     def add(self) -> None:
@@ -387,7 +386,7 @@ class SkippedSteps:
         self.consecutive += 1
 
     def refuse_many(self, step: int, advice: Callable[[], str]) -> None:
-        """Raise ScriptError if too many consecutive steps, up to ``step``, were bad."""
+        """Raise ScriptError if too many consecutive steps up to ``step`` were not finite."""
         if self.consecutive >= self.most:
             raise ScriptError(
                 f"the gradients were not finite in {self.most} steps running, up to step {step}: "
@@ -396,11 +395,11 @@ class SkippedSteps:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a broadcast or a checkpoint."""
+        """Return the counts as plain numbers, for a broadcast or a checkpoint."""
         return {"skipped_steps": self.count, "bad_running": self.consecutive}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         self.count, self.consecutive = state["skipped_steps"], state["bad_running"]
 
 

@@ -1,4 +1,4 @@
-"""What a script may ask of a batch that adapts, and where its ranks cannot keep to it."""
+"""Checks the loader's arguments for an adaptive batch, and whether the ranks can meet them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import BatchLimits, nearest_plan
 
-__all__ = ["batch_limits", "bounds_at_odds", "require_whole"]
-
 
 def require_whole(name: str, value: Any, least: int, meaning: str) -> None:
-    """Refuse an argument of the loader that is no whole number, or too small."""
+    """Raise ScriptError unless a loader argument is a whole number of at least ``least``."""
     if not _whole(value, least):
         raise ScriptError(
             f"DataLoader({name}={value!r}): it must be a whole number of at least {least} "
@@ -28,10 +26,12 @@ def batch_limits(
     accumulation: bool,
     examples: int,
 ) -> BatchLimits:
-    """What a batch that adapts must keep to, as the loader was told; ``batch_size`` is checked.
+    """Return the limits of an adaptive batch from the loader's arguments.
+
+    ``batch_size`` has been checked already.
 
     Raises:
-        ScriptError: no number of ranks could keep to it.
+        ScriptError: an argument is invalid, or no number of ranks could meet the limits.
     """
     require_whole("max_batch_size", max_batch_size, 1, "examples of all ranks in the largest step")
     if max_batch_size < batch_size:
@@ -45,9 +45,9 @@ def batch_limits(
             f"batch that adapts needs batch_size of at most {examples}"
         )
     low, high = _pair(bounds)
-    # A batch larger than the data set is one step an epoch, and that is as much as there is.
+    # An epoch has at least one step, so no batch is larger than the data set.
     most = min(max_batch_size, examples)
-    # As few passes as can hold the smallest batch, on however many ranks.
+    # Fewest passes that can hold the initial batch, on any number of ranks.
     passes = 1 if high is None else -(-batch_size // high)
     if passes * low > most:
         told = f"the {examples} examples of the dataset"
@@ -92,9 +92,9 @@ def _whole(value: Any, least: int) -> bool:
 
 
 def bounds_at_odds(limits: BatchLimits, ranks: int) -> str:
-    """How steps of so many ranks go against what the script asked for; empty: they do not.
+    """Return a warning that this number of ranks cannot meet the script's bounds, or "".
 
-    Ranks that have no example at all are the loader's to tell.
+    The loader itself warns of ranks that have no example at all.
 
     >>> print(bounds_at_odds(BatchLimits(64, 512, min_atomic_batch_size=24), ranks=4))
     at 4 ranks the batch has at least 96 examples, more than batch_size=64: a pass has at least ...

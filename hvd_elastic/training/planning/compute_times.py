@@ -1,8 +1,8 @@
-"""Times of this rank's own work, on the CPU or on a device that works behind the script.
+"""Measures this rank's compute time, on the CPU or on a device that works asynchronously.
 
-In a synchronous job all ranks see the same step time. Which of them is slow shows only in what each
-does by itself: reading its share, forward and backward pass. Work on a device is timed by events in
-it, which are read when the device has reached them, without ever waiting for it.
+In a synchronous job all ranks see the same step time. Which rank is slow shows only in the time for
+its own work: reading its share, forward and backward pass. Work on a device is timed by events in
+its queue, which are read once the device has reached them, so measuring never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,40 +14,38 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, Protocol
 
-__all__ = ["ComputeTimes", "DeviceEvent", "NewEvent", "SamplingCost", "no_event"]
-
-_KEPT_STEPS = 256
-_KEPT_SAMPLES = 16
+_KEPT_STEPS = 256  # more than are taken between two reviews
+_KEPT_SAMPLES = 16  # latest sampled steps whose median is the cost
 _SETTLING_STEPS = 2
-"""Steps after a change that are not timed: readers start, memory is allocated."""
+"""Steps after a change that are not timed: loader processes start, memory is allocated."""
 
 
 class DeviceEvent(Protocol):
-    """A mark in the work of a device, as :class:`torch.cuda.Event`."""
+    """Event in the work queue of a device, such as :class:`torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Put the mark behind all work that was given to the device so far."""
+        """Put the event behind all work queued on the device so far."""
 
     def query(self) -> bool:
-        """Whether the device has come to it; does not wait."""
+        """Return whether the device has reached the event; does not wait."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """From this mark to a later one that was reached too [ms]."""
+        """Return the time from this event to a later one, both reached [ms]."""
 
 
 NewEvent = Callable[[], DeviceEvent | None]
-"""Makes an event on the device that trains; gives None where that is the CPU."""
+"""Function that creates an event on the training device; returns None where that is the CPU."""
 
 
 def no_event() -> None:
-    """There is no device."""
+    """Return None: the training device is the CPU."""
 
 
 class KnownTimes:
-    """The last times of something, some of which the device has not come to yet.
+    """Latest durations of one kind of work; those on a device become known later.
 
     Args:
-        kept: how many at the most.
+        kept: number of durations kept.
     """
 
     def __init__(self, kept: int) -> None:
@@ -55,49 +53,49 @@ class KnownTimes:
         self._known: deque[float] = deque(maxlen=kept)
 
     def add(self, seconds: float) -> None:
-        """A time that is known."""
+        """Add a duration that is known already [s]."""
         self._known.append(seconds)
 
     def add_marks(self, pairs: Sequence[tuple[DeviceEvent, DeviceEvent]]) -> None:
-        """A time that is the sum of those between pairs of marks, in the order of the work."""
+        """Add a duration that is the sum of the times between pairs of events, in queue order."""
         self._pending.append(pairs)
 
     def read(self) -> list[float]:
-        """All that are known by now [s]."""
-        # The device does its work in order: where it has not come to a mark, all later ones wait.
+        """Return all durations that are known by now [s]."""
+        # The device works in order: if it has not reached an event, it has reached no later one.
         while self._pending and self._pending[0][-1][1].query():
             pairs = self._pending.popleft()
             self._known.append(sum(first.elapsed_time(last) for first, last in pairs) / 1000)
         return list(self._known)
 
     def clear_known(self) -> None:
-        """Those that were read."""
+        """Drop the durations that are known."""
         self._known.clear()
 
     def clear(self) -> None:
-        """All of them."""
+        """Drop all durations, those that are still pending too."""
         self._pending.clear()
         self._known.clear()
 
 
 class ComputeTimes:
-    """Times the steps of this rank: the whole of each, and its compute time.
+    """Measures the steps of this rank: the time of the whole step, and its compute time.
 
-    On a CPU the compute time of a step is from its beginning to its end less the waits in between.
-    A GPU works behind the script, and what looks like waiting for other ranks may be waiting for
-    it. So two events are recorded in its work, where a step begins and where its backward pass
-    ends, and the time between them is read when the GPU has reached both, without ever waiting for
-    it. A GPU that is idle, because the next batch is still being read, reaches the first event at
-    once: reading counts on both.
+    On a CPU the compute time of a step is its duration minus the time spent waiting for other
+    ranks. A GPU works asynchronously, and what looks like waiting for other ranks may be waiting
+    for the GPU. So two events are recorded in its queue, where a step begins and where its backward
+    pass ends, and the time between them is read once the GPU has reached both. A GPU that is idle,
+    because the next batch is still being read, reaches the first event at once: the time for
+    reading counts on both.
 
     Args:
-        clock: [s].
-        new_event: makes an event on the device that trains; gives None where that is the CPU.
+        clock: returns the time [s].
+        new_event: creates an event on the training device; returns None where that is the CPU.
         settling_steps: steps after :meth:`forget` that are not timed.
 
     Attributes:
         step_s: times of whole steps since :meth:`clear_steps`, by number of passes [s].
-        passes: all that this rank has begun.
+        passes: number of passes that this rank has begun.
     """
 
     def __init__(
@@ -122,7 +120,7 @@ class ComputeTimes:
 
         Args:
             waited_s: total time spent waiting for other ranks since the process began [s].
-            passes: that this rank will make.
+            passes: number of passes in which this rank computes its share.
         """
         self.passes += passes
         self._began, self._waited_s, self._worked = self._clock(), waited_s, False
@@ -132,7 +130,7 @@ class ComputeTimes:
             self._marks[0].record()
 
     def work_ends(self) -> None:
-        """Note that the last backward pass of the step was given to the device."""
+        """Note that the last backward pass of the step is queued on the device."""
         if self._marks is not None:
             self._marks[1].record()
         self._worked = True
@@ -142,8 +140,8 @@ class ComputeTimes:
 
         Args:
             waited_s: as for :meth:`step_begins`.
-            passes: that this rank made.
-            full: whether it had all examples of a step; others are not timed.
+            passes: number of passes in which this rank computed its share.
+            full: whether the step had a whole batch; others are not timed.
         """
         if self._settling > 0:
             self._settling -= 1
@@ -171,20 +169,20 @@ class ComputeTimes:
         self.step_s.clear()
 
     def forget(self) -> None:
-        """Drop all times: steps take another time from now on."""
+        """Drop all times, since the plan or the world has changed."""
         self._times.clear()
         self.clear_steps()
         self._settling = self._settling_steps
 
 
 class SamplingCost:
-    """Times this rank's sampling, which is done in several pieces of a step: ``with cost: ...``.
+    """Measures the time that sampling takes on this rank; wrap each piece in ``with cost: ...``.
 
-    On a GPU each piece is between two events in its work.
+    A step is sampled in several pieces. On a GPU each piece lies between two events in its queue.
 
     Args:
-        clock: [s].
-        new_event: makes an event on the device that trains; gives None where that is the CPU.
+        clock: returns the time [s].
+        new_event: creates an event on the training device; returns None where that is the CPU.
     """
 
     def __init__(
@@ -219,13 +217,13 @@ class SamplingCost:
         self._marks.append((self._began, event))
 
     def step_ends(self) -> None:
-        """End a step of which every piece was sampled."""
+        """End a sampled step, and store the total time of its pieces."""
         if self._marks:
             self._times.add_marks(self._marks)
         else:
             self._times.add(self._spent_s)
 
     def typical_s(self) -> float:
-        """Return the median of the last sampled steps [s]; NaN: none is known yet."""
+        """Return the median cost of the latest sampled steps [s]; NaN: none is known yet."""
         times = self._times.read()
         return median(times) if times else math.nan

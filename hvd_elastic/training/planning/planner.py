@@ -1,11 +1,11 @@
-"""Who computes how many examples of a step, in how many passes: a planner decides.
+"""Planners, which decide how many examples of a step each rank computes, and in how many passes.
 
-There are three kinds. :class:`Planner` itself leaves the batch as it is, in equal shares.
-:class:`UnequalShares` follows the speed of the ranks. An adaptive one
-(:mod:`hvd_elastic.training.planning.adaptive`) chooses the size of the batch too. The last two
-*review* their plan every few steps, at a step boundary that all ranks know beforehand: each sends
-rank 0 what it has measured, and rank 0 decides and broadcasts the plan with all that it rests on.
-So ranks agree to the last bit, and whoever survives can go on.
+There are three kinds. :class:`Planner` itself keeps the batch size and gives equal shares.
+:class:`UnequalShares` gives shares that follow the speed of the ranks. The adaptive planner
+(:mod:`hvd_elastic.training.planning.adaptive`) chooses the batch size too. The last two *review*
+their plan every few steps, at a step boundary that all ranks know in advance: each rank sends rank
+0 what it has measured; rank 0 decides, and broadcasts the plan with the data that it is based on.
+So all ranks hold identical plans, and the survivors of a failure can continue.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from hvd_elastic.training.planning.compute_times import ComputeTimes, SamplingCo
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["Planner", "Report", "ReviewedPlanner", "UnequalShares"]
-
-_HEADER = 4
+_HEADER = 4  # numbers before the samples in a packed Report
 
 
 class Planner:
     """Plans steps of a fixed size, in equal shares of one pass each.
 
     Attributes:
-        reviews: whether the ranks change the plan in training.
-        adapts: whether the size of the batch is part of it.
-        sampling_cost: times the sampling of gradients on this rank.
+        reviews: whether the ranks review the plan during training.
+        adapts: whether a review may change the batch size.
+        sampling_cost: measures the time that sampling gradients takes on this rank.
     """
 
     reviews = False
@@ -61,11 +59,11 @@ class Planner:
 
     @property
     def cut(self) -> Hashable:
-        """What the cutting of steps into shares and passes depends on, besides step and ranks."""
+        """All that determines shares and passes, besides the step and the ranks."""
         return self.batch_size, self.parts
 
     def passes(self, step: int, share: int, ranks: int) -> int:
-        """Return in how many passes a rank makes its ``share`` of the step after ``step``."""
+        """Return the number of passes for a rank's ``share`` of the step after ``step``."""
         return 1
 
     def sampled(self, step: int) -> bool:
@@ -73,54 +71,54 @@ class Planner:
         return False
 
     def step_begins(self, passes: int, waited_s: float) -> None:
-        """A step of so many passes begins; see :meth:`ComputeTimes.step_begins`."""
+        """Begin to time a step; see :meth:`ComputeTimes.step_begins`."""
 
     def work_ends(self) -> None:
-        """The last backward pass of the step was given to the device."""
+        """Note that the last backward pass of the step is queued on the device."""
 
     def step_ends(self, examples: int, passes: int, waited_s: float) -> None:
-        """A step ends; see :meth:`ComputeTimes.step_ends`."""
+        """Stop timing a step; see :meth:`ComputeTimes.step_ends`."""
 
     def advance(self, gain: float, step_examples: int) -> None:
-        """Count a step that was taken; ``gain``: progress of a full one."""
+        """Count a step that was taken; ``gain``: progress of a step with a whole batch."""
 
     def skip(self, step: int) -> None:
-        """Count a step that is not taken, since its gradients are not finite."""
+        """Count a step that is not taken because its gradients are not finite."""
 
     def expect_overflows(self) -> None:
-        """A gradient scaler is in use: steps whose gradients overflow are part of its search."""
+        """Allow more steps with overflowing gradients: a gradient scaler causes some of them."""
 
     def out_of_memory(self, pass_examples: int) -> bool:
-        """Note that a pass did not fit; return whether a smaller one is allowed."""
+        """Note that a pass did not fit into memory; return whether a smaller one is allowed."""
         return False
 
     def want_review(self) -> None:
-        """Review at the next step boundary; all ranks call this."""
+        """Have the plan reviewed at the next step boundary; all ranks call this."""
 
     def review_if_due(self, worker: Worker) -> None:
-        """Review between two steps; a collective, due in the same steps on all ranks."""
+        """Review the plan if due; a collective, in the same steps on all ranks."""
 
     def is_enough(self, epoch: int, count: int) -> bool:
-        """Return whether ``epoch`` passes over the data make ``count`` epochs."""
+        """Return whether ``epoch`` passes over the data amount to ``count`` epochs."""
         return epoch >= count
 
     def progress_in(self, unit: str) -> float | None:
-        """Return how far a schedule by ``unit``, step or epoch, is; None: it counts its calls."""
+        """Return the progress of a schedule in ``unit``, step or epoch; None: it counts calls."""
         return None
 
     def metrics(self) -> dict[str, Any]:
-        """Return fields of the ``metrics`` event."""
+        """Return the planner's fields of the ``metrics`` event."""
         return {}
 
 
 class Report(NamedTuple):
-    """What one rank tells rank 0 in a review.
+    """Measurements that one rank sends rank 0 in a review.
 
     Attributes:
         memory_bound: most examples of a pass that fit into its memory; infinite: none has failed.
         compute_s: its typical compute time of a step [s]; NaN: not known.
-        host: a number of its host's name.
-        samples: of gradients, see :meth:`GradientNoise.add`.
+        host: hash of its host's name.
+        samples: gradient samples, see :meth:`GradientNoise.add`.
     """
 
     memory_bound: float
@@ -129,13 +127,13 @@ class Report(NamedTuple):
     samples: np.ndarray
 
     def pack(self) -> np.ndarray:
-        """Return the report as one array, for :meth:`unpack`."""
+        """Return the report as one flat array, for :meth:`unpack`."""
         header = [*self[:3], len(self.samples)]
         return np.concatenate([np.array(header), self.samples.reshape(-1)])
 
     @classmethod
     def unpack(cls, gathered: np.ndarray, columns: int) -> list[Report]:
-        """Return the reports of all ranks, which follow one another."""
+        """Return the reports of all ranks from their concatenated arrays."""
         reports, at = [], 0
         while at < len(gathered):
             memory_bound, compute_s, host, rows = gathered[at : at + _HEADER].tolist()
@@ -147,19 +145,19 @@ class Report(NamedTuple):
 
 
 class ReviewedPlanner(Planner):
-    """A plan that the ranks review in training.
+    """Base class of planners whose plan the ranks review during training.
 
     Args:
         batch_size: examples of a full step over all ranks.
-        times: of this rank.
+        times: measures this rank's steps.
 
     Attributes:
-        times: of this rank's steps.
+        times: measures this rank's steps.
     """
 
     reviews = True
     _option = ""
-    """Of the loader, which asks for this kind."""
+    """The loader's option that asks for this planner, for messages."""
 
     def __init__(self, batch_size: int, times: ComputeTimes) -> None:
         super().__init__(batch_size)
@@ -168,26 +166,26 @@ class ReviewedPlanner(Planner):
         self._rank_s: list[float | None] = []
         self._next_review = 0
         self._generation = -1
-        """Of the last review; -1: there was none in this process."""
+        """Generation of the last review; -1: this process has had none."""
 
     def step_begins(self, passes: int, waited_s: float) -> None:
-        """As of the base class."""
+        """See the base class."""
         self.times.step_begins(waited_s, passes)
 
     def work_ends(self) -> None:
-        """As of the base class."""
+        """See the base class."""
         self.times.work_ends()
 
     def step_ends(self, examples: int, passes: int, waited_s: float) -> None:
-        """As of the base class."""
+        """See the base class."""
         self.times.step_ends(waited_s, passes, full=examples == self.batch_size)
 
     def want_review(self) -> None:
-        """As of the base class."""
+        """See the base class."""
         self._next_review = 0
 
     def review_if_due(self, worker: Worker) -> None:
-        """As of the base class."""
+        """See the base class."""
         step, communicator = worker.progress.step, worker.communicator
         moved = worker.generation != self._generation
         if not moved and step < self._next_review:
@@ -212,7 +210,7 @@ class ReviewedPlanner(Planner):
             self._rank_s = [each if math.isfinite(each) else None for each in compute_s]
             why_shares, why_plan = self._decide(reports, moved=moved)
             if self._planned != before:
-                self._rank_s = []  # measured with the plan and the shares before
+                self._rank_s = []  # these times belong to the previous plan
             self._next_review = step + self._steps_to_review(step)
         if self._ranks > 1:
             decided = communicator.broadcast_bytes(json.dumps(self.state_dict()).encode(), 0)
@@ -236,17 +234,17 @@ class ReviewedPlanner(Planner):
 
     @property
     def _planned(self) -> tuple[Any, tuple[int, ...]]:
-        """What times were measured with: they are forgotten when it changes."""
+        """Plan and shares; measured times are dropped when they change."""
         return self.batch_size, self.parts
 
     def _report(self, *, moved: bool) -> Report:
-        """Return what this rank tells rank 0; ``moved``: the ranks are others now."""
+        """Return this rank's report; ``moved``: it is the first review of a generation."""
         name = os.environ.get("HVD_ELASTIC_HOST") or socket.gethostname()
         host = float(zlib.crc32(name.encode()))
         return Report(math.inf, self.times.typical_s(), host, np.zeros((0, 0)))
 
     def _decide(self, reports: Sequence[Report], *, moved: bool) -> tuple[str, str]:
-        """Change the plan; return why the shares and why the rest changes, where they do."""
+        """Update the plan on rank 0; return why the shares and why the rest change, or ""."""
         raise NotImplementedError
 
     def _steps_to_review(self, step: int) -> int:
@@ -254,7 +252,7 @@ class ReviewedPlanner(Planner):
         return steps_to_review(self.times.all_step_s())
 
     def _announce(self, worker: Worker, before: Any, why: str, *, first: bool) -> None:
-        """Tell of a plan that was another before."""
+        """Report the plan to the leader if it differs from ``before``."""
 
     def _typical_step_s(self) -> float:
         """Return the median time of whole steps [s]; 0: none was timed."""
@@ -262,16 +260,16 @@ class ReviewedPlanner(Planner):
         return median(timed) if timed else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers, for a broadcast or a checkpoint."""
+        """Return the plan and its data as plain numbers, for a broadcast or a checkpoint."""
         return {"rank_s": self._rank_s, "next_review": self._next_review}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, here or in the process that the run goes on from."""
+        """Restore what :meth:`state_dict` returned, on rank 0 or before the run was resumed."""
         self._rank_s = list(state.get("rank_s", []))  # early checkpoints have none
         self._next_review = state["next_review"]
 
     def metrics(self) -> dict[str, Any]:
-        """As of the base class; what is unknown is left out."""
+        """See the base class; unknown values are left out."""
         found: dict[str, Any] = {"global_batch_size": self.batch_size}
         if self._rank_s:
             found["rank_s"] = self._rank_s
@@ -279,14 +277,14 @@ class ReviewedPlanner(Planner):
 
 
 class UnequalShares(ReviewedPlanner):
-    """Plans steps of a fixed size, of which slow ranks get fewer examples.
+    """Plans steps of a fixed size in which slow ranks get fewer examples.
 
-    No part of the state: every world begins with a review, which tells all of it.
+    It is not part of checkpoints: every world begins with a review, which sets all of it.
 
     Args:
         batch_size: examples of a full step over all ranks.
         low: fewest examples of a rank.
-        times: of this rank.
+        times: measures this rank's steps.
     """
 
     _option = "DataLoader(unequal_shares=True): gradients have to be averaged by examples"
@@ -298,7 +296,7 @@ class UnequalShares(ReviewedPlanner):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """As of the base class."""
+        """See the base class."""
         return self.balance.parts
 
     def _decide(self, reports: Sequence[Report], *, moved: bool) -> tuple[str, str]:
@@ -312,16 +310,16 @@ class UnequalShares(ReviewedPlanner):
         return reason, ""
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the base class."""
+        """See the base class."""
         return {**super().state_dict(), "balance": self.balance.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As of the base class."""
+        """See the base class."""
         super().load_state_dict(state)
         self.balance.load_state_dict(state["balance"])
 
     def metrics(self) -> dict[str, Any]:
-        """As of the base class."""
+        """See the base class."""
         found = super().metrics()
         if self._ranks > 1:
             found["shares"] = list(self.balance.parts_of(self.batch_size, self._ranks))

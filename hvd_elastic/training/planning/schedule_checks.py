@@ -1,24 +1,22 @@
-"""Finds learning-rate schedules that count calls while the batch adapts."""
+"""Finds learning-rate schedules that count calls of ``step()`` while the batch adapts."""
 
 from __future__ import annotations
 
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.training.worker import Worker
 
-__all__ = ["ScheduleChecks"]
-
 _BATCHES_COUNTED = 2
-"""A schedule that moved in so many consecutive steps is stepped once for each batch."""
+"""Number of consecutive steps in which a schedule has to move to count as stepped per batch."""
 _PASSES_OFF = 0.05
-"""Passes over the data may be worth this much less than as many epochs, by chance."""
+"""Share by which passes over the data may fall short of as many epochs by chance."""
 
 
 class ScheduleChecks:
     """Warns of schedules in the State that count calls of ``step()`` while the batch adapts.
 
-    What a schedule counts shows when it is stepped. One that moves with each batch falls behind
-    as soon as the batch grows. One that moves between passes over the data runs ahead only where
-    larger batches need more passes, so the warning comes when they have turned out to.
+    What a schedule counts is seen from when it is stepped. One that is stepped with each batch
+    falls behind as soon as the batch grows. One that is stepped between passes over the data runs
+    ahead only if larger batches need more passes, so the warning comes once they have needed more.
     """
 
     def __init__(self) -> None:
@@ -26,12 +24,12 @@ class ScheduleChecks:
         self._told: set[str] = set()
 
     def look(self, worker: Worker, limits: BatchLimits, epochs: float) -> None:
-        """Compare schedules with the last look; called between any two steps on all ranks.
+        """Compare schedules with the previous call; called between any two steps on all ranks.
 
         Args:
             worker: this process.
-            limits: of the batch.
-            epochs: scale-invariant progress, in passes over the data.
+            limits: limits of the batch.
+            epochs: scale-invariant progress in epochs of the initial batch size.
         """
         if worker.state is None or limits.max_batch_size <= limits.initial_batch_size:
             return
@@ -48,21 +46,21 @@ class ScheduleChecks:
 
 
 class _Seen:
-    """How a scheduler moved from one look to the next."""
+    """Records when a scheduler moved, from one check to the next."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int, int] | None = None
         self.batches = 0
-        """Steps running, within a pass over the data, in each of which it moved."""
+        """Number of latest steps of this pass over the data in each of which it moved."""
         self.still = 0
-        """The same in which it did not."""
+        """Number of latest steps of this pass in which it did not move."""
         self.passes = False
-        """Whether it moved between two passes, and not with the batches before."""
+        """Whether it moved between two passes and not with the batches before."""
 
     def update(self, count: int, epoch: int, step: int) -> None:
         last, self._last = self._last, (count, epoch, step)
         if last is None or step != last[2] + 1:
-            return  # taken over from another rank, or a step done again
+            return  # the state came from another rank, or the step is repeated after a failure
         moved = count > last[0]
         if epoch != last[1]:
             self.passes = moved and self.still > 0
@@ -72,7 +70,7 @@ class _Seen:
 
 
 def _problem(seen: _Seen, name: str, passes: int, limits: BatchLimits, epochs: float) -> str:
-    """What is wrong with a scheduler and how to mend it; empty: nothing is."""
+    """Return what is wrong with a scheduler and how to correct it, or ""."""
     if seen.batches >= _BATCHES_COUNTED:
         return (
             "is stepped once for each batch, and the batch may grow from "
