@@ -294,7 +294,8 @@ def test_mpi4py_beside_horovod_and_no_value_in_a_command_line(
 @pytest.mark.usefixtures("mpi")
 def test_mpi_ends_with_its_ranks_on_ctrl_c(tmp_path: Path) -> None:
     mark = secrets.token_hex(8)
-    script = write_script(tmp_path, "import signal\nprint('up', flush=True)\nsignal.pause()\n")
+    # One write for the whole line: mpirun passes on what each rank writes as it comes.
+    script = write_script(tmp_path, "import os, signal\nos.write(1, b'up\\n')\nsignal.pause()\n")
     process = subprocess.Popen(
         command("run", "--mpi", "--np", 2, "--", sys.executable, script),
         stdout=subprocess.PIPE,
