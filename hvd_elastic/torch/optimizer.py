@@ -346,9 +346,8 @@ class GradientAverager:
         self._handles.clear()
         self._unseen.clear()
         self._sum.clear()
-        self.stepping = self._averaged = False
-        self._absorbed = -1
-        self._sampling = False
+        self.forget()
+        self.stepping = self._sampling = False
         self._statistics.drop_step()
         if self._forget_scale is not None:
             self._forget_scale()
@@ -457,8 +456,7 @@ class GradientAverager:
         self.steps += 1
         if self.steps == 1:
             self.forgotten = forgotten_schedulers(self._context.worker, self._optimizer)
-        self._averaged = False
-        self._absorbed = -1
+        self.forget()
         gain = self._gain if gain is None else gain
         self._context.planner.advance(gain, self._context.step.examples)
         self._context.step_done()

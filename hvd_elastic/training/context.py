@@ -245,7 +245,7 @@ class Context:
         """Add numbers to the metrics of the next step; outside of training, send them at once."""
         self.metrics.update(metrics)
         if not self.worker.in_train:
-            self.metrics.send(self.planner.metrics())
+            self.metrics.send(self.planner.metrics)
 
     def out_of_memory(self) -> bool:
         """Call the step off on all ranks, since a pass did not fit into this rank's memory.

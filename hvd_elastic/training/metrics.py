@@ -52,10 +52,10 @@ class Metrics:
             worker.longest_step_s = max(worker.longest_step_s, now - worker.step_began)
         worker.step_began = now
         if now >= self._due:
-            self.send(planned())
+            self.send(planned)
 
-    def send(self, planned: Mapping[str, Any]) -> None:
-        """Send metrics now, if this is rank 0; ``planned``: the planner's metrics."""
+    def send(self, planned: Callable[[], Mapping[str, Any]]) -> None:
+        """Send metrics now, if this is rank 0; ``planned`` returns the planner's metrics."""
         worker, now = self._worker, time.monotonic()
         if worker.communicator.rank != 0:
             return
@@ -67,7 +67,7 @@ class Metrics:
             record["throughput"] = done / (now - since)
         if worker.averager is not None:
             record["lr"] = worker.averager.learning_rate()
-        record |= planned
+        record |= planned()
         if "throughput" in record and "efficiency" in record:
             record["goodput"] = record["throughput"] * record["efficiency"]
         own = {*worker.progress.as_dict(), "size", "kind", *record}

@@ -253,14 +253,14 @@ class AdaptivePlanner(ReviewedPlanner):
         for finite in self.noise.add([report.samples for report in reports]):
             self.skipped.note(finite=finite)
         compute_s = [report.compute_s for report in reports]
+        slowness = choice.slowness(compute_s)
+        slowest = float(np.max(compute_s))  # NaN if any rank's time is unknown
         self._may_have_shifted = False
         for passes, times in self.times.step_s.items():
             # With unequal shares the number of passes can differ between ranks.
             extra = self.plan.accumulation_steps if self.parts else passes - 1
             atomic = self.batch_size / ranks / (extra + 1)
-            slowness = choice.slowness(compute_s)
             where = Configuration(_hosts(reports), ranks, atomic, extra, slowness)
-            slowest = float(np.max(compute_s))  # NaN if any rank's time is unknown
             if self.timings.add(where, float(np.median(times)), slowest):
                 self._may_have_shifted = False
             else:

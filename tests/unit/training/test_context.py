@@ -162,6 +162,22 @@ def test_a_run_alone_writes_its_metrics_for_tensorboard(
     assert shown["train/loss"] == losses
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_computes_the_metrics_of_a_step(rank: int) -> None:
+    process = Context(Mode.ALONE, TorchFrontend())
+    process.worker.communicator = LocalCommunicator()
+    process.worker.communicator.rank = rank
+    asked: list[int] = []
+
+    def planned() -> dict[str, Any]:
+        asked.append(rank)
+        return {}
+
+    for _ in range(3):
+        process.metrics.step_finished(planned)
+    assert asked == ([0] if rank == 0 else [])
+
+
 def read_events_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
 
