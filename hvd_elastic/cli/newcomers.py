@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hvd_elastic.cli.host_options import Chosen
 from hvd_elastic.errors import HvdElasticError
-from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.hostfile import Host, hostfile_stamp
 
 
 class Newcomers:
@@ -44,11 +44,8 @@ class Newcomers:
         return new
 
     def _look(self) -> tuple[int, int, int] | None:
-        """Return time, size and inode of the hostfile; None if it cannot be read again (a pipe)."""
+        """Return the hostfile's stamp; None if it cannot be read again (a pipe)."""
         try:
-            if not self._chosen.hostfile.is_file():
-                return None
-            status = self._chosen.hostfile.stat()
+            return hostfile_stamp(self._chosen.hostfile)
         except OSError:
             return None
-        return status.st_mtime_ns, status.st_size, status.st_ino

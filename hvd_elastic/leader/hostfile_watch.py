@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
-import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.errors import HostfileError
-from hvd_elastic.hosts.hostfile import Host, parse_hostfile, require_prices
+from hvd_elastic.hosts.hostfile import Host, hostfile_stamp, parse_hostfile, require_prices
 from hvd_elastic.leader.spec import RunSpec
 
 _REPLACED_WITHIN_S = 2.0
@@ -55,7 +53,7 @@ class HostfileWatch:
             hosts = [Host("localhost", slots=self._spec.slots)]
         else:
             with contextlib.suppress(OSError):  # parse_hostfile reports the problem
-                self._stamp = _stamp(path)
+                self._stamp = hostfile_stamp(path)
             hostfile = parse_hostfile(path)
             hosts = list(hostfile.hosts)
             if self._spec.objective == "cost":
@@ -73,7 +71,7 @@ class HostfileWatch:
         if path is None:
             return False
         try:
-            stamp = _stamp(path)
+            stamp = hostfile_stamp(path)
         except OSError as error:
             self._is_gone(path, error)
             return False
@@ -114,10 +112,3 @@ class HostfileWatch:
         missing = max(spec.np or 0, spec.min_np) - sum(host.slots for host in pinned)
         first = cheapest_hosts(others, max(0, missing)) or ()
         return [*pinned, *first, *(host for host in others if host not in first)]
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # reading a pipe would block until somebody writes to it
-        raise OSError(errno.EINVAL, "not a regular file")
-    return found.st_mtime_ns, found.st_size, found.st_ino

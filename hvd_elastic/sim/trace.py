@@ -173,12 +173,12 @@ class _File(_Part):
     duration_s: _Positive
     hosts: list[_Hosts]
     workload: _Workload
-    np: _Whole = 1
-    min_np: _Whole = 1
-    max_np: _Whole | None = None
-    pause_s: _Positive = 2.0
-    jitter: _NotNegative = 0.03
-    unequal_shares: bool = True
+    np: _Whole = Trace.np
+    min_np: _Whole = Trace.min_np
+    max_np: _Whole | None = Trace.max_np
+    pause_s: _Positive = Trace.pause_s
+    jitter: _NotNegative = Trace.jitter
+    unequal_shares: bool = Trace.unequal_shares
     changes: list[_Change] = []
 
 
