@@ -238,9 +238,9 @@ class Agent:
             interval_s = 1.0 if workers is None else self._hello.heartbeat_s
             if now - before > 2 * interval_s + 0.5:
                 # This process itself was suspended, so that is no silence of the others.
-                self._link.excuse(now - before)
+                self._link.discount(now - before)
                 for worker in workers or ():
-                    worker.liveness.excuse(now - before)
+                    worker.liveness.discount(now - before)
             before = now
             silent_s = self._link.silent_s()
             # A leader that is only frozen may continue, and is not needed while nothing changes.

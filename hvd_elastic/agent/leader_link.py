@@ -72,7 +72,7 @@ class LeaderLink:
         """Return the time since the leader's last message [s]."""
         return time.monotonic() - self._heard
 
-    def excuse(self, seconds: float) -> None:
+    def discount(self, seconds: float) -> None:
         """Subtract a time in which this process was suspended [s]."""
         self._heard += seconds
 

@@ -36,7 +36,7 @@ class Liveness:
         """Record a message of the process."""
         self._beat = time.monotonic()
 
-    def excuse(self, seconds: float) -> None:
+    def discount(self, seconds: float) -> None:
         """Subtract a time in which the agent itself was suspended [s]."""
         self._beat += seconds
 

@@ -45,7 +45,7 @@ Verdict = Literal["mine", "open", "led"]
 
 
 @dataclass(frozen=True)
-class Claim:
+class Lease:
     """The content of a lease file.
 
     Attributes:
@@ -67,7 +67,7 @@ class Claim:
     count: int = 0
 
     @classmethod
-    def of_this_process(cls, run_id: str, led_since: float) -> Claim:
+    def of_this_process(cls, run_id: str, led_since: float) -> Lease:
         """Return a new lease of this process, with a unique id."""
         pid = os.getpid()
         led_by = f"process {pid} on {socket.gethostname()}"
@@ -87,17 +87,17 @@ class Claim:
         return False
 
 
-class ClaimWatch:
+class LeaseWatch:
     """Decides whether the leases that are found belong to a live leader; times are arguments."""
 
     def __init__(self, own: str) -> None:
         self._own = own
-        self._seen: Claim | None = None
+        self._seen: Lease | None = None
         self._since = self._looked = 0.0
         self.first_seen = 0.0
         """When the current lease of another leader was first seen [s]."""
 
-    def judge(self, found: Claim | None, now: float) -> Verdict:
+    def check(self, found: Lease | None, now: float) -> Verdict:
         """Decide who may write to the place, from one reading of its lease file.
 
         Args:
@@ -121,34 +121,34 @@ class ClaimWatch:
         return "mine" if now - self._since >= PATIENCE_S else "open"
 
 
-class ClaimKeeper:
+class LeaseHolder:
     """Renews this leader's lease and watches for other leaders, in a thread as storage may be slow.
 
     Errors with the file are not reported: checkpoints use the same storage, and report them.
 
     Args:
         place: folder or URL of the run's checkpoints.
-        claim: lease of this process.
+        lease: lease of this process.
         on_settled: called once, when the lease is held or the storage cannot be read.
-        on_rival: called with another leader's lease, whenever it was renewed, and the time when it
+        on_other: called with another leader's lease, whenever it was renewed, and the time when it
             was first seen [monotonic s]; it is not replaced until :meth:`insist` is called.
     """
 
     def __init__(
         self,
         place: Path | CheckpointUrl,
-        claim: Claim,
+        lease: Lease,
         on_settled: Callable[[], None],
-        on_rival: Callable[[Claim, float], None],
+        on_other: Callable[[Lease, float], None],
     ) -> None:
-        self.claim = claim
+        self.lease = lease
         self._place = _Folder(place) if isinstance(place, Path) else place
         self._on_settled = on_settled
-        self._on_rival = on_rival
+        self._on_rival = on_other
         self._settled = False
         self._insisted = threading.Event()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._live, name="claim", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
         self._thread.start()
 
     def insist(self) -> None:
@@ -161,12 +161,12 @@ class ClaimKeeper:
         self._thread.join(_END_S)
 
     def _live(self) -> None:
-        watch = ClaimWatch(self.claim.leader)
+        watch = LeaseWatch(self.lease.leader)
         while not self._over.is_set():
             verdict: Verdict = "mine"
             with contextlib.suppress(OSError, HvdElasticError):
                 found = _read(self._place)
-                verdict = watch.judge(found, _now())
+                verdict = watch.check(found, _now())
                 if self._insisted.is_set() or verdict == "mine":
                     self._insisted.clear()
                     self._renew()
@@ -179,23 +179,23 @@ class ClaimKeeper:
             self._over.wait(_RENEW_S if verdict == "mine" else _LOOK_S)
         with contextlib.suppress(OSError, HvdElasticError):
             found = _read(self._place)
-            if found is not None and found.leader == self.claim.leader:
+            if found is not None and found.leader == self.lease.leader:
                 self._place.remove_file(_NAME)
 
     def _renew(self) -> None:
-        self.claim = replace(self.claim, count=self.claim.count + 1)
-        self._place.write_file(_NAME, json.dumps(asdict(self.claim)).encode())
+        self.lease = replace(self.lease, count=self.lease.count + 1)
+        self._place.write_file(_NAME, json.dumps(asdict(self.lease)).encode())
 
 
-def find_claimant(place: Path | CheckpointUrl) -> Claim | None:
+def find_lease(place: Path | CheckpointUrl) -> Lease | None:
     """Return the lease of the live leader that uses ``place``, None if there is none.
 
     Waits for up to ``PATIENCE_S`` to see whether an existing lease is being renewed.
     """
-    watch = ClaimWatch(secrets.token_hex(8))
+    watch = LeaseWatch(secrets.token_hex(8))
     folder = _Folder(place) if isinstance(place, Path) else place
     with contextlib.suppress(OSError, HvdElasticError):
-        while (verdict := watch.judge(found := _read(folder), _now())) == "open":
+        while (verdict := watch.check(found := _read(folder), _now())) == "open":
             time.sleep(_LOOK_S)
         return found if verdict == "led" else None
     return None
@@ -222,18 +222,18 @@ class _Folder:
         (self._path / name).unlink(missing_ok=True)
 
 
-def _read(place: _Folder | CheckpointUrl) -> Claim | None:
+def _read(place: _Folder | CheckpointUrl) -> Lease | None:
     """Return the lease at ``place``; None if there is no such file."""
     text = place.read_file(_NAME)
     if not text:
         return None
     try:
-        return msgspec.json.decode(text, type=Claim)
+        return msgspec.json.decode(text, type=Lease)
     except ValueError:
         return _UNREADABLE
 
 
-_UNREADABLE = Claim("", "", "", 0.0, "", 0)
+_UNREADABLE = Lease("", "", "", 0.0, "", 0)
 """Stands for a file that is not a lease, or that was read while it was only partly replaced."""
 
 

@@ -15,7 +15,7 @@ from hvd_elastic.checkpoint.files import (
     find_checkpoints,
     newest_valid,
 )
-from hvd_elastic.checkpoint.lease import find_claimant
+from hvd_elastic.checkpoint.lease import find_lease
 from hvd_elastic.checkpoint.url import CheckpointUrl, is_url
 from hvd_elastic.errors import CheckpointError
 
@@ -29,7 +29,7 @@ def check_new_place(place: str) -> None:
     """
     where = CheckpointUrl(place) if is_url(place) else Path(place)
     check_place(where, None)
-    other = find_claimant(where)
+    other = find_lease(where)
     if other is not None:
         raise CheckpointError(
             f"{place} is in use by run {other.run}, which {other.led_by} leads, and two runs "

@@ -124,7 +124,7 @@ def kill_run(
             )
 
     limit_s = options.connect_timeout_s + kill_s + SCRIPT_S + 10.0
-    return fan_out(hosts, kill, fanout, limit_s, _judge_left)
+    return fan_out(hosts, kill, fanout, limit_s, _assess_left)
 
 
 def end_processes_of(
@@ -152,7 +152,7 @@ def end_processes_of(
     return found
 
 
-def _judge_left(ended: Ended) -> tuple[Outcome, str]:
+def _assess_left(ended: Ended) -> tuple[Outcome, str]:
     left = [str(process.pid) for process in ended.processes if process.ended == "left"]
     reasons = [f"still there after KILL: process {', '.join(left)}"] if left else []
     reasons += [f"{file.path}: {file.problem}" for file in ended.files if file.problem]

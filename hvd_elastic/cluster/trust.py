@@ -80,7 +80,7 @@ def trust_hosts(
     before = trust_hosts(list(jumps.values()), options, confirm, fanout) if jumps else []
 
     results = {
-        result.host.name: _judge(result)
+        result.host.name: _assess(result)
         for result in fan_out(remote, lambda host, _: read_host_key(host, options), fanout)
     }
     shown = [results.get(host.name) or ShownKey(host.name, TrustState.LOCAL) for host in hosts]
@@ -96,7 +96,7 @@ def trust_hosts(
     return before + shown
 
 
-def _judge(result: HostResult[tuple[str, HostKey, KeyState]]) -> ShownKey:
+def _assess(result: HostResult[tuple[str, HostKey, KeyState]]) -> ShownKey:
     if result.value is None:
         return ShownKey(result.host.name, TrustState.UNREACHABLE, message=result.error)
     name, key, state = result.value

@@ -588,9 +588,9 @@ class RunMachine:
         """Return whether a worker has no desired or spare slot and no state that must be kept."""
         if worker.slot in self._plan.spare and not worker.holds_state:
             return False
-        return worker.slot not in self._plan.desired and worker is not self._keeper()
+        return worker.slot not in self._plan.desired and worker is not self._state_holder()
 
-    def _keeper(self) -> Worker | None:
+    def _state_holder(self) -> Worker | None:
         """Return the worker outside the desired slots that alone holds the newest state, if any."""
         holders = [w for w in self._fleet.present(Stage.WAITING) if w.holds_state]
         newest = max((worker.progress for worker in holders), default=None)
@@ -613,7 +613,7 @@ class RunMachine:
 
     def _assemble(self, now: float) -> None:
         """Announce a generation as soon as there are enough workers for it."""
-        available, keeper = self._available(now), self._keeper()
+        available, holder = self._available(now), self._state_holder()
         if len(available) < self._config.min_np:
             self._enough_since = None
             self._waiting.emit(len(available), now)
@@ -621,21 +621,21 @@ class RunMachine:
             return
         if self._enough_since is None:
             self._enough_since = now
-        patience = self._patience(available, keeper)
+        patience = self._patience(available, holder)
         start_at = max(self._enough_since + patience, self._backoff.pause_until)
         if now < start_at:
             self._out.wake(start_at)
             if self._waiting.for_start:
                 self._waiting.emit(len(available), now)
             return
-        self._announce([*available, *([keeper] if keeper else [])])
+        self._announce([*available, *([holder] if holder else [])])
 
-    def _patience(self, available: Sequence[Worker], keeper: Worker | None) -> float:
+    def _patience(self, available: Sequence[Worker], holder: Worker | None) -> float:
         """Return how long the available workers wait for the rest [s]."""
         survivors = [worker for worker in available if worker.holds_state]
         if len(survivors) >= self._config.min_np or len(available) >= len(self._plan.desired):
             return 0.0
-        if survivors or keeper:
+        if survivors or holder:
             return self._config.join_window_s
         return self._config.start_grace_s
 
@@ -673,10 +673,10 @@ class RunMachine:
 
     def _save_what_would_go(self) -> None:
         """Have the newest state written to a checkpoint if only a drained host holds it."""
-        keeper = self._keeper()
-        if keeper is not None and keeper.host in self._plan.draining and keeper.saved is None:
-            keeper.saved = False
-            self._out.send(SaveState(keeper.name))
+        holder = self._state_holder()
+        if holder is not None and holder.host in self._plan.draining and holder.saved is None:
+            holder.saved = False
+            self._out.send(SaveState(holder.name))
 
     def _window_is_over(self, newcomers: Sequence[Worker], staying: int, now: float) -> bool:
         if staying + len(newcomers) >= len(self._plan.desired):

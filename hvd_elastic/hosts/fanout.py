@@ -114,7 +114,7 @@ def fan_out(
     task: Callable[[Host, Stopper], T],
     fanout: int = DEFAULT_FANOUT,
     timeout_s: float | None = None,
-    judge: Callable[[T], tuple[Outcome, str]] | None = None,
+    assess: Callable[[T], tuple[Outcome, str]] | None = None,
     on_wait: Callable[[Mapping[str, float], int], None] | None = None,
 ) -> Iterator[HostResult[T]]:
     """Run a task on every host and yield each result as soon as it is known.
@@ -126,7 +126,7 @@ def fan_out(
         task: called in a thread with the host and a :class:`Stopper`.
         fanout: maximum number of hosts at a time, >= 1.
         timeout_s: limit for each host, counted from its own start [s].
-        judge: returns the outcome and the reason for a returned value; without it all are OK.
+        assess: returns the outcome and the reason for a returned value; without it all are OK.
         on_wait: called every half second with the seconds since the start of each running host, and
             the number of hosts that have not started.
 
@@ -146,7 +146,7 @@ def fan_out(
                 running[host.name] = entry
                 threading.Thread(
                     target=_run_task,
-                    args=(task, entry, judge, ended),
+                    args=(task, entry, assess, ended),
                     name=f"task on {host.name}",
                     daemon=True,
                 ).start()
@@ -169,7 +169,7 @@ def fan_out(
 def _run_task(
     task: Callable[[Host, Stopper], T],
     entry: _Running,
-    judge: Callable[[T], tuple[Outcome, str]] | None,
+    assess: Callable[[T], tuple[Outcome, str]] | None,
     ended: queue.Queue[HostResult[T]],
 ) -> None:
     host = entry.host
@@ -180,7 +180,7 @@ def _run_task(
     result: HostResult[T]
     try:
         value = task(host, entry.stopper)
-        outcome, reason = judge(value) if judge else (Outcome.OK, "")
+        outcome, reason = assess(value) if assess else (Outcome.OK, "")
         result = HostResult(host, outcome, seconds(), value, reason)
     except HvdElasticError as error:
         outcome = Outcome.FAILED

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_elastic.checkpoint.lease import PATIENCE_S, Claim, ClaimKeeper
+from hvd_elastic.checkpoint.lease import PATIENCE_S, Lease, LeaseHolder
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.wire.messages import LeaderIdentity
 
@@ -27,7 +27,7 @@ _BACKLOG_S = 2.0
 
 
 @dataclass(frozen=True)
-class Rival:
+class OtherLeader:
     """Another leader of the same run.
 
     Attributes:
@@ -41,20 +41,20 @@ class Rival:
     forgotten_s: float
 
     @classmethod
-    def of_agent(cls, host: str, led: LeaderIdentity, failure_timeout_s: float) -> Rival:
+    def of_agent(cls, host: str, led: LeaderIdentity, failure_timeout_s: float) -> OtherLeader:
         """Return the leader of ``host`` that its agent named when it refused or left this one."""
         return cls(led, f"host {host} is led by", failure_timeout_s)
 
     @classmethod
-    def of_claim(cls, claim: Claim, place: str) -> Rival:
+    def of_lease(cls, lease: Lease, place: str) -> OtherLeader:
         """Return the leader that holds the lease on the checkpoint folder ``place``."""
-        who = LeaderIdentity(claim.run, claim.leader, claim.led_by, claim.led_since)
+        who = LeaderIdentity(lease.run, lease.leader, lease.led_by, lease.led_since)
         return cls(who, f"checkpoints in {place} are kept by", PATIENCE_S)
 
     def goes_before(self, leader: str, led_since: float) -> bool:
-        """Return whether the rival began to lead before ``leader``; ids decide between equal times.
+        """Return whether the other began to lead before ``leader``; ids decide between equal times.
 
-        >>> earlier, later = (Rival(LeaderIdentity("r", x, "", t), "", 5) for x, t in [("a", 1), ("b", 2)])
+        >>> earlier, later = (OtherLeader(LeaderIdentity("r", x, "", t), "", 5) for x, t in [("a", 1), ("b", 2)])
         >>> earlier.goes_before("b", 2), later.goes_before("a", 1)
         (True, False)
         """  # noqa: E501
@@ -65,7 +65,7 @@ class Rival:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.who.led_since))
 
     def explain(self, why: str) -> str:
-        """Return the message of a leader that ends in favour of this rival.
+        """Return the message of a leader that ends in favour of this other.
 
         Args:
             why: why it is this leader that ends; empty: it has started nothing.
@@ -116,7 +116,7 @@ class Fence:
         self._own_ids = {self.identity.leader}
         self._place = place
         self._failure_timeout_s = failure_timeout_s
-        self._claim: ClaimKeeper | None = None
+        self._lease: LeaseHolder | None = None
 
     def lead_anew(self) -> None:
         """Take a new identity, with which to return to agents that were unreachable."""
@@ -124,21 +124,21 @@ class Fence:
         self._own_ids.add(self.identity.leader)
 
     @contextlib.contextmanager
-    def claim(
-        self, on_settled: Callable[[], None], on_rival: Callable[[Claim, float], None]
+    def acquire(
+        self, on_settled: Callable[[], None], on_other: Callable[[Lease, float], None]
     ) -> Iterator[None]:
-        """Hold a lease on the checkpoint folder; see :class:`ClaimKeeper` for the arguments."""
-        own = Claim.of_this_process(self.identity.run_id, self.identity.led_since)
-        self._claim = ClaimKeeper(self._place, own, on_settled, on_rival)
+        """Hold a lease on the checkpoint folder; see :class:`LeaseHolder` for the arguments."""
+        own = Lease.of_this_process(self.identity.run_id, self.identity.led_since)
+        self._lease = LeaseHolder(self._place, own, on_settled, on_other)
         try:
             yield
         finally:
-            self._claim.end()
+            self._lease.end()
 
     @property
-    def claims(self) -> bool:
+    def has_lease_file(self) -> bool:
         """Return whether this leader uses a lease."""
-        return self._claim is not None
+        return self._lease is not None
 
     def refused(self, host: str, led: LeaderIdentity, *, leads: bool, has_host: bool) -> str:
         """Decide after the agent of ``host`` refused this leader in favour of another one.
@@ -149,61 +149,61 @@ class Fence:
             leads: whether this leader already leads the run.
             has_host: whether any agent follows this leader.
         """
-        rival = Rival.of_agent(host, led, self._failure_timeout_s)
+        other = OtherLeader.of_agent(host, led, self._failure_timeout_s)
         if led.leader in self._own_ids:
             return ""  # the agent has not yet noticed that this leader was cut off and returned
         if not leads:
-            return self._give_way(rival)
-        if rival.goes_before(self.identity.leader, self.identity.led_since):
-            return self._give_way(rival, "began later")
+            return self._give_way(other)
+        if other.goes_before(self.identity.leader, self.identity.led_since):
+            return self._give_way(other, "began later")
         # With a host of its own, this leader continues: the other one ends when they meet. Until
         # then this host is tried again.
-        return "" if has_host else self._give_way(rival, "has no host left")
+        return "" if has_host else self._give_way(other, "has no host left")
 
     def left(self, host: str, led: LeaderIdentity) -> str:
         """Return the reason to end after the last host was taken over by another leader."""
         self.led_elsewhere = True
-        return Rival.of_agent(host, led, self._failure_timeout_s).explain_takeover()
+        return OtherLeader.of_agent(host, led, self._failure_timeout_s).explain_takeover()
 
-    def claimed(self, claim: Claim, seen: float, *, trains: bool, last_read: float) -> str:
+    def contested(self, lease: Lease, seen: float, *, trains: bool, last_read: float) -> str:
         """Decide after another leader has written its lease.
 
         Args:
-            claim: the other leader's lease.
+            lease: the other leader's lease.
             seen: when it was first seen [monotonic s].
             trains: whether this leader has workers.
             last_read: when bytes were last read from any of its agents [monotonic s].
         """
-        assert self._claim is not None
-        rival, own = Rival.of_claim(claim, str(self._place)), self._claim.claim
+        assert self._lease is not None
+        other, own = OtherLeader.of_lease(lease, str(self._place)), self._lease.lease
         if not trains:
-            return self._give_way(rival, "has no process that trains")
-        if rival.goes_before(own.leader, own.led_since):
-            return self._give_way(rival, "began later")
+            return self._give_way(other, "has no process that trains")
+        if other.goes_before(own.leader, own.led_since):
+            return self._give_way(other, "began later")
         if last_read > seen + _BACKLOG_S:
-            self._claim.insist()  # the other leader ends as soon as it sees the renewed lease
+            self._lease.insist()  # the other leader ends as soon as it sees the renewed lease
         return ""
 
-    def claimed_before(self, claim: Claim, *, found_workers: bool) -> str:
+    def lease_found(self, lease: Lease, *, found_workers: bool) -> str:
         """Decide, after a takeover, about a lease that was found before the hosts had answered."""
-        assert self._claim is not None
+        assert self._lease is not None
         if not found_workers:
-            return self._give_way(Rival.of_claim(claim, str(self._place)))
-        self._claim.insist()  # the hosts gave their workers to this leader: they lost the other one
+            return self._give_way(OtherLeader.of_lease(lease, str(self._place)))
+        self._lease.insist()  # the hosts gave their workers to this leader: they lost the other one
         return ""
 
-    def _give_way(self, rival: Rival, why: str = "") -> str:
+    def _give_way(self, other: OtherLeader, why: str = "") -> str:
         """Note that this leader ends; return the message.
 
         Args:
-            rival: the other leader.
+            other: the other leader.
             why: why it is this leader that ends; empty: it leads no workers that would end too.
         """
         self.led_elsewhere = True
         self.gave_way = not why
         if not why and self.has_led:  # it was cut off, and has just tried to return to its hosts
             why = "lost its hosts meanwhile"
-        return rival.explain(why)
+        return other.explain(why)
 
 
 def _new_identity(run_id: str) -> LeaderIdentity:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.checkpoint.collector import Brought, CheckpointCollector
 from hvd_elastic.checkpoint.final import LastCheckpoint
-from hvd_elastic.checkpoint.lease import Claim
+from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
@@ -202,7 +202,7 @@ class Leader:
                 "resumed": self._resumed,
             },
         )
-        with self._signals(), self._claim():
+        with self._signals(), self._lease():
             try:
                 if self._resumed:
                     self._ask_hosts(past, _TAKEOVER_S, unwritable=unwritable)
@@ -270,13 +270,13 @@ class Leader:
             for number in _STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
-    def _claim(self) -> contextlib.AbstractContextManager[None]:
+    def _lease(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that holds a lease on a shared checkpoint folder, if there is one."""
         if self._spec.checkpoint_folder is None:  # then the lock of the run folder is enough
             return contextlib.nullcontext()
-        return self._fence.claim(
-            lambda: self._loop.post(self._claim_is_settled),
-            lambda claim, seen: self._loop.post(lambda: self._on_claim(claim, seen)),
+        return self._fence.acquire(
+            lambda: self._loop.post(self._lease_is_settled),
+            lambda lease, seen: self._loop.post(lambda: self._on_lease(lease, seen)),
         )
 
     def _end_agents(self) -> None:
@@ -328,7 +328,7 @@ class Leader:
             self._spec.np,
             now + wait_s,
             patient=patient,
-            claim_open=self._fence.claims and not patient,
+            lease_open=self._fence.has_lease_file and not patient,
             unwritable=unwritable,
         )
         for name in takeover.asked:
@@ -391,31 +391,31 @@ class Leader:
             self._give_way_for(self._fence.left(agent.host.name, led))
         # Otherwise the host counts as lost once its connection has ended.
 
-    def _on_claim(self, claim: Claim, seen: float) -> None:
+    def _on_lease(self, lease: Lease, seen: float) -> None:
         """Handle the lease of another live leader: one of the two has to end.
 
         Args:
-            claim: the other leader's lease.
+            lease: the other leader's lease.
             seen: when it was first seen [monotonic s].
         """
         if self._finish is not None:
             return
         if self._takeover is not None:  # the hosts' answers outweigh a lease: decide after them
-            self._takeover.claimed_by = claim
-            self._claim_is_settled()
+            self._takeover.leased_by = lease
+            self._lease_is_settled()
             return
         last_read = max((agent.last_read for agent in self._agents.by_host.values()), default=0.0)
         trains = bool(self._workers.places)
-        reason = self._fence.claimed(claim, seen, trains=trains, last_read=last_read)
+        reason = self._fence.contested(lease, seen, trains=trains, last_read=last_read)
         self._give_way_for(reason)
 
     def _give_way_for(self, reason: str) -> None:
         if reason:
             self._end_with(cmd.Finish("failed", reason))
 
-    def _claim_is_settled(self) -> None:
+    def _lease_is_settled(self) -> None:
         if self._takeover is not None:
-            self._takeover.claim_open = False
+            self._takeover.lease_open = False
             self._take_over_when_complete()
 
     def _take_over_when_complete(self) -> None:
@@ -424,8 +424,8 @@ class Leader:
             return
         self._takeover = None
         workers = takeover.workers
-        if takeover.claimed_by is not None:
-            reason = self._fence.claimed_before(takeover.claimed_by, found_workers=bool(workers))
+        if takeover.leased_by is not None:
+            reason = self._fence.lease_found(takeover.leased_by, found_workers=bool(workers))
             if reason:
                 self._give_way_for(reason)
                 return

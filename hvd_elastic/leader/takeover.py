@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_elastic.checkpoint.lease import Claim
+from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.control import events as ev
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
@@ -32,8 +32,8 @@ class Takeover:
         asked: hosts whose agent is started: those of the last generation and those of the
             hostfile. A host that is no longer in the hostfile may hold workers that have to end.
         postponed: messages of agents that are handled once the takeover is complete.
-        claim_open: whether the check for another leader's lease is still going on.
-        claimed_by: lease of another leader; what it means is decided once the hosts have answered.
+        lease_open: whether the check for another leader's lease is still going on.
+        leased_by: lease of another leader; what it means is decided once the hosts have answered.
         unwritable: why checkpoints cannot be written; None: they can.
     """
 
@@ -45,13 +45,13 @@ class Takeover:
         deadline: float,
         *,
         patient: bool = False,
-        claim_open: bool = False,
+        lease_open: bool = False,
         unwritable: CheckpointError | None = None,
     ) -> None:
         self.deadline = deadline
         self.patient = patient
-        self.claim_open = claim_open
-        self.claimed_by: Claim | None = None
+        self.lease_open = lease_open
+        self.leased_by: Lease | None = None
         self.unwritable = unwritable
         self.postponed: list[tuple[AgentConnection, FromAgent]] = []
         self._awaited = past.generation_hosts or list(hosts)
@@ -100,7 +100,7 @@ class Takeover:
         Enough are all hosts; or all hosts of the last generation if they hold workers of the run,
         because then no other leader can lead it.
         """
-        asked_all = not self._open and not self.claim_open
+        asked_all = not self._open and not self.lease_open
         return asked_all or self._held.keys() >= set(self._awaited)
 
     @property

@@ -155,7 +155,7 @@ def choose_reference(
     )
 
 
-def judge_host(
+def check_host(
     host: Host, facts: Mapping[str, Any], reference: Reference, settings: CheckSettings
 ) -> list[Check]:
     """Return the checks of the facts that one host reported.
@@ -210,7 +210,7 @@ def judge_host(
     return checks
 
 
-def judge_names(
+def check_names(
     name: str, facts: Mapping[str, Mapping[str, Any]], reference: Reference
 ) -> list[Check]:
     """Check whether a host can look up the names of the others, with the right addresses.
@@ -244,7 +244,7 @@ def judge_names(
     return [Check("names", Level.OK, "knows the others by name")]
 
 
-def judge_clock(skew_s: float, doubt_s: float) -> Check:
+def check_clock(skew_s: float, doubt_s: float) -> Check:
     """Return the check of a clock that differs by ``skew_s``, measured to within ``doubt_s``."""
     text = f"{skew_s:+.3f} s ± {doubt_s:.3f} s"
     if abs(skew_s) - doubt_s > CLOCK_SKEW_S:
@@ -252,7 +252,7 @@ def judge_clock(skew_s: float, doubt_s: float) -> Check:
     return Check("clock", Level.OK, text)
 
 
-def judge_strays(processes: Sequence[Mapping[str, Any]]) -> Check:
+def check_strays(processes: Sequence[Mapping[str, Any]]) -> Check:
     """Return the check for processes that crashed runs left behind.
 
     Args:
@@ -271,7 +271,7 @@ def judge_strays(processes: Sequence[Mapping[str, Any]]) -> Check:
     return Check("strays", Level.WARNING, f"{text}. End with: {'; '.join(ends)}")
 
 
-def judge_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list[Check]]:
+def check_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list[Check]]:
     """Return the checks of the network, each for the host that is the likely cause.
 
     Args:

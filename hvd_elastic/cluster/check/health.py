@@ -16,12 +16,12 @@ from hvd_elastic.cluster.check.checks import (
     CheckSettings,
     HostHealth,
     Level,
+    check_clock,
+    check_host,
+    check_names,
+    check_network,
+    check_strays,
     choose_reference,
-    judge_clock,
-    judge_host,
-    judge_names,
-    judge_network,
-    judge_strays,
 )
 from hvd_elastic.cluster.check.network import Link, NetworkProbe
 from hvd_elastic.cluster.kill import Target, end_processes_of
@@ -92,9 +92,9 @@ def check_cluster(
     for host in hosts:
         if host.name in facts:
             own = facts[host.name]
-            checks[host.name] = judge_host(host, own, reference, settings)
-            checks[host.name] += judge_names(host.name, facts, reference)
-            checks[host.name].append(judge_strays(own["strays"]))
+            checks[host.name] = check_host(host, own, reference, settings)
+            checks[host.name] += check_names(host.name, facts, reference)
+            checks[host.name].append(check_strays(own["strays"]))
     links: list[Link] = []
     if settings.network and facts:
         links = _measure(
@@ -125,7 +125,7 @@ def _measure(
     python = settings.python or sys.executable
     with NetworkProbe(hosts, options, addresses, python, settings.fanout) as probe:
         for name, (skew_s, doubt_s) in probe.clocks().items():
-            checks[name].append(judge_clock(skew_s, doubt_s))
+            checks[name].append(check_clock(skew_s, doubt_s))
         broken = probe.unreachable()
         links = [
             *broken,
@@ -133,7 +133,7 @@ def _measure(
                 broken, lambda done, total: tell(f"measuring the network, round {done} of {total}")
             ),
         ]
-        for name, found in judge_network(probe.names, links).items():
+        for name, found in check_network(probe.names, links).items():
             checks[name].extend(found)
         for name, why in probe.failures.items():
             checks[name].append(Check("network", Level.FAILED, why.partition(": ")[2] or why))

@@ -213,13 +213,13 @@ class Chain:
             member.sent, member.sent_changed = sent, now
         member.sending = sending
 
-    def excuse(self, seconds: float) -> None:
+    def discount(self, seconds: float) -> None:
         """Extend all deadlines by the time [s] for which the leader itself was suspended."""
         for member in self._members.values():
             member.heard += seconds
             member.sent_changed += seconds
 
-    def judge(self, now: float) -> list[Verdict]:
+    def verdicts(self, now: float) -> list[Verdict]:
         """Return the nodes that must be removed or moved: all silent ones, or else at most one."""
         silent = [
             Verdict(name, Why.SILENT)

@@ -232,7 +232,7 @@ class CopySession(AbstractContextManager["CopySession"]):
 
     def _excuse(self, seconds: float) -> None:
         """Extend the deadlines by the time [s] for which the leader itself was suspended."""
-        self._chain.excuse(seconds)
+        self._chain.discount(seconds)
 
     # ---- one node
 
@@ -465,7 +465,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             for node in self._nodes.values():
                 if node.state == "ready":
                     self._join(node)
-        for verdict in self._chain.judge(self._now):
+        for verdict in self._chain.verdicts(self._now):
             self._obey(verdict)
         self._give_up_silent()
         self._look_again()

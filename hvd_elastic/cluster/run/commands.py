@@ -167,7 +167,7 @@ def run_on_hosts(
             task.run,
             settings.fanout,
             task.limit_s,
-            lambda result: _judge(result, settings),
+            lambda result: _assess(result, settings),
             on_wait,
         )
 
@@ -345,7 +345,7 @@ def _feed(
             running.end_input()
 
 
-def _judge(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, str]:
+def _assess(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, str]:
     if result.timed_out:
         limits = {"--timeout": settings.timeout_s, "--total-timeout": settings.total_timeout_s}
         limit_s, flag = min((limit, flag) for flag, limit in limits.items() if limit is not None)

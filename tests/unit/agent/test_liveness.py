@@ -77,7 +77,7 @@ def test_time_in_which_nobody_listened_does_not_count() -> None:
     with running(ASLEEP) as process:
         pulse = Liveness(process.pid)
         now = time.monotonic()
-        pulse.excuse(100.0)
+        pulse.discount(100.0)
         assert pulse.silent_s(now + 100.0) == 0.0
 
 

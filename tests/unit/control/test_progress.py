@@ -43,37 +43,37 @@ def computes(
 
 
 def test_a_silent_worker_is_named_when_the_timeout_is_over() -> None:
-    judge = watch(a=Activity(silent_s=4.9), b=Activity(silent_s=5.0))
-    assert judge.silent() == [WorkerSilent("b", "gave no sign of life for 5.0 s")]
-    judge.forget("b")
-    assert judge.silent() == []
+    monitor = watch(a=Activity(silent_s=4.9), b=Activity(silent_s=5.0))
+    assert monitor.silent() == [WorkerSilent("b", "gave no sign of life for 5.0 s")]
+    monitor.forget("b")
+    assert monitor.silent() == []
 
 
 def test_a_worker_that_has_finished_may_be_silent_for_longer() -> None:
-    judge = watch(a=Activity(silent_s=59.0), b=Activity(silent_s=6.0))
-    judge.finished("a")
-    assert [found.worker for found in judge.silent()] == ["b"]
-    judge.note("a", Activity(silent_s=60.0))
-    assert [found.worker for found in judge.silent()] == ["a", "b"]
+    monitor = watch(a=Activity(silent_s=59.0), b=Activity(silent_s=6.0))
+    monitor.finished("a")
+    assert [found.worker for found in monitor.silent()] == ["b"]
+    monitor.note("a", Activity(silent_s=60.0))
+    assert [found.worker for found in monitor.silent()] == ["a", "b"]
 
 
 def test_nobody_is_stuck_while_one_computes() -> None:
-    judge = watch(a=waits(400), b=waits(400), c=computes(400))
-    assert judge.stuck(GENERATION, MEMBERS) == []
+    monitor = watch(a=waits(400), b=waits(400), c=computes(400))
+    assert monitor.stuck(GENERATION, MEMBERS) == []
 
 
 def test_a_generation_is_stuck_when_all_wait_for_each_other() -> None:
-    judge = watch(a=waits(5.0), b=waits(6.0), c=waits(5.2))
-    found = judge.stuck(GENERATION, MEMBERS)
+    monitor = watch(a=waits(5.0), b=waits(6.0), c=waits(5.2))
+    found = monitor.stuck(GENERATION, MEMBERS)
     assert isinstance(found, GenerationStuck)
     assert found.generation == 3
     assert "all 3 workers have waited for each other for 5.0 s" in found.cause
 
 
 def test_a_wait_in_the_generation_before_does_not_count() -> None:
-    judge = watch(a=waits(50), b=waits(50), c=waits(50))
-    assert judge.stuck(GENERATION + 1, MEMBERS) == []
-    assert judge.stuck(GENERATION + 1, ["a"]) == [], "not of the only survivor either"
+    monitor = watch(a=waits(50), b=waits(50), c=waits(50))
+    assert monitor.stuck(GENERATION + 1, MEMBERS) == []
+    assert monitor.stuck(GENERATION + 1, ["a"]) == [], "not of the only survivor either"
 
 
 def test_a_member_that_has_said_nothing_yet_is_not_waiting() -> None:
@@ -84,8 +84,8 @@ def test_long_reductions_are_given_time_in_proportion() -> None:
     slow_network = [waits(30, longest_wait_s=8.0)] * 3
     assert watch(**dict(zip(MEMBERS, slow_network, strict=True))).stuck(GENERATION, MEMBERS) == []
     longer = [waits(40, longest_wait_s=8.0)] * 3
-    judge = watch(**dict(zip(MEMBERS, longer, strict=True)))
-    assert isinstance(judge.stuck(GENERATION, MEMBERS), GenerationStuck)
+    monitor = watch(**dict(zip(MEMBERS, longer, strict=True)))
+    assert isinstance(monitor.stuck(GENERATION, MEMBERS), GenerationStuck)
 
 
 def test_the_first_reduction_is_given_as_long_as_gloo_gives_it() -> None:
@@ -108,16 +108,16 @@ def test_a_worker_that_makes_no_progress_is_given_up_in_the_end(
 
 
 def test_a_worker_that_the_others_wait_for_is_named_once_a_step() -> None:
-    judge = watch(a=waits(6), b=computes(5, line="train.py:41 (validate)"), c=waits(6))
-    assert judge.busy(MEMBERS) == [("b", 5, "train.py:41 (validate)")]
-    assert judge.busy(MEMBERS) == []
-    judge.note("b", computes(40, step=8))
-    assert judge.busy(MEMBERS) == [("b", 40, "")]
+    monitor = watch(a=waits(6), b=computes(5, line="train.py:41 (validate)"), c=waits(6))
+    assert monitor.busy(MEMBERS) == [("b", 5, "train.py:41 (validate)")]
+    assert monitor.busy(MEMBERS) == []
+    monitor.note("b", computes(40, step=8))
+    assert monitor.busy(MEMBERS) == [("b", 40, "")]
 
 
 def test_a_step_of_the_usual_length_keeps_nobody_waiting() -> None:
-    judge = watch(a=waits(31), b=computes(31, longest_step_s=30))
-    assert judge.busy(["a", "b"]) == []
+    monitor = watch(a=waits(31), b=computes(31, longest_step_s=30))
+    assert monitor.busy(["a", "b"]) == []
 
 
 def test_nobody_is_busy_where_nobody_waits() -> None:
@@ -141,28 +141,28 @@ def waits_for(name: str, step: int = 7, generation: int = GENERATION, **begun: i
 
 
 def test_ranks_in_different_collectives_are_a_mistake_of_the_script() -> None:
-    judge = watch(
+    monitor = watch(
         a=waits_for("loss", gradients=7, loss=1),
         b=waits_for("gradients", gradients=8),
         c=waits_for("gradients", gradients=8),
     )
-    found = judge.stuck(GENERATION, MEMBERS)
+    found = monitor.stuck(GENERATION, MEMBERS)
     assert isinstance(found, GenerationStuck)
     assert found.by_script
     assert (
         "rank 0 (a) waits for loss at train.py:4 (train), after 7 steps; "
         "ranks 1 (b), 2 (c) wait for gradients at train.py:9 (train), after 7 steps. "
     ) in found.cause
-    assert judge.furthest(MEMBERS) == Position(7, 0, 0, 70)
+    assert monitor.furthest(MEMBERS) == Position(7, 0, 0, 70)
 
 
 def test_of_many_ranks_in_one_place_the_first_are_named() -> None:
     members = [f"n{number}:0.1" for number in range(8)]
-    judge = watch()
-    judge.note(members[0], waits_for("end", end=1))
+    monitor = watch()
+    monitor.note(members[0], waits_for("end", end=1))
     for worker in members[1:]:
-        judge.note(worker, waits_for("gradients", gradients=8))
-    found = judge.stuck(GENERATION, members)
+        monitor.note(worker, waits_for("gradients", gradients=8))
+    found = monitor.stuck(GENERATION, members)
     assert isinstance(found, GenerationStuck)
     assert "ranks 1 (n1:0), 2 (n2:0), 3 (n3:0), 4 (n4:0) and 3 more wait for" in found.cause
 

@@ -30,7 +30,7 @@ def test_every_host_has_its_own_outcome() -> None:
         for result in fan_out(
             HOSTS,
             task,
-            judge=lambda name: (
+            assess=lambda name: (
                 (Outcome.FAILED, "status 1") if name == "node6" else (Outcome.OK, "")
             ),
         )

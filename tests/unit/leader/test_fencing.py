@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.checkpoint.lease import Claim
+from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.hosts.hostfile import Host
@@ -127,34 +127,34 @@ def test_a_leader_ends_when_its_last_host_has_been_taken_over(
     assert "starts nothing again" in leader._finish.message
 
 
-class Keeper:
-    """A claim, as far as the leader is concerned."""
+class Holder:
+    """A lease, as far as the leader is concerned."""
 
     def __init__(self, since: float) -> None:
-        self.claim = Claim("met", "own", "", since, "", 1)
+        self.lease = Lease("met", "own", "", since, "", 1)
         self.insisted = False
 
     def insist(self) -> None:
         self.insisted = True
 
 
-def claimed(
+def contested(
     folder: Path, *, since: float, trains: bool, adopts: bool = False, heard: float = 10.0
 ) -> tuple[Finish | None, bool]:
-    """How a leader since 100 ends, if it does, or insists, when another has claimed its place."""
+    """How a leader since 100 ends, if it does, or insists, when another has written its lease."""
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    keeper: Any = Keeper(100.0)
-    leader._fence._claim = keeper
+    holder: Any = Holder(100.0)
+    leader._fence._lease = holder
     agent: Any = AgentHeard("n1", heard)
     leader._agents.by_host["n1"] = agent
     takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=math.inf)
-    takeover.claim_open = True
+    takeover.lease_open = True
     if trains and not adopts:
         leader._workers.places["n1:0.1"] = ("n1", 0)
     if adopts:
         leader._takeover = takeover
-    leader._on_claim(Claim("met", "another", "process 7 on alpha", since, "", 7), 5.0)
+    leader._on_lease(Lease("met", "another", "process 7 on alpha", since, "", 7), 5.0)
     if adopts:
         assert leader._finish is None, "whom the hosts follow is asked first"
         takeover.answered(
@@ -162,13 +162,13 @@ def claimed(
         )
         takeover.failed("n2")
         leader._take_over_when_complete()
-    return leader._finish, keeper.insisted
+    return leader._finish, holder.insisted
 
 
 def test_a_leader_whose_hosts_follow_nobody_ends_where_another_keeps_checkpoints(
     tmp_path: Path,
 ) -> None:
-    finish, _ = claimed(tmp_path, since=200.0, trains=False, adopts=True)
+    finish, _ = contested(tmp_path, since=200.0, trains=False, adopts=True)
     assert finish is not None
     assert "run met has a leader: checkpoints in " in finish.message
     assert "are kept by process 7 on alpha since" in finish.message
@@ -177,18 +177,18 @@ def test_a_leader_whose_hosts_follow_nobody_ends_where_another_keeps_checkpoints
 
 
 def test_a_leader_whose_hosts_have_lost_the_other_takes_its_place(tmp_path: Path) -> None:
-    assert claimed(tmp_path, since=50.0, trains=True, adopts=True) == (None, True)
+    assert contested(tmp_path, since=50.0, trains=True, adopts=True) == (None, True)
 
 
 def test_of_two_that_train_apart_the_later_one_ends(tmp_path: Path) -> None:
-    finish, insisted = claimed(tmp_path / "later", since=50.0, trains=True)
+    finish, insisted = contested(tmp_path / "later", since=50.0, trains=True)
     assert finish is not None
     assert not insisted
     assert "which began later, ends" in finish.message
-    assert claimed(tmp_path / "earlier", since=200.0, trains=True) == (None, True)
-    asleep = claimed(tmp_path / "asleep", since=200.0, trains=True, heard=6.0)
+    assert contested(tmp_path / "earlier", since=200.0, trains=True) == (None, True)
+    asleep = contested(tmp_path / "asleep", since=200.0, trains=True, heard=6.0)
     assert asleep == (None, False), "what its hosts said before it was frozen is no proof"
-    finish, _ = claimed(tmp_path / "alone", since=200.0, trains=False)
+    finish, _ = contested(tmp_path / "alone", since=200.0, trains=False)
     assert finish is not None
     assert "which has no process that trains, ends" in finish.message
 
@@ -199,15 +199,15 @@ def test_nothing_begins_before_every_host_was_asked_who_leads() -> None:
     assert not takeover.complete, "n2 may be led by another"
     takeover.answered("n2", None)
     assert takeover.complete
-    takeover.claim_open = True
-    assert not takeover.complete, "another may have claimed the run"
+    takeover.lease_open = True
+    assert not takeover.complete, "another may hold a lease on the run"
 
 
 def test_where_the_last_generation_lives_nobody_else_leads() -> None:
     takeover = Takeover(
         ["n1", "n2", "n3"], RunSummary(generation_hosts=["n1", "n2"]), None, deadline=0.0
     )
-    takeover.claim_open = True
+    takeover.lease_open = True
     for host in ("n1", "n2"):
         assert not takeover.complete
         takeover.answered(host, HELD)

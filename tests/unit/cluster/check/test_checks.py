@@ -8,12 +8,12 @@ import pytest
 from hvd_elastic.cluster.check.checks import (
     CheckSettings,
     Level,
+    check_clock,
+    check_host,
+    check_names,
+    check_network,
+    check_strays,
     choose_reference,
-    judge_clock,
-    judge_host,
-    judge_names,
-    judge_network,
-    judge_strays,
 )
 from hvd_elastic.cluster.check.network import Link, all_pairs_in_rounds, slow_links
 from hvd_elastic.hosts.hostfile import Host
@@ -72,8 +72,8 @@ def cluster(settings: CheckSettings = SETTINGS, **changes: Any) -> dict[str, Lev
 
 
 def levels(name: str, everyone: Any, settings: CheckSettings, reference: Any) -> dict[str, Level]:
-    checks = judge_host(Host(name, slots=2), everyone[name], reference, settings)
-    checks += judge_names(name, everyone, reference)
+    checks = check_host(Host(name, slots=2), everyone[name], reference, settings)
+    checks += check_names(name, everyone, reference)
     for check in checks:
         assert check.level is Level.OK or ". " in check.detail, "a finding says what to do"
     return {check.name: check.level for check in checks if check.level is not Level.OK}
@@ -172,12 +172,12 @@ def test_names_that_only_ssh_knows_are_no_fault() -> None:
     [(0.2, 0.0, Level.OK), (1.5, 0.1, WARNING), (-1.5, 0.1, WARNING), (1.5, 0.6, Level.OK)],
 )
 def test_a_clock_counts_as_wrong_when_that_is_sure(skew: float, doubt: float, level: Level) -> None:
-    assert judge_clock(skew, doubt).level is level
+    assert check_clock(skew, doubt).level is level
 
 
 def test_strays_come_with_the_command_that_ends_them() -> None:
-    assert judge_strays([]).level is Level.OK
-    found = judge_strays(
+    assert check_strays([]).level is Level.OK
+    found = check_strays(
         [
             {"pid": 7, "run": "torchrun job", "command": "x"},
             {"pid": 9, "run": "hvd-elastic digits-1", "command": "y"},
@@ -197,7 +197,7 @@ def mesh(**slow: float) -> list[Link]:
 def network(links: list[Link]) -> dict[str, str]:
     return {
         name: check.detail
-        for name, checks in judge_network(NAMES, links).items()
+        for name, checks in check_network(NAMES, links).items()
         for check in checks
         if check.level is not Level.OK
     }

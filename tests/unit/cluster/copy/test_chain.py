@@ -44,17 +44,17 @@ def test_silence_is_found_even_where_everything_flows():
     chain = chain_of("a", "b", "c")
     for tick in range(16):
         beat(chain, tick * 0.25, {"a": tick * MB, "c": tick * MB}, set())
-    assert chain.judge(3.75) == [Verdict("b", Why.SILENT)]
+    assert chain.verdicts(3.75) == [Verdict("b", Why.SILENT)]
     chain.remove("b")
     assert chain.links() == {"a": "leader", "c": "a"}
-    assert chain.judge(3.75) == []
+    assert chain.verdicts(3.75) == []
 
 
 def test_a_leader_that_slept_blames_nobody():
     chain = chain_of("a")
     beat(chain, 0.0, {"a": 0}, {"a"})
-    chain.excuse(100.0)
-    assert chain.judge(101.0) == []
+    chain.discount(100.0)
+    assert chain.verdicts(101.0) == []
 
 
 def test_a_stalled_node_goes_to_the_end_then_to_the_source_then_out():
@@ -65,7 +65,7 @@ def test_a_stalled_node_goes_to_the_end_then_to_the_source_then_out():
             now = since + tick * 0.25
             # a has all, its link to b takes nothing more; c waits for b, which has nothing for it.
             beat(chain, now, {"a": 50 * MB, "b": MB, "c": MB}, {"b"})
-        return chain.judge(since + 3.75)
+        return chain.verdicts(since + 3.75)
 
     assert stall(0.0) == [Verdict("b", Why.STALLED)]
     chain.move("b", Why.STALLED)
@@ -85,12 +85,12 @@ def test_a_slow_node_goes_to_the_end_once_if_it_holds_anybody_up(followers: tupl
         slow = dict.fromkeys(("b", *followers), tick * MB // 5)
         beat(chain, tick * 0.25, {"a": tick * MB, **slow}, {"a", "b"})
     if not followers:
-        assert chain.judge(3.75) == []
+        assert chain.verdicts(3.75) == []
         return
-    assert chain.judge(3.75) == [Verdict("b", Why.SLOW)]
+    assert chain.verdicts(3.75) == [Verdict("b", Why.SLOW)]
     chain.move("b", Why.SLOW)
     assert chain.order == ["a", "c", "b"]
-    assert chain.judge(3.75) == []
+    assert chain.verdicts(3.75) == []
     # It is no newcomer's feeder.
     chain.add("late", 3.75)
     assert chain.links()["late"] == "c"
@@ -116,7 +116,7 @@ def test_who_came_after_a_slow_node_is_not_slow_itself():
         for name in received:
             received[name] += (200 if name in slowly else 1000) * 1000
         beat(chain, tick * 0.25, received, set(received))
-        for verdict in chain.judge(tick * 0.25):
+        for verdict in chain.verdicts(tick * 0.25):
             moved.append(verdict)
             chain.move(verdict.name, verdict.why)
             chain.linked("c", tick * 0.25)
@@ -130,7 +130,7 @@ def test_one_speed_for_all_is_nobodys_fault():
     chain = chain_of("a", "b", "c")
     for tick in range(16):
         beat(chain, tick * 0.25, dict.fromkeys("abc", tick * MB), {"a", "b", "c"})
-    assert chain.judge(3.75) == []
+    assert chain.verdicts(3.75) == []
 
 
 def stall_unsent(chain: Chain, name: str) -> None:

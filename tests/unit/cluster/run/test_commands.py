@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hvd_elastic.cluster.run.capture import LineSplitter
-from hvd_elastic.cluster.run.commands import CommandResult, CommandSettings, _judge, select_hosts
+from hvd_elastic.cluster.run.commands import CommandResult, CommandSettings, _assess, select_hosts
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.hostfile import parse_hosts
 
@@ -60,7 +60,7 @@ def test_pieces_become_lines() -> None:
     ],
 )
 def test_what_a_status_means(status: int, words: str) -> None:
-    assert _judge(CommandResult(status, b"", b"", 1.0), CommandSettings())[1] == words
+    assert _assess(CommandResult(status, b"", b"", 1.0), CommandSettings())[1] == words
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_the_limit_that_ended_it_is_named(
 ) -> None:
     result = CommandResult(-1, b"", b"", 1.0, timed_out=True)
     settings = CommandSettings(timeout_s=timeout_s, total_timeout_s=total_s)
-    assert _judge(result, settings)[1] == f"did not end {words}"
+    assert _assess(result, settings)[1] == f"did not end {words}"
