@@ -256,7 +256,7 @@ class Context:
             # The same reduction as in a step, so that a rank that has left its loop alone is found.
             turn, place = Step(), worker.progress.place_hash(turn=True)
             turn.begin_exchange(worker, self._wishes, place=place, shared=True)
-            _, stop, *_ = turn.finish_exchange(worker, adapts=False)
+            _, stop, *_ = turn.finish_exchange(worker, adapts=False, turn=True)
         if stop:
             agree_on_stop(worker, worker.progress.step)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_elastic.communicator.interface import FLAGS_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
 from hvd_elastic.training.progress import Progress
@@ -17,6 +18,12 @@ from hvd_elastic.training.worker import Worker
 _PLACE_TOLERANCE = 1e-3
 """Largest variance of the ranks' place hashes that counts as the same place: above the rounding
 error of float32 averages (4e-4), and below the variance that one differing rank of 1000 causes."""
+
+_LEAVE_TOGETHER = (
+    "Leave the loop over the loader on all ranks at the same step: by a condition that is the same "
+    "on all of them, such as one on hvd.allreduce(loss, ...), or by hvd.stop(reason) without a "
+    "break, which ends it on all of them"
+)
 
 
 @dataclass(frozen=True)
@@ -154,15 +161,16 @@ class Step:
         own = [place, place * place, self.is_too_large, self.is_left_out, *wishes()]
         self._told, self._is_shared = np.array(own, np.float32), shared
         if shared:
-            self._told = worker.communicator.reduce_async(self._told, "hvd_elastic.change")
+            self._told = worker.communicator.reduce_async(self._told, FLAGS_NAME)
 
-    def finish_exchange(self, worker: Worker, adapts: bool) -> list[bool]:
+    def finish_exchange(self, worker: Worker, adapts: bool, *, turn: bool = False) -> list[bool]:
         """Wait for the exchange that :meth:`begin_exchange` began; return the combined wishes.
 
         Args:
             worker: this process.
             adapts: whether the batch adapts: then all ranks exchange gradients even for a step
                 that some leave out, which is found here.
+            turn: whether this rank is at the end of an epoch, and not in a step.
 
         Raises:
             ScriptError: the ranks are in different places, or some of them leave the step out.
@@ -172,6 +180,8 @@ class Step:
             told = worker.communicator.wait(told)
         place, square, too_large, left_out, *wishes = told.tolist()
         if square - place * place > _PLACE_TOLERANCE:
+            if turn:
+                raise _left_alone(worker)
             self._refuse_places(worker)
         size = worker.communicator.size
         if adapts and self._is_shared and 0 < round(left_out * size) < size and not too_large:
@@ -200,10 +210,7 @@ class Step:
         raise ScriptError(
             f"the ranks are in different places of the training data in step "
             f"{progress.step + 1}: {each}. A step would average gradients of different "
-            "epochs, and examples would be read twice or not at all. Leave the loop over the "
-            "loader on all ranks at the same step: by a condition that is the same on all of "
-            "them, such as one on hvd.allreduce(loss, ...), or by hvd.stop(reason) without a "
-            "break, which ends it on all of them"
+            f"epochs, and examples would be read twice or not at all. {_LEAVE_TOGETHER}"
         )
 
     def refuse_left_out(self, worker: Worker) -> None:
@@ -225,3 +232,16 @@ class Step:
                 "hvd.GradScaler, one with gradients that are not finite is left out on all of "
                 "them by itself. Else have all decide alike, by hvd.allreduce"
             )
+
+
+def _left_alone(worker: Worker) -> ScriptError:
+    """Return the error of a rank that ends an epoch while others take another step of it.
+
+    It asks no other rank, since they wait for its gradients.
+    """
+    progress, communicator = worker.progress, worker.communicator
+    left = f" ({worker.left_epoch})" if worker.left_epoch else ""
+    return ScriptError(
+        f"rank {communicator.rank} of {communicator.size} is at the end of epoch {progress.epoch}"
+        f"{left}, and other ranks take step {progress.step + 1} of it. {_LEAVE_TOGETHER}"
+    )
