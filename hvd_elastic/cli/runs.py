@@ -425,6 +425,7 @@ def _status_rows(
         "died": f"died: no live leader; go on with: hvd-elastic run --resume {folder.run_id}",
         "waiting": summary.waiting,
         "failed": f"failed: {summary.message}" if summary.message else "failed",
+        "succeeded": f"succeeded: {summary.message}" if summary.stopped_for else "succeeded",
     }
     rows = [("run", folder.run_id), ("status", words.get(state, state))]
     if summary.started is not None:

@@ -10,6 +10,9 @@ import numpy as np
 
 GRADIENTS = "the gradients"
 BARRIER = "the end of training (its training function has returned)"
+FLAGS = "the flags that the ranks exchange in each step, and where an epoch ends"
+FLAGS_NAME = "hvd_elastic.change"
+"""Name of the reduction of these flags."""
 GRADIENT_PREFIX = "gradient."
 """Prefix of the names of gradient reductions, which count as one collective together."""
 USER_PREFIX = "user."

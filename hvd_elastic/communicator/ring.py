@@ -16,6 +16,8 @@ import numpy as np
 from hvd_elastic.communicator.buckets import cut_into_buckets, scatter, share_of
 from hvd_elastic.communicator.interface import (
     BARRIER,
+    FLAGS,
+    FLAGS_NAME,
     GRADIENT_PREFIX,
     GRADIENTS,
     USER_PREFIX,
@@ -203,7 +205,7 @@ class HorovodCommunicator:
             begun = self._begin(GRADIENTS, self._collectives.average_async, array, name)
             self._gradients[name] = self._gradients.get(name, 0) + 1
             return begun
-        shown = self._count(f"allreduce {_user_name(name)}")
+        shown = self._count(FLAGS if name == FLAGS_NAME else f"allreduce {_user_name(name)}")
         return self._begin(shown, self._collectives.average_async, array, name)
 
     def gather(self, array: Array, name: str) -> Array:

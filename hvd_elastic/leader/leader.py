@@ -73,11 +73,13 @@ class _Progress:
         reached: newest position that a worker reported.
         written: position of the newest checkpoint of which a worker has written its shard.
         is_known: False after a takeover of workers, until they report their position.
+        stopped: why the script has ended training early; empty: it has not.
     """
 
     reached: Position = _START
     written: Position = _START
     is_known: bool = True
+    stopped: str = ""
 
     def note_if_further(self, progress: Position | None) -> None:
         """Update ``reached`` if ``progress`` is at a later step: metrics come less often."""
@@ -187,6 +189,7 @@ class Leader:
         self._hostfile.read()
         records = self._folder.read_events() if self._resumed else []
         past = summarize(records)
+        self._progress.stopped = past.stopped_for
         self._expect_checkpoint(past)
         self._start_scaler(records)
         self._journal.emit(
@@ -224,7 +227,7 @@ class Leader:
             {
                 "run_id": self._folder.run_id,
                 "status": self._finish.status,
-                "message": self._finish.message,
+                "message": self._outcome(self._finish),
                 "steps": reached.step,
                 "examples": reached.examples,
                 "epochs": reached.epoch,
@@ -235,6 +238,15 @@ class Leader:
         self._workers.close()
         self._journal.close()
         return self._finish
+
+    def _outcome(self, finish: cmd.Finish) -> str:
+        """Return why the run has ended, in words."""
+        ended_itself = finish.status == "succeeded" and self._progress.stopped
+        return (
+            f"training was stopped by the script: {ended_itself}"
+            if ended_itself
+            else finish.message
+        )
 
     def _expect_checkpoint(self, past: RunSummary) -> None:
         """Prevent training from starting afresh if a checkpoint exists or may exist elsewhere."""
@@ -758,11 +770,15 @@ class Leader:
             case msg.Metrics(progress=progress):
                 self._progress.reached = progress
                 self._journal.emit(*said.as_event())
+            case msg.TrainingStopped(reason=reason):
+                self._progress.stopped = reason
+                self._journal.emit(*said.as_event())
             case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished():
                 self._journal.emit(*said.as_event())
             case msg.WorkerWarning(message=text):
                 self._journal.warn(f"worker {self._workers.name(worker)}: {text}")
             case msg.Restored():
+                self._progress.stopped = ""
                 kind, fields = said.as_event()
                 self._journal.emit(kind, {**fields, "path": self._collector.restored_from})
             case msg.Dataset() | msg.Used():

@@ -167,12 +167,31 @@ class _Step:
         turn: orders the reports of a step, of which the newest counts: how often training had gone
             back to a checkpoint before it, and its generation.
         epoch, indices, padding: epoch, indices of the examples, and number of padding examples.
+        later: indices of the examples in the following epochs, if the step reaches into them.
     """
 
     turn: tuple[int, int]
     epoch: int
     indices: NDArray[int64]
     padding: int
+    later: tuple[NDArray[int64], ...] = ()
+
+    @property
+    def by_epoch(self) -> list[_Step]:
+        """The step, or one for each epoch that it has examples of."""
+        parts = enumerate(self.later, self.epoch + 1)
+        others = [_Step(self.turn, epoch, indices, 0) for epoch, indices in parts]
+        return [replace(self, later=()), *others]
+
+    def same(self, other: _Step) -> bool:
+        """Return whether both used the same examples."""
+        import numpy as np
+
+        mine, theirs = self.by_epoch, other.by_epoch
+        return len(mine) == len(theirs) and all(
+            one.epoch == two.epoch and np.array_equal(one.indices, two.indices)
+            for one, two in zip(mine, theirs, strict=True)
+        )
 
 
 class _Steps:
@@ -217,6 +236,7 @@ class _Steps:
             int(record["epoch"]),
             np.asarray(record["indices"], dtype=np.int64).reshape(-1),
             len(record.get("padding") or ()),
+            tuple(np.asarray(part, dtype=np.int64) for part in record.get("later") or ()),
         )
         old = self.by_number.get(number)
         if old is None or old.turn < new.turn:
@@ -224,7 +244,7 @@ class _Steps:
             self.repeated += old is not None
             self.conflicts.discard(number)
         elif old.turn == new.turn:
-            if old.epoch != new.epoch or not np.array_equal(old.indices, new.indices):
+            if not old.same(new):
                 self.conflicts.add(number)
 
     def drop_undone(self) -> None:
@@ -278,13 +298,15 @@ def check_audit(
     counted = steps.by_number
     by_epoch: dict[int, list[_Step]] = {}
     for _, kept in sorted(counted.items()):
-        by_epoch.setdefault(kept.epoch, []).append(kept)
+        for part in kept.by_epoch:
+            by_epoch.setdefault(part.epoch, []).append(part)
+    used = sum(len(step.indices) for members in by_epoch.values() for step in members)
     if finished:
         for epoch in range(steps.epochs if ended_in is None else min(steps.epochs, ended_in)):
             by_epoch.setdefault(epoch, [])
     newest = max(by_epoch, default=0)
     # Number of examples that the run consumed without a record.
-    unrecorded = max(0, examples_made - sum(len(step.indices) for step in counted.values()))
+    unrecorded = max(0, examples_made - used)
     audits = []
     for epoch, members in sorted(by_epoch.items()):
         audit = _audit_epoch(epoch, members, steps.examples, steps.dropped)

@@ -285,6 +285,7 @@ _ALL = (
     WorkerLeft,
     RescaleStarted,
     _reported(msg.RescaleFinished),
+    _reported(msg.TrainingStopped),
     Metrics,
     _reported(msg.BatchPlan),
     _reported(msg.Shares),

@@ -146,6 +146,7 @@ class RunSummary:
         generation_hosts: hosts of the last announced generation.
         batch_plan: newest plan of an adaptive batch size; empty: it does not adapt.
         missed: how the last change fell short of its prediction; empty: it did not.
+        stopped_for: why the script has ended training early; empty: it has not.
     """
 
     run_id: str = ""
@@ -186,6 +187,7 @@ class RunSummary:
     generation_hosts: list[str] = field(default_factory=list)
     batch_plan: dict[str, Any] = field(default_factory=dict)
     missed: str = ""
+    stopped_for: str = ""
 
     @property
     def duration_s(self) -> float:
@@ -295,6 +297,9 @@ def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
             run.steps = _whole(record.get("step")) or 0
             run.examples = _whole(record.get("examples")) or 0
             run.last.update({"step": run.steps, "examples": run.examples})
+            run.stopped_for = ""
+        case "training_stopped":
+            run.stopped_for = _text(record, "reason")
         case "decision":
             _decision(run, record, at_s)
         case "shares":

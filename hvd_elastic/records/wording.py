@@ -17,6 +17,10 @@ _LINES = {
     "prediction_missed": ("prediction missed: {reason}", "note"),
     "decision": ("decision: {action}: {reason}", "note"),
     "stop_requested": ("stopping: {reason}", "note"),
+    "training_stopped": (
+        "training ends after step {step}, as rank {rank} has asked: {reason}",
+        "note",
+    ),
     "warning": ("warning: {message}", "bad"),
 }
 """Text and tone of the events whose fields are inserted unchanged."""

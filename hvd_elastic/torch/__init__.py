@@ -38,7 +38,7 @@ from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context as _context
-from hvd_elastic.training.elastic import epochs
+from hvd_elastic.training.elastic import epochs, steps, stop
 from hvd_elastic.training.launch import local_rank as _local_rank
 
 __all__ = [
@@ -58,6 +58,8 @@ __all__ = [
     "report",
     "run",
     "size",
+    "steps",
+    "stop",
 ]
 
 

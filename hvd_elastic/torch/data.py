@@ -197,7 +197,7 @@ class DataLoader(Generic[_Batch]):
 
     def steps_left(self) -> int:
         """Return the number of steps left in the current epoch at the present world size."""
-        return self._steps_from(self._context().worker.progress.position)
+        return self._steps_from(self._context().reading.position)
 
     def _steps_from(self, position: int) -> int:
         worker = self._context().worker
@@ -209,9 +209,19 @@ class DataLoader(Generic[_Batch]):
         self._stop_reading(keep_processes=False)
 
     def __iter__(self) -> Iterator[_Batch]:
+        return self.batches()
+
+    def batches(self, enough: Callable[[], bool] | None = None) -> Iterator[_Batch]:
+        """Yield the remaining batches of the current epoch.
+
+        Args:
+            enough: go on with further epochs until it returns true, for ``hvd.steps()``; None: end
+                with this epoch.
+        """
         context = self._context()
+        read = functools.partial(self._read, context.worker)
         try:
-            yield from self._order.loop(context, functools.partial(self._read, context.worker))
+            yield from self._order.loop(context, read, enough)
         finally:
             # Runs too if the loop is left early or by an exception.
             self._stop_reading(keep_processes=self._persistent)

@@ -81,10 +81,10 @@ class GradScaler(torch.amp.GradScaler):
         if averager is None or not self.is_enabled():  # the optimizer's own step waits
             self._looked = True
             return super().step(optimizer, *args, **options)
-        if self._context.step.accumulating:
-            averager.absorb()
-            return None
+        more = self._context.step.accumulating
         averager.synchronize()
+        if more:
+            return None
         if self._context.step.stage is Stage.VOIDED:
             averager.reset()
             raise StepVoidedError

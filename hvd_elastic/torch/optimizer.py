@@ -8,7 +8,8 @@ step. So schedulers, clipping and ``isinstance`` checks work as before.
 from __future__ import annotations
 
 import cmath
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -175,11 +176,53 @@ class GradientAverager:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._optimizer.step = MethodType(step, self._optimizer)  # type: ignore[method-assign]
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up the gradients of the backward passes in this block, without averaging them.
+
+        Put it around the passes of all batches of a step but the last. The batches of the loader
+        from the first of them to the next ``step()`` are one step: progress counts it when it is
+        taken, and a failure repeats it from its first batch.
+
+        Raises:
+            ScriptError: the batch adapts, or the step's gradients are being averaged already.
+        """
+        step = self._context.step
+        if self._context.planner.adapts:
+            raise ScriptError(
+                "optimizer.no_sync(): the batch adapts, so hvd.DataLoader chooses the number of "
+                "passes of a step itself; leave no_sync() out and call optimizer.step() after each "
+                "backward(), which takes a step after the last pass"
+            )
+        if self._handles or self._averaged:
+            raise ScriptError(
+                "optimizer.no_sync() after a backward pass outside of it: its gradients are being "
+                "averaged over the ranks already. Put all passes before optimizer.step() but the "
+                "last into `with optimizer.no_sync():`"
+            )
+        step.in_no_sync = True
+        try:
+            yield
+        finally:
+            step.in_no_sync = False
+        step.continues = True
+        self._sum.take(self._names, step.weight)
+
     def synchronize(self) -> None:
         """Wait until every gradient holds its average over the ranks.
 
         ``step()`` calls it too. Call it yourself before clipping or reading gradients.
+
+        Raises:
+            ScriptError: the last backward pass was in ``with optimizer.no_sync()``.
         """
+        if self._context.step.continues:
+            raise ScriptError(
+                "optimizer.step() or synchronize() after a backward pass in `with "
+                "optimizer.no_sync():`, which leaves the gradients of each rank as they are, so "
+                "the ranks would go apart; leave no_sync() out around the last pass before "
+                "optimizer.step()"
+            )
         if self._context.step.accumulating:
             self.absorb()
             return
@@ -359,13 +402,16 @@ class GradientAverager:
         self._absorbed = -1
 
     def _ready(self, parameter: torch.Tensor) -> None:
+        if self._context.step.in_no_sync:
+            return
+        self._context.step.continues = False
         if self._communicator.size == 1 or self._context.step.accumulating:
             return
         if parameter in self._handles or parameter in self._unseen or self._averaged:
             raise ScriptError(
                 f"the gradient of {self._name_of(parameter)!r} was computed twice before "
-                "optimizer.step(): one backward pass per step is supported. Call step() after "
-                "each backward(), or use a larger batch."
+                "optimizer.step(). Call step() after each backward(), or add gradients up: put "
+                "every backward() of a step but the last into `with optimizer.no_sync():`"
             )
         # Where the batch adapts, it is known only at the step's end whether it is called off.
         if not self._context.planner.adapts:
@@ -505,7 +551,8 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             optimizers, and ``"adascale"`` for all others.
 
     Returns:
-        The same object, with a method ``synchronize()`` to call before clipping.
+        The same object, with a method ``synchronize()`` to call before clipping, and one
+        ``no_sync()`` for gradient accumulation (see :class:`GradientAverager`).
 
     Raises:
         ScriptError: the optimizer cannot be used, or ``lr_rule`` is none of these.
@@ -526,4 +573,5 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     averager = GradientAverager(optimizer, names, lr_rule)
     synchronize: Callable[[], None] = averager.synchronize
     optimizer.synchronize = synchronize  # type: ignore[attr-defined]
+    optimizer.no_sync = averager.no_sync  # type: ignore[attr-defined]
     return optimizer

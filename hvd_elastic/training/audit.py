@@ -19,26 +19,32 @@ class Audit:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._read: list[int] = []
+        self._read: list[list[int]] = []
         self._used: deque[msg.Used] = deque(maxlen=_REMEMBERED_STEPS)
 
     def gather(self, passes: Sequence[Pass]) -> None:
-        """Gather the indices that all ranks read for a step; a collective."""
-        # Padding was read, but has weight 0 in the step: a negative sign marks it.
-        own = [-1 - i if each.padding else i for each in passes for i in each.indices or []]
-        array = np.array(own, np.int64)
-        self._read = self._worker.communicator.gather(array, "hvd_elastic.audit").tolist()
+        """Gather the indices that all ranks read for a step, epoch by epoch; a collective."""
+        own: dict[int, list[int]] = {}
+        for each in passes:
+            # Padding was read, but has weight 0 in the step: a negative sign marks it.
+            read = [-1 - i if each.padding else i for i in each.indices or []]
+            own.setdefault(each.epoch, []).extend(read)
+        gather = self._worker.communicator.gather
+        arrays = (np.array(indices, np.int64) for indices in own.values())
+        self._read = [gather(array, "hvd_elastic.audit").tolist() for array in arrays]
 
     def record(self, epoch: int, position: int) -> None:
         """Record the step just counted, which began at ``position`` of ``epoch``."""
         worker = self._worker
+        used, *later = [[i for i in read if i >= 0] for read in self._read] or [[]]
         record = msg.Used(
             generation=worker.generation,
             step=worker.progress.step,
             epoch=epoch,
             position=position,
-            indices=[i for i in self._read if i >= 0],
-            padding=[-1 - i for i in self._read if i < 0],
+            indices=used,
+            padding=[-1 - i for read in self._read for i in read if i < 0],
+            later=later,
         )
         while self._used and worker.link and self._used[0].step <= worker.link.recorded_step:
             self._used.popleft()

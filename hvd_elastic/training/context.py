@@ -16,10 +16,11 @@ from hvd_elastic.training.frontend import Averager, Frontend, State
 from hvd_elastic.training.launch import Mode, detect_mode
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.planning.planner import Planner
-from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.progress import Phase, Progress
 from hvd_elastic.training.replica_check import check_replicas
 from hvd_elastic.training.rollback import Rollback
 from hvd_elastic.training.step import Pass, Stage, Step
+from hvd_elastic.training.stopping import agree_on_stop, wants_stop
 from hvd_elastic.training.uncaught import tell_uncaught
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
@@ -35,6 +36,7 @@ class Context:
         rollback: undoes what the script changed when a step fails.
         checkpoints: takes this process's checkpoints.
         metrics: collects and sends the run's metrics.
+        nothing_to_do: why the last loop over ``steps()`` had no step to take; empty: it had.
         check_host_updates: called between steps; under Horovod's own elastic driver it raises
             when the ranks are about to change.
         kept: the library's own objects that are part of the script's state, by name.
@@ -49,6 +51,7 @@ class Context:
         self.rollback = Rollback(self.worker)
         self.checkpoints = Checkpointing(self.worker)
         self.metrics = Metrics(self.worker)
+        self.nothing_to_do = ""
         self.check_host_updates: Callable[[], None] = lambda: None
         self.last_reader: tuple[tuple[int, int], object] | None = None
         self._audit = Audit(self.worker)
@@ -113,10 +116,16 @@ class Context:
 
     # -- a step ----------------------------------------------------------------------------
 
+    @property
+    def reading(self) -> Progress:
+        """Place of the current batch: that of training, or ahead of it within a step of several."""
+        return self.step.ahead or self.worker.progress
+
     def hand_out(self, batch: Pass) -> None:
         """Note that the script is given a batch now, or the next pass of one."""
         if self.step.accumulating:
             self.step.passes.append(batch)
+            self.step.continues = False
             return
         self.end_uncommitted()
         self.step.begin(batch)
@@ -131,12 +140,13 @@ class Context:
     def begin_exchange(self) -> None:
         """Begin to send the other ranks what this one wishes; see :meth:`Step.begin_exchange`."""
         self.end_uncommitted()
-        worker = self.worker
-        shared = worker.communicator.size > 1 and (worker.mode is Mode.AGENT or self.planner.adapts)
-        self.step.begin_exchange(worker, self._wishes, shared=shared)
+        worker, step = self.worker, self.step
+        place = self.reading.place_hash() if step.passes else 0
+        shared = worker.communicator.size > 1
+        step.begin_exchange(worker, self._wishes, place=place, shared=shared)
 
     def _wishes(self) -> list[bool]:
-        return [self.worker.wants_change, *self.checkpoints.wishes()]
+        return [self.worker.wants_change, wants_stop(self.worker), *self.checkpoints.wishes()]
 
     def exchange(self) -> None:
         """Wait for the exchange that :meth:`begin_exchange` began; once a step."""
@@ -148,11 +158,13 @@ class Context:
         self.begin_exchange()
         if worker.audit and step.passes:
             self._audit.gather(step.passes)
-        change, *checkpoint = step.finish_exchange(worker, self.planner.adapts)
+        change, stop, *checkpoint = step.finish_exchange(worker, self.planner.adapts)
         self._change_agreed |= change
         self.checkpoints.agree(checkpoint)
         if step.stage is Stage.VOIDED:
             self.planner.want_review()
+        elif stop:
+            agree_on_stop(worker, worker.progress.step + 1)
         check_replicas(worker)
 
     def step_done(self) -> None:
@@ -162,9 +174,8 @@ class Context:
             if not step.passes and worker.in_train:
                 self._step_without_loader()
             return
-        step.stage = Stage.DONE
         epoch, position = worker.progress.epoch, worker.progress.position
-        worker.progress.advance(step.examples)
+        worker.progress = step.count(worker.progress)
         if worker.audit:
             self._audit.record(epoch, position)
         self.metrics.step_finished(self.planner.metrics)
@@ -224,6 +235,41 @@ class Context:
             step.is_left_out = False
         if step.is_open:  # a step that was called off does not count
             self.step_done()
+
+    def turn_epoch(self, epoch: int) -> None:
+        """End a turn of ``epochs()``, in which ``epoch`` was read; all ranks call this."""
+        worker, step = self.worker, self.step
+        if step.ahead is not None and step.ahead.epoch > epoch:
+            return  # a step of several batches goes on in the next epoch
+        if step.ahead is not None:  # the loop was left within such a step
+            self.step_failed()
+        self.mark_consumed()
+        if self._has_loader and not worker.progress.stopped:
+            self._exchange_at_turn()
+        if worker.progress.phase is not Phase.PAUSE:
+            self.rollback.epoch_turns(epoch)
+
+    def _exchange_at_turn(self) -> None:
+        worker = self.worker
+        stop = wants_stop(worker)
+        if worker.communicator.size > 1:
+            # The same reduction as in a step, so that a rank that has left its loop alone is found.
+            turn, place = Step(), worker.progress.place_hash(turn=True)
+            turn.begin_exchange(worker, self._wishes, place=place, shared=True)
+            _, stop, *_ = turn.finish_exchange(worker, adapts=False, turn=True)
+        if stop:
+            agree_on_stop(worker, worker.progress.step)
+
+    def warn_of_open_step(self) -> None:
+        """Warn if training ends within a step of several batches, which is not taken."""
+        step = self.step
+        if step.ahead is not None:
+            self.worker.warn_once(
+                "training ends without an optimizer.step() after the last backward passes in "
+                f"`with optimizer.no_sync():` ({len(step.passes)}), so nothing is learnt from "
+                "them. hvd.steps(count, loader) ends after a step; with hvd.epochs take one after "
+                "the last batch of an epoch too, where loader.steps_left() == 1"
+            )
 
     def commit(self, metrics: Mapping[str, Any]) -> None:
         """Store metrics; end a step that no optimizer took, or one without our loader."""

@@ -8,7 +8,7 @@ skipped and nothing is read twice.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -109,47 +109,59 @@ class DataOrder:
         whole_steps = (self.examples - position) // self.batch_size
         return position + whole_steps * self.batch_size
 
-    def loop(self, context: Context, read: Read) -> Iterator[Any]:
-        """Yield the remaining batches of the current epoch, pass by pass."""
+    def loop(
+        self, context: Context, read: Read, enough: Callable[[], bool] | None = None
+    ) -> Iterator[Any]:
+        """Yield the remaining batches of the current epoch, pass by pass.
+
+        Args:
+            context: training process.
+            read: reads the next pass.
+            enough: go on with further epochs until it returns true; None: end with this epoch.
+        """
         worker, rollback, planner = context.worker, context.rollback, self.planner
+        step = context.step
         if not worker.has_ranks:
             raise ScriptError(
                 "the loader is iterated outside of a training function, where this worker has no "
                 "rank yet. Put the loop into a function under @hvd.run, `def train(state): ...`, "
                 "and call it: train(hvd.State(model=model, optimizer=optimizer))"
             )
-        epoch, position = worker.progress.epoch, worker.progress.position
-        if self._ended == (epoch, worker.generation) and position >= self._end(position):
+        epoch = context.reading.epoch
+        if enough is None and self._ended == (epoch, worker.generation) and self._at_end(context):
             raise ScriptError(
                 f"all {self.examples} examples of epoch {epoch} were read already, and the loader "
                 "is iterated again; iterate it once inside each turn of `for epoch in "
-                "hvd.epochs(...)`, which moves on to the next epoch"
+                "hvd.epochs(...)`, which moves on to the next epoch. To train for a number of "
+                "steps instead, in as many passes over the data as that takes: `for batch in "
+                "hvd.steps(20_000, loader)`"
             )
-        loop = rollback.loop_begins()
+        loop = rollback.loop_begins(in_step=step.ahead is not None)
         if not loop:
             return
         try:
             self._claim(context)
             while True:
                 # The world does not change between the last step of an epoch and the script's code
-                # after the loop: a newcomer could not take part in the collectives there.
-                if position < self._end(position):
+                # after the loop, since a newcomer could not take part in the collectives there, and
+                # not within a step of several batches.
+                if not self._is_over(context, enough) and step.ahead is None:
                     context.step_boundary()
-                    if worker.progress.epoch != epoch:
+                    if enough is None and worker.progress.epoch != epoch:
                         # The state received or restored is in another epoch; hvd.epochs()
                         # continues there.
                         return
                     self._claim(context)
-                    position = worker.progress.position
-                if position >= self._end(position):
-                    self._ended = (epoch, worker.generation)
-                    rollback.loop_ended()
+                if self._is_over(context, enough):
+                    self._end_loop(context, whole=enough is None and self._at_end(context))
                     return
                 self._warn_of_idle_ranks(worker)
+                before = (worker.progress.epoch, worker.progress.position)
+                position = context.reading.position
                 share = self._share(position, self._end(position), worker)
                 spans = self._spans(share, worker.progress.step, worker.communicator.size)
                 planner.step_begins(len(spans), worker.communicator.waited_s)
-                place = self._place(worker, position)
+                place = self._place(context, position)
                 following = place._replace(start=share.step_stop)
                 for number, (start, stop) in enumerate(spans, 1):
                     batch, indices = read(place, following, is_first=number == 1)
@@ -162,6 +174,7 @@ class DataOrder:
                             padding=share.padding,
                             examples=stop - start,
                             accumulating=more,
+                            epoch=context.reading.epoch,
                         )
                     )
                     yield batch
@@ -169,13 +182,40 @@ class DataOrder:
                         context.pass_ends()
                 waited_s = worker.communicator.waited_s
                 planner.step_ends(share.step_examples, len(spans), waited_s)
-                if (worker.progress.epoch, worker.progress.position) == (epoch, position):
+                if step.accumulating:
+                    step.next_batch(worker.progress)
+                    continue
+                if (worker.progress.epoch, worker.progress.position) == before:
                     context.mark_consumed()
-                rollback.body_ended(voided=context.step.stage is Stage.VOIDED)
-                position = worker.progress.position
+                rollback.body_ended(voided=step.stage is Stage.VOIDED)
         except GeneratorExit:
-            rollback.loop_left(loop)
+            rollback.loop_left(loop, within_epoch=enough is not None)
             raise
+
+    def _at_end(self, context: Context) -> bool:
+        position = context.reading.position
+        return position >= self._end(position)
+
+    def _is_over(self, context: Context, enough: Callable[[], bool] | None) -> bool:
+        """Return whether the loop ends; with ``enough``, begin the next epoch where one is over."""
+        if enough is None:
+            return self._at_end(context) or context.worker.progress.stopped
+        if self._at_end(context):
+            if context.step.ahead is None:
+                context.rollback.next_pass()
+            else:
+                context.step.ahead.next_epoch()
+        return context.worker.progress.stopped or enough()
+
+    def _end_loop(self, context: Context, *, whole: bool) -> None:
+        """End the loop; ``whole``: the epoch is over."""
+        ahead = context.step.ahead
+        if whole:
+            self._ended = (context.reading.epoch, context.worker.generation)
+        if ahead is None:
+            context.rollback.loop_ended(within_epoch=not whole)
+        else:  # the step goes on in the next epoch
+            ahead.next_epoch()
 
     def indices(self, place: Place, progress: Progress) -> Iterator[list[int]]:
         """Yield the dataset indices of each pass from a place to the end of the epoch."""
@@ -183,7 +223,7 @@ class DataOrder:
         batch, parts, order = (
             self.planner.batch_size,
             self.planner.parts,
-            self._epoch_order(progress),
+            self._epoch_order(place.world[0], progress.data_order),
         )
         position, end, step = place.start, self._end(place.start), progress.step
         while position < end:
@@ -211,13 +251,13 @@ class DataOrder:
         cuts = [share.start + examples * number // passes for number in range(passes + 1)]
         return list(pairwise(cuts))
 
-    def _place(self, worker: Worker, start: int) -> Place:
-        communicator, progress = worker.communicator, worker.progress
-        world = (progress.epoch, communicator.rank, communicator.size)
-        return Place(start, world, (self.planner.cut, progress.data_order))
+    def _place(self, context: Context, start: int) -> Place:
+        communicator, reading = context.worker.communicator, context.reading
+        world = (reading.epoch, communicator.rank, communicator.size)
+        return Place(start, world, (self.planner.cut, reading.data_order))
 
-    def _epoch_order(self, progress: Progress) -> Order:
-        epoch, version = now = (progress.epoch, progress.data_order)
+    def _epoch_order(self, epoch: int, version: int) -> Order:
+        now = (epoch, version)
         if self._order is None or self._order[0] != now:
             self._order = None  # frees memory first: an order of version 1 is a whole array
             order = epoch_order(

@@ -6,14 +6,14 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from hvd_elastic.checkpoint.files import newest_valid
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.communicator.ring import load_horovod
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.launch import Mode
@@ -22,6 +22,8 @@ from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.wire import messages as msg
 
 Result = TypeVar("Result")
+Batch = TypeVar("Batch")
+_Batch_co = TypeVar("_Batch_co", covariant=True)
 _AFTER_A_FAILURE = (
     "The function was entered in the middle of training, after a failure or in a resumed run: "
     "where no batch of the epoch is left, the loop over the loader runs zero times; a variable "
@@ -44,6 +46,8 @@ def run_training(ctx: Context, function: Callable[[], Result]) -> Result:
             try:
                 result = function()
                 ctx.end_uncommitted()
+                if ctx.nothing_to_do:
+                    worker.warn_once(ctx.nothing_to_do)
                 return result
             except StepVoidedError:
                 pass
@@ -85,12 +89,115 @@ def epochs(count: int) -> Iterator[int]:
     worker = ctx.worker
     ctx.rollback.epochs_begin()
     while worker.progress.phase is not Phase.DONE:
-        epoch = worker.progress.epoch
+        epoch = ctx.reading.epoch
         if ctx.planner.is_enough(epoch, count):
+            ctx.warn_of_open_step()
+            return
+        if worker.progress.stopped and worker.progress.phase is Phase.HEAD:
+            ctx.rollback.training_stopped()
             return
         yield epoch
-        ctx.mark_consumed()
-        ctx.rollback.epoch_turns(epoch)
+        ctx.turn_epoch(epoch)
+        if worker.progress.stopped:
+            return
+
+
+class Loader(Protocol[_Batch_co]):
+    """Our loader of a framework."""
+
+    def batches(self, enough: Callable[[], bool] | None = None) -> Iterator[_Batch_co]:
+        """Yield the remaining batches of the epoch; ``enough``: of all epochs until it is true."""
+
+
+def steps(count: int, loader: Loader[Batch]) -> Iterator[Batch]:
+    """Yield batches until training has taken ``count`` steps, in as many epochs as that takes.
+
+    Steps are those of the optimizer, counted from the beginning of training: after a failure, and
+    in a resumed run, it continues where training stands. So several loops may follow each other,
+    ``steps(1000, loader)`` and then ``steps(5000, loader)`` for the next 4000.
+
+    Where the batch adapts, ``count`` is the number of steps at the initial batch size. A larger
+    batch makes more progress in a step, so there are fewer, until the scale-invariant progress
+    equals that of ``count`` steps, to the nearest step.
+
+    Args:
+        count: number of steps, >= 0.
+        loader: our loader.
+
+    Raises:
+        ScriptError: the count is not a whole number, or the loader is another one.
+
+    >>> for inputs, targets in steps(20_000, loader):      # doctest: +SKIP
+    ...     ...
+    """
+    frontend = context.current().worker.frontend
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ScriptError(
+            f"hvd.steps({count!r}, loader): the number of steps comes first and must be a whole "
+            "number, 0 or more, such as hvd.steps(20_000, loader)"
+        )
+    if not hasattr(loader, "batches"):
+        raise ScriptError(
+            f"hvd.steps({count}, loader): the loader is a {type(loader).__name__}; give it a "
+            f"{frontend.loader}(dataset, batch_size, shuffle=True)"
+        )
+    return _steps(count, loader)
+
+
+def _steps(count: int, loader: Loader[Batch]) -> Iterator[Batch]:
+    ctx = context.current()
+    worker = ctx.worker
+
+    def enough() -> bool:
+        return ctx.planner.is_enough(worker.progress.step, count, "step")
+
+    ctx.nothing_to_do = ""
+    if enough():
+        ctx.rollback.epochs_begin()
+        stands = int(ctx.planner.progress_in("step") or worker.progress.step)
+        if stands > count:
+            ctx.nothing_to_do = (
+                f"training stands at step {stands} already, so hvd.steps({count}, loader) has "
+                "nothing to do: it counts from the beginning of training. Give it a larger number "
+                "to train on, or start a new run"
+            )
+    elif worker.progress.stopped or worker.progress.phase is Phase.DONE:
+        ctx.rollback.epochs_begin()
+        ctx.rollback.training_stopped()
+    else:
+        ctx.rollback.steps_begin()
+        yield from loader.batches(enough)
+
+
+def stop(reason: str) -> None:
+    """End training early, on all ranks after the same step; any rank may call it.
+
+    The call returns at once, and the script goes on as before. The ranks learn of it with the
+    gradients of a step, at the latest the next one, or where ``epochs()`` turns to the next epoch.
+    Then the loops over the loader, ``epochs()`` and ``steps()`` end on all of them, and the code
+    after the loops runs. The run has succeeded; its records tell the reason.
+
+    Args:
+        reason: why training ends, for the records of the run.
+
+    Raises:
+        ScriptError: the reason is not a text, or the training function is not running.
+
+    >>> if patience.exhausted:      # doctest: +SKIP
+    ...     stop(f"no better loss in {patience.epochs} epochs")
+    """
+    if not isinstance(reason, str) or not reason.strip():
+        raise ScriptError(
+            f"hvd.stop({reason!r}): give the reason in words, for the records of the run: "
+            'hvd.stop("the validation loss has not fallen for 5 epochs")'
+        )
+    worker = context.current().worker
+    if not worker.in_train:
+        raise ScriptError(
+            "hvd.stop() was called outside of the training function, where there is no training to "
+            "end; call it in the function under @hvd.run"
+        )
+    worker.stop_reason = worker.stop_reason or " ".join(reason.split())
 
 
 def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
@@ -128,9 +235,16 @@ def _all_returned(ctx: Context, returned: bool) -> bool:
 
 
 def _end(ctx: Context) -> None:
-    """Write the last checkpoint, so that a resumed run does not repeat the end of the epoch."""
-    if ctx.worker.progress.phase is Phase.TAIL:
-        ctx.worker.progress.next_epoch()
+    """Write the last checkpoint, so that a resumed run does not repeat the end of the epoch.
+
+    A resumed run continues a training that was stopped, in the middle of the epoch.
+    """
+    progress = ctx.worker.progress
+    if progress.phase is Phase.TAIL:
+        progress.next_epoch()
+    elif progress.phase is Phase.PAUSE:
+        progress.phase = Phase.LOOP
+    progress.stopped = False
     ctx.checkpoints.take(wait=True)
     ctx.checkpoints.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 
 from hvd_elastic.model.sharding import LATEST_ORDER
@@ -26,6 +26,8 @@ class Phase(IntEnum):
     """After the loader's loop and before the next turn of ``epochs()``."""
     DONE = 3
     """The training function has returned."""
+    PAUSE = 4
+    """After a loop that ended within the epoch: that of ``steps()``, or one ended by ``stop()``."""
 
 
 @dataclass
@@ -40,11 +42,12 @@ class Progress:
         phase: the part of the epoch that the script is in.
         data_order: version of the order in which the run reads its epochs, fixed when the run
             began; see :func:`hvd_elastic.model.sharding.epoch_order`.
+        stopped: whether the ranks have agreed to end training; see ``stop()``.
 
     >>> progress = Progress()
     >>> progress.advance(64)
-    >>> progress
-    Progress(step=1, epoch=0, position=64, examples=64, phase=<Phase.HEAD: 0>, data_order=2)
+    >>> progress.as_dict()
+    {'step': 1, 'epoch': 0, 'position': 64, 'examples': 64}
     >>> progress.next_epoch()
     >>> Progress.from_dict(progress.as_state()) == progress
     True
@@ -56,14 +59,24 @@ class Progress:
     examples: int = 0
     phase: Phase = Phase.HEAD
     data_order: int = LATEST_ORDER
+    stopped: bool = False
 
     def advance(self, step_examples: int) -> None:
         """Count a step on ``step_examples`` examples of all ranks together (>= 0)."""
-        if step_examples < 0:
-            raise ValueError(f"step_examples is {step_examples}, it must be 0 or more")
+        self.read(step_examples)
         self.step += 1
-        self.position += step_examples
-        self.examples += step_examples
+
+    def read(self, examples: int) -> None:
+        """Move past ``examples`` examples of all ranks together (>= 0), within a step."""
+        if examples < 0:
+            raise ValueError(f"step_examples is {examples}, it must be 0 or more")
+        self.position += examples
+        self.examples += examples
+
+    def moved_to(self, place: Progress) -> Progress:
+        """Return this progress at another place of the data."""
+        examples = place.examples
+        return replace(self, epoch=place.epoch, position=place.position, examples=examples)
 
     def next_epoch(self) -> None:
         """Move to the first position of the next epoch."""
@@ -71,9 +84,9 @@ class Progress:
         self.position = 0
         self.phase = Phase.HEAD
 
-    def place_hash(self) -> int:
-        """Return a hash of epoch and position, from -32 to 31."""
-        return zlib.crc32(b"%d %d" % (self.epoch, self.position)) % 64 - 32
+    def place_hash(self, *, turn: bool = False) -> int:
+        """Return a hash of epoch and position, from -32 to 31; ``turn``: of the epoch's end."""
+        return zlib.crc32(b"%d %d%s" % (self.epoch, self.position, b" turn" * turn)) % 64 - 32
 
     def as_dict(self) -> dict[str, int]:
         """Return the counts, for events."""
@@ -81,7 +94,7 @@ class Progress:
 
     def as_state(self) -> dict[str, int]:
         """Return all fields as plain numbers, for a checkpoint or a broadcast."""
-        return {**asdict(self), "phase": int(self.phase)}
+        return {**asdict(self), "phase": int(self.phase), "stopped": int(self.stopped)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Progress:
@@ -115,7 +128,8 @@ class Progress:
                 f"progress field 'data_order' is {data_order!r}, it must be a whole number from 1 "
                 f"to {LATEST_ORDER}; a later one is of a later release of hvd_elastic"
             )
-        return cls(**numbers, phase=phase, data_order=data_order)
+        stopped = bool(values.get("stopped", False))
+        return cls(**numbers, phase=phase, data_order=data_order, stopped=stopped)
 
 
 _COUNTS = ("step", "epoch", "position", "examples")

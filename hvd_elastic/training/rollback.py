@@ -33,13 +33,15 @@ class SnapshotSource(Protocol):
 
 
 _PARTIAL = 0
-_NEWNESS = {Phase.DONE: 1, Phase.LOOP: 2, Phase.HEAD: 3, Phase.TAIL: 4}
+_NEWNESS = {Phase.DONE: 1, Phase.LOOP: 2, Phase.HEAD: 3, Phase.TAIL: 4, Phase.PAUSE: 4}
 """Preference among survivors that have taken the same number of steps: the highest gives its state.
 
 A rank that failed between its optimizer's step and the end of the loop body comes last, since the
 rest of that body is never run. Of ranks that went back to different parts of an epoch, the one
 that is least advanced comes first, so that no part is skipped that another rank has not finished.
 """
+
+_AFTER_LOOP = (Phase.TAIL, Phase.PAUSE)
 
 
 class Rollback:
@@ -56,14 +58,15 @@ class Rollback:
         self._worker = worker
         self._at = Progress()
         self._steps = 0
+        self._stop_reason = ""
         self._entered = False
         self._loop = 0
         self._loops_in_turn = 0
         self._left: Any = None
-        self._epoch_end: tuple[Progress, Any] | None = None
-        """Progress and snapshot at the end of the last loop. Kept until a step of the next epoch
-        shows that every rank has passed it: until then a failure repeats the tail on all ranks, so
-        that what only rank 0 does there is done even if rank 0 is lost."""
+        self._epoch_end: tuple[Progress, str, Any] | None = None
+        """Progress, reason to stop and snapshot at the end of the last loop. Kept until a step of
+        the next epoch shows that every rank has passed it: until then a failure repeats the tail on
+        all ranks, so that what only rank 0 does there is done even if rank 0 is lost."""
         self._collective: tuple[str, Any, int] | None = None
         self._warned = False
         self.partial = False
@@ -75,6 +78,7 @@ class Rollback:
         if state is not None:
             state.save_values(snapshot)
             self._at, self._steps = replace(self._worker.progress), self._steps_made()
+            self._stop_reason = self._worker.stop_reason
 
     def synchronized(self) -> None:
         """Note that all ranks have received the root's state, and save it."""
@@ -98,10 +102,10 @@ class Rollback:
             self.save()
         elif worker.state is not None:
             if self._epoch_end is not None:
-                self._at, snapshot = self._epoch_end
+                self._at, self._stop_reason, snapshot = self._epoch_end
                 worker.state.save_values(snapshot)
             worker.state.roll_back()
-            worker.progress = replace(self._at)
+            worker.progress, worker.stop_reason = replace(self._at), self._stop_reason
 
     # -- the script's parts ----------------------------------------------------------------
 
@@ -123,6 +127,10 @@ class Rollback:
         if self._entered and self._worker.elastic and not begins and state is not None:
             state.roll_back()
 
+    def training_stopped(self) -> None:
+        """Note that no later loop has been entered, so that what follows this one is not undone."""
+        self._entered = False
+
     def function_returned(self) -> Phase:
         """Note that the training function has returned; return the phase that it was in."""
         progress = self._worker.progress
@@ -131,17 +139,30 @@ class Rollback:
         self.save()
         return phase
 
-    def loop_begins(self) -> int:
+    def steps_begin(self) -> None:
+        """Let a loop of ``steps()`` follow an earlier one of the same function."""
+        progress = self._worker.progress
+        if progress.phase in _AFTER_LOOP:
+            progress.phase = Phase.HEAD
+
+    def loop_begins(self, *, in_step: bool = False) -> int:
         """Begin a loop over the loader; return its number, or 0 if nothing is left to read.
 
         If the function was entered in the middle of an epoch, what it did before the loop has had
         its effect already, so the state is restored to what it was in the loop, or after it.
+
+        Args:
+            in_step: a step of several batches goes on, which began in an earlier loop: a failure
+                goes back to its beginning, so nothing is saved.
         """
         worker = self._worker
         again, self._entered = self._entered, False
         self._left = None
         self._loop += 1
         self._loops_in_turn += 1
+        if in_step:
+            self._loops_in_turn = 1
+            return self._loop
         if not again or worker.progress.phase is Phase.HEAD:
             worker.progress.phase = Phase.LOOP
             self.save()
@@ -162,17 +183,25 @@ class Rollback:
         self._collective = None
         self._entered = False
 
-    def loop_ended(self) -> None:
-        """Save the state at the end of the epoch's last loop body."""
-        self._worker.progress.phase = Phase.TAIL
+    def loop_ended(self, *, within_epoch: bool = False) -> None:
+        """Save the state at the end of the last loop body; the epoch may not be over."""
+        self._worker.progress.phase = Phase.PAUSE if within_epoch else Phase.TAIL
         self._save_part()
 
-    def loop_left(self, loop: int) -> None:
+    def next_pass(self) -> None:
+        """Move progress to the next epoch inside a loop that goes over several."""
+        progress = self._worker.progress
+        progress.next_epoch()
+        progress.phase = Phase.LOOP
+        self._at = replace(progress)
+
+    def loop_left(self, loop: int, *, within_epoch: bool = False) -> None:
         """Note that the loop was left early: by ``break``, ``return`` or an exception.
 
         A generator may be closed long after its loop was left, so the number of the loop is
         compared. A script that runs several loops in one turn of ``epochs()`` has not ended the
-        epoch by leaving one of them.
+        epoch by leaving one of them; nor has one that leaves a loop of ``steps()``
+        (``within_epoch``).
         """
         if loop != self._loop or self._loops_in_turn > 1:
             return
@@ -183,7 +212,8 @@ class Rollback:
         state = worker.state
         # After a failed collective the device may never finish the work that a copy waits for.
         if state is not None and worker.in_train and not worker.communicator.broken:
-            self._left = state.take_snapshot(tensors=True)
+            phase = Phase.PAUSE if within_epoch else Phase.TAIL
+            self._left = (phase, state.take_snapshot(tensors=True))
 
     def collective_begins(self, name: str, *, changes_state: bool = False) -> None:
         """Prepare for one of the script's own collectives.
@@ -196,8 +226,8 @@ class Rollback:
         if state is None or not worker.in_train:
             return
         if self._left is not None:
-            worker.progress.phase = Phase.TAIL
-            self._save_part(self._left)
+            worker.progress.phase, snapshot = self._left
+            self._save_part(snapshot)
             self._left = None
         elif not (self._warned or changes_state or worker.communicator.size == 1) and (
             worker.progress.phase is Phase.LOOP and worker.progress.step != self._at.step
@@ -215,9 +245,9 @@ class Rollback:
 
     def _save_part(self, snapshot: Any = None) -> None:
         worker = self._worker
-        if worker.progress.phase is Phase.TAIL and worker.state is not None:
+        if worker.progress.phase in _AFTER_LOOP and worker.state is not None:
             snapshot = snapshot or worker.state.take_snapshot(tensors=True)
-            self._epoch_end = (replace(worker.progress), snapshot)
+            self._epoch_end = (replace(worker.progress), worker.stop_reason, snapshot)
         self.save(snapshot)
 
     def _steps_made(self) -> int:

@@ -20,6 +20,7 @@ _EVENTS = (
     msg.Metrics,
     msg.CheckpointWritten,
     msg.Restored,
+    msg.TrainingStopped,
     msg.WorkerWarning,
     msg.BatchPlan,
     msg.Shares,

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
+from hvd_elastic.communicator.interface import FLAGS_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
+from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.worker import Worker
 
 _PLACE_TOLERANCE = 1e-3
 """Largest variance of the ranks' place hashes that counts as the same place: above the rounding
 error of float32 averages (4e-4), and below the variance that one differing rank of 1000 causes."""
+
+_LEAVE_TOGETHER = (
+    "Leave the loop over the loader on all ranks at the same step: by a condition that is the same "
+    "on all of them, such as one on hvd.allreduce(loss, ...), or by hvd.stop(reason) without a "
+    "break, which ends it on all of them"
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,8 @@ class Pass:
         indices: dataset indices that were fetched for it, in order; None unless the run is audited.
         padding: whether this rank has no example of its own in the step and reads one again.
         examples: number of examples of this rank in the pass.
-        accumulating: whether further passes follow in the step.
+        accumulating: whether the planner lets further passes of the same batch follow.
+        epoch: epoch of its examples.
     """
 
     step_examples: int
@@ -38,6 +47,7 @@ class Pass:
     padding: bool = False
     examples: int = 0
     accumulating: bool = False
+    epoch: int = 0
 
 
 class Stage(Enum):
@@ -65,6 +75,11 @@ class Step:
         passes: passes handed out so far on this rank.
         is_too_large: flag for the exchange: a pass did not fit into this rank's memory.
         is_left_out: flag for the exchange: this rank takes no optimizer step for it.
+        in_no_sync: whether the script is in a ``with optimizer.no_sync()`` block.
+        continues: whether the script's last backward pass was in such a block, so that the next
+            batch belongs to the step too.
+        ahead: place in the data after the batches before the current one, in a step of several
+            batches of the loader; None in a step of one.
     """
 
     def __init__(self) -> None:
@@ -72,6 +87,9 @@ class Step:
         self.passes: list[Pass] = []
         self.is_too_large = False
         self.is_left_out = False
+        self.in_no_sync = False
+        self.continues = False
+        self.ahead: Progress | None = None
         self._told: Any = None
         self._is_shared = False
 
@@ -88,11 +106,11 @@ class Step:
     @property
     def accumulating(self) -> bool:
         """Whether further passes of the step follow."""
-        return self.is_open and self.passes[-1].accumulating
+        return self.is_open and (self.continues or self.passes[-1].accumulating)
 
     @property
     def examples(self) -> int:
-        """Number of examples over all ranks; 0 without our loader."""
+        """Number of examples of the current batch over all ranks; 0 without our loader."""
         return self.passes[-1].step_examples if self.passes else 0
 
     @property
@@ -102,14 +120,29 @@ class Step:
 
     def begin(self, first: Pass) -> None:
         """Begin a new step with its first pass."""
-        self.stage, self.passes = Stage.BEGUN, [first]
+        self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
+        self.continues = False
+
+    def next_batch(self, progress: Progress) -> None:
+        """Go on with the next batch of the loader; ``progress``: that of training."""
+        self.ahead = replace(self.ahead or progress)
+        self.ahead.read(self.examples)
+
+    def count(self, progress: Progress) -> Progress:
+        """End the step and return the progress after it; ``progress``: that before it."""
+        ahead, self.stage, self.ahead = self.ahead, Stage.DONE, None
+        if ahead is not None:
+            progress = progress.moved_to(ahead)
+        progress.advance(self.examples)
+        return progress
 
     def forget(self) -> None:
         """Drop the step: it failed, or has been counted."""
         self.stage, self.passes, self._told = Stage.NONE, [], None
+        self.ahead, self.continues, self.in_no_sync = None, False, False
 
     def begin_exchange(
-        self, worker: Worker, wishes: Callable[[], Sequence[bool]], *, shared: bool
+        self, worker: Worker, wishes: Callable[[], Sequence[bool]], *, place: int, shared: bool
     ) -> None:
         """Begin to exchange this rank's place and wishes with the others; once a step.
 
@@ -120,23 +153,24 @@ class Step:
         Args:
             worker: this process.
             wishes: returns this rank's wishes; one holds if any rank has it.
+            place: hash of this rank's place in the training data.
             shared: whether the ranks exchange them, or each acts on its own.
         """
         if self.is_exchanged or self._told is not None:
             return
-        place = worker.progress.place_hash() if self.passes else 0
         own = [place, place * place, self.is_too_large, self.is_left_out, *wishes()]
         self._told, self._is_shared = np.array(own, np.float32), shared
         if shared:
-            self._told = worker.communicator.reduce_async(self._told, "hvd_elastic.change")
+            self._told = worker.communicator.reduce_async(self._told, FLAGS_NAME)
 
-    def finish_exchange(self, worker: Worker, adapts: bool) -> list[bool]:
+    def finish_exchange(self, worker: Worker, adapts: bool, *, turn: bool = False) -> list[bool]:
         """Wait for the exchange that :meth:`begin_exchange` began; return the combined wishes.
 
         Args:
             worker: this process.
             adapts: whether the batch adapts: then all ranks exchange gradients even for a step
                 that some leave out, which is found here.
+            turn: whether this rank is at the end of an epoch, and not in a step.
 
         Raises:
             ScriptError: the ranks are in different places, or some of them leave the step out.
@@ -146,6 +180,8 @@ class Step:
             told = worker.communicator.wait(told)
         place, square, too_large, left_out, *wishes = told.tolist()
         if square - place * place > _PLACE_TOLERANCE:
+            if turn:
+                raise _left_alone(worker)
             self._refuse_places(worker)
         size = worker.communicator.size
         if adapts and self._is_shared and 0 < round(left_out * size) < size and not too_large:
@@ -174,9 +210,7 @@ class Step:
         raise ScriptError(
             f"the ranks are in different places of the training data in step "
             f"{progress.step + 1}: {each}. A step would average gradients of different "
-            "epochs, and examples would be read twice or not at all. Leave the loop over the "
-            "loader on all ranks at the same step: by a condition that is the same on all of "
-            "them, such as one on hvd.allreduce(loss, ...)"
+            f"epochs, and examples would be read twice or not at all. {_LEAVE_TOGETHER}"
         )
 
     def refuse_left_out(self, worker: Worker) -> None:
@@ -198,3 +232,16 @@ class Step:
                 "hvd.GradScaler, one with gradients that are not finite is left out on all of "
                 "them by itself. Else have all decide alike, by hvd.allreduce"
             )
+
+
+def _left_alone(worker: Worker) -> ScriptError:
+    """Return the error of a rank that ends an epoch while others take another step of it.
+
+    It asks no other rank, since they wait for its gradients.
+    """
+    progress, communicator = worker.progress, worker.communicator
+    left = f" ({worker.left_epoch})" if worker.left_epoch else ""
+    return ScriptError(
+        f"rank {communicator.rank} of {communicator.size} is at the end of epoch {progress.epoch}"
+        f"{left}, and other ranks take step {progress.step + 1} of it. {_LEAVE_TOGETHER}"
+    )

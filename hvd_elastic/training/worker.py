@@ -42,6 +42,7 @@ class Worker:
         sink: receiver of this worker's messages.
         audit: whether the indices that are read are reported.
         progress: progress of training, equal on all ranks between two steps.
+        stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
         in_train: whether the training function runs.
         state: the script's state; None before it is created.
@@ -56,6 +57,7 @@ class Worker:
         self.generation = 0
         self.life = ""
         self.progress = Progress()
+        self.stop_reason = ""
         self.left_epoch = ""
         self.in_train = False
         self.state: State | None = None

@@ -16,7 +16,7 @@ from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Activity, Position
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -230,6 +230,14 @@ class RescaleFinished(WorkerReport, tag="rescale_finished"):
     pause_s: float | None
 
 
+class TrainingStopped(WorkerReport, tag="training_stopped"):
+    """The ranks have agreed to end training after ``step``, as ``rank`` has asked (``stop()``)."""
+
+    step: int
+    rank: int
+    reason: str
+
+
 class WorkerWarning(WorkerReport, tag="warning"):
     """A problem that does not stop training."""
 
@@ -254,7 +262,11 @@ class Dataset(WorkerReport, tag="dataset"):
 
 
 class Used(WorkerReport, tag="used"):
-    """Indices that all ranks really read for one step, for the audit."""
+    """Indices that all ranks really read for one step, for the audit.
+
+    ``later`` holds those of the following epochs, one list each: a step of several batches may
+    reach into the next epochs.
+    """
 
     generation: int
     step: int
@@ -262,6 +274,13 @@ class Used(WorkerReport, tag="used"):
     position: int
     indices: list[int]
     padding: list[int]
+    later: list[list[int]] = []
+
+    def event_fields(self) -> dict[str, Any]:
+        fields = super().event_fields()
+        if not self.later:
+            del fields["later"]
+        return fields
 
 
 Reading = Dataset | Used
@@ -302,6 +321,7 @@ _Report = (
     | BatchPlan
     | Shares
     | RescaleFinished
+    | TrainingStopped
     | WorkerWarning
     | Restored
     | Dataset

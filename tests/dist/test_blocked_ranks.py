@@ -91,11 +91,12 @@ def test_ranks_in_different_collectives(home: Path) -> None:
     busy = f"which is at tiny.py:{line_of('time.sleep')} (evaluate)"
     assert f"the others wait for worker localhost:0, {busy}" in job.text
     (ended,) = job.events("run_finished")
-    where, step = f"tiny.py:{line_of('allreduce')}", f"tiny.py:{line_of('optimizer.step()')}"
+    where, turn = f"tiny.py:{line_of('allreduce')}", f"tiny.py:{line_of('hvd.epochs(')}"
     assert (
         "rank 0 (localhost:0) waits for allreduce 'val_loss' "
         f"at {where} (validate), after 16 steps; "
-        f"rank 1 (localhost:1) waits for the gradients at {step} (train), after 16 steps. "
+        "rank 1 (localhost:1) waits for the flags that the ranks exchange in each step, and where "
+        f"an epoch ends at {turn} (train), after 16 steps. "
     ) in ended["message"]
     assert ended["steps"] == 16, "as the message says, though metrics come less often"
     assert len(job.events("rescale_started")) == 1, "nothing was tried again"
@@ -122,11 +123,11 @@ def test_a_rank_that_has_gone_on_to_the_next_epoch(home: Path) -> None:
     (ended,) = job.events("run_finished")
     left = line_of('what == "break"') + 1
     assert (
-        "rank 0 in epoch 0 at example 50; rank 1 in epoch 1 at example 0 "
-        f"(it left epoch 0 at example 50, tiny.py:{left} (train))"
+        "rank 1 of 2 is at the end of epoch 0 (it left epoch 0 at example 50, "
+        f"tiny.py:{left} (train)), and other ranks take step 6 of it"
     ) in ended["message"]
     assert ended["steps"] == 5, "the gradients of two epochs were not used"
-    assert job.text.count("at example 50; rank 1") == 1, "told once in full"
+    assert job.text.count("rank 1 of 2 is at the end") == 1, "told once in full"
     assert_nothing_left(mark=job.mark)
 
 

@@ -218,6 +218,28 @@ def test_eight_changed_lines_are_enough(tmp_path: Path) -> None:
     assert "test accuracy" in done.stdout
 
 
+@pytest.mark.parametrize("page", ["max-steps", "gradient-accumulation", "early-stopping"])
+def test_the_script_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from hvd_elastic.training import context
+
+    monkeypatch.setattr(context, "_context", None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name in [name for name in os.environ if name.startswith(("HVD_", "HOROVOD_"))]:
+        monkeypatch.delenv(name)
+    text = read(ROOT / "docs" / f"{page}.md")
+    (script,) = [f["body"] for f in _FENCE.finditer(text) if f["language"] == "python"]
+    exec(script, {})
+    trained = context.current().worker.progress
+    match page:
+        case "max-steps":
+            assert (trained.step, trained.epoch, trained.position) == (100, 12, 128)
+        case "gradient-accumulation":
+            assert (trained.step, trained.examples) == (30, 30 * 4 * 16)
+        case "early-stopping":
+            assert 0 < trained.epoch < 100
+
+
 @pages
 def test_nothing_names_a_place_of_one_machine(page: Path) -> None:
     for unwanted in ("/root/", "/home/", "/var/tmp/"):

@@ -200,9 +200,9 @@ class AdaptivePlanner(ReviewedPlanner):
         """See the base class."""
         return self.progress if unit == "step" else self.epochs
 
-    def is_enough(self, epoch: int, count: int) -> bool:
-        """See the base class; rounds to the nearest pass over the data."""
-        return count <= 0 or (epoch > 0 and self.epochs * (1 + 0.5 / epoch) >= count)
+    def is_enough(self, done: int, count: int, unit: str = "epoch") -> bool:
+        """See the base class; rounds to the nearest step, or pass over the data."""
+        return count <= 0 or (done > 0 and self.progress_in(unit) * (1 + 0.5 / done) >= count)
 
     def out_of_memory(self, pass_examples: int) -> bool:
         """See the base class."""

@@ -98,9 +98,9 @@ class Planner:
     def review_if_due(self, worker: Worker) -> None:
         """Review the plan if due; a collective, in the same steps on all ranks."""
 
-    def is_enough(self, epoch: int, count: int) -> bool:
-        """Return whether ``epoch`` passes over the data amount to ``count`` epochs."""
-        return epoch >= count
+    def is_enough(self, done: int, count: int, unit: str = "epoch") -> bool:
+        """Return whether ``done`` steps, or passes over the data, make ``count`` of ``unit``."""
+        return done >= count
 
     def progress_in(self, unit: str) -> float | None:
         """Return the progress of a schedule in ``unit``, step or epoch; None: it counts calls."""

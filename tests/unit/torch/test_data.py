@@ -59,14 +59,14 @@ class NumbersAtOnce(Numbers):
 class FakeLoopWatch:
     """Undoes nothing."""
 
-    def loop_begins(self) -> int:
+    def loop_begins(self, *, in_step: bool) -> int:
         return 1
 
     def body_ended(self, *, voided: bool) -> None: ...
 
-    def loop_ended(self) -> None: ...
+    def loop_ended(self, *, within_epoch: bool) -> None: ...
 
-    def loop_left(self, loop: int) -> None: ...
+    def loop_left(self, loop: int, *, within_epoch: bool) -> None: ...
 
 
 @dataclass
@@ -95,6 +95,10 @@ class FakeContext:
         return self
 
     communicator = worker
+
+    @property
+    def reading(self) -> Progress:
+        return self.progress
 
     def check_has_ranks(self, what: str) -> None: ...
 

@@ -181,8 +181,40 @@ def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     hand_out(alone)
     model(torch.ones(1, 1)).sum().backward()
-    with pytest.raises(ScriptError, match=r"'weight' was computed twice.*larger batch"):
+    with pytest.raises(ScriptError, match=r"'weight' was computed twice.*optimizer.no_sync\(\)"):
         model(torch.ones(1, 1)).sum().backward()
+
+
+def test_passes_without_averaging_are_weighted_each_by_its_own_share(
+    alone: Context, two: TwoRanks
+) -> None:
+    """And the ranks exchange nothing before the last of them."""
+    model = linear()
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    for weight in (0.5, 0.0):
+        hand_out(alone, weight)
+        with optimizer.no_sync():
+            model(torch.ones(1, 1)).sum().backward()  # gradient 1
+        assert alone.step.accumulating
+        alone.step.next_batch(alone.worker.progress)
+    assert two.names == []
+    hand_out(alone, 2.0)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert model.weight.item() == -(0.5 + 0.0 + 2.0 + 3.0) / 2
+    assert two.names == ["gradient.weight"]
+    assert (alone.worker.progress.step, alone.worker.progress.examples) == (1, 24)
+
+
+def test_passes_without_averaging_come_before_the_one_that_is_averaged(
+    alone: Context, two: TwoRanks
+) -> None:
+    model = linear()
+    optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(ScriptError, match="are being averaged"), optimizer.no_sync():
+        pass
 
 
 class LeftOut(LocalCommunicator):

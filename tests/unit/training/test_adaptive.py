@@ -658,3 +658,16 @@ def test_epochs_are_counted_to_the_nearest_pass() -> None:
     assert adaptation.is_enough(3, 3)
     assert not adaptation.is_enough(3, 4)
     assert not adaptation.is_enough(0, 1)
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.3, 2.7, 8.0])
+def test_steps_of_a_larger_batch_end_at_the_step_nearest_to_the_progress_asked_for(
+    gain: float,
+) -> None:
+    adaptation, done = AdaptivePlanner(BatchLimits(10, 100), examples=100), 0
+    while not adaptation.is_enough(done, 100, "step"):
+        done += 1
+        adaptation.advance(gain, adaptation.batch_size)
+    assert abs(adaptation.progress_in("step") - 100) <= gain / 2
+    assert not adaptation.is_enough(0, 1, "step")
+    assert adaptation.is_enough(0, 0, "step")

@@ -395,5 +395,5 @@ def test_progress_of_an_older_checkpoint_was_written_in_the_loop() -> None:
     counts = {"step": 3, "epoch": 1, "position": 4, "examples": 12}
     assert Progress.from_dict(counts).phase is Phase.LOOP
     assert Progress.from_dict({**counts, "position": 0}).phase is Phase.HEAD
-    with pytest.raises(ValueError, match="'phase' is 9, it must be a whole number from 0 to 3"):
+    with pytest.raises(ValueError, match="'phase' is 9, it must be a whole number from 0 to 4"):
         Progress.from_dict({**counts, "phase": 9})
