@@ -174,6 +174,8 @@ class DataOrder:
                 rollback.body_ended(voided=context.step.stage is Stage.VOIDED)
                 position = worker.progress.position
         except GeneratorExit:
+            if rollback.is_current(loop):
+                context.body_left()
             rollback.loop_left(loop)
             raise
 
