@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
+from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.gradient_sum import GradientSum
@@ -470,6 +471,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     model: torch.nn.Module | None = None,
     *,
     lr_rule: str | Rule | None = None,
+    sync_batch_norm: bool = False,
 ) -> torch.optim.Optimizer:
     """Make ``optimizer.step()`` use the gradient of the global batch.
 
@@ -488,12 +490,15 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in
             :mod:`hvd_elastic.model.lr_rules`. By default ``"adam_sqrt"`` for Adam and related
             optimizers, and ``"adascale"`` for all others.
+        sync_batch_norm: whether the batch normalisation layers of ``model`` use the statistics of
+            the global batch in training; see
+            :func:`~hvd_elastic.torch.batch_norm.synchronize_batch_norm`.
 
     Returns:
         The same object, with a method ``synchronize()`` to call before clipping.
 
     Raises:
-        ScriptError: the optimizer cannot be used, or ``lr_rule`` is none of these.
+        ScriptError: the optimizer or a layer cannot be used, or ``lr_rule`` is none of these.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ScriptError(
@@ -507,6 +512,13 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "
             "by an earlier call or by horovod.torch; give it the one of torch.optim, once"
         )
+    if sync_batch_norm:
+        if model is None:
+            raise ScriptError(
+                "DistributedOptimizer(sync_batch_norm=True) needs the model whose layers are "
+                "meant: DistributedOptimizer(optimizer, model, sync_batch_norm=True)"
+            )
+        synchronize_batch_norm(model)
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     averager = GradientAverager(optimizer, names, lr_rule)
     synchronize: Callable[[], None] = averager.synchronize

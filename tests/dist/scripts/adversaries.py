@@ -24,9 +24,11 @@ KILLS = json.loads(os.environ.get("KILLS", "[]"))
 hvd.init()
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
-generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-optimizer_g = hvd.DistributedOptimizer(torch.optim.Adam(generator.parameters(), lr=0.01), generator)
+optimizer_g = hvd.DistributedOptimizer(
+    torch.optim.Adam(generator.parameters(), lr=0.01), generator, sync_batch_norm=True
+)
 optimizer_d = hvd.DistributedOptimizer(
     torch.optim.SGD(discriminator.parameters(), lr=0.05, momentum=0.9), discriminator
 )
