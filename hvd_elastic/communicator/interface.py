@@ -13,13 +13,33 @@ BARRIER = "the end of training (its training function has returned)"
 FLAGS = "the flags that the ranks exchange in each step, and where an epoch ends"
 FLAGS_NAME = "hvd_elastic.change"
 """Name of the reduction of these flags."""
-GRADIENT_PREFIX = "gradient."
+GRADIENT_PREFIX = "gradient"
 """Prefix of the names of gradient reductions, which count as one collective together."""
 USER_PREFIX = "user."
 """Prefix of the names of collectives that the script called; messages omit it."""
 
 Array: TypeAlias = Any
 """A numpy array or a tensor of the frontend; a collective returns the type that it is given."""
+
+
+def gradient_prefix(optimizer: int) -> str:
+    """Return the prefix of the names of an optimizer's gradient reductions.
+
+    >>> gradient_prefix(0), gradient_prefix(1)
+    ('gradient.', 'gradient:2.')
+    """
+    return f"{GRADIENT_PREFIX}." if optimizer == 0 else f"{GRADIENT_PREFIX}:{optimizer + 1}."
+
+
+def gradients_of(name: str) -> str:
+    """Return what messages call the gradient reductions of the optimizer of ``name``.
+
+    >>> gradients_of("gradient.weight"), gradients_of("gradient:2.0.weight")
+    ('the gradients', 'the gradients of optimizer 2')
+    """
+    if name.startswith(f"{GRADIENT_PREFIX}."):
+        return GRADIENTS
+    return f"{GRADIENTS} of optimizer {name.partition('.')[0].partition(':')[2]}"
 
 
 class GenerationBrokenError(RuntimeError):
@@ -82,7 +102,8 @@ class Communicator(Protocol):
     def begun(self) -> dict[str, int]:
         """Return by name how often this rank has begun its latest collectives in this ring.
 
-        All gradients of a step count as one collective, `GRADIENTS`. Thread-safe.
+        All gradients of an optimizer's step count as one collective, `GRADIENTS` for the first
+        optimizer. Thread-safe.
         """
 
     def reduce_async(self, array: Array, name: str) -> Any:

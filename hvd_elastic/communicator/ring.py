@@ -24,6 +24,7 @@ from hvd_elastic.communicator.interface import (
     Array,
     Collectives,
     GenerationBrokenError,
+    gradients_of,
 )
 from hvd_elastic.communicator.sockets import RingSockets
 from hvd_elastic.errors import ScriptError
@@ -146,7 +147,11 @@ class HorovodCommunicator:
     # -- counts and waits ------------------------------------------------------------------
 
     def begun(self) -> dict[str, int]:
-        return {GRADIENTS: max(self._gradients.copy().values(), default=0), **self._others.copy()}
+        begun = {GRADIENTS: 0}
+        for name, times in self._gradients.copy().items():
+            label = gradients_of(name)
+            begun[label] = max(begun.get(label, 0), times)
+        return {**begun, **self._others.copy()}
 
     def _count(self, name: str) -> str:
         self._others[name] = self._others.pop(name, 0) + 1
@@ -202,7 +207,7 @@ class HorovodCommunicator:
 
     def reduce_async(self, array: Array, name: str) -> _Begun:
         if name.startswith(GRADIENT_PREFIX):
-            begun = self._begin(GRADIENTS, self._collectives.average_async, array, name)
+            begun = self._begin(gradients_of(name), self._collectives.average_async, array, name)
             self._gradients[name] = self._gradients.get(name, 0) + 1
             return begun
         shown = self._count(FLAGS if name == FLAGS_NAME else f"allreduce {_user_name(name)}")

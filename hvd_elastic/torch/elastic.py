@@ -11,9 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
+from hvd_elastic.torch.optimizer import GradientAverager, averager_of
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context
 from hvd_elastic.training.elastic import run_training
+from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
 
@@ -46,7 +48,7 @@ def run(
                 f"not with a {type(state).__name__}"
             )
         ctx = context.current()
-        _refuse_unwrapped(ctx.worker, state)
+        ctx.choose_averagers(_averagers_of(ctx.worker, state))
         if warmup is not None:
             warmup()
         watched = register_optimizer_step_post_hook(_OptimizerWatch(ctx.worker))
@@ -58,25 +60,38 @@ def run(
     return wrapper
 
 
-def _refuse_unwrapped(worker: Worker, state: State) -> None:
-    """Raise ScriptError for optimizers whose gradients are not averaged over the ranks."""
-    averager: Any = worker.averager
+def _averagers_of(worker: Worker, state: State) -> list[Averager]:
+    """Return the averagers of the State's optimizers, or the only one if it has none.
+
+    Raises:
+        ScriptError: the gradients of an optimizer are not averaged over the ranks, two optimizers
+            have a parameter in common, or there are several and none is in the State.
+    """
+    found: dict[str, GradientAverager] = {}
     for name, optimizer in state.named_optimizers().items():
-        if averager is not None and averager.owns(optimizer):
-            continue
-        kind = type(optimizer).__name__
-        if averager is not None:
+        averager, kind = averager_of(optimizer), type(optimizer).__name__
+        if averager is None:
             raise ScriptError(
-                f"State({name}=...): this {kind} is not the optimizer given to "
-                "hvd_elastic.torch.DistributedOptimizer last, so its gradients are not averaged, "
-                "and the ranks would go apart. Scripts with several optimizers (GANs, "
-                "actor-critic) are not supported yet"
+                f"State({name}=...): this {kind} was not given to "
+                "hvd_elastic.torch.DistributedOptimizer, so its gradients are not averaged, and "
+                f"the ranks would go apart; write {name} = hvd.DistributedOptimizer({name}, model)"
             )
+        for other, earlier in found.items():
+            shared = earlier.shared_with(averager)
+            if shared:
+                raise ScriptError(
+                    f"State({other}=..., {name}=...): both optimizers have the parameter "
+                    f"{shared!r}, and a parameter has one: the two would change it against each "
+                    "other. Leave it out of one of them"
+                )
+        found[name] = averager
+    if not found and worker.averagers.several:
         raise ScriptError(
-            f"State({name}=...): this {kind} was not given to "
-            "hvd_elastic.torch.DistributedOptimizer, so its gradients are not averaged, and the "
-            f"ranks would go apart; write {name} = hvd.DistributedOptimizer({name}, model)"
+            f"{len(worker.averagers)} optimizers were given to DistributedOptimizer(...), and none "
+            "is in the State, so a worker that joins would not have their state; put them there: "
+            "hvd.State(model=..., optimizer=..., second_optimizer=...)"
         )
+    return list(found.values() or worker.averagers)
 
 
 class _OptimizerWatch:
@@ -89,10 +104,10 @@ class _OptimizerWatch:
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Warn once of each kind; raise ScriptError if the run is audited."""
         worker, kind = self._worker, type(optimizer).__name__
-        averager: Any = worker.averager
         if worker.communicator.size == 1 or kind in self._told:
             return
-        if averager is not None and (averager.stepping or averager.owns(optimizer)):
+        averagers: Any = worker.averagers
+        if averager_of(optimizer) or any(averager.stepping for averager in averagers):
             return
         self._told.add(kind)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -101,9 +116,8 @@ class _OptimizerWatch:
             f"the {kind} that takes a step at {script_line()} was not given to "
             "hvd.DistributedOptimizer and is not in the State: gradients of its "
             f"{count(len(parameters), 'parameter')}{shape}, are not averaged, so every rank trains "
-            "values of its own, and those of rank 0 are no better than the others. Train them with "
-            "the one DistributedOptimizer, in a parameter group of their own; scripts with several "
-            "optimizers (GANs, actor-critic) are not supported yet"
+            "values of its own, and those of rank 0 are no better than the others. Give it to "
+            "hvd.DistributedOptimizer(...), and put it into the State"
         )
         if worker.audit:
             raise ScriptError(problem)

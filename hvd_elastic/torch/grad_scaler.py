@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.torch.optimizer import GradientAverager
+from hvd_elastic.torch.optimizer import averager_of
 from hvd_elastic.training import context
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.step import Stage
@@ -57,16 +57,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the scale, as PyTorch's does; called once for each pass."""
-        averager: Any = self._context.worker.averager
-        if self.is_enabled() and averager is not None:
+        averagers: Any = self._context.worker.averagers
+        if self.is_enabled() and averagers:
             one = torch.ones((), device=self._type)
             # A tensor on the device, since reading the number would wait for the device.
-            averager.scaled_by(self.forget, super().scale(one))
+            scale = super().scale(one)
+            for averager in averagers:
+                averager.scaled_by(self.forget, scale)
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait for the averaged gradients and unscale them; between passes do nothing."""
-        averager = self._averager_of(optimizer)
+        averager = averager_of(optimizer)
         if averager is not None:
             more = self._context.step.accumulating
             averager.synchronize()
@@ -77,7 +79,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
         """Take the optimizer's step if the averaged gradients are finite."""
-        averager = self._averager_of(optimizer)
+        averager = averager_of(optimizer)
         if averager is None or not self.is_enabled():  # the optimizer's own step waits
             self._looked = True
             return super().step(optimizer, *args, **options)
@@ -109,6 +111,17 @@ class GradScaler(torch.amp.GradScaler):
         # Otherwise PyTorch would refuse the next unscale_() as the second of one step.
         self._per_optimizer_states.clear()
 
-    def _averager_of(self, optimizer: torch.optim.Optimizer) -> GradientAverager | None:
-        averager: Any = self._context.worker.averager
-        return averager if averager is not None and averager.owns(optimizer) else None
+    def snapshot(self) -> list[torch.Tensor | None] | None:
+        """Return a copy of scale and growth count, if a body of several steps may be undone."""
+        if not self._context.rollback.keeps_aside:
+            return None
+        return [_clone(self._scale), _clone(self._growth_tracker)]
+
+    def roll_back(self, values: list[torch.Tensor | None] | None) -> None:
+        """Restore an earlier :meth:`snapshot`."""
+        if values is not None:
+            self._scale, self._growth_tracker = map(_clone, values)
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -2,7 +2,8 @@
 
 The user's optimizer object is not replaced: hooks on its parameters begin a reduction as soon as a
 gradient is ready, a hook before ``step()`` waits for the reductions, and a hook after it counts the
-step. So schedulers, clipping and ``isinstance`` checks work as before.
+step. So schedulers, clipping and ``isinstance`` checks work as before. With several optimizers the
+reductions begin in ``step()``; see :class:`hvd_elastic.training.averagers.Averagers`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
+from hvd_elastic.torch.batch_norm import synchronize_batch_norm
+from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.gradient_sum import GradientSum
+from hvd_elastic.torch.late_parameters import LateParameters
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
+from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
 from hvd_elastic.training import context
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
@@ -60,31 +65,30 @@ class GradientAverager:
         self._sum = GradientSum()
         self._statistics = GradientStatistics(optimizer)
         self._names: dict[torch.Tensor, str] = {}
-        self._frozen: dict[torch.Tensor, str] = {}
-        self._groups = len(optimizer.param_groups)
+        frozen: dict[torch.Tensor, str] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names.get(id(parameter), f"parameter.{len(self._names)}")
-                if parameter.requires_grad:
-                    self._names[parameter] = f"gradient.{name}"
-                else:
-                    self._frozen[parameter] = name
-        self._handles: dict[torch.Tensor, tuple[Any, torch.Tensor, int]] = {}
+                (self._names if parameter.requires_grad else frozen)[parameter] = name
+        self._late = LateParameters(optimizer, frozen)
+        self._reductions = Reductions(self._context.worker, self._names)
         self._unseen: dict[torch.Tensor, None] = {}
         self._averaged = False
         self._absorbed = -1
         self._adapts = False
         self._sampling = False
         self._gain = 1.0
-        self._forget_scale: Callable[[], None] | None = None
-        self._loss_scale: torch.Tensor | None = None
+        self._scaling: tuple[Callable[[], None], torch.Tensor] | None = None
+        self._copy = OptimizerCopy(optimizer)
+        self._retired = ""
+        """Why another optimizer trains; empty: this one does."""
         self.forgotten: list[LRScheduler] = []
         """Schedulers of this optimizer that the State lacks; set on rank 0 in the first step."""
         self.stepping = False
         """Whether ``step()`` is running; a composed optimizer calls others in it."""
         self.steps = 0
         """Number of steps that have ended on this rank, taken or left out."""
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
+        self._hooks: list[Any] = []
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
@@ -100,14 +104,32 @@ class GradientAverager:
         """Return the learning rate of the first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether this averager averages the gradients of ``optimizer``."""
-        return optimizer is self._optimizer
+    def shared_with(self, other: Any) -> str:
+        """Return the name of a parameter that ``other`` averages too, or ""."""
+        assert isinstance(other, GradientAverager)
+        return next((name for each, name in self._names.items() if each in other._names), "")
 
-    def retire(self) -> None:
-        """Remove the hooks, since another optimizer was given to :func:`DistributedOptimizer`."""
+    def engage(self, number: int, *, in_step: bool) -> None:
+        """Average the gradients of the optimizer's steps; see :meth:`Averager.engage`."""
+        self.retire("")
+        self._reductions.number(number)
+        on_ready = self._refuse_second_pass if in_step else self._ready
+        self._hooks = [p.register_post_accumulate_grad_hook(on_ready) for p in self._names]
+
+    def retire(self, reason: str) -> None:
+        """Stop averaging; a later ``step()`` is refused for this reason."""
+        self._retired = reason
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+
+    def restore(self) -> None:
+        """Undo the steps since :meth:`drop_copy`."""
+        self._copy.restore()
+
+    def drop_copy(self) -> None:
+        """Have the next step copy parameters and optimizer state anew."""
+        self._copy.drop()
 
     def scaled_by(self, forget: Callable[[], None], loss_scale: torch.Tensor) -> None:
         """Note that a gradient scaler multiplies the loss, and so the gradients, of this pass.
@@ -116,7 +138,7 @@ class GradientAverager:
             forget: called when the step is called off.
             loss_scale: factor of the loss.
         """
-        self._loss_scale, self._forget_scale = loss_scale, forget
+        self._scaling = forget, loss_scale
         self._context.planner.expect_overflows()
 
     def skip(self) -> None:
@@ -185,16 +207,23 @@ class GradientAverager:
         taken, and a failure repeats it from its first batch.
 
         Raises:
-            ScriptError: the batch adapts, or the step's gradients are being averaged already.
+            ScriptError: the batch adapts, there are several optimizers, or the step's gradients are
+                being averaged already.
         """
         step = self._context.step
+        if self._context.worker.averagers.several:
+            raise ScriptError(
+                "optimizer.no_sync() with several optimizers given to DistributedOptimizer(...): a "
+                "loop body is one step of all of them. Leave no_sync() out; the gradients of "
+                "several backward passes in one body are added up and averaged in step()"
+            )
         if self._context.planner.adapts:
             raise ScriptError(
                 "optimizer.no_sync(): the batch adapts, so hvd.DataLoader chooses the number of "
                 "passes of a step itself; leave no_sync() out and call optimizer.step() after each "
                 "backward(), which takes a step after the last pass"
             )
-        if self._handles or self._averaged:
+        if self._reductions or self._averaged:
             raise ScriptError(
                 "optimizer.no_sync() after a backward pass outside of it: its gradients are being "
                 "averaged over the ranks already. Put all passes before optimizer.step() but the "
@@ -242,33 +271,32 @@ class GradientAverager:
             return
         self._context.begin_exchange()
         for parameter in self._names:
-            if parameter not in self._handles:
+            if parameter not in self._reductions:
                 if parameter.grad is None and not parameter.requires_grad:
-                    self._say_frozen(parameter)
+                    self._reductions.begin_frozen(parameter)
                     continue
                 # Another rank may have used the parameter, so this one contributes zeros.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self._begin(parameter)
+                self._reductions.begin(parameter)
         self._context.planner.work_ends()
-        self._refuse_changed()
+        self._reductions.refuse_changed()
+        if self._context.worker.averagers.several:
+            # A rank that leaves the body out is found before gradients are awaited.
+            self._context.exchange()
         # The last one first: if another rank leaves the step out, only this reduction fails, and
         # the others would never end.
         for parameter in reversed(self._names):
-            handle, reduced, _ = self._handles[parameter]
             try:
-                self._communicator.wait(handle)
+                self._reductions.wait(parameter)
             except ScriptError as differing:
                 self._refuse_left_out()
                 raise ScriptError(
-                    f"the ranks disagree about parameter {self._name_of(parameter)!r}: some have "
+                    f"the ranks disagree about parameter {self._names[parameter]!r}: some have "
                     "frozen it (requires_grad=False) and others not, or their models differ. "
                     f"Freeze it on all ranks between the same two steps ({differing})"
                 ) from None
-            gradient = parameter.grad
-            if gradient is not None and reduced is not gradient:
-                gradient.copy_(reduced.reshape(gradient.shape))
-        self._handles.clear()
+        self._reductions.clear()
         self._averaged = True
         self._context.exchange()
         self._end_statistics()
@@ -291,16 +319,13 @@ class GradientAverager:
             return
         if self._communicator.size == 1 or not self._names:
             return
-        if self._averaged or self._handles or self._unseen:
+        if self._averaged or self._reductions or self._unseen:
             if not over:
                 return
             self._synchronize()  # the other ranks take the step, or get here in the same way
             self._averaged = False
-        parameter = next(reversed(self._names))
-        number = torch.zeros((1,) * (parameter.dim() + 2), device=parameter.device)
-        handle = self._communicator.reduce_async(number, self._names[parameter])
         try:
-            self._communicator.wait(handle)
+            self._reductions.reduce_left_out(next(reversed(self._names)))
         except ScriptError:
             self._refuse_left_out()
             raise
@@ -326,7 +351,7 @@ class GradientAverager:
     def _begin_statistics(self) -> None:
         """Decide whether the step is sampled, before its first gradient is used."""
         step = self._context.step
-        if self._handles or self._unseen or len(step.passes) != 1:
+        if self._reductions or self._unseen or len(step.passes) != 1:
             return
         alone = self._communicator.size == 1 and not step.accumulating
         useful = not (alone or step.is_too_large)
@@ -343,7 +368,7 @@ class GradientAverager:
             left = (
                 parameter
                 for parameter in self._names
-                if parameter not in self._handles
+                if parameter not in self._reductions
                 and (self._sum.holds(parameter) or parameter.grad is not None)
             )
             self._see_and_begin(left)
@@ -370,7 +395,7 @@ class GradientAverager:
         several = list(parameters)
         self._see_and_sum(several)
         for parameter in several:
-            self._begin(parameter)
+            self._reductions.begin(parameter)
         self._unseen.clear()
 
     def _end_statistics(self) -> None:
@@ -380,20 +405,21 @@ class GradientAverager:
             step, examples = self._context.worker.progress.step, self._context.step.examples
             with cost:
                 part = self._statistics.part(self._names, communicator.rank, communicator.size)
-                self._statistics.end_step(step, examples, part, self._loss_scale)
+                loss_scale = None if self._scaling is None else self._scaling[1]
+                self._statistics.end_step(step, examples, part, loss_scale)
             cost.step_ends()
             self._sampling = False
 
     def reset(self) -> None:
         """Drop a step that failed half way, with its gradients."""
-        self._handles.clear()
+        self._reductions.clear()
         self._unseen.clear()
         self._sum.clear()
         self.forget()
         self.stepping = self._sampling = False
         self._statistics.drop_step()
-        if self._forget_scale is not None:
-            self._forget_scale()
+        if self._scaling is not None:
+            self._scaling[0]()
         self._optimizer.zero_grad(set_to_none=True)
 
     def forget(self) -> None:
@@ -407,9 +433,9 @@ class GradientAverager:
         self._context.step.continues = False
         if self._communicator.size == 1 or self._context.step.accumulating:
             return
-        if parameter in self._handles or parameter in self._unseen or self._averaged:
+        if parameter in self._reductions or parameter in self._unseen or self._averaged:
             raise ScriptError(
-                f"the gradient of {self._name_of(parameter)!r} was computed twice before "
+                f"the gradient of {self._names[parameter]!r} was computed twice before "
                 "optimizer.step(). Call step() after each backward(), or add gradients up: put "
                 "every backward() of a step but the last into `with optimizer.no_sync():`"
             )
@@ -423,79 +449,35 @@ class GradientAverager:
                 self._see_and_begin(self._unseen)
             return
         self._see_and_sum([parameter])
-        self._begin(parameter)
+        self._reductions.begin(parameter)
 
-    def _begin(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            gradient = parameter.grad = gradient.to_dense()
-        # Horovod's PyTorch binding has no bfloat16, and reduces contiguous memory only.
-        reduced = gradient.float() if gradient.dtype == torch.bfloat16 else gradient.contiguous()
-        handle = self._communicator.reduce_async(reduced, self._names[parameter])
-        self._handles[parameter] = (handle, reduced, gradient._version)
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        return self._names[parameter].removeprefix("gradient.")
-
-    def _refuse_changed(self) -> None:
-        """Raise ScriptError if the script has changed a gradient while it was being averaged.
-
-        Gradients on a GPU are not checked: the reduction itself may raise their version counter.
-        """
-        for parameter, (_, _, version) in self._handles.items():
-            gradient = parameter.grad
-            if gradient is not None and not gradient.is_cuda and gradient._version != version:
-                raise ScriptError(
-                    f"the gradient of {self._name_of(parameter)!r} was changed while it was being "
-                    "averaged over the ranks, so they would go apart; call "
-                    "optimizer.synchronize() after backward() and before clipping, or changing "
-                    "gradients in another way"
-                )
-
-    def _say_frozen(self, parameter: torch.Tensor) -> None:
-        """Reduce a placeholder for a parameter that was frozen after the optimizer was wrapped.
-
-        It has a shape that no gradient of the parameter has: if another rank has not frozen it,
-        Horovod reports an error on all ranks, instead of having them wait for each other.
-        """
-        number = torch.zeros((1,) * (parameter.dim() + 1), device=parameter.device)
-        handle = self._communicator.reduce_async(number, self._names[parameter])
-        self._handles[parameter] = (handle, number, 0)
+    def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
+        """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""
+        if self._averaged:
+            raise ScriptError(
+                f"the gradient of {self._names[parameter]!r} was averaged by synchronize(), and "
+                "another backward pass adds to it before its optimizer's step(), so the ranks "
+                "would go apart. Take that step before the backward pass of another loss"
+            )
 
     def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._refuse_what_is_not_averaged(*args[1:], **options)
         self.synchronize()
         self._context.checkpoints.settle()
+        if self._context.rollback.keeps_aside:
+            self._copy.take()
         self.stepping = True
 
     def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
         """Raise ScriptError if the step would use gradients that are not averaged."""
-        if self._context.worker.averager is not self:
+        if self._retired:
+            kind = type(self._optimizer).__name__
             raise ScriptError(
-                "optimizer.step(): another optimizer was given to DistributedOptimizer(...) after "
-                "this one, and a step of training is a step of one. Scripts with several "
-                "optimizers (GANs, actor-critic) are not supported yet"
+                f"optimizer.step(): this {kind} does not train, since {self._retired}"
             )
         if closure is not None:
             raise ScriptError(_NO_CLOSURE)
-        late = [
-            name
-            for parameter, name in self._frozen.items()
-            if parameter.requires_grad and parameter.grad is not None
-        ]
-        if late:
-            raise ScriptError(
-                f"parameter {late[0]} was frozen when DistributedOptimizer(...) was made, so its "
-                "gradients are not averaged. Have it learn from the start, with a learning rate of "
-                "0 until it shall"
-            )
-        if len(self._optimizer.param_groups) > self._groups:
-            raise ScriptError(
-                "optimizer.add_param_group() after DistributedOptimizer(...): gradients of what "
-                "was added are not averaged. Give the optimizer all groups before that, with a "
-                "learning rate of 0 until they shall learn"
-            )
+        self._late.refuse()
 
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
         self.stepping = False
@@ -505,7 +487,13 @@ class GradientAverager:
         self.forget()
         gain = self._gain if gain is None else gain
         self._context.planner.advance(gain, self._context.step.examples)
-        self._context.step_done()
+        self._context.optimizer_stepped()
+
+
+def averager_of(optimizer: torch.optim.Optimizer) -> GradientAverager | None:
+    """Return the averager of an optimizer that was given to :func:`DistributedOptimizer`."""
+    owner = getattr(getattr(optimizer, "synchronize", None), "__self__", None)
+    return owner if isinstance(owner, GradientAverager) else None
 
 
 def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -535,11 +523,16 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     model: torch.nn.Module | None = None,
     *,
     lr_rule: str | Rule | None = None,
+    sync_batch_norm: bool = False,
 ) -> torch.optim.Optimizer:
     """Make ``optimizer.step()`` use the gradient of the global batch.
 
     Each rank's mean gradient is weighted by its share of the examples and averaged over all ranks,
     so a step is the same at any number of ranks and with unequal shares.
+
+    A script may have several, for different parameters; each is in the State. Then a loop body, or
+    what lies between two calls of ``commit``, is one step of training, with any number of steps of
+    each of them.
 
     Args:
         optimizer: any ``torch.optim`` optimizer whose ``step()`` needs no closure.
@@ -549,13 +542,16 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in
             :mod:`hvd_elastic.model.lr_rules`. By default ``"adam_sqrt"`` for Adam and related
             optimizers, and ``"adascale"`` for all others.
+        sync_batch_norm: whether the batch normalisation layers of ``model`` use the statistics of
+            the global batch in training; see
+            :func:`~hvd_elastic.torch.batch_norm.synchronize_batch_norm`.
 
     Returns:
         The same object, with a method ``synchronize()`` to call before clipping, and one
         ``no_sync()`` for gradient accumulation (see :class:`GradientAverager`).
 
     Raises:
-        ScriptError: the optimizer cannot be used, or ``lr_rule`` is none of these.
+        ScriptError: the optimizer or a layer cannot be used, or ``lr_rule`` is none of these.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ScriptError(
@@ -569,6 +565,13 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "
             "by an earlier call or by horovod.torch; give it the one of torch.optim, once"
         )
+    if sync_batch_norm:
+        if model is None:
+            raise ScriptError(
+                "DistributedOptimizer(sync_batch_norm=True) needs the model whose layers are "
+                "meant: DistributedOptimizer(optimizer, model, sync_batch_norm=True)"
+            )
+        synchronize_batch_norm(model)
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
     averager = GradientAverager(optimizer, names, lr_rule)
     synchronize: Callable[[], None] = averager.synchronize

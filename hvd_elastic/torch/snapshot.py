@@ -59,7 +59,7 @@ class Snapshot:
         if tensors:
             self._tensors = [
                 (tensor, tensor.detach().to("cpu", copy=True))
-                for tensor in _untrained(objects)
+                for tensor in untrained_tensors(objects)
                 if not tensor.is_inference()
             ]
 
@@ -143,7 +143,7 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
             group[name] = value
 
 
-def _untrained(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def untrained_tensors(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the buffers of all modules, and all tensors of modules that no optimizer trains."""
     trained = {
         id(parameter)

@@ -1,8 +1,8 @@
-"""The state that a training run must not lose: model, optimizer and the user's own values.
+"""The state that a training run must not lose: models, optimizers and the user's own values.
 
-Parameters are not copied at a step. They change only after all gradients of a step are reduced, so
-every survivor of a failure holds the state before or after the step in flight, never between; the
-one furthest ahead sends its live tensors to the others.
+Parameters are not copied at a step of one optimizer. They change only after all gradients of a step
+are reduced, so every survivor of a failure holds the state before or after the step in flight,
+never between; the one furthest ahead sends its live tensors to the others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import TorchContent, content_of
+from hvd_elastic.torch.copies import TensorCopies
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.schedule import counting_schedules
-from hvd_elastic.torch.snapshot import Snapshot
+from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
 from hvd_elastic.torch.trained_sums import trained_sums
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Schedule, TrainedSums
@@ -75,6 +76,7 @@ class State:
             _check_plain(name, value)
         self._large: set[str] = set()
         self._saved = self.take_snapshot()
+        self._tensors = TensorCopies()
         self._context = context.current()
         self._context.register_state(self)
 
@@ -115,8 +117,8 @@ class State:
 
     def schedules(self) -> dict[str, Schedule]:
         """See :class:`hvd_elastic.training.frontend.State`; includes forgotten schedulers."""
-        averager: Any = self._context.worker.averager
-        forgotten = [] if averager is None else averager.forgotten
+        averagers: Any = self._context.worker.averagers
+        forgotten = chain.from_iterable(averager.forgotten for averager in averagers)
         outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
         return counting_schedules({**self._objects, **outside})
 
@@ -124,13 +126,22 @@ class State:
         """Return a copy that :meth:`roll_back` can restore; see :class:`Snapshot`."""
         return Snapshot(self._plain, self._objects, self._large, tensors=tensors)
 
-    def save_values(self, snapshot: Snapshot | None = None) -> None:
-        """Set the snapshot that :meth:`roll_back` restores; None takes one now."""
+    def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
+        """Set the snapshot that :meth:`roll_back` restores; None takes one now.
+
+        Args:
+            snapshot: an earlier one.
+            tensors: without ``snapshot``, copy also buffers and modules that no optimizer trains.
+        """
         self._saved = snapshot or self.take_snapshot()
+        self._tensors.drop()
+        if tensors and snapshot is None:
+            self._tensors.take(untrained_tensors(self._objects))
 
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""
         self._saved.restore(self._plain, self._objects)
+        self._tensors.restore()
 
     def module_versions(self) -> int:
         """Return a number that grows whenever a tensor of a module is changed in place."""

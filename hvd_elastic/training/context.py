@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,32 @@ class Context:
             self.worker.state.keep(name, item)
 
     def register_averager(self, averager: Averager) -> None:
-        """Set the averager of the optimizer whose steps count, and retire the previous one."""
-        if self.worker.averager is not None:
-            self.worker.averager.retire()
-        self.worker.averager = averager
+        """Add the averager of an optimizer; see :meth:`Averagers.add`."""
+        self.worker.averagers.add(averager, in_train=self.worker.in_train)
         if self.planner.adapts:
+            averager.adapt()
+
+    def choose_averagers(self, chosen: Sequence[Averager]) -> None:
+        """Have the optimizers of the State train, and no others.
+
+        Raises:
+            ScriptError: there are several, and the batch adapts.
+        """
+        self.worker.averagers.choose(chosen)
+        self._adapt()
+
+    def _adapt(self) -> None:
+        averagers = self.worker.averagers
+        if not self.planner.adapts:
+            return
+        if averagers.several:
+            raise ScriptError(
+                f"DataLoader(max_batch_size=...) with {len(averagers)} optimizers given to "
+                "DistributedOptimizer(...): noise scale and learning-rate rules are of one "
+                "optimizer. Leave max_batch_size out (unequal_shares=True works with several), or "
+                "train all parameters with one optimizer, in parameter groups of their own"
+            )
+        for averager in averagers:
             averager.adapt()
 
     def register_data(self, examples: int, dropped: int, planner: Planner) -> None:
@@ -111,8 +132,8 @@ class Context:
             self.planner = planner
         if planner.adapts:
             self.keep("_adaptation", planner)
-            if worker.averager is not None:
-                worker.averager.adapt()
+            if worker.in_train or not worker.averagers.several:  # else hvd.run chooses
+                self._adapt()
 
     # -- a step ----------------------------------------------------------------------------
 
@@ -129,28 +150,42 @@ class Context:
             return
         self.end_uncommitted()
         self.step.begin(batch)
-        if self.worker.averager is not None:
-            self.worker.averager.forget()
+        self.worker.averagers.forget()
 
     def pass_ends(self) -> None:
         """Add up the gradients of a pass; the loop body asks for the next pass of the step."""
-        if self.worker.averager is not None and self.step.is_open:
-            self.worker.averager.absorb()
+        if self.step.is_open:
+            self.worker.averagers.absorb()
 
     def begin_exchange(self) -> None:
         """Begin to send the other ranks what this one wishes; see :meth:`Step.begin_exchange`."""
+        if self._exchanges_at_commit:
+            return
         self.end_uncommitted()
         worker, step = self.worker, self.step
         place = self.reading.place_hash() if step.passes else 0
         shared = worker.communicator.size > 1
         step.begin_exchange(worker, self._wishes, place=place, shared=shared)
 
+    @property
+    def _exchanges_at_commit(self) -> bool:
+        """Whether the next exchange is that of the step after ``commit``, as in a loop body.
+
+        So it is with several optimizers, and without our loader, after a step of one of them.
+        """
+        return self.step.stage is Stage.UNCOMMITTED and self.worker.averagers.several
+
+    @property
+    def _exchange_checks_steps(self) -> bool:
+        """Whether the exchange shows that only some ranks leave a step out, not the gradients."""
+        return self.planner.adapts or self.worker.averagers.several
+
     def _wishes(self) -> list[bool]:
         return [self.worker.wants_change, wants_stop(self.worker), *self.checkpoints.wishes()]
 
     def exchange(self) -> None:
         """Wait for the exchange that :meth:`begin_exchange` began; once a step."""
-        if self.step.is_exchanged:
+        if self.step.is_exchanged or self._exchanges_at_commit:
             return
         worker, step = self.worker, self.step
         if worker.communicator.size == 1:
@@ -158,7 +193,7 @@ class Context:
         self.begin_exchange()
         if worker.audit and step.passes:
             self._audit.gather(step.passes)
-        change, stop, *checkpoint = step.finish_exchange(worker, self.planner.adapts)
+        change, stop, *checkpoint = step.finish_exchange(worker, self._exchange_checks_steps)
         self._change_agreed |= change
         self.checkpoints.agree(checkpoint)
         if step.stage is Stage.VOIDED:
@@ -167,12 +202,17 @@ class Context:
             agree_on_stop(worker, worker.progress.step + 1)
         check_replicas(worker)
 
+    def optimizer_stepped(self) -> None:
+        """Count the step that an optimizer has taken; with several, the body's end counts it."""
+        if not self.step.passes and self.worker.in_train:
+            self._step_without_loader()
+        elif not self.worker.averagers.several:
+            self.step_done()
+
     def step_done(self) -> None:
-        """Count the step: the optimizer has taken it, or all ranks leave it out."""
+        """Count the step: its optimizers have taken it, or all ranks leave it out."""
         step, worker = self.step, self.worker
         if not step.is_open:
-            if not step.passes and worker.in_train:
-                self._step_without_loader()
             return
         epoch, position = worker.progress.epoch, worker.progress.position
         worker.progress = step.count(worker.progress)
@@ -187,7 +227,8 @@ class Context:
             ScriptError: the run is audited, and what the script read is unknown.
         """
         worker = self.worker
-        if worker.progress.step == 0 and worker.mode is not Mode.ALONE:
+        first = worker.progress.step == 0 and self.step.stage is not Stage.UNCOMMITTED
+        if first and worker.mode is not Mode.ALONE:
             loader, other = worker.frontend.loader, worker.frontend.other_loader
             what = f"optimizer.step() was called for a batch that does not come from {loader}"
             remedy = (
@@ -221,6 +262,15 @@ class Context:
             self.step_failed()
         self._leave_out(over=True)
 
+    def body_left(self) -> None:
+        """Count the step of a loop body that was left by ``break`` after a step of an optimizer.
+
+        Without a collective, since a generator may be closed at any time.
+        """
+        whole = self.worker.averagers.several and not self.worker.communicator.broken
+        if whole and self.step.stage is Stage.EXCHANGED:
+            self.step_done()
+
     def _leave_out(self, *, over: bool) -> None:
         """End the step in flight without our optimizer; ``over``: the loop body has ended."""
         step = self.step
@@ -228,8 +278,7 @@ class Context:
             return
         step.is_left_out = True
         try:
-            if self.worker.averager is not None:
-                self.worker.averager.leave_out(over=over)
+            self.worker.averagers.leave_out(over=over)
             self.exchange()
         finally:
             step.is_left_out = False
@@ -275,14 +324,20 @@ class Context:
         """Store metrics; end a step that no optimizer took, or one without our loader."""
         self.metrics.update(metrics)
         step = self.step
+        several = self.worker.averagers.several
         if self._has_loader and step.stage is not Stage.UNCOMMITTED:
-            if not step.accumulating:
+            if not (step.accumulating or several):
                 self._leave_out(over=False)
             return
         # A script that reads its data itself: this is where its steps end.
-        if step.stage is Stage.UNCOMMITTED:
-            step.stage = Stage.NONE
-        self.exchange()
+        if not self._exchanges_at_commit:
+            if step.stage is Stage.UNCOMMITTED:
+                step.stage = Stage.NONE
+            step.is_left_out = several
+            try:
+                self.exchange()
+            finally:
+                step.is_left_out = False
         self._count_own_step()
         self.rollback.save()
         self.step_boundary()
@@ -299,26 +354,26 @@ class Context:
         Returns:
             Whether training can go on, with smaller passes.
         """
-        averager, step = self.worker.averager, self.step
-        if averager is None or step.stage is not Stage.BEGUN:
+        averagers, step = self.worker.averagers, self.step
+        if not averagers or step.stage is not Stage.BEGUN:
             return False
         if not self.planner.out_of_memory(step.passes[-1].examples):
             return False
         step.is_too_large = True
         try:
-            averager.give_up()
+            for averager in averagers:
+                averager.give_up()
         finally:
             step.is_too_large = False
         return True
 
     def step_failed(self) -> None:
         """Forget the step in flight."""
-        if self.step.stage is Stage.UNCOMMITTED:  # it was taken, so newcomers must count it too
-            self.worker.progress.advance(0)
+        if self.step.stage is Stage.UNCOMMITTED and not self.worker.averagers.several:
+            self.worker.progress.advance(0)  # it was taken, so newcomers must count it too
         self.step.forget()
         self._change_agreed = False
-        if self.worker.averager is not None:
-            self.worker.averager.reset()
+        self.worker.averagers.reset()
 
     # -- generations -----------------------------------------------------------------------
 

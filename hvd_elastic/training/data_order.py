@@ -189,6 +189,8 @@ class DataOrder:
                     context.mark_consumed()
                 rollback.body_ended(voided=step.stage is Stage.VOIDED)
         except GeneratorExit:
+            if rollback.is_current(loop):
+                context.body_left()
             rollback.loop_left(loop, within_epoch=enough is not None)
             raise
 

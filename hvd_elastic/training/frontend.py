@@ -53,7 +53,7 @@ class Frontend(Protocol):
 
 
 class Averager(Protocol):
-    """Averages the gradients of the script's optimizer.
+    """Averages the gradients of one optimizer of the script.
 
     Attributes:
         steps: number of steps that have ended on this rank, taken or left out.
@@ -67,8 +67,25 @@ class Averager(Protocol):
     def adapt(self) -> None:
         """Begin to sample gradients for the planner and to scale the learning rate as it asks."""
 
-    def retire(self) -> None:
-        """Stop averaging: another optimizer takes the steps from now on."""
+    def shared_with(self, other: Any) -> str:
+        """Return the name of a parameter that ``other`` averages too, or ""."""
+
+    def engage(self, number: int, *, in_step: bool) -> None:
+        """Average the gradients of the optimizer's steps from now on.
+
+        Args:
+            number: its number among those that train, from 0, the same on all ranks.
+            in_step: average them in ``step()`` instead of in the backward pass.
+        """
+
+    def retire(self, reason: str) -> None:
+        """Stop averaging; a later ``step()`` raises ScriptError with the reason."""
+
+    def restore(self) -> None:
+        """Undo the steps since :meth:`drop_copy`, if the optimizer was copied before them."""
+
+    def drop_copy(self) -> None:
+        """Drop the copy of parameters and optimizer state, which its next step takes anew."""
 
     def forget(self) -> None:
         """Forget a step that ended without ``step()``; called when the next one begins."""
@@ -120,8 +137,14 @@ class State(Protocol):
             tensors: copy also what is needed at the end of an epoch only.
         """
 
-    def save_values(self, snapshot: Any = None) -> None:
-        """Set the snapshot that :meth:`roll_back` restores; None takes one now."""
+    def save_values(self, snapshot: Any = None, *, tensors: bool = False) -> None:
+        """Set the snapshot that :meth:`roll_back` restores; None takes one now.
+
+        Args:
+            snapshot: an earlier one.
+            tensors: without ``snapshot``, copy also buffers and modules that no optimizer trains,
+                on their device.
+        """
 
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""

@@ -65,8 +65,9 @@ class Metrics:
         record: dict[str, Any] = {}
         if done > 0 and now > since:
             record["throughput"] = done / (now - since)
-        if worker.averager is not None:
-            record["lr"] = worker.averager.learning_rate()
+        rate = worker.averagers.learning_rate()
+        if rate is not None:
+            record["lr"] = rate
         record |= planned()
         if "throughput" in record and "efficiency" in record:
             record["goodput"] = record["throughput"] * record["efficiency"]

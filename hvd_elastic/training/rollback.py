@@ -1,8 +1,10 @@
 """Undoes what the script changed in its state when a step, or the code between two epochs, fails.
 
-Parameters and optimizer state are never copied: they change only in an optimizer's step, so they
-always belong to a completed step. Everything else in the state is copied when a loop body, or the
-loader's loop, has ended, and is restored if what follows fails before its end.
+With one optimizer its parameters and state are never copied: they change only in its step, so they
+always belong to a completed step. With several, each is copied before its first step in a loop
+body, so that a body that fails between two of them is undone as a whole. Everything else in the
+state is copied when a loop body, or the loader's loop, has ended, and is restored if what follows
+fails before its end.
 """
 
 from __future__ import annotations
@@ -76,9 +78,17 @@ class Rollback:
         """Make the present state, or an earlier snapshot, the point to go back to."""
         state = self._worker.state
         if state is not None:
-            state.save_values(snapshot)
-            self._at, self._steps = replace(self._worker.progress), self._steps_made()
+            state.save_values(snapshot, tensors=self.keeps_aside)
+            self._worker.averagers.drop_copies()
+            self._at = replace(self._worker.progress)
+            self._steps = self._worker.averagers.steps
             self._stop_reason = self._worker.stop_reason
+
+    @property
+    def keeps_aside(self) -> bool:
+        """Whether a loop body can fail after a step of one of its optimizers and is undone then."""
+        worker = self._worker
+        return worker.averagers.several and worker.elastic and worker.communicator.size > 1
 
     def synchronized(self) -> None:
         """Note that all ranks have received the root's state, and save it."""
@@ -96,7 +106,7 @@ class Rollback:
         """Go back to the end of the last loop body, or of the last loop if no step has followed."""
         worker = self._worker
         self._left = self._collective = None
-        if (worker.progress.step, self._steps_made()) != (self._at.step, self._steps):
+        if (worker.progress.step, worker.averagers.steps) != (self._at.step, self._steps):
             self.partial = True
             self._epoch_end = None
             self.save()
@@ -104,8 +114,14 @@ class Rollback:
             if self._epoch_end is not None:
                 self._at, self._stop_reason, snapshot = self._epoch_end
                 worker.state.save_values(snapshot)
-            worker.state.roll_back()
+            self._restore()
             worker.progress, worker.stop_reason = replace(self._at), self._stop_reason
+
+    def _restore(self) -> None:
+        state = self._worker.state
+        if state is not None:
+            self._worker.averagers.restore()
+            state.roll_back()
 
     # -- the script's parts ----------------------------------------------------------------
 
@@ -117,15 +133,15 @@ class Rollback:
         state = self._worker.state
         if state is not None and self._worker.progress.phase is Phase.LOOP:
             # The head of the epoch runs again and may change buffers, which is undone later.
-            state.roll_back()
+            self._restore()
             state.save_values(state.take_snapshot(tensors=True))
 
     def epochs_begin(self) -> None:
         """Undo what the function did before ``epochs()`` if an earlier call has done it already."""
-        progress, state = self._worker.progress, self._worker.state
+        progress = self._worker.progress
         begins = progress.step == 0 and progress.epoch == 0 and progress.phase is Phase.HEAD
-        if self._entered and self._worker.elastic and not begins and state is not None:
-            state.roll_back()
+        if self._entered and self._worker.elastic and not begins:
+            self._restore()
 
     def training_stopped(self) -> None:
         """Note that no later loop has been entered, so that what follows this one is not undone."""
@@ -167,15 +183,13 @@ class Rollback:
             worker.progress.phase = Phase.LOOP
             self.save()
             return self._loop
-        if worker.state is not None:
-            worker.state.roll_back()
+        self._restore()
         return self._loop if worker.progress.phase is Phase.LOOP else 0
 
     def body_ended(self, *, voided: bool) -> None:
         """Save the state at the end of a loop body; ``voided``: undo the body instead."""
         if voided:
-            if self._worker.state is not None:
-                self._worker.state.roll_back()
+            self._restore()
         else:
             self._warn_of_late_changes()
             self._epoch_end = None
@@ -195,6 +209,10 @@ class Rollback:
         progress.phase = Phase.LOOP
         self._at = replace(progress)
 
+    def is_current(self, loop: int) -> bool:
+        """Return whether ``loop`` is the number of the loop that was begun last."""
+        return loop == self._loop
+
     def loop_left(self, loop: int, *, within_epoch: bool = False) -> None:
         """Note that the loop was left early: by ``break``, ``return`` or an exception.
 
@@ -203,7 +221,7 @@ class Rollback:
         epoch by leaving one of them; nor has one that leaves a loop of ``steps()``
         (``within_epoch``).
         """
-        if loop != self._loop or self._loops_in_turn > 1:
+        if not self.is_current(loop) or self._loops_in_turn > 1:
             return
         self._entered = False
         worker, progress = self._worker, self._worker.progress
@@ -249,10 +267,6 @@ class Rollback:
             snapshot = snapshot or worker.state.take_snapshot(tensors=True)
             self._epoch_end = (replace(worker.progress), worker.stop_reason, snapshot)
         self.save(snapshot)
-
-    def _steps_made(self) -> int:
-        averager = self._worker.averager
-        return 0 if averager is None else averager.steps
 
     def _warn_of_late_changes(self) -> None:
         state = self._worker.state

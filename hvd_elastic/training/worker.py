@@ -12,7 +12,8 @@ from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.agent_link import AgentLink, worker_options
-from hvd_elastic.training.frontend import Averager, Frontend, State
+from hvd_elastic.training.averagers import Averagers
+from hvd_elastic.training.frontend import Frontend, State
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import Sink, open_sink
@@ -46,7 +47,7 @@ class Worker:
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
         in_train: whether the training function runs.
         state: the script's state; None before it is created.
-        averager: averager of the script's optimizer; None before it is created.
+        averagers: averagers of the script's optimizers.
         step_began: when the step in flight began [s, monotonic]; None: no step is in flight.
         longest_step_s: duration of the longest step of this process [s].
     """
@@ -61,7 +62,7 @@ class Worker:
         self.left_epoch = ""
         self.in_train = False
         self.state: State | None = None
-        self.averager: Averager | None = None
+        self.averagers = Averagers()
         self.step_began: float | None = None
         self.longest_step_s = 0.0
         self.communicator: Communicator = (

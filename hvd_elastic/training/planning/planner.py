@@ -190,7 +190,7 @@ class ReviewedPlanner(Planner):
         moved = worker.generation != self._generation
         if not moved and step < self._next_review:
             return
-        if worker.averager is None:
+        if not worker.averagers:
             raise ScriptError(
                 f"{self._option}, and no optimizer was given to "
                 f"{worker.frontend.module}.DistributedOptimizer; wrap yours in it"

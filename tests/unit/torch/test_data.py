@@ -68,6 +68,9 @@ class FakeLoopWatch:
 
     def loop_left(self, loop: int, *, within_epoch: bool) -> None: ...
 
+    def is_current(self, loop: int) -> bool:
+        return True
+
 
 @dataclass
 class FakeContext:
@@ -111,6 +114,8 @@ class FakeContext:
 
     def pass_ends(self) -> None:
         raise AssertionError("each step is one pass")
+
+    def body_left(self) -> None: ...
 
     def mark_consumed(self) -> None:
         self.marked += 1

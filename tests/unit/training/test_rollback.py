@@ -55,6 +55,7 @@ class Training:
         def fail(name: str) -> None:
             self.calls.append(name)
             if len(self.calls) in failing:
+                made.worker.communicator.broken = True
                 raise GenerationBrokenError("another rank is gone")
 
         self.fail = fail
@@ -97,6 +98,7 @@ class Training:
                 return
             except GenerationBrokenError:
                 self.context.worker.generation += 1
+                self.context.worker.communicator.broken = False
                 self.context.step_failed()
                 rollback.fail()
                 self.newness.append(rollback.newness)

@@ -1,0 +1,156 @@
+"""Batch normalisation over ranks: as one process computes it for the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.step import Pass
+
+SHARES = (6, 2, 0)
+"""Examples of each rank; one without any reads an example again, with weight 0."""
+
+
+class Threads(LocalCommunicator):
+    """One of several ranks that are threads of this process."""
+
+    def __init__(self, rank: int, size: int, table: dict[Any, Any], barrier: Any) -> None:
+        self.rank, self.size = rank, size
+        self._table, self._barrier = table, barrier
+
+    def gather(self, array: Any, name: str) -> Any:
+        self._table[name, self.rank] = array
+        self._barrier.wait()
+        rows = [self._table[name, rank] for rank in range(self.size)]
+        self._barrier.wait()
+        return torch.cat(rows)
+
+    def reduce_async(self, array: Any, name: str) -> Any:
+        return array.copy_(self.gather(array[None].clone(), name).mean(0))
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.BatchNorm1d(3),
+        torch.nn.Linear(3, 4),
+        torch.nn.BatchNorm1d(4, momentum=None),
+        torch.nn.Unflatten(1, (2, 2)),
+        torch.nn.BatchNorm1d(2, affine=False),
+        torch.nn.Flatten(),
+        torch.nn.Linear(4, 1),
+    ).double()
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    gradients = {
+        f"gradient of {name}": p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return {**gradients, **{name: t.clone() for name, t in model.state_dict().items()}}
+
+
+def test_gradients_and_running_statistics_are_those_of_the_whole_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = torch.randn(8, 3).double() * 3 + 5
+    targets = torch.randn(8, 1).double()
+    whole = network()
+    for _ in range(2):
+        whole.zero_grad()
+        F.mse_loss(whole(inputs), targets).backward()
+    wanted = trained(whole)
+
+    size = len(SHARES)
+    here = threading.local()
+    monkeypatch.setattr(context, "current", lambda: here.context)
+    table: dict[Any, Any] = {}
+    barrier = threading.Barrier(size, timeout=30)
+    found: dict[int, Any] = {}
+    models = [network() for _ in SHARES]
+
+    def train(rank: int) -> None:
+        here.context = ctx = Context(Mode.ALONE, TorchFrontend())
+        ctx.worker.communicator = Threads(rank, size, table, barrier)
+        ctx.worker.in_train = True
+        model, first = models[rank], sum(SHARES[:rank])
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        keys = list(model.state_dict())
+        optimizer: Any = hvd.DistributedOptimizer(sgd, model, sync_batch_norm=True)
+        assert list(model.state_dict()) == keys
+        assert sgd.param_groups[0]["params"] == list(model.parameters())
+        mine = slice(first, first + SHARES[rank]) if SHARES[rank] else slice(0, 1)
+        own, x = targets[mine], inputs[mine]
+        if not SHARES[rank]:
+            x = x * float("nan")
+        for _ in range(2):
+            ctx.hand_out(Pass(step_examples=8, weight=SHARES[rank] * size / 8))
+            optimizer.zero_grad()
+            F.mse_loss(model(x), own).backward()
+            optimizer.synchronize()
+            found[rank] = trained(model)
+            optimizer.step()
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 1, 2]
+    for result in found.values():
+        assert result.keys() == wanted.keys()
+        torch.testing.assert_close(result, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_layers_stay_layers_of_torch(alone: Context) -> None:
+    """Evaluation, one rank, and copies compute as before."""
+    model, plain = network(), network()
+    layer = model[0]
+    hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, sync_batch_norm=True
+    )
+    assert model[0] is layer
+    assert isinstance(layer, torch.nn.BatchNorm1d)
+    inputs = torch.randn(4, 3).double()
+    alone.worker.in_train = True
+    assert torch.equal(model(inputs), plain(inputs))
+    assert torch.equal(copy.deepcopy(model).eval()(inputs), plain.eval()(inputs))
+
+
+def test_what_cannot_be_synchronised_is_refused(alone: Context) -> None:
+    class Own(torch.nn.BatchNorm1d):
+        pass
+
+    sgd = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    for model in (Own(3), torch.nn.Sequential(torch.nn.SyncBatchNorm(3))):
+        with pytest.raises(ScriptError, match=r"layer '0?' is a (Own|SyncBatchNorm), which cannot"):
+            hvd.DistributedOptimizer(sgd, model, sync_batch_norm=True)
+    with pytest.raises(ScriptError, match="needs the model whose layers are meant"):
+        hvd.DistributedOptimizer(sgd, sync_batch_norm=True)
+
+
+def test_a_batch_that_adapts_is_refused(alone: Context) -> None:
+    """Ranks with different numbers of passes would wait for each other without an end."""
+    model = network()
+    hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, sync_batch_norm=True
+    )
+    alone.register_data(64, 0, AdaptivePlanner(BatchLimits(8, 16), examples=64))
+    alone.worker.in_train = True
+    with pytest.raises(ScriptError, match=r"sync_batch_norm=True\) with DataLoader\(max_batch"):
+        model(torch.zeros(4, 3).double())

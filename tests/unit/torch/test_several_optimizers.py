@@ -1,0 +1,421 @@
+"""Several optimizers: each averages in its own step, and a loop body is undone as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.training.step import Pass
+from hvd_elastic.training.worker import Worker
+from tests.unit.training.test_rollback import Meter, Training
+
+BODIES = 6
+
+
+class Recording(LocalCommunicator):
+    """The first of two ranks; the other one's gradients are all ``other``, or like its own."""
+
+    size = 2
+
+    def __init__(self, other: float | None = None) -> None:
+        self.other = other
+        self.names: list[str] = []
+
+    def reduce_async(self, array: Any, name: str) -> Any:
+        self.names.append(name)
+        if self.other is not None and name.startswith("gradient"):
+            array.add_(self.other).div_(2)
+        return array
+
+    @property
+    def gradients(self) -> list[str]:
+        return [name for name in self.names if name.startswith("gradient")]
+
+
+@pytest.fixture
+def two(alone: Context) -> Recording:
+    alone.worker.communicator = communicator = Recording(other=3.0)
+    return communicator
+
+
+def linear() -> torch.nn.Linear:
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    return model
+
+
+def sgd(*models: torch.nn.Module, lr: float = 1.0) -> Any:
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=lr), models[0])
+
+
+def hand_out(ctx: Context, weight: float = 1.0) -> None:
+    ctx.hand_out(Pass(step_examples=8, weight=weight))
+
+
+def test_each_averages_its_own_gradients_in_its_own_step(alone: Context, two: Recording) -> None:
+    generator, discriminator = linear(), linear()
+    first, second = sgd(generator), sgd(discriminator)
+    hand_out(alone, weight=0.5)
+    discriminator(generator(torch.ones(1, 1))).sum().backward()
+    discriminator(generator(torch.ones(1, 1))).sum().backward()
+    assert two.names == [], "a pass of another loss may still come"
+    first.step()
+    assert two.gradients == ["gradient.weight"]
+    assert generator.weight.item() == 1 - (0.5 * 2 + 3) / 2
+    assert discriminator.weight.grad is not None
+    assert discriminator.weight.grad.item() == 2.0, "left alone"
+    second.step()
+    assert two.gradients == ["gradient.weight", "gradient:2.weight"]
+    assert discriminator.weight.item() == 1 - (0.5 * 2 + 3) / 2
+    assert two.names.count("hvd_elastic.change") == 1, "flags are exchanged once a body"
+
+
+def test_a_body_counts_when_it_ends(alone: Context, two: Recording) -> None:
+    models = linear(), linear()
+    first, second = map(sgd, models)
+    alone.register_data(64, 0, Planner(8))
+    for steps in ([first, first, second], [second], []):
+        before = alone.worker.progress.step
+        hand_out(alone)
+        for optimizer in steps:
+            sum(model(torch.ones(1, 1)).sum() for model in models).backward()
+            optimizer.step()
+            alone.commit({})
+            assert alone.worker.progress.step == before
+        alone.mark_consumed()
+        assert alone.worker.progress.step == before + 1
+    assert alone.worker.progress.examples == 24
+    assert two.names.count("hvd_elastic.change") == 3
+
+
+class LeftOut(Recording):
+    """The other rank leaves the body out."""
+
+    def reduce_async(self, array: Any, name: str) -> Any:
+        if name == "hvd_elastic.change":
+            other = array.copy()
+            other[3] = 1 - array[3]
+            return (array + other) / 2
+        assert not name.startswith("gradient") or array is not None
+        return super().reduce_async(array, name)
+
+    def wait(self, handle: Any) -> Any:
+        assert isinstance(handle, np.ndarray), "the other rank never reduces a gradient"
+        return handle
+
+    def gather(self, array: Any, name: str) -> Any:
+        return np.concatenate([array, [0 if array[0] else 1]])
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_body_that_one_rank_alone_leaves_out_is_an_error(alone: Context, steps: bool) -> None:
+    model = linear()
+    first, _ = sgd(model), sgd(linear())
+    alone.worker.communicator = LeftOut()
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(ScriptError, match=r"step 1 was left out on rank . alone, of 2"):
+        first.step() if steps else alone.mark_consumed()
+
+
+def test_accumulation_by_hand_is_refused(alone: Context, two: Recording) -> None:
+    first, _ = sgd(linear()), sgd(linear())
+    hand_out(alone)
+    with pytest.raises(ScriptError, match="a loop body is one step"), first.no_sync():
+        pass
+
+
+def test_a_pass_between_synchronize_and_step_is_refused(alone: Context, two: Recording) -> None:
+    """It would add the gradient of one rank to the average."""
+    model, other = linear(), linear()
+    first, _ = sgd(model), sgd(other)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    first.synchronize()
+    other(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(ScriptError, match=r"'weight' was averaged by synchronize\(\)"):
+        other(model(torch.ones(1, 1))).sum().backward()
+
+
+# -- which optimizers train
+
+
+def run(state: hvd.State, function: Any = lambda state: None) -> None:
+    hvd.run(function)(state)
+
+
+def test_two_optimizers_of_the_state_with_one_parameter_are_refused(alone: Context) -> None:
+    model, other = linear(), torch.nn.Linear(2, 2)
+    first, second = sgd(model), sgd(other, model)
+    state = hvd.State(model=model, optimizer=first, second=second)
+    with pytest.raises(ScriptError, match=r"State\(optimizer=..., second=...\): both .*'weight'"):
+        run(state)
+
+
+def test_an_optimizer_that_is_made_anew_takes_the_place_of_the_earlier_one(
+    alone: Context, two: Recording
+) -> None:
+    model = linear()
+    earlier = sgd(model)
+    later = sgd(model)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    assert two.gradients == ["gradient.weight"], "averaged in the backward pass, as with one"
+    later.step()
+    assert alone.worker.progress.step == 1
+    with pytest.raises(ScriptError, match=r"SGD does not train, since its parameter 'weight' was"):
+        earlier.step()
+    run(hvd.State(model=model, optimizer=earlier))
+    earlier.step()
+    with pytest.raises(ScriptError, match="does not train, since it is not in the State"):
+        later.step()
+
+
+def test_an_optimizer_that_the_state_lacks_does_not_train(alone: Context, two: Recording) -> None:
+    """A worker that joins would not have its momentum."""
+    model, forgotten = linear(), linear()
+    optimizer, other = sgd(model), sgd(forgotten)
+
+    def train(state: hvd.State) -> None:
+        hand_out(alone)
+        model(torch.ones(1, 1)).sum().backward()
+        assert two.gradients == ["gradient.weight"]
+        optimizer.step()
+        with pytest.raises(ScriptError, match="does not train, since it is not in the State"):
+            other.step()
+
+    alone.worker.communicator = LocalCommunicator()
+    alone.worker.communicator = two
+    run(hvd.State(model=model, optimizer=optimizer), train)
+    sgd(linear())
+    with pytest.raises(ScriptError, match=r"2 optimizers were given .* none is in the State"):
+        run(hvd.State(model=model))
+
+
+def test_one_optimizer_more_in_the_training_function_is_refused(alone: Context) -> None:
+    model = linear()
+
+    def train(state: hvd.State) -> None:
+        sgd(model)  # in place of the other
+        with pytest.raises(ScriptError, match="in the training function for one optimizer more"):
+            sgd(linear())
+
+    run(hvd.State(model=model, optimizer=sgd(model)), train)
+
+
+@pytest.mark.parametrize("loader_first", [True, False])
+def test_a_batch_that_adapts_is_refused(alone: Context, loader_first: bool) -> None:
+    data = TensorDataset(torch.zeros(64, 1))
+
+    def loader() -> Any:
+        return hvd.DataLoader(data, 8, max_batch_size=16)
+
+    if loader_first:
+        loader()
+    models = linear(), linear()
+    first, second = map(sgd, models)
+    if not loader_first:
+        loader()
+    state = hvd.State(model=models[0], optimizer=first, second=second)
+    with pytest.raises(ScriptError, match=r"max_batch_size=...\) with 2 optimizers.*unequal_share"):
+        run(state)
+
+
+# -- a loop body is undone as a whole
+
+
+class Adversaries(Training):
+    """A generator and a discriminator on the first of two ranks, with failures at given calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: int) -> None:
+        super().__init__(monkeypatch, *failing)
+        monkeypatch.setattr("hvd_elastic.torch.optimizer.forgotten_schedulers", lambda *_: [])
+        communicator = self.context.worker.communicator
+        monkeypatch.setattr(communicator, "size", 2)
+        reduce_async = communicator.reduce_async
+
+        def failing_reduce(tensor: Any, name: str) -> Any:
+            if name.startswith("gradient"):
+                self.fail(name)
+            return reduce_async(tensor, name)
+
+        monkeypatch.setattr(communicator, "reduce_async", failing_reduce)
+        torch.manual_seed(0)
+        self.generator = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        self.discriminator = torch.nn.Linear(3, 1)
+        for model in (self.generator, self.discriminator):
+            model.double()
+        adam = torch.optim.Adam(self.generator.parameters(), lr=0.05)
+        sgd = torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)
+        self.optimizer_g = hvd.DistributedOptimizer(adam, self.generator)
+        self.optimizer_d = hvd.DistributedOptimizer(sgd, self.discriminator)
+        data = TensorDataset(torch.randn(16, 3).double())
+        self.loader = hvd.DataLoader(data, 4, shuffle=True)
+        self.ema = AveragedModel(self.generator)
+        self.meter = Meter()
+        self.noise = torch.randn(8, 2, generator=torch.Generator().manual_seed(1)).double()
+
+    def body(self, state: hvd.State, real: torch.Tensor) -> None:
+        """Step twice, once or not at all with either, with all that a script does between."""
+        state.bodies += 1
+        for _ in range(state.bodies % 3):
+            self.optimizer_d.zero_grad()
+            fake = self.generator(self.noise[: len(real)] * state.bodies).detach()
+            loss = self.discriminator(fake).mean() - self.discriminator(real).mean()
+            loss.backward()
+            self.optimizer_d.step()
+            with torch.no_grad():
+                for parameter in self.discriminator.parameters():
+                    parameter.clamp_(-0.3, 0.3)
+            state.critic += 1
+        mean = hvd.allreduce(torch.tensor([float(state.bodies)]), "mean").item()
+        self.meter.values.append(mean)
+        if state.bodies % 2:
+            self.optimizer_g.zero_grad()
+            self.discriminator(self.generator(self.noise)).mean().neg().backward()
+            self.optimizer_g.step()  # its pass has filled the discriminator's gradients too
+            self.ema.update_parameters(self.generator)
+        hvd.allreduce(torch.tensor([1.0]), "late")
+        state.after += 1
+
+    def made_state(self) -> hvd.State:
+        return hvd.State(
+            generator=self.generator,
+            discriminator=self.discriminator,
+            optimizer_g=self.optimizer_g,
+            optimizer_d=self.optimizer_d,
+            ema=self.ema,
+            meter=self.meter,
+            bodies=0,
+            critic=0,
+            after=0,
+        )
+
+    def end(self, state: hvd.State) -> dict[str, Any]:
+        modules = {"g": self.generator, "d": self.discriminator, "ema": self.ema}
+        optimizers = {"g": self.optimizer_g, "d": self.optimizer_d}
+        return {
+            **{k: [t.tolist() for t in v.state_dict().values()] for k, v in modules.items()},
+            **{
+                f"optimizer {name}": [
+                    value.tolist()
+                    for values in optimizer.state.values()
+                    for value in values.values()
+                ]
+                for name, optimizer in optimizers.items()
+            },
+            "plain": [state.bodies, state.critic, state.after, self.meter.values],
+            "progress": self.context.worker.progress,
+        }
+
+
+def adversarial(training: Adversaries) -> dict[str, Any]:
+    """Train with the loader; the last epoch is left by ``break``."""
+
+    def train(state: hvd.State) -> None:
+        for epoch in hvd.epochs(2):
+            for (real,) in training.loader:
+                training.body(state, real)
+                state.commit()
+                if epoch == 1 and state.bodies == 7:
+                    break
+            hvd.allreduce(torch.tensor([1.0]), "tail")
+
+    state = training.made_state()
+    training.context.choose_averagers([*training.context.worker.averagers][1:])
+    training.run(train, state)
+    return training.end(state)
+
+
+def reinforced(training: Adversaries) -> dict[str, Any]:
+    """Train without a loader: from ``commit`` to ``commit``."""
+
+    def train(state: hvd.State) -> None:
+        while state.bodies < BODIES:
+            at = state.bodies % 4
+            training.body(state, training.noise[at : at + 2] @ torch.ones(2, 3).double())
+            state.commit()
+
+    state = training.made_state()
+    training.context._has_loader = False
+    training.context.choose_averagers([*training.context.worker.averagers][1:])
+    training.run(train, state)
+    return training.end(state)
+
+
+@pytest.mark.parametrize("story", [adversarial, reinforced])
+def test_a_failure_at_any_call_leaves_the_state_of_an_undisturbed_training(
+    monkeypatch: pytest.MonkeyPatch, story: Any
+) -> None:
+    undisturbed = Adversaries(monkeypatch)
+    wanted = story(undisturbed)
+    calls = undisturbed.calls
+    assert {"exchange", "allreduce", "gradient.0.weight", "gradient:2.weight"} <= {*calls}
+    for call in range(1, len(calls) + 1, 2):  # and again three calls later
+        disturbed = Adversaries(monkeypatch, call, call + 3)
+        assert story(disturbed) == wanted, (call, calls[call - 1])
+
+
+def test_nothing_is_copied_with_one_optimizer_or_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Adversaries(monkeypatch)
+    rollback = training.context.rollback
+    assert rollback.keeps_aside
+    monkeypatch.setattr(training.context.worker.communicator, "size", 1)
+    assert not rollback.keeps_aside
+    monkeypatch.setattr(training.context.worker.communicator, "size", 2)
+    training.context.choose_averagers([*training.context.worker.averagers][:1])
+    assert not rollback.keeps_aside
+    monkeypatch.setattr(Worker, "elastic", False)
+    assert not rollback.keeps_aside
+
+
+def test_a_scaler_of_several_goes_back_with_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One update a body; a body that fails after it, or between two steps, is done again."""
+
+    def story(*failing: int) -> list[Any]:
+        training = Adversaries(monkeypatch, *failing)
+        scaler = hvd.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        taken: list[Any] = []
+
+        def train(state: hvd.State) -> None:
+            for _ in hvd.epochs(1):
+                for (real,) in training.loader:
+                    state.bodies += 1
+                    overflow = float("inf") if state.bodies == 2 else 1.0
+                    for optimizer, factor in (
+                        (training.optimizer_d, overflow),
+                        (training.optimizer_g, 1.0),
+                    ):
+                        training.optimizer_d.zero_grad()
+                        training.optimizer_g.zero_grad()
+                        score = training.discriminator(training.generator(real[:, :2])).mean()
+                        scaler.scale(score * factor).backward()
+                        if optimizer is training.optimizer_d:
+                            scaler.unscale_(optimizer)
+                        scaler.step(optimizer)
+                    scaler.update()
+                    hvd.allreduce(torch.tensor([1.0]), "late")
+
+        state = training.made_state()
+        training.context.choose_averagers([*training.context.worker.averagers][1:])
+        training.run(train, state)
+        taken += [scaler.get_scale(), scaler.state_dict()["_growth_tracker"]]
+        taken.append([v["step"].item() for v in training.optimizer_g.state.values()])
+        return [training.end(state), taken, training.calls]
+
+    *wanted, calls = story()
+    assert wanted[1] == [8.0, 0, [4.0] * 4]
+    for call in range(1, len(calls) + 1, 3):
+        assert story(call)[:2] == wanted, (call, calls[call - 1])
