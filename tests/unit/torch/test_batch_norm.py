@@ -40,7 +40,9 @@ class Threads(LocalCommunicator):
         return torch.cat(rows)
 
     def reduce_async(self, array: Any, name: str) -> Any:
-        return array.copy_(self.gather(array[None].clone(), name).mean(0))
+        mine = torch.as_tensor(array)  # the library's own numbers are arrays
+        mine.copy_(self.gather(mine[None].clone(), name).mean(0))
+        return array
 
 
 def network() -> torch.nn.Sequential:
