@@ -117,22 +117,23 @@ def _fill(model: torch.nn.Module, state: Mapping[str, Any], path: Path) -> None:
     own = {key.replace(_COMPILED, ""): key for key in model.state_dict()}
     given = {str(key).replace(_COMPILED, ""): value for key, value in state.items()}
     wrong = []
-    for what, keys in (("lacks", own.keys() - given.keys()), ("has", given.keys() - own.keys())):
+    missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
+    for what, keys in (("missing keys", missing), ("unexpected keys", unexpected)):
         if keys:
             named = ", ".join(sorted(keys)[:_NAMED])
             more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-            wrong.append(f"it {what} {named}{more}" + (" besides" if what == "has" else ""))
+            wrong.append(f"{what}: {named}{more}")
     if not wrong:
         there = model.state_dict()
         for key, full in own.items():
             mine, value = there[full], given[key]
             if isinstance(mine, torch.Tensor) and mine.shape != getattr(value, "shape", None):
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-                wrong.append(f"{key} is {shape} there and {tuple(mine.shape)} in the model")
+                wrong.append(f"{key} has shape {shape} there, {tuple(mine.shape)} in the model")
     if wrong:
         raise CheckpointError(
-            f"{path} is of another model: {'; '.join(wrong[:_NAMED])}. Make the model as the "
-            "training script did; which object of the State it is, says name="
+            f"{path} is of another model: {'; '.join(wrong[:_NAMED])}. Create the model as the "
+            "training script does; name= chooses another object of its State"
         )
     model.load_state_dict({own[key]: value for key, value in given.items()})
 

@@ -228,8 +228,11 @@ def test_weights_of_a_compiled_model_fit_the_plain_one_and_the_other_way(trained
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (torch.nn.Linear(3, 4), r"lacks bias, weight; it has .* and \d more besides"),
-        (Net(width=5), r"first.weight is \(4, 3\) there and \(5, 3\) in the model"),
+        (
+            torch.nn.Linear(3, 4),
+            r"missing keys: bias, weight; unexpected keys: first.bias, .* and \d more",
+        ),
+        (Net(width=5), r"first.weight has shape \(4, 3\) there, \(5, 3\) in the model"),
     ],
 )
 def test_another_model_is_refused_and_left_as_it_is(
