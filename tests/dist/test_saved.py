@@ -123,6 +123,33 @@ def test_the_best_model_outlives_the_host_of_rank_0(stage: Stage, start_saving: 
 
 
 @COSTLY
+def test_what_is_saved_without_a_leader_is_fetched_by_the_next(
+    stage: Stage, start_saving: Any
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_saving({a: 1, b: 1})
+    job.wait_size(2)
+    job.wait_event("saved", 0)
+    job.process.kill()
+    job.process.wait()
+    job.poll()
+    known = len(list(job.folder.glob("epoch-*")))
+    job.wait_for(
+        lambda: len(list(job.folder.glob("epoch-*"))) > known + 3, "more epochs", ended_too=True
+    )
+    since = job.mark()
+    job.resume(alive=True)
+    job.wait_event("taken_over", since)
+    job.wait_event("saved", since)
+    assert check_bytes(job, get(job, "best.pt")) >= known
+    (job.folder / "enough").touch()
+    assert job.wait() == 0, job.story()
+    assert not job.kinds("warning", since)
+    check_bytes(job, get(job, "best.pt"))
+    job.check_nothing_left()
+
+
+@COSTLY
 @pytest.mark.root
 def test_a_full_disk_of_the_leader_keeps_the_file_on_its_host_for_resume(
     stage: Stage, start_saving: Any

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import socket
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,21 @@ def test_the_end_empties_spools_of_what_no_leader_was_told(tmp_path: Path) -> No
     run.collector.end()
     assert run.hosts["node1"].left == []
     assert run.hosts["node0"].left == [("best.pt", 1)], "its agent has not said yet what it has"
+
+
+def test_what_a_killed_writer_left_is_not_offered_and_goes_with_the_next(tmp_path: Path) -> None:
+    host = Host(tmp_path / "node0")
+    earlier = host.save("best.pt", b"earlier", number=1)
+    later = host.save("best.pt", b"later", number=2)
+    folder = host.spool / SAVED_FOLDER
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    # It was killed between the description and the rename of the content.
+    unfinished = folder / f".tmp-{socket.gethostname()}-{ended.pid}-00000000"
+    (folder / later.spooled).rename(unfinished)
+    assert find_spooled(folder) == [earlier]
+    host.save("best.pt", b"again", number=3)
+    assert not unfinished.exists()
 
 
 @pytest.mark.root
