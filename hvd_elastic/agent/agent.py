@@ -200,6 +200,8 @@ class Agent:
                 workers.kill(name)
             case msg.Collected(step=step):
                 self._spool.drop_shards(step)
+            case msg.DropSaved(files=files):
+                self._spool.drop_saved(files)
 
     async def _announce(self, announcement: msg.Announcement, workers: Workers) -> None:
         generation = announcement.generation
@@ -397,7 +399,8 @@ class Agent:
         await self._link.open(*pipes, unread=caller.rest)
         self._introduce(swept=0, held=self._log.snapshot())
         for message in self._log.unacknowledged():
-            self._link.send(message)
+            if not _is_of_saved_file(message):  # the hello has listed the spool
+                self._link.send(message)
         if self._notices:
             self._tell_of_notice()
         self._reading = self._begin(self._read_commands())
@@ -445,6 +448,7 @@ class Agent:
                 python=platform.python_version(),
                 spool=str(self._spool.path),
                 spooled=[shard.manifest() for shard in self._spool.shards()],
+                saved=self._spool.saved_files(),
                 executable=sys.executable,
                 pid=os.getpid(),
                 hostname=socket.gethostname(),
@@ -456,6 +460,10 @@ class Agent:
                 held=held,
             )
         )
+
+
+def _is_of_saved_file(message: msg.AgentToLeader) -> bool:
+    return isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.FileSaved)
 
 
 def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvd_elastic import config
 from hvd_elastic.checkpoint.files import ShardInfo, drop_shards, find_shards
+from hvd_elastic.checkpoint.saved import SAVED_FOLDER, drop_spooled, find_spooled
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 
@@ -21,7 +22,7 @@ _UNTOLD = "untold.jsonl"
 
 
 class Spool:
-    """Folder with the run's specification, shards to be collected, and unreported readings.
+    """Folder with a run's specification, shards and saved files to be fetched, and readings.
 
     Args:
         path: path of the folder.
@@ -59,6 +60,15 @@ class Spool:
         """Remove shards up to a step, or all, which the leader has collected."""
         drop_shards(self.path, up_to_step)
 
+    def saved_files(self) -> list[msg.SavedFile]:
+        """Return the files of the script that the leader has not fetched yet."""
+        return find_spooled(self.path / SAVED_FOLDER)
+
+    def drop_saved(self, files: Sequence[msg.SavedFile] | None) -> None:
+        """Remove files of the script that the leader has; None: all of them."""
+        for saved in self.saved_files() if files is None else files:
+            drop_spooled(self.path / SAVED_FOLDER, saved)
+
     def size_bytes(self) -> int:
         """Return the total size of all files, which grows while a checkpoint is written."""
         size = 0
@@ -89,7 +99,7 @@ class Spool:
 
     def remove(self) -> None:
         """Remove the folder, unless it has data that the next leader needs."""
-        if self.shards() or (self.path / _UNTOLD).exists():
+        if self.shards() or self.saved_files() or (self.path / _UNTOLD).exists():
             return
         shutil.rmtree(self.path, ignore_errors=True)
         for folder in (self.path.parent, self.path.parent.parent):

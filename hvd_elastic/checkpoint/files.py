@@ -219,6 +219,10 @@ class HashingWriter:
             self.bytes += len(chunk)
         return len(view)
 
+    def flush(self) -> None:
+        """Pass what was written to the system."""
+        self._raw.flush()
+
     def finish(self) -> str:
         """Sync the file to the disk; return the SHA-256 as hexadecimal digits."""
         self._raw.flush()
@@ -303,7 +307,7 @@ def describe_shard(shard: ShardInfo, keep: int) -> None:
     if len(steps) > keep:
         drop_shards(folder, steps[-keep - 1])
     with _logged(folder):
-        _remove_leftovers(folder)
+        remove_leftovers(folder)
 
 
 def find_shards(folder: Path | str) -> list[ShardInfo]:
@@ -406,7 +410,7 @@ def complete_checkpoint(
         with _explained(folder, f"the checkpoint of step {info.step}"):
             check_owner(find_checkpoints(folder), str(folder), info.run)
             # The shards' directory entries must be on the disk before the manifest names them.
-            _sync_folder(folder)
+            sync_folder(folder)
             _write_json(info.path, info.manifest())
     except CheckpointError:
         named = {shard.file for known in find_checkpoints(folder) for shard in known.shards}
@@ -545,7 +549,7 @@ def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
                 if found and path.name not in named and not path.is_dir():
                     if int(found[1]) < oldest or _is_replaced(path, kept) or _is_abandoned(path):
                         path.unlink(missing_ok=True)
-        _remove_leftovers(folder)
+        remove_leftovers(folder)
 
 
 def check_folder(folder: Path | str) -> None:
@@ -572,7 +576,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
             text.flush()
             os.fsync(text.fileno())
         temporary.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -586,7 +590,8 @@ def temporary_in(folder: Path) -> Iterator[Path]:
             path.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Sync the entries of a folder to the disk, where its file system can."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -607,7 +612,8 @@ def _is_replaced(path: Path, complete: list[CheckpointInfo]) -> bool:
     )
 
 
-def _remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writers that have ended."""
     for path in list(folder.iterdir()):
         with _logged(path):
             if _TEMPORARY.fullmatch(path.name) and _is_abandoned(path):

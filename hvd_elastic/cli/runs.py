@@ -20,7 +20,13 @@ import typer
 from hvd_elastic.cli.numbers import parse_duration, parse_whole_number, whole_number_option
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, duration_words, number_words, worker_name
+from hvd_elastic.formatting import (
+    bytes_words,
+    count,
+    duration_words,
+    number_words,
+    worker_name,
+)
 from hvd_elastic.records.audit import AuditResult
 from hvd_elastic.records.json_lines import (
     EventFollower,
@@ -459,6 +465,8 @@ def _status_rows(
     if summary.checkpoints:
         last = summary.checkpoints[-1]
         rows.append(("checkpoint", f"step {last.step}, {last.path}"))
+    if summary.saved:
+        rows.append(("saved", _saved_words(summary)))
     rows.append(("folder", str(folder.path)))
     if summary.failure:
         last_line = summary.failure.rstrip().rpartition("\n")[2]
@@ -475,6 +483,8 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
     if metrics:
         rows.append(("metrics", _metric_words(metrics)))
     rows.append(("rescales", _rescale_words(summary)))
+    if summary.saved:
+        rows.append(("saved", _saved_words(summary)))
     if audit.recorded:
         rows.append(("examples", audit.sentence()))
     return rows
@@ -504,6 +514,13 @@ def _batch_words(summary: RunSummary) -> str:
 
 def _metric_words(metrics: dict[str, Any]) -> str:
     return ", ".join(f"{name} {number_words(value)}" for name, value in metrics.items())
+
+
+def _saved_words(summary: RunSummary) -> str:
+    return ", ".join(
+        f"{name} (step {saved.step}, {bytes_words(saved.size_bytes)})"
+        for name, saved in summary.saved.items()
+    )
 
 
 def _rescale_words(summary: RunSummary) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from hvd_elastic.hosts.hostfile import Host
@@ -39,6 +39,7 @@ class Agents:
         self._post = post
         config = spec.ssh_config
         self._options = SshOptions(config_path=None if config is None else Path(config))
+        self._leaving: list[AgentConnection] = []
         self._ending: list[AgentConnection] = []
         self._looked_at = time.monotonic()
         self._next_beat = 0.0
@@ -47,6 +48,11 @@ class Agents:
     def up(self) -> list[AgentConnection]:
         """Return the connections whose agent has sent its hello."""
         return [agent for agent in self.by_host.values() if agent.up]
+
+    @property
+    def usable(self) -> list[AgentConnection]:
+        """Return the connections of hosts in the run and of those that leave it."""
+        return [*self.by_host.values(), *self._leaving]
 
     def start(
         self, name: str, hosts: Mapping[str, Host], led: msg.LeaderIdentity, *, take_over: bool
@@ -102,7 +108,7 @@ class Agents:
         """Send a heartbeat to all agents when the next one is due."""
         if now >= self._next_beat:
             self._next_beat = now + self._spec.heartbeat_s
-            for agent in self.by_host.values():
+            for agent in self.usable:
                 agent.beat(recorded_step)
 
     def silence(self, now: float) -> dict[str, float] | None:
@@ -118,21 +124,32 @@ class Agents:
             return None
         return {name: now - agent.last_heard for name, agent in self.by_host.items() if agent.up}
 
-    def stop(self, host: str) -> None:
-        """Ask the agent of ``host`` to end its workers and itself; does not wait."""
-        agent = self.by_host.pop(host)
-        agent.shutdown(_GRACE_S)
-        self._ending.append(agent)
+    def leave(self, host: str) -> None:
+        """Take ``host`` out of the run; its agent ends with :meth:`release`."""
+        self._leaving.append(self.by_host.pop(host))
+
+    def release(self, is_needed: Callable[[AgentConnection], bool]) -> None:
+        """Ask the agents of hosts that left to end their workers and themselves; does not wait.
+
+        Args:
+            is_needed: returns whether files are still to be fetched through a connection.
+        """
+        for agent in [*self._leaving]:
+            if agent.is_gone or not is_needed(agent):
+                self._leaving.remove(agent)
+                agent.shutdown(_GRACE_S)
+                self._ending.append(agent)
 
     def drop(self) -> None:
         """Close all connections and leave the workers running without this leader."""
-        for agent in [*self.by_host.values(), *self._ending]:
+        for agent in [*self.usable, *self._ending]:
             agent.drop()
         self.by_host.clear()
+        self._leaving.clear()
 
     def end(self) -> list[str]:
         """End all agents and their workers; return the hosts whose agent did not end in time."""
-        agents = [*self.by_host.values(), *self._ending]
+        agents = [*self.usable, *self._ending]
         for agent in agents:
             agent.shutdown(_GRACE_S)
         deadline = time.monotonic() + _END_S

@@ -19,6 +19,7 @@ from hvd_elastic.checkpoint.collector import Brought, CheckpointCollector
 from hvd_elastic.checkpoint.final import LastCheckpoint
 from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.checkpoint.place import CheckpointStore
+from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.endings import StopCause, explain_script_error
@@ -137,6 +138,15 @@ class Leader:
             on_idle=self._checkpoints_idle,
         )
         self._fence = Fence(folder.run_id, store.place, spec.failure_timeout_s)
+        self._saved = SavedFileCollector(
+            folder.saved,
+            life=lambda: self._fence.identity.leader,
+            agents=lambda: self._agents.usable,
+            post=self._loop.post,
+            emit=self._journal.emit,
+            warn=self._journal.warn,
+            on_idle=self._end_when_fetched,
+        )
         self._machine = self._new_machine(has_checkpoint=resumed)
         self._scaler: Scaler | None = None
         self._takeover: Takeover | None = None
@@ -145,7 +155,7 @@ class Leader:
         self._stop: StopCause | None = None
         self._last: LastCheckpoint | None = None
         self._finish: cmd.Finish | None = None
-        self._finish_deadline = 0.0
+        self._finished_at = 0.0
 
     def _new_machine(self, *, has_checkpoint: bool) -> RunMachine:
         spec = self._spec
@@ -219,8 +229,10 @@ class Leader:
                 else:
                     self._end_agents()
                 raise
+            assert self._finish is not None
+            if not self._fence.gave_way:
+                self._finish = _with_missing(self._finish, self._saved.missing())
             self._end_agents()
-        assert self._finish is not None
         newest, reached = self._collector.newest_step, self._progress.reached
         self._journal.emit(
             "run_finished",
@@ -298,6 +310,7 @@ class Leader:
             return
         succeeded = self._finish is not None and self._finish.status == "succeeded"
         self._collector.end(succeeded=succeeded)
+        self._saved.end()
         for host in self._agents.end():
             self._journal.warn(f"host {host}: the agent did not answer the end of the run")
 
@@ -376,7 +389,8 @@ class Leader:
                     self._hasten(takeover)
                 # The collector has to know the spool before workers report newer shards.
                 self._collector.offered(host, agent, message.spooled)
-                message.spooled = []
+                self._saved.offered(host, agent, message.saved)
+                message.spooled, message.saved = [], []
             case ev.AgentFailed(fatal=fatal):
                 if takeover.patient and not agent.up and not fatal:
                     del self._agents.by_host[host]
@@ -497,8 +511,9 @@ class Leader:
             self._agents.beat(now, self._journal.recorded_step)
             if self._last is not None and self._takeover is None:
                 self._ask_for_last_checkpoint(self._last, now)
-            if self._finish is not None and now >= self._finish_deadline:
-                self._loop.stop()
+            self._saved.look()
+            self._agents.release(self._saved.holds)
+            self._end_when_fetched()
         if self._takeover is None:
             self._tell(ev.Tick())
 
@@ -617,10 +632,14 @@ class Leader:
         if self._stop is not None:
             if {self._stop, cause} != _SHUTDOWN:
                 self._stop_now()
+                if self._finish is not None:
+                    self._loop.stop()  # without what is still to be fetched
             return
         self._stop = cause
         self._journal.emit("stop_requested", {"reason": cause.value})
-        if self._takeover is None:
+        if self._finish is not None:
+            pass  # it ends anyway, when all is fetched
+        elif self._takeover is None:
             self._begin_to_stop()
         else:  # workers may exist, and it is not yet known where and at which step
             self._hasten(self._takeover)
@@ -715,6 +734,7 @@ class Leader:
             if found.worker not in self._workers.places:  # its agent answered after the takeover
                 agent.send(msg.Kill(found.worker))
         self._collector.offered(host, agent, hello.spooled)
+        self._saved.offered(host, agent, hello.saved)
         self._tell(ev.AgentReady(host))
 
     def _heard_of_worker(
@@ -785,6 +805,9 @@ class Leader:
                 self._journal.read(*said.as_event())
             case msg.CheckpointWritten():
                 self._on_checkpoint_written(worker, said)
+            case msg.FileSaved(file=saved, seconds=seconds):
+                host, _ = self._workers.places[worker]
+                self._saved.saved(host, self._agents.by_host[host], saved, seconds)
             case msg.CheckpointFailed(message=text):
                 self._collector.failed(self._workers.places[worker][0], text)
 
@@ -802,13 +825,21 @@ class Leader:
         newest_step = self._collector.newest_step
         if self._takeover is None:
             self._tell(ev.StateSaved(newest_step))
-        if self._finish is not None:
-            self._loop.stop()
+        self._end_when_fetched()
         if self._last is not None and self._last.is_kept(newest_step):
             if newest_step == self._progress.written.step:
                 # Steps after the last checkpoint are discarded by the stop.
                 self._progress.reached = self._progress.written
             self._stop_now()
+
+    def _end_when_fetched(self) -> None:
+        """End the loop once training has ended and nothing is to be waited for."""
+        if self._finish is None:
+            return
+        late = time.monotonic() >= self._finished_at + _FETCH_PATIENCE_S
+        awaits_checkpoint = self._collector.busy and self._finish.status != "failed" and not late
+        if not awaits_checkpoint and not self._saved.is_awaited(self._finished_at):
+            self._loop.stop()
 
     # -- commands of the machine -----------------------------------------------------------
 
@@ -840,9 +871,8 @@ class Leader:
                 self._form(command)
             case cmd.Finish():
                 self._finish = command
-                self._finish_deadline = time.monotonic() + _FETCH_PATIENCE_S
-                if not self._collector.busy or command.status == "failed":
-                    self._loop.stop()  # else the loop stops when the last checkpoint is fetched
+                self._finished_at = time.monotonic()
+                self._end_when_fetched()
 
     def _start_agent(self, name: str, *, take_over: bool) -> None:
         self._agents.start(name, self._hostfile.hosts, self._fence.identity, take_over=take_over)
@@ -851,7 +881,8 @@ class Leader:
         agent = self._agents.by_host.get(host)
         if agent is not None:
             self._collector.leaving(agent)
-            self._agents.stop(host)
+            self._agents.leave(host)
+            self._agents.release(self._saved.holds)
             self._forget_workers(host)
 
     def _save_state(self, worker: str) -> None:
@@ -932,3 +963,12 @@ class Leader:
         if entry.generation == self._machine.generation:
             for host in {member.host for member in self._machine.members} - {but}:
                 self._agents.send(host, msg.PutEntry(entry))
+
+
+def _with_missing(finish: cmd.Finish, missing: str) -> cmd.Finish:
+    """Return how a run ended, given which saved files could not be fetched; empty: none."""
+    if not missing:
+        return finish
+    if finish.status == "succeeded":
+        return cmd.Finish("failed", f"training has ended, and {missing}")
+    return replace(finish, message=f"{finish.message}; {missing}")

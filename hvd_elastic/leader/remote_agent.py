@@ -86,6 +86,11 @@ class AgentConnection:
         """Return whether the agent has sent its hello and its versions match."""
         return self.info is not None
 
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the agent has ended, or could not be started."""
+        return self._gone.is_set()
+
     def send(self, message: msg.LeaderToAgent) -> None:
         """Queue a message for the agent; it is dropped if the agent has ended."""
         self._outbox.put(encode(message))

@@ -6,6 +6,7 @@
       audit.jsonl      indices of the examples that were read (only with --audit)
       logs/            <host>.<local_rank>.log
       checkpoints/
+      saved/           files that the script saved by name
       tensorboard/     event files (only with --tensorboard)
       commands/        one file for each request to the leader
       leader.lock      locked while a leader is alive
@@ -105,6 +106,7 @@ class RunFolder:
         self.output = path / "output.jsonl"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.saved = path / "saved"
         self.tensorboard = path / "tensorboard"
         self.commands = path / "commands"
         self.lock = path / "leader.lock"

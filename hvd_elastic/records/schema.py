@@ -194,6 +194,19 @@ class Checkpoint(_Event, tag="checkpoint"):
     shard: dict[str, Any] | UnsetType = UNSET
 
 
+class Saved(_Event, tag="saved"):
+    """A file that the script saved is in the run folder."""
+
+    name: str
+    path: str
+    bytes: int
+    sha256: str
+    seconds: float
+    step: int
+    epoch: int
+    host: str
+
+
 class Restored(_Event, tag="restored"):
     """Training continues from a checkpoint."""
 
@@ -292,6 +305,7 @@ _ALL = (
     Decision,
     PredictionMissed,
     Checkpoint,
+    Saved,
     Restored,
     ScriptFailed,
     WorkerCrashed,

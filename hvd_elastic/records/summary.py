@@ -106,6 +106,21 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class SavedFile:
+    """The newest file that the script saved under a name.
+
+    Attributes:
+        at_s: when it was in the run folder, after the start of the run [s].
+        step: step of training when it was saved.
+        size_bytes: its size.
+    """
+
+    at_s: float
+    step: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class TimedEvent:
     """A decision or a warning, as text."""
 
@@ -144,6 +159,7 @@ class RunSummary:
         scaled_to: number of processes that the user or the policy requested since; None: none.
         scaled_slots: slots that the policy requested, (host, index).
         generation_hosts: hosts of the last announced generation.
+        saved: files that the script saved, by name.
         batch_plan: newest plan of an adaptive batch size; empty: it does not adapt.
         missed: how the last change fell short of its prediction; empty: it did not.
         stopped_for: why the script has ended training early; empty: it has not.
@@ -172,6 +188,7 @@ class RunSummary:
     joined: list[Arrival] = field(default_factory=list)
     left: list[Departure] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    saved: dict[str, SavedFile] = field(default_factory=dict)
     decisions: list[TimedEvent] = field(default_factory=list)
     shares: str = ""
     warnings: list[TimedEvent] = field(default_factory=list)
@@ -293,6 +310,9 @@ def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
             run.left.append(Departure(at_s, host, _whole(record.get("local_rank")), cause))
         case "checkpoint":
             _checkpoint(run, record, at_s)
+        case "saved":
+            step, size_bytes = _whole(record.get("step")), _whole(record.get("bytes"))
+            run.saved[_text(record, "name")] = SavedFile(at_s, step or 0, size_bytes or 0)
         case "restored":
             run.steps = _whole(record.get("step")) or 0
             run.examples = _whole(record.get("examples")) or 0

@@ -35,6 +35,7 @@ from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
+from hvd_elastic.torch.saving import load_model, save
 from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context as _context
@@ -53,10 +54,12 @@ __all__ = [
     "epochs",
     "follow_progress",
     "init",
+    "load_model",
     "local_rank",
     "rank",
     "report",
     "run",
+    "save",
     "size",
     "steps",
     "stop",

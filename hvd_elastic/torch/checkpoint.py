@@ -20,6 +20,7 @@ import torch
 from hvd_elastic.checkpoint.header import (
     OPAQUE,
     RESERVED,
+    Header,
     TensorInfo,
     decode_values,
     encode_values,
@@ -224,25 +225,75 @@ def load_checkpoint(path: Path | str) -> dict[str, Any]:
     with open_checkpoint(path) as reader:
         if reader.is_pickled:
             return _load_pickled(reader)
-        header = reader.read_header()
-        if header.frontend != "torch":
-            raise CheckpointError(
-                f"checkpoint {path} was written by hvd_elastic.{header.frontend} and holds values "
-                "that PyTorch cannot take. Resume with the script that wrote it"
-            )
-        tensors: dict[str, torch.Tensor] = {}
-        opaque = bytearray()
+        header = _read_header(reader, path)
+        return {**_read_values(reader, header, header.values), "progress": header.progress}
 
-        def place(info: TensorInfo) -> Any:
-            if info.name == OPAQUE:
-                opaque.extend(bytes(info.bytes))
-                return opaque
-            tensors[info.name] = torch.empty(info.shape, dtype=_dtype(info.dtype))
-            return _bytes_of(tensors[info.name]).numpy()
 
-        reader.read_tensors(header, place)
-        found = decode_values(header.values, tensors, _unpickle(opaque) if opaque else ())
-        return {**found, "progress": header.progress}
+def load_object(path: Path | str, name: str) -> dict[str, Any]:
+    """Return the ``state_dict`` of one object of a checkpoint; only its tensors are kept.
+
+    Args:
+        path: manifest of the checkpoint.
+        name: name of the object in the ``State``.
+
+    Raises:
+        CheckpointError: as :func:`load_checkpoint`; or there is no object of that name.
+    """
+    with open_checkpoint(path) as reader:
+        if reader.is_pickled:
+            return _named(name, _load_pickled(reader)["objects"], path)
+        header = _read_header(reader, path)
+        return _read_values(reader, header, _named(name, header.values["objects"], path))
+
+
+def _read_header(reader: CheckpointReader, path: Path | str) -> Header:
+    header = reader.read_header()
+    if header.frontend != "torch":
+        raise CheckpointError(
+            f"checkpoint {path} was written by hvd_elastic.{header.frontend} and holds values "
+            "that PyTorch cannot take. Resume with the script that wrote it"
+        )
+    return header
+
+
+def _read_values(reader: CheckpointReader, header: Header, encoded: Any) -> Any:
+    """Return the values that ``encoded``, a part of the header, stands for."""
+    wanted = _tensor_names(encoded)
+    tensors: dict[str, torch.Tensor] = {}
+    opaque = bytearray()
+
+    def place(info: TensorInfo) -> Any:
+        if info.name == OPAQUE:
+            opaque.extend(bytes(info.bytes))
+            return opaque
+        if info.name not in wanted:
+            return None
+        tensors[info.name] = torch.empty(info.shape, dtype=_dtype(info.dtype))
+        return _bytes_of(tensors[info.name]).numpy()
+
+    reader.read_tensors(header, place)
+    return decode_values(encoded, tensors, _unpickle(opaque) if opaque else ())
+
+
+def _tensor_names(encoded: Any) -> set[str]:
+    """Return the names of the tensors that encoded values refer to."""
+    names: set[str] = set()
+    if isinstance(encoded, dict):
+        if isinstance(name := encoded.get("$tensor"), str):
+            names.add(name)
+        encoded = [*encoded.values()]
+    if isinstance(encoded, list):
+        for item in encoded:
+            if isinstance(item, (dict, list)):
+                names |= _tensor_names(item)
+    return names
+
+
+def _named(name: str, objects: dict[str, Any], path: Path | str) -> Any:
+    if name in objects:
+        return objects[name]
+    there = ", ".join(known for known in objects if not known.startswith("_"))
+    raise CheckpointError(f"checkpoint {path} holds no {name!r}; it holds {there or 'no object'}")
 
 
 @cache

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.checkpoint.saved import SAVED_FOLDER
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
 from hvd_elastic.training.agent_link import AgentLink
 from hvd_elastic.wire import messages as msg
@@ -19,6 +20,7 @@ _AUDITED = (msg.Used, msg.Restored, msg.Dataset)
 _EVENTS = (
     msg.Metrics,
     msg.CheckpointWritten,
+    msg.FileSaved,
     msg.Restored,
     msg.TrainingStopped,
     msg.WorkerWarning,
@@ -34,11 +36,13 @@ class Sink:
         audit: whether a run without a leader records the indices that it reads.
         checkpoint_every_s: checkpoint interval of a run without a leader [s]; 0: no checkpoints.
         checkpoint_folder: folder for those checkpoints; None: no checkpoints.
+        saved_folder: folder for files that the script of a run without a leader saves.
     """
 
     audit = False
     checkpoint_every_s = 0.0
     checkpoint_folder: str | None = None
+    saved_folder: str = SAVED_FOLDER
 
     def send(self, message: msg.WorkerToAgent) -> None:
         """Send, write or drop one message of this worker."""
@@ -61,7 +65,8 @@ class FileSink(Sink):
     Set ``HVD_ELASTIC_RUN_FOLDER`` to use it with plain ``python`` or ``horovodrun``: metrics go to
     ``events.jsonl``; with ``HVD_ELASTIC_AUDIT=1`` the indices read go to ``audit.jsonl``; with
     ``HVD_ELASTIC_CHECKPOINT_EVERY=SECONDS`` checkpoints go to ``checkpoints/``; with
-    ``HVD_ELASTIC_TENSORBOARD=1`` metrics go to ``tensorboard/`` too.
+    ``HVD_ELASTIC_TENSORBOARD=1`` metrics go to ``tensorboard/`` too. Files that the script saves go
+    to ``saved/``.
 
     Raises:
         UsageError: TensorBoard output is asked for and the package is not installed.
@@ -73,6 +78,7 @@ class FileSink(Sink):
         self.audit = os.environ.get("HVD_ELASTIC_AUDIT") == "1"
         self.checkpoint_every_s = float(os.environ.get("HVD_ELASTIC_CHECKPOINT_EVERY", "0"))
         self.checkpoint_folder = str(folder / "checkpoints")
+        self.saved_folder = str(folder / SAVED_FOLDER)
         self._board: TensorBoardWriter | None = None
         if os.environ.get("HVD_ELASTIC_TENSORBOARD") == "1":
             check_tensorboard("HVD_ELASTIC_TENSORBOARD=1")

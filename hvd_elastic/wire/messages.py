@@ -8,7 +8,7 @@ version, so there are no optional fields for older peers.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -36,6 +36,58 @@ class WorkerOptions(_Plain):
     heartbeat_s: float = 1.0
     audit: bool = False
     checkpoint_every_s: float = 0.0
+
+
+SAVED_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"
+"""Pattern of the name of a file that a script saves: no path, and no hidden file."""
+
+
+class SavedFile(_Plain):
+    """Description of a file that the script has saved.
+
+    Attributes:
+        name: name that the script gave it.
+        bytes, sha256: size and SHA-256.
+        step, epoch: progress of training when it was saved.
+        host: host of the worker that saved it.
+        generation, life: generation in which it was saved, and term of the leader that formed it.
+        number: orders the files that were saved in one generation.
+        created: when it was saved, by the clock of the host [Unix seconds].
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=SAVED_NAME)]
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    step: int
+    epoch: int
+    host: str
+    generation: int
+    life: str
+    number: int
+    created: float
+
+    @property
+    def spooled(self) -> str:
+        """Name of the file in the spool of its host."""
+        return f"{self.name}-{self.number}-{self.sha256[:12]}.save"
+
+    def event_fields(self, path: str, seconds: float) -> dict[str, Any]:
+        """Return the fields of the event ``saved``.
+
+        Args:
+            path: path of the file in the run folder.
+            seconds: time from the call of ``save`` until it was there [s].
+        """
+        return {
+            "name": self.name,
+            "path": path,
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+            "seconds": round(seconds, 3),
+            "step": self.step,
+            "epoch": self.epoch,
+            "host": self.host,
+        }
 
 
 class StoreEntry(_Plain):
@@ -304,6 +356,17 @@ class CheckpointWritten(WorkerReport, tag="checkpoint"):
         return {name: getattr(self, name) for name in names}
 
 
+class FileSaved(WorkerReport, tag="saved"):
+    """The script has saved a file, which is in the host's spool; without a leader, at ``path``."""
+
+    file: SavedFile
+    path: str
+    seconds: float
+
+    def event_fields(self) -> dict[str, Any]:
+        return self.file.event_fields(self.path, self.seconds)
+
+
 class CheckpointFailed(WorkerReport, tag="checkpoint_failed"):
     """A worker could not write its shard."""
 
@@ -328,6 +391,7 @@ _Report = (
     | Used
     | CheckpointWritten
     | CheckpointFailed
+    | FileSaved
 )
 WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | _Report
 
@@ -493,6 +557,12 @@ class Collected(_ToAgent, tag="collected"):
     step: int | None
 
 
+class DropSaved(_ToAgent, tag="drop_saved"):
+    """Saved files that the host's spool need not keep; None: it need not keep any."""
+
+    files: tuple[SavedFile, ...] | None
+
+
 class Shutdown(_ToAgent, tag="shutdown"):
     """End the workers, with SIGKILL after ``grace_s``, and then the agent itself."""
 
@@ -509,6 +579,7 @@ LeaderToAgent = (
     | Tell
     | Kill
     | Collected
+    | DropSaved
     | Shutdown
 )
 
@@ -528,6 +599,7 @@ class AgentHello(_FromAgent, tag="hello"):
         protocol, version, python: version of the protocol, of this package and of Python.
         spool: folder in which workers leave shards of checkpoints.
         spooled: descriptions of shards that an earlier leader did not fetch.
+        saved: files that the script saved and that no leader has fetched.
         executable, pid, hostname: Python executable, process id and host name of the agent.
         interface: network interface that the ring will use; None: Gloo chooses.
         interfaces: address of each network interface by name.
@@ -542,6 +614,7 @@ class AgentHello(_FromAgent, tag="hello"):
     python: str
     spool: str
     spooled: list[dict[str, Any]]
+    saved: list[SavedFile]
     executable: str
     pid: int
     hostname: str

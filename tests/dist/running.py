@@ -468,7 +468,7 @@ class RunningJob:
 
 def _is_left_on_purpose(left: Any) -> bool:
     """Whether it is a spool with what no leader has, or the folder of such."""
-    names = ("*.shard", "untold.jsonl")
+    names = ("*.shard", "*.save", "untold.jsonl")
     return isinstance(left, Path) and any(found for name in names for found in left.rglob(name))
 
 

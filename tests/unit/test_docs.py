@@ -281,3 +281,29 @@ def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
     assert np.array_equal(arrays["model.weight"], weight.numpy())
     bits = arrays["bits"]
     assert (bits.astype("uint32") << 16).view("float32").tolist() == [1.5, -2.0]
+
+
+def test_the_scripts_that_save_and_load_models_run_as_shown(tmp_path: Path) -> None:
+    """The best checkpoint becomes a run, and its model is used for inference."""
+    pytest.importorskip("torch")
+    home = {**without_launcher(), "HVD_ELASTIC_HOME": str(tmp_path)}
+    run = {"HVD_ELASTIC_RUN_FOLDER": str(tmp_path / "runs" / "digits-1")}
+    written = {**run, "HVD_ELASTIC_CHECKPOINT_EVERY": "3600"}
+    answers: list[str] = []
+    for name, more in (
+        ("distributed-validation", {}),
+        ("best-checkpoint", written),
+        ("inference", {}),
+    ):
+        fences = _FENCE.finditer(read(ROOT / "docs" / f"{name}.md"))
+        (example,) = [fence["body"] for fence in fences if fence["language"] == "python"]
+        command = [sys.executable, "-c", example]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env={**home, **more}
+        )
+        assert done.returncode == 0, done.stderr
+        answers.append(done.stdout)
+    assert answers[-1] == "1\n", "the sum of the inputs is positive"
+    for folder in (tmp_path, tmp_path / "runs" / "digits-1"):
+        assert (folder / "saved" / "best.pt").stat().st_size > 0
+    assert (folder / "saved" / "final.pt").exists()

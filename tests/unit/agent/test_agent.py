@@ -14,19 +14,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from hvd_elastic import __version__
 from hvd_elastic.agent.agent import interface_of
+from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
-from tests.unit.wire.wire_samples import leader_hello
+from tests.unit.wire.wire_samples import leader_hello, saved_file
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
@@ -596,6 +599,45 @@ def test_the_next_leader_gets_the_workers_and_hears_what_the_last_one_did_not(
     new.say(op="shutdown", grace_s=0.5)
     assert new.process.wait(TIMEOUT_S) == 0
     assert old.process.wait(TIMEOUT_S) == 0
+
+
+def test_files_of_the_script_that_no_leader_fetched_are_offered_to_the_next(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    """And not told again: what is not in the spool any more was fetched."""
+    gone = saved_file("gone.pt", 4, "0" * 64)
+    told = f"say(kind='saved', file={msgspec.to_builtins(gone)}, path='', seconds=0.1)\n"
+    old = start_agent(WORKER.replace("for line", f"{told}for line", 1), leader_grace_s=60)
+    old.start_worker()
+    assert old.said_by_worker("saved")["file"]["name"] == "gone.pt"
+    spool = tmp_path / "spool" / old.run_id / "node1" / "saved"
+    spool_file(spool, lambda file: file.write(b"kept"), partial(saved_file, "kept.pt"))
+    lose_leader(old)
+    new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
+    (kept,) = new.event("hello")["saved"]
+    assert (kept["name"], kept["bytes"]) == ("kept.pt", 4)
+    new.say(op="drop_saved", files=[kept])
+    new.say(op="shutdown", grace_s=0.5)
+    assert new.process.wait(TIMEOUT_S) == 0
+    assert new.process.stdout is not None
+    rest = [json.loads(line) for line in new.process.stdout]
+    said = [each["message"]["kind"] for each in [*new.skipped, *rest] if each["ev"] == "worker"]
+    assert said
+    assert "saved" not in said
+    assert old.process.wait(TIMEOUT_S) == 0
+    assert not spool.exists()
+
+
+def test_the_spool_is_kept_for_a_file_that_no_leader_fetched(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_agent()
+    agent.event("hello")
+    spool = tmp_path / "spool" / agent.run_id / "node1" / "saved"
+    saved = spool_file(spool, lambda file: file.write(b"kept"), partial(saved_file, "kept.pt"))
+    agent.say(op="shutdown", grace_s=0.5)
+    assert agent.process.wait(TIMEOUT_S) == 0
+    assert find_spooled(spool) == [saved]
 
 
 def test_a_second_leader_is_refused_while_the_first_leads(start_agent: StartAgent) -> None:

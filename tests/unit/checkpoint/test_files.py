@@ -381,7 +381,7 @@ def stop_here():
 if moment == "renaming data":
     Path.replace = lambda *_: stop_here()
 elif moment == "between data and manifest":
-    checkpoints._sync_folder = lambda folder: stop_here()
+    checkpoints.sync_folder = lambda folder: stop_here()
 elif moment == "pruning":
     checkpoints.prune = lambda *_: stop_here()
 

@@ -8,7 +8,7 @@ from hvd_elastic import __version__
 from hvd_elastic.checkpoint.files import ShardInfo
 from hvd_elastic.wire import messages as msg
 
-__all__ = ["agent_hello", "checkpoint_written", "leader_hello"]
+__all__ = ["agent_hello", "checkpoint_written", "leader_hello", "saved_file"]
 
 
 def agent_hello(**fields: Any) -> msg.AgentHello:
@@ -18,6 +18,7 @@ def agent_hello(**fields: Any) -> msg.AgentHello:
         "python": "3.11.7",
         "spool": "/spool",
         "spooled": [],
+        "saved": [],
         "executable": "/usr/bin/python3",
         "pid": 7,
         "hostname": "node1",
@@ -65,3 +66,9 @@ def checkpoint_written(shard: ShardInfo, blocked_s: float) -> msg.CheckpointWrit
         seconds=0.5,
         blocked_s=blocked_s,
     )
+
+
+def saved_file(name: str, size: int, sha256: str, **fields: Any) -> msg.SavedFile:
+    known = {"step": 1, "epoch": 0, "host": "node0", "generation": 1, "life": "now"}
+    known |= {"number": 1, "created": 1.0}
+    return msg.SavedFile(**{"name": name, "bytes": size, "sha256": sha256, **known, **fields})

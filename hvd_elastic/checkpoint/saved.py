@@ -1,0 +1,214 @@
+"""Writes and finds the files that a script saves by name, such as its best model.
+
+A worker writes a file into the *spool* of its host, under a name with the first digits of its
+SHA-256, and its description beside it. The leader puts it into the folder ``saved`` of the run
+under the name that the script gave, with its description in a hidden file. Without a leader rank 0
+writes into such a folder itself. Every file is written under a temporary name, synced and renamed,
+so a file of that name is always whole, and is the earlier one until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from hvd_elastic.checkpoint.files import (
+    DamagedShardError,
+    HashingWriter,
+    remove_leftovers,
+    sync_folder,
+    temporary_in,
+)
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.wire.messages import SAVED_NAME, SavedFile
+
+Write = Callable[[HashingWriter], object]
+Describe = Callable[[int, str], SavedFile]
+"""Returns the description of a file from its size [bytes] and SHA-256."""
+
+SAVED_FOLDER = "saved"
+"""Folder of saved files, in a spool and without a leader."""
+_NAMES_SHOWN = 80  # characters of a bad name in an error
+
+
+def check_name(name: object) -> str:
+    """Return the name of a file to save.
+
+    Raises:
+        ScriptError: it is not a valid name.
+
+    >>> check_name("best.pt")
+    'best.pt'
+    """
+    if isinstance(name, str) and re.search(SAVED_NAME, name):
+        return name
+    raise ScriptError(
+        f"hvd.save: {repr(name)[:_NAMES_SHOWN]} is not a valid name of a file. A name has 1 to 100 "
+        "of the characters A-Z a-z 0-9 . _ - and starts with a letter or a digit, for example "
+        "'best.pt'; it has no folder, since the run has one"
+    )
+
+
+# -- spool
+
+
+def spool_file(folder: Path, write: Write, describe: Describe) -> SavedFile:
+    """Write a file into a spool, with its description beside it.
+
+    Args:
+        folder: the spool; created if missing.
+        write: writes the content to the file it is given.
+        describe: called once it is written.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or is full; nothing is left behind.
+    """
+
+    def describe_first(size: int, sha256: str) -> SavedFile:
+        # If the writer is killed now, no large file without a description is left.
+        saved = describe(size, sha256)
+        _describe(folder / f"{saved.spooled}.json", saved)
+        return saved
+
+    with _explained(folder):
+        return _write_whole(folder, write, describe_first, lambda saved: folder / saved.spooled)
+
+
+def find_spooled(folder: Path) -> list[SavedFile]:
+    """Return the files of a spool that are whole; a missing folder has none."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.glob("[!.]*.save.json"):
+            saved = _read_description(path)
+            if saved is not None and _has_size(folder / saved.spooled, saved.bytes):
+                found.append(saved)
+    return found
+
+
+def drop_spooled(folder: Path, saved: SavedFile) -> None:
+    """Remove a file from a spool."""
+    with contextlib.suppress(OSError):
+        # The description first: a file without one is never sent.
+        (folder / f"{saved.spooled}.json").unlink(missing_ok=True)
+        (folder / saved.spooled).unlink(missing_ok=True)
+
+
+# -- folder of a run
+
+
+def store_file(folder: Path, write: Write, describe: Describe) -> SavedFile:
+    """Put a file into the folder of saved files, in place of an earlier one of that name.
+
+    Args:
+        folder: the folder; created if missing.
+        write: writes the content to the file it is given.
+        describe: called once it is written, and before it takes the place of the earlier one.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or is full; the earlier file stays.
+    """
+    with _explained(folder):
+        saved = _write_whole(folder, write, describe, lambda saved: folder / saved.name)
+        _describe(_description(folder, saved.name), saved)
+    return saved
+
+
+def receive_file(folder: Path, saved: SavedFile, write: Write) -> SavedFile:
+    """Store a file that comes from a host, if its size and SHA-256 are right.
+
+    Raises:
+        DamagedShardError: it was truncated or changed on the way.
+        CheckpointError: see :func:`store_file`.
+    """
+
+    def compare(size: int, sha256: str) -> SavedFile:
+        if (size, sha256) != (saved.bytes, saved.sha256):
+            raise DamagedShardError(
+                f"{size} bytes with SHA-256 {sha256[:12]}… arrived of its {saved.bytes} bytes with "
+                f"SHA-256 {saved.sha256[:12]}…: it was cut or changed on the way"
+            )
+        return saved
+
+    return store_file(folder, write, compare)
+
+
+def find_stored(folder: Path) -> dict[str, SavedFile]:
+    """Return the descriptions of the saved files by name; a missing folder has none."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            saved = _read_description(_description(folder, path.name))
+            if saved is not None and _has_size(path, saved.bytes):
+                found[path.name] = saved
+    return found
+
+
+def _description(folder: Path, name: str) -> Path:
+    return folder / f".{name}.json"
+
+
+# -- both
+
+
+def _write_whole(
+    folder: Path, write: Write, describe: Describe, place: Callable[[SavedFile], Path]
+) -> SavedFile:
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    with temporary_in(folder) as temporary:
+        with temporary.open("xb") as raw:
+            writer = HashingWriter(raw)
+            write(writer)
+            sha256 = writer.finish()
+        saved = describe(writer.bytes, sha256)
+        temporary.replace(place(saved))
+    sync_folder(folder)
+    return saved
+
+
+def _describe(path: Path, saved: SavedFile) -> None:
+    with temporary_in(path.parent) as temporary:
+        with temporary.open("xb") as raw:
+            raw.write(msgspec.json.encode(saved) + b"\n")
+            raw.flush()
+            os.fsync(raw.fileno())
+        temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def _read_description(path: Path) -> SavedFile | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SavedFile)
+    except (OSError, ValueError):
+        return None
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that says what the user can do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"{folder} is full ({reason}). Free some space there: a new file is written beside "
+                "the earlier one of its name, which is untouched"
+            ) from error
+        raise CheckpointError(
+            f"{folder} cannot be written: {reason}. It must be a folder that this user can write; "
+            "an earlier file of that name is untouched"
+        ) from error

@@ -1,0 +1,130 @@
+"""The command that lists and copies the files that the script of a run has saved."""
+
+# ruff: noqa: D301  (the backspace tells the command line to keep the lines of the examples)
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hvd_elastic.checkpoint.files import temporary_in
+from hvd_elastic.checkpoint.saved import find_stored
+from hvd_elastic.cli.runs import AsJson, RequiredRun
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import bytes_words
+from hvd_elastic.records.run_folder import RunFolder
+
+
+def get(
+    run: RequiredRun,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="A file to copy; all are listed if left out."),
+    ] = None,
+    dest: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DEST",
+            help="File or folder to copy it to; '-' = stdout. Here under its name if left out.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the files that the script of a run saved with hvd.save, or copy one of them.
+
+    \b
+    Examples:
+      hvd-elastic get digits-3                      list what was saved
+      hvd-elastic get digits-3 best.pt              copy to ./best.pt
+      hvd-elastic get digits-3 best.pt models/digits.pt
+      hvd-elastic get digits-3 best.pt - | sha256sum
+    """
+    folder = RunFolder.open(run)
+    if name is None:
+        _list(folder, as_json)
+        return
+    if dest == "-" and as_json:
+        raise UsageError("--json prints on stdout, and so does DEST '-': leave one of them out")
+    source = folder.saved / name
+    names = _names(folder)
+    if name not in names:
+        there = f"it has: {', '.join(names)}" if names else "it has saved none"
+        raise RunError(f"run {folder.run_id} has no saved file {name!r}; {there}")
+    if dest == "-":
+        with source.open("rb") as file:
+            shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.flush()
+        return
+    target = Path(name if dest is None else dest)
+    if target.is_dir():
+        target /= name
+    try:
+        _copy(source, target)
+    except OSError as error:
+        raise RunError(
+            f"{target} cannot be written: {error.strerror or error}. Name a place with room that "
+            "this user can write; what was there is untouched"
+        ) from error
+    size = target.stat().st_size
+    if as_json:
+        print(
+            json.dumps({"run_id": folder.run_id, "name": name, "path": str(target), "bytes": size})
+        )
+    else:
+        print(f"{target}: {bytes_words(size)}")
+
+
+def _names(folder: RunFolder) -> list[str]:
+    """Return the names of the saved files; hidden ones are descriptions and unfinished."""
+    if not folder.saved.is_dir():
+        return []
+    return sorted(path.name for path in folder.saved.glob("[!.]*") if path.is_file())
+
+
+def _list(folder: RunFolder, as_json: bool) -> None:
+    described = find_stored(folder.saved)
+    rows: list[dict[str, Any]] = []
+    for name in _names(folder):
+        status = (folder.saved / name).stat()
+        known = described.get(name)
+        rows.append(
+            {
+                "name": name,
+                "bytes": status.st_size,
+                "step": None if known is None else known.step,
+                "epoch": None if known is None else known.epoch,
+                "host": None if known is None else known.host,
+                "sha256": None if known is None else known.sha256,
+                "time": status.st_mtime,
+                "path": str(folder.saved / name),
+            }
+        )
+    if as_json:
+        json.dump(rows, sys.stdout, indent=2)
+        print()
+        return
+    if not rows:
+        print(f"run {folder.run_id} has saved no files", file=sys.stderr)
+        return
+    width = max(4, *(len(row["name"]) for row in rows))
+    print(f"{'NAME':<{width}} {'SIZE':>9} {'STEP':>9}  SAVED")
+    for row in rows:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
+        step = "" if row["step"] is None else row["step"]
+        print(f"{row['name']:<{width}} {bytes_words(row['bytes']):>9} {step:>9}  {at}")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, whole or not at all."""
+    with temporary_in(target.parent) as temporary:
+        with source.open("rb") as file, temporary.open("xb") as copy:
+            shutil.copyfileobj(file, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+        temporary.replace(target)

@@ -1,0 +1,75 @@
+"""Saves a file of the script by name, for every frontend: the part of ``hvd.save``.
+
+Only rank 0 saves. Under ``hvd-elastic run`` it writes the file into the spool of its host, and the
+leader fetches it into the run folder. Otherwise it writes into the folder ``saved`` itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hvd_elastic.checkpoint.files import HashingWriter
+from hvd_elastic.checkpoint.saved import (
+    SAVED_FOLDER,
+    check_name,
+    drop_spooled,
+    find_spooled,
+    spool_file,
+    store_file,
+)
+from hvd_elastic.errors import CheckpointError
+from hvd_elastic.training.worker import Worker
+from hvd_elastic.wire import messages as msg
+
+
+def save_file(worker: Worker, name: str, write: Callable[[HashingWriter], object]) -> None:
+    """Save a file on rank 0; other ranks do nothing, and need not call it.
+
+    Args:
+        worker: this process.
+        name: name of the file; a later file of that name replaces it.
+        write: writes the content to the file it is given.
+
+    Raises:
+        ScriptError: the name is not valid, or this worker has no rank yet.
+        CheckpointError: the file cannot be written on this host; an earlier one is untouched.
+    """
+    check_name(name)
+    worker.check_has_ranks(f"whether this rank writes {name!r}")
+    if worker.communicator.rank:
+        return
+    began = time.monotonic()
+
+    def describe(size: int, sha256: str) -> msg.SavedFile:
+        return msg.SavedFile(
+            name=name,
+            bytes=size,
+            sha256=sha256,
+            step=worker.progress.step,
+            epoch=worker.progress.epoch,
+            host=os.environ.get("HVD_ELASTIC_HOST") or socket.gethostname(),
+            generation=worker.generation,
+            life=worker.life,
+            number=time.monotonic_ns(),
+            created=time.time(),
+        )
+
+    try:
+        if worker.link is None:
+            folder = Path(worker.sink.saved_folder)
+            saved = store_file(folder, write, describe)
+        else:
+            folder = Path(os.environ["HVD_ELASTIC_SPOOL"]) / SAVED_FOLDER
+            saved = spool_file(folder, write, describe)
+    except CheckpointError as error:
+        raise CheckpointError(f"hvd.save({name!r}) has not saved the file: {error}") from error
+    path = str(folder / name)
+    worker.sink.send(msg.FileSaved(saved, path, time.monotonic() - began))
+    if worker.link is not None:
+        for other in find_spooled(folder):
+            if other.name == name and other != saved:
+                drop_spooled(folder, other)

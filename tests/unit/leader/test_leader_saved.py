@@ -1,0 +1,157 @@
+"""A leader fetches what the script saved before it lets a host go or the run end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.checkpoint import saved_collector
+from hvd_elastic.control import commands as cmd
+from hvd_elastic.control.endings import StopCause
+from hvd_elastic.leader.leader import Leader, _with_missing
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import summarize
+from hvd_elastic.wire import messages as msg
+from tests.unit.checkpoint.test_saved import Host
+
+DONE = cmd.Finish("succeeded", "the training function returned on every worker")
+
+
+class Agent(Host):
+    """An agent whose file is sent when the test opens the gate."""
+
+    up = True
+    is_gone = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.gate = threading.Event()
+        self.before = lambda: self.gate.wait(10)
+        self.beats = 0
+        self.is_ending = False
+
+    @property
+    def last_heard(self) -> float:
+        return time.monotonic()
+
+    def send(self, message: msg.LeaderToAgent) -> None:
+        if isinstance(message, msg.DropSaved):
+            super().send(message)
+
+    def beat(self, recorded_step: int | None) -> None:
+        self.beats += 1
+
+    def shutdown(self, grace_s: float) -> None:
+        self.is_ending = True
+
+
+class Run:
+    """A leader whose host has a file of the script."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shown: list[Mapping[str, Any]] = []
+        self.folder = RunFolder.create("r1", root=folder / "runs")
+        spec = RunSpec(("python", "train.py"), "/")
+        self.leader = Leader(spec, self.folder, {}, self.shown.append, lambda *_: None)
+        self.agent = Agent(folder / "a")
+        self.leader._agents.by_host["a"] = self.agent  # type: ignore[assignment]
+        self.leader._workers.places["a:0.1"] = ("a", 0)
+        saved = self.agent.save("best.pt", b"best", step=7)
+        self.leader._on_report("a:0.1", msg.FileSaved(saved, "/spool/best.pt", 0.25))
+
+    @property
+    def stored(self) -> bool:
+        return (self.folder.saved / "best.pt").exists()
+
+    def begin(self) -> threading.Thread:
+        """Let the leader's loop run until it ends by itself."""
+        self.leader._hostfile.changed = lambda: False  # type: ignore[method-assign]
+        loop = threading.Thread(target=self.leader._loop.run, daemon=True)
+        loop.start()
+        return loop
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the loop call something, and wait for it."""
+        done = threading.Event()
+        self.leader._loop.post(call)
+        self.leader._loop.post(done.set)
+        assert done.wait(10)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.agent.gate.set()
+    made.leader._journal.close()
+
+
+def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
+    run.leader._do(DONE)
+    loop = run.begin()
+    run.post(run.leader._tick)
+    assert loop.is_alive()
+    assert not run.stored
+    run.agent.gate.set()
+    loop.join(10)
+    assert not loop.is_alive()
+    assert run.stored
+    assert run.leader._saved.missing() == ""
+    summary = summarize(run.shown)
+    assert (summary.saved["best.pt"].step, summary.saved["best.pt"].size_bytes) == (7, 4)
+
+
+def test_a_second_request_to_stop_ends_the_wait(run: Run) -> None:
+    run.leader._do(DONE)
+    loop = run.begin()
+    run.post(lambda: run.leader._ask_to_stop(StopCause.INTERRUPT))
+    assert loop.is_alive()
+    run.leader._loop.post(lambda: run.leader._ask_to_stop(StopCause.INTERRUPT))
+    loop.join(10)
+    assert not loop.is_alive()
+    assert "it has not arrived" in run.leader._saved.missing()
+
+
+def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_collector, "_LAST_TRIES_S", 0.0)
+    run.agent.why_not = "no such file"
+    run.agent.gate.set()
+    run.leader._do(DONE)
+    loop = run.begin()
+    loop.join(10)
+    assert not loop.is_alive()
+    ended = _with_missing(DONE, run.leader._saved.missing())
+    assert ended.status == "failed"
+    assert ended.message.startswith("training has ended, and the file 'best.pt' that the script")
+    stopped = _with_missing(cmd.Finish("stopped", "Ctrl-C"), run.leader._saved.missing())
+    assert (stopped.status, stopped.message[:16]) == ("stopped", "Ctrl-C; the file")
+
+
+def test_a_host_that_leaves_keeps_its_agent_until_its_file_has_arrived(run: Run) -> None:
+    run.leader._stop_agent("a")
+    assert "a" not in run.leader._agents.by_host
+    run.begin()
+    run.leader._next_tick = 0.0
+    run.post(run.leader._tick)
+    assert not run.agent.is_ending
+    assert run.agent.beats, "or it would end for lack of a leader"
+    run.agent.gate.set()
+    while not run.agent.is_ending:
+        run.post(run.leader._tick)
+    assert run.stored
+    run.leader._loop.post(run.leader._loop.stop)
+
+
+def test_a_host_without_a_file_is_released_at_once(run: Run) -> None:
+    other = Agent(run.folder.path.parent / "b")
+    run.leader._agents.by_host["b"] = other  # type: ignore[assignment]
+    run.leader._stop_agent("b")
+    assert other.is_ending

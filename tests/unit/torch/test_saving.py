@@ -1,0 +1,309 @@
+"""hvd.save without a leader, and load_model from everything that holds weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.checkpoint.files import complete_checkpoint
+from hvd_elastic.checkpoint.stream import new_shard
+from hvd_elastic.config import runs_folder
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.torch.checkpoint import TorchContent, load_checkpoint, load_object
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.sink import FileSink
+from tests.paths import WORKER_PYTHONPATH
+from tests.small_disk import mounted
+from tests.unit.torch.test_checkpoint import EARLIER, Told, tensors_of
+
+
+@pytest.fixture(autouse=True)
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+class Net(torch.nn.Module):
+    """Parameters, a buffer, and tied weights."""
+
+    def __init__(self, width: int = 4, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(3, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.last = torch.nn.Linear(3, width)
+        self.last.weight = self.first.weight
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def write_checkpoint(folder: Path, step: int = 5, **objects: torch.nn.Module) -> Path:
+    """Manifest of a checkpoint with these modules and an optimizer."""
+    parameters = [p for module in objects.values() for p in module.parameters()]
+    optimizer = torch.optim.Adam(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = {name: module.state_dict() for name, module in objects.items()}
+    nested = {"objects": {**state, "optimizer": optimizer.state_dict()}, "plain": {"steps": step}}
+    told = Told()
+    content = TorchContent(nested, tensors_of(nested))
+    shard = new_shard(content, Progress(step=step), 0, 1)
+    assert shard is not None
+    writer = told.writer(folder)
+    writer.begin(content, Progress(step=step), shard, set(), 0.0)
+    assert writer.flush(30)
+    return complete_checkpoint(folder, told.done, 9).path
+
+
+# ---- save
+
+
+def test_without_a_leader_files_go_to_the_folder_saved(alone: Context, tmp_path: Path) -> None:
+    hvd.save("final.pt", {"a": torch.arange(3)})
+    hvd.save("final.pt", {"a": torch.arange(4)})
+    assert torch.load(tmp_path / "saved" / "final.pt")["a"].tolist() == [0, 1, 2, 3]
+    assert names(tmp_path / "saved") == [".final.pt.json", "final.pt"]
+
+
+def test_with_a_run_folder_they_go_there_and_are_recorded(alone: Context, tmp_path: Path) -> None:
+    alone.worker.sink = FileSink(tmp_path / "run")
+    alone.worker.progress.step = 7
+    hvd.save("best.pt", Net().state_dict())
+    (line,) = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    file = tmp_path / "run" / "saved" / "best.pt"
+    assert (event["kind"], event["name"], event["path"]) == ("saved", "best.pt", str(file))
+    assert (event["step"], event["bytes"]) == (7, file.stat().st_size)
+    assert equal(hvd.load_model(file, Net(seed=1)), Net())
+
+
+def test_other_ranks_write_nothing_and_need_no_object(
+    alone: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(type(alone.worker.communicator), "rank", 1)
+    hvd.save("best.pt", None)
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["", "../best.pt", "a/b.pt", "x" * 101])
+def test_bad_names_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ScriptError, match="not a valid name of a file"):
+        hvd.save(name, {})
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("value", [lambda: 1, {"file": sys.stderr}, type("Local", (), {})()])
+def test_what_cannot_be_pickled_is_refused_and_the_earlier_file_stays(
+    value: Any, tmp_path: Path
+) -> None:
+    hvd.save("best.pt", {"a": 1})
+    with pytest.raises(ScriptError, match=r"hvd.save\('best.pt'\): the .* cannot be saved: .*ckle"):
+        hvd.save("best.pt", value)
+    assert torch.load(tmp_path / "saved" / "best.pt") == {"a": 1}
+    assert names(tmp_path / "saved") == [".best.pt.json", "best.pt"]
+
+
+@pytest.mark.root
+def test_a_full_disk_is_an_error_that_a_script_can_catch(alone: Context, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "64k") as disk:
+        alone.worker.sink = FileSink(disk)
+        hvd.save("best.pt", {"a": torch.zeros(10)})
+        with pytest.raises(CheckpointError, match=r"hvd.save\('best.pt'\) has not .* is full"):
+            hvd.save("best.pt", {"a": torch.zeros(100_000)})
+        assert torch.load(disk / "saved" / "best.pt")["a"].shape == (10,)
+        assert names(disk / "saved") == [".best.pt.json", "best.pt"]
+
+
+# ---- load_model
+
+
+@pytest.fixture
+def trained() -> Net:
+    return Net(seed=3)
+
+
+@pytest.fixture
+def run(trained: Net) -> RunFolder:
+    """A run with two checkpoints."""
+    folder = RunFolder.create("digits-1")
+    write_checkpoint(folder.checkpoints, 5, model=Net(seed=9))
+    write_checkpoint(folder.checkpoints, 8, model=trained)
+    return folder
+
+
+def test_weights_come_from_every_kind_of_source(
+    run: RunFolder, trained: Net, tmp_path: Path
+) -> None:
+    (newest,) = run.checkpoints.glob("*8.json")
+    torch.save(trained.state_dict(), tmp_path / "plain.pt")
+    torch.save({"model": trained.state_dict(), "accuracy": 0.9}, tmp_path / "dict.pt")
+    torch.save({"epoch": 3, "ema": trained.state_dict()}, tmp_path / "other.pt")
+    for source in (
+        "digits-1",
+        run.path,
+        run.checkpoints,
+        newest,
+        str(newest),
+        "plain.pt",
+        "dict.pt",
+    ):
+        model = Net(seed=1)
+        assert hvd.load_model(source, model) is model
+        assert equal(model, trained), source
+        assert not model.training
+    assert equal(hvd.load_model("other.pt", Net(seed=1), name="ema"), trained)
+
+
+def test_a_damaged_newest_checkpoint_is_skipped(run: RunFolder) -> None:
+    (shard,) = run.checkpoints.glob("*8-0-of-1-*.shard")
+    os.truncate(shard, 100)
+    assert equal(hvd.load_model("digits-1", Net(seed=1)), Net(seed=9))
+
+
+def test_a_run_with_checkpoints_elsewhere_is_found_there(trained: Net, tmp_path: Path) -> None:
+    folder = RunFolder.create("far", {"checkpoint_folder": str(tmp_path / "elsewhere")})
+    write_checkpoint(tmp_path / "elsewhere", model=trained)
+    assert equal(hvd.load_model("far", Net(seed=1)), trained)
+    folder.write_run({"checkpoint_folder": "s3://bucket/far"})
+    write_checkpoint(folder.checkpoints, model=Net(seed=7))
+    assert equal(hvd.load_model("far", Net(seed=1)), Net(seed=7))
+
+
+def test_a_checkpoint_of_the_release_before_loads() -> None:
+    (manifest,) = EARLIER.glob("*.json")
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    model = torch.nn.Module()
+    model.layers = layers
+    model.register_buffer("mean", torch.zeros(8))
+    hvd.load_model(manifest, model)
+    there = load_checkpoint(manifest)["objects"]["model"]
+    assert torch.equal(layers.state_dict()["2.weight"], there["layers.2.weight"])
+
+
+def test_one_object_is_read_without_the_others(tmp_path: Path) -> None:
+    a, b = Net(seed=1), Net(seed=2)
+    manifest = write_checkpoint(tmp_path, generator=a, critic=b)
+    found = load_object(manifest, "critic")
+    assert {key: value.tolist() for key, value in found.items()} == {
+        key: value.tolist() for key, value in b.state_dict().items()
+    }
+    assert equal(hvd.load_model(tmp_path, Net(), name="generator"), a)
+    with pytest.raises(CheckpointError, match="holds no 'model'; it holds generator, critic, opt"):
+        hvd.load_model(tmp_path, Net())
+
+
+def test_weights_of_a_compiled_model_fit_the_plain_one_and_the_other_way(trained: Net) -> None:
+    compiled: Any = torch.compile(trained)
+    torch.save(compiled.state_dict(), "compiled.pt")
+    torch.save(trained.state_dict(), "plain.pt")
+    assert equal(hvd.load_model("compiled.pt", Net(seed=1)), trained)
+    other = Net(seed=1)
+    compiled = torch.compile(other)
+    hvd.load_model("plain.pt", compiled)
+    assert equal(other, trained)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            torch.nn.Linear(3, 4),
+            r"missing keys: bias, weight; unexpected keys: first.bias, .* and \d more",
+        ),
+        (Net(width=5), r"first.weight has shape \(4, 3\) there, \(5, 3\) in the model"),
+    ],
+)
+def test_another_model_is_refused_and_left_as_it_is(
+    run: RunFolder, model: torch.nn.Module, words: str
+) -> None:
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=f"8.json is of another model: .*{words}"):
+        hvd.load_model(run.path, model)
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert model.training
+
+
+def test_sources_that_hold_no_weights_are_explained(tmp_path: Path) -> None:
+    RunFolder.create("empty")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.pt").write_text("not a model")
+    (tmp_path / "other.json").write_text("{}")
+    torch.save([1, 2], tmp_path / "list.pt")
+    cases = {
+        "nothing": "nothing is neither a file or folder nor the id of a run in",
+        "../x": "neither a file or folder nor the id",
+        "empty": "run empty has no checkpoint in .*checkpoints$",
+        "folder": "folder is not the folder of a run, and holds no whole checkpoint",
+        "text.pt": "text.pt cannot be loaded: it is not a file of torch.save",
+        "other.json": r"other.json is no checkpoint: the manifest of one is named step",
+        "list.pt": "list.pt holds a list; load_model reads a state_dict",
+    }
+    for source, words in cases.items():
+        with pytest.raises(CheckpointError, match=words):
+            hvd.load_model(source, Net())
+    (runs_folder() / "empty" / "saved").mkdir()
+    (runs_folder() / "empty" / "saved" / "best.pt").touch()
+    with pytest.raises(CheckpointError, match=r"It has saved best\.pt in .*saved: load one"):
+        hvd.load_model("empty", Net())
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("bang"),))
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+    torch.save({"model": Bomb()}, "bomb.pt")
+    with pytest.raises(CheckpointError, match="loading would run code"):
+        hvd.load_model("bomb.pt", Net())
+    assert not Path("bang").exists()
+
+
+def test_a_cut_file_is_explained(trained: Net) -> None:
+    torch.save(trained.state_dict(), "cut.pt")
+    os.truncate("cut.pt", 700)
+    with pytest.raises(CheckpointError, match=r"cut.pt cannot be loaded"):
+        hvd.load_model("cut.pt", Net())
+
+
+def test_a_process_without_init_loads(run: RunFolder, tmp_path: Path) -> None:
+    """Horovod is not imported, and no context is made."""
+    code = """
+        import sys, torch, hvd_elastic.torch as hvd
+        from hvd_elastic.training import context
+        hvd.load_model("digits-1", torch.nn.Linear(2, 1))
+        assert not context.is_initialized() and "horovod" not in sys.modules
+    """
+    shutil.rmtree(run.checkpoints)
+    write_checkpoint(run.checkpoints, model=torch.nn.Linear(2, 1))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": WORKER_PYTHONPATH},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
