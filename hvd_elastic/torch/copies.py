@@ -62,7 +62,7 @@ class OptimizerCopy:
             parameter
             for group in self._optimizer.param_groups
             for parameter in group["params"]
-            if parameter.requires_grad
+            if parameter.requires_grad or parameter.grad is not None
         ]
         self._state = {}
         for key, values in self._optimizer.state.items():

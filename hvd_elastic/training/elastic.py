@@ -277,6 +277,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
             ctx.rollback.save()
 
         def restore(self) -> None:
+            ctx.checkpoints.settle()
             ctx.step_failed()
             ctx.rollback.fail()
 
