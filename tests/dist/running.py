@@ -277,7 +277,7 @@ class RunningJob:
     def size(self) -> int | None:
         """Processes that train together; None while that changes."""
         for event in reversed(self.events):
-            if event["kind"] == "rescale_finished":
+            if event["kind"] in ("rescale_finished", "taken_over"):
                 return int(event["size"])
             if event["kind"] in ("rescale_started", "run_started", "waiting"):
                 return None
