@@ -1,13 +1,27 @@
 """For all tests."""
 
+import os
 import signal
+import sys
 
 import pytest
+from hypothesis import settings
 
 from tests import side_by_side
+from tests.paths import ALL
+from tests.quick_torch import sitecustomize as sitecustomize
 
 # What workers of tests run when they start, not to be imported for its doctests.
 collect_ignore = ["quick_torch"]
+
+# Hundreds of processes of ours are started: each would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Two threads for tensors of ten numbers wait for each other, where other processes use the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("ci", settings.get_profile("ci"), max_examples=100 if ALL else 30)
 
 # Whatever starts in the background of a shell script ignores Ctrl-C, and so would all it starts:
 # programs of ours that the tests interrupt among them.

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["ALL", "COSTLY", "ROOT", "WORKER_PYTHONPATH"]
+__all__ = ["ALL", "COSTLY", "LITTLE_WORK", "ROOT", "WORKER_PYTHONPATH"]
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER_PYTHONPATH = f"{ROOT / 'tests/quick_torch'}{os.pathsep}{ROOT}"
 """For programs that train: they start without PyTorch's compiler."""
+LITTLE_WORK = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "5"}
+"""For programs that train: several share a core, and Horovod looks for work less often."""
 ALL = os.environ.get("HVD_ELASTIC_TEST_ALL") == "1"
 COSTLY = pytest.mark.skipif(not ALL, reason="a costly variant: HVD_ELASTIC_TEST_ALL=1 runs it")
 """For a variant that starts real processes, where another one tries almost the same."""

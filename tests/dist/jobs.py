@@ -21,7 +21,7 @@ from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import Record, read_events
 from tests.dist.running import Stage, processes_with
-from tests.paths import ROOT, WORKER_PYTHONPATH
+from tests.paths import LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 MARK = "HVD_ELASTIC_TEST_JOB"
 START_S = 120.0
@@ -106,8 +106,8 @@ def command(*arguments: object) -> list[str]:
 def environment(home: Path, **more: str) -> dict[str, str]:
     """Of a user's shell, with our home in ``home``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HVD_ELASTIC")}
-    own = {"HVD_ELASTIC_HOME": str(home), "PYTHONPATH": WORKER_PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    return {**kept, **own, **more}
+    own = {"HVD_ELASTIC_HOME": str(home), "PYTHONPATH": WORKER_PYTHONPATH}
+    return {**kept, **own, **LITTLE_WORK, **more}
 
 
 def call(

@@ -26,7 +26,7 @@ from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import EventFollower, Record, read_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.schema import check_event
-from tests.paths import ROOT, WORKER_PYTHONPATH
+from tests.paths import LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 __all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess", "processes_with"]
 
@@ -166,7 +166,7 @@ class RunningJob:
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
         kept |= {"HVD_ELASTIC_HOME": str(self.home), "PYTHONPATH": WORKER_PYTHONPATH}
-        return kept | {"OMP_NUM_THREADS": "1", "DIST_TEST_LIFE": str(self._lives)}
+        return kept | LITTLE_WORK | {"DIST_TEST_LIFE": str(self._lives)}
 
     def command(self, *arguments: str) -> str:
         """Another command of ours, of the same user; what it printed."""
@@ -277,7 +277,7 @@ class RunningJob:
     def size(self) -> int | None:
         """Processes that train together; None while that changes."""
         for event in reversed(self.events):
-            if event["kind"] == "rescale_finished":
+            if event["kind"] in ("rescale_finished", "taken_over"):
                 return int(event["size"])
             if event["kind"] in ("rescale_started", "run_started", "waiting"):
                 return None

@@ -13,9 +13,10 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
-from tests.paths import ROOT
+from tests.paths import COSTLY, ROOT
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+# test_same_outcome holds the parameters themselves against those of an undisturbed run.
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), COSTLY]
 
 EPOCHS = 20
 STEP_TIME_S = 0.02

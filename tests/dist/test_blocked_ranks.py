@@ -10,6 +10,7 @@ import pytest
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
 from tests.dist.jobs import Job, assert_nothing_left, hostfile_of, write_script
+from tests.paths import COSTLY
 
 pytestmark = pytest.mark.dist
 
@@ -103,6 +104,7 @@ def test_ranks_in_different_collectives(home: Path) -> None:
     assert_nothing_left(mark=job.mark)
 
 
+@COSTLY
 def test_a_rank_that_has_left_the_loop(home: Path) -> None:
     script = write_script(home, SCRIPT)
     options = ["-H", hostfile_of(home / "hosts", ["localhost"], 2), "--checkpoint-every", 0]

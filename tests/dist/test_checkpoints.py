@@ -16,7 +16,7 @@ import pytest
 from hvd_elastic.checkpoint.files import find_checkpoints, find_shards, newest_valid
 from tests.dist.conftest import StartJob
 from tests.dist.running import PROBE, RunningJob, Stage
-from tests.paths import ROOT
+from tests.paths import COSTLY, ROOT
 from tests.small_disk import mounted
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -102,6 +102,7 @@ def test_every_rank_writes_a_shard_and_any_number_goes_on_from_them(
     job.finish()
 
 
+@COSTLY
 def test_ranks_killed_while_shards_are_written_cost_that_checkpoint_alone(
     stage: Stage, start_sharded: Any
 ) -> None:
@@ -133,6 +134,7 @@ def test_ranks_killed_while_shards_are_written_cost_that_checkpoint_alone(
     job.finish()
 
 
+@COSTLY
 def test_a_truncated_shard_is_skipped_and_a_host_that_cannot_take_the_one_before_leaves_it(
     stage: Stage, start_sharded: Any
 ) -> None:
@@ -215,6 +217,7 @@ def test_what_a_dead_leader_did_not_collect_is_put_together_by_the_next(
     job.finish()
 
 
+@COSTLY
 def test_what_is_written_after_the_grace_time_is_whole_however_long_a_shard_takes(
     stage: Stage, start_sharded: Any
 ) -> None:
@@ -244,7 +247,7 @@ def test_what_is_written_after_the_grace_time_is_whole_however_long_a_shard_take
     job.finish()
 
 
-def test_a_checkpoint_of_another_model_ends_the_run_and_loses_nothing(
+def test_a_run_resumes_from_an_earlier_release_and_not_from_another_model(
     stage: Stage, start_job: StartJob
 ) -> None:
     a, *_ = stage.hosts
@@ -255,8 +258,10 @@ def test_a_checkpoint_of_another_model_ends_the_run_and_loses_nothing(
     job.wait_event("checkpoint", 0)
     job.command("stop", job.run_id)
     assert job.wait() == 130
+    # A checkpoint of another model ends the run, and nothing is lost.
     held = sorted(path.name for path in folder_of(job).iterdir())
-    script.write_text(text.replace("nn.Linear(8, 16)", "nn.Linear(8, 20)").replace("(16, 3)", "(20, 3)"))
+    wide = text.replace("nn.Linear(8, 16)", "nn.Linear(8, 20)").replace("(16, 3)", "(20, 3)")
+    script.write_text(wide)
     job.resume()
     assert job.wait() == 1
     said = job.output.read_text()
@@ -265,17 +270,8 @@ def test_a_checkpoint_of_another_model_ends_the_run_and_loses_nothing(
     assert "Traceback" not in said
     assert sorted(path.name for path in folder_of(job).iterdir()) == held
     job.check_nothing_left()
-
-
-def test_a_run_goes_on_from_a_checkpoint_of_an_earlier_release(
-    stage: Stage, start_job: StartJob
-) -> None:
-    """Of format 2, written by two ranks; what is written next is of the present format."""
-    a, *_ = stage.hosts
-    job = start_job({a: 1})
-    job.wait_event("checkpoint", 0)
-    job.command("stop", job.run_id)
-    assert job.wait() == 130
+    # One of format 2, written by two ranks; what is written next is of the present format.
+    script.write_text(text)
     for path in folder_of(job).glob("step-*"):
         path.unlink()
     for path in (ROOT / "tests" / "fixtures" / "checkpoint-format-2").iterdir():

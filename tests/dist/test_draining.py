@@ -10,6 +10,7 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
+from tests.paths import COSTLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -70,6 +71,7 @@ def test_the_last_host_goes_and_nothing_is_lost(stage: Stage, start_job: StartJo
     job.finish()
 
 
+@COSTLY
 def test_a_machine_that_was_shut_down_is_used_again_by_resume(
     stage: Stage, start_job: StartJob
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import CLEAN_S, RunningJob, Stage, WorkerProcess
+from tests.paths import COSTLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -64,6 +65,7 @@ def test_kill_9_of_a_worker_leaves_the_others_of_its_host_alone(
     check_went_on_from_live_state(job, since, before)
 
 
+@COSTLY
 def test_kill_9_of_the_worker_of_rank_0(job: RunningJob) -> None:
     killed = job.worker_of_rank(0)
     since, before = job.mark(), job.step
@@ -127,7 +129,7 @@ def test_kill_9_of_all_workers_goes_back_to_the_checkpoint(job: RunningJob) -> N
     assert job.check_audit().voided_steps > 0 or restored["step"] == newest
 
 
-@pytest.mark.parametrize("who", ["newcomer", "member"])
+@pytest.mark.parametrize("who", [pytest.param("newcomer", marks=COSTLY), "member"])
 def test_kill_9_while_a_generation_forms(stage: Stage, job: RunningJob, who: str) -> None:
     a, b, c, _ = stage.hosts
     gate = job.folder / f"gate-{c}"
@@ -146,6 +148,7 @@ def test_kill_9_while_a_generation_forms(stage: Stage, job: RunningJob, who: str
     check_went_on_from_live_state(job, since, before)
 
 
+@COSTLY
 def test_kill_9_of_a_newcomer_in_the_moment_it_is_announced(stage: Stage, job: RunningJob) -> None:
     a, b, c, _ = stage.hosts
     since, before = job.mark(), job.step
@@ -177,25 +180,6 @@ def test_the_run_that_lost_so_much_ends_well(job: RunningJob) -> None:
     assert audit.complete_epochs == len(audit.epochs) > 3
 
 
-def test_fewer_survivors_than_min_np_wait_for_the_host(stage: Stage, start_job: StartJob) -> None:
-    # Horovod's own driver never gets out of this: horovod issue 3494.
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, "--min-np", "2")
-    job.wait_size(2)
-    job.wait_steps(5)
-    survivor, since, before = job.worker(a), job.mark(), job.step
-    stage.cluster.crash(b)
-    waiting = job.wait_event("waiting", since, have=1)
-    assert waiting["need"] == 2
-    assert b in waiting["reason"]
-    stage.cluster.boot(b)
-    job.wait_size(2, since)
-    assert job.worker(a) == survivor
-    job.wait_steps(5)
-    check_went_on_from_live_state(job, since, before)
-    job.finish()
-
-
 def test_kill_9_of_the_leader_ends_everything_and_resume_finishes_at_another_size(
     stage: Stage, start_job: StartJob
 ) -> None:
@@ -220,6 +204,7 @@ def test_kill_9_of_the_leader_ends_everything_and_resume_finishes_at_another_siz
     job.finish(but_spools=True)  # on the host that is not part of it any more
 
 
+@COSTLY
 def test_kill_9_of_the_leader_while_a_generation_forms(stage: Stage, start_job: StartJob) -> None:
     a, b, *_ = stage.hosts
     job = start_job({a: 1}, "--leader-grace", "0")

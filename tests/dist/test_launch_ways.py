@@ -194,6 +194,7 @@ def test_hvd_elastic_run(data: Path, tmp_path: Path) -> None:
     assert_nothing_left(mark=job.mark, run_id=job.run_id)
 
 
+@COSTLY
 def test_pictures_that_are_decoded_beside_two_ranks(tmp_path: Path) -> None:
     """ResNet on JPEG files, with a batch that adapts."""
     pytest.importorskip("PIL", reason="Pillow draws the pictures")
@@ -252,7 +253,8 @@ def run_mpi(
         text=True,
         stdin=subprocess.DEVNULL,
         cwd=cwd or home,
-        env=environment(home, **(env or {})),
+        # Ranks that wait leave the cores to the others.
+        env=environment(home, OMPI_MCA_mpi_yield_when_idle="1", **(env or {})),
         timeout=DEADLINE_S,
     )
 

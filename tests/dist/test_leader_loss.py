@@ -6,30 +6,56 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from hvd_elastic.virtual.plan import interface_name
 from tests.dist.conftest import StartJob
 from tests.dist.running import DEADLINE_S, RunningJob, Stage
-from tests.paths import ROOT
+from tests.paths import COSTLY, ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 GRACE_S = 3.0
+PROGRAM = ("-m", "hvd_elastic.cli.app")
+
+
+@pytest.fixture
+def job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+    """A job that trains with one process on each of the first two hosts, and has a leader."""
+    # Only so many processes as slots, though another host could be had.
+    options = ("--max-np", "2", "--checkpoint-dir", str(stage.folder / "led-once"))
+    program = (str(ROOT / "tests" / "dist" / "scripts" / "failing_leader.py"),)
+    yield from trains(stage, shared_jobs, *options, program=program)
+
+
+@pytest.fixture
+def quick_job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+    """The next one, in which silence is soon noticed."""
+    yield from trains(stage, shared_jobs, "--failure-timeout", "2")
+
+
+def trains(
+    stage: Stage, jobs: list[RunningJob], *options: str, program: tuple[str, ...] = PROGRAM
+) -> Iterator[RunningJob]:
+    stage.boot_all()
+    baseline = dict.fromkeys(stage.hosts[:2], 1)
+    if not jobs or jobs[-1].process.poll() is not None:
+        jobs.append(RunningJob(stage, baseline, *options, program=program))
+        jobs[-1].wait_size(2)
+    job = jobs[-1]
+    job.use(baseline)
+    job.wait_for(lambda: job.settled_on(baseline), "training on the first two hosts")
+    job.wait_steps(5)
+    yield job
+    job.check_equal_parameters()
+    job.check_audit()
 
 
 def kill_leader(job: RunningJob) -> None:
     job.process.kill()
     job.wait()
-
-
-def until_steps_without_leader(job: RunningJob, steps: int) -> None:
-    """Training goes on: the workers say so by themselves."""
-    made = lambda: max((record["step"] for record in job.digests()), default=0)  # noqa: E731
-    wanted = made() + steps
-    job.wait_for(lambda: made() >= wanted, "training goes on without a leader", ended_too=True)
 
 
 def take_over(job: RunningJob, *options: str) -> int:
@@ -40,12 +66,27 @@ def take_over(job: RunningJob, *options: str) -> int:
     return since
 
 
-def test_the_next_leader_goes_on_in_the_same_processes(stage: Stage, start_job: StartJob) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 2, b: 1})
-    job.wait_size(3)
+def left(job: RunningJob) -> Callable[[], bool]:
+    return lambda: not job.workers()
+
+
+def test_a_leader_that_fails_leaves_training_alone(job: RunningJob) -> None:
+    workers, voided = job.workers(), job.check_audit().voided_steps
+    (job.folder / "FAIL").touch()
+    assert job.wait() == 1
+    assert "ZeroDivisionError: a defect" in job.output.read_text(), "a defect has its traceback"
+    said = job.kinds("warning")[-1]["message"]
+    assert f"hvd-elastic run --resume {job.run_id} leads on" in said
+    until_steps_without_leader(job, 20)
+    take_over(job)
+    assert job.workers() == workers
     job.wait_steps(5)
-    workers = job.workers()
+    assert job.check_audit().voided_steps == voided
+
+
+def test_the_next_leader_goes_on_in_the_same_processes(stage: Stage, job: RunningJob) -> None:
+    _, b, *_ = stage.hosts
+    workers, voided = job.workers(), job.check_audit().voided_steps
     kill_leader(job)
     until_steps_without_leader(job, 50)
     before = max(record["step"] for record in job.digests())
@@ -57,104 +98,31 @@ def test_the_next_leader_goes_on_in_the_same_processes(stage: Stage, start_job: 
     # It leads as the first one did.
     since, killed = job.mark(), job.worker(b)
     killed.kill()
-    job.wait_event("rescale_finished", since, size=2)
-    job.wait_size(3, since)
-    audit = job.finish()
-    assert audit.voided_steps <= 1, "at most the step in flight of the kill"
+    job.wait_event("rescale_finished", since, size=1)
+    job.wait_size(2, since)
+    assert job.check_audit().voided_steps <= voided + 1, "at most the step in flight of the kill"
 
 
-def test_a_leader_that_fails_leaves_training_alone(stage: Stage, start_job: StartJob) -> None:
+def test_a_run_that_is_led_is_not_led_twice(job: RunningJob) -> None:
+    with pytest.raises(AssertionError, match="has a live leader"):
+        job.command("run", "--resume", job.run_id)
+    job.wait_steps(5)
+
+
+def test_what_happens_without_a_leader_is_mended_by_the_next(stage: Stage, job: RunningJob) -> None:
     a, b, *_ = stage.hosts
-    program = (str(ROOT / "tests" / "dist" / "scripts" / "failing_leader.py"),)
-    job = start_job({a: 1, b: 1}, program=program)
-    job.wait_size(2)
-    job.wait_steps(5)
-    workers = job.workers()
-    (job.folder / "FAIL").touch()
-    assert job.wait() == 1
-    assert "ZeroDivisionError: a defect" in job.output.read_text(), "a defect has its traceback"
-    said = job.kinds("warning")[-1]["message"]
-    assert f"hvd-elastic run --resume {job.run_id} leads on" in said
-    until_steps_without_leader(job, 20)
-    take_over(job)
-    assert job.workers() == workers
-    job.wait_steps(5)
-    assert job.finish().voided_steps == 0
-
-
-@pytest.mark.parametrize("window", ["pipe", "terminal"])
-def test_nobody_reads_what_the_leader_prints(
-    stage: Stage, start_job: StartJob, window: str
-) -> None:
-    ours, theirs = os.pipe() if window == "pipe" else os.openpty()
-    job = start_job({stage.hosts[0]: 1}, "--checkpoint-every", "600", stdout=theirs)
-    os.close(theirs)
-    job.wait_size(1)
-    job.wait_steps(5)
-    os.close(ours)
-    job.wait_steps(100)
-    if window == "pipe":
-        job.finish()
-        return
-    job.process.send_signal(signal.SIGHUP)  # what a shell sends when its window is closed
-    assert job.wait() == 130
-    ended = job.kinds("run_finished")[-1]
-    assert ended["checkpoint_step"] == ended["steps"] >= 100
-    job.resume()
-    job.wait_steps(5)
-    job.finish()
-
-
-@pytest.mark.root
-@pytest.mark.alone
-def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
-    stage: Stage, start_job: StartJob
-) -> None:
-    if stage.cluster.loopback:
-        pytest.skip("hosts on the loopback network have no cables to pull")
-    a, b, *_ = stage.hosts
-    job = start_job({a: 2, b: 1}, "--failure-timeout", "2")
-    job.wait_size(3)
-    job.wait_steps(5)
-    since, workers = job.mark(), job.workers()
-    cable = ("ip", "link", "set", interface_name(stage.cluster.state.subnet))
-    subprocess.run([*cable, "down"], check=True)
-    try:
-        job.wait_event("leader_cut_off", since)
-        until_steps_without_leader(job, 50)
-    finally:
-        subprocess.run([*cable, "up"], check=True)
-    job.wait_event("taken_over", since, size=3)
-    assert job.workers() == workers
-    job.wait_steps(20)
-    for kind in ("rescale_started", "worker_left", "host_lost", "restored"):
-        assert not job.kinds(kind, since), "nobody noticed"
-    job.finish()
-
-
-def test_what_happens_without_a_leader_is_mended_by_the_next(
-    stage: Stage, start_job: StartJob
-) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 2, b: 1})
-    job.wait_size(3)
-    job.wait_steps(5)
     killed, others = job.worker(b), job.workers(a)
     kill_leader(job)
     until_steps_without_leader(job, 20)
     killed.kill()
     since = take_over(job)
-    job.wait_size(3, since)
+    job.wait_size(2, since)
     assert job.workers(a) == others
     assert job.worker(b) != killed
-    job.finish()
 
 
-def test_a_host_that_crashes_without_a_leader(stage: Stage, start_job: StartJob) -> None:
+def test_a_host_that_crashes_without_a_leader(stage: Stage, job: RunningJob) -> None:
     a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1})
-    job.wait_size(2)
-    job.wait_steps(5)
     survivor = job.worker(a)
     kill_leader(job)
     stage.cluster.crash(b)
@@ -163,13 +131,10 @@ def test_a_host_that_crashes_without_a_leader(stage: Stage, start_job: StartJob)
     assert job.workers() == [survivor]
     stage.cluster.boot(b)
     job.wait_size(2, since)
-    job.finish()
 
 
-def test_the_next_leader_has_another_hostfile(stage: Stage, start_job: StartJob) -> None:
-    a, b, c, _ = stage.hosts
-    job = start_job({a: 1, b: 1})
-    job.wait_size(2)
+def test_the_next_leader_has_another_hostfile(stage: Stage, job: RunningJob) -> None:
+    a, _, c, _ = stage.hosts
     kept = job.worker(a)
     kill_leader(job)
     job.use({a: 1, c: 1})
@@ -178,97 +143,13 @@ def test_the_next_leader_has_another_hostfile(stage: Stage, start_job: StartJob)
     job.wait_size(2, since)
     assert [worker.host for worker in job.workers()] == [a, c]
     assert job.worker(a) == kept
-    job.finish()
-
-
-@pytest.mark.parametrize("when", ["starting", "forming"])
-def test_the_leader_is_killed_before_training_or_while_the_world_changes(
-    stage: Stage, start_job: StartJob, when: str
-) -> None:
-    a, b, *_ = stage.hosts
-    gate = stage.folder / "none"
-    if when == "starting":
-        job = start_job({a: 1, b: 1})
-        job.wait_for(lambda: len(job.workers()) == 2, "workers are being started")
-    else:
-        job = start_job({a: 1})
-        job.wait_size(1)
-        gate = job.folder / f"gate-{b}"
-        gate.touch()
-        job.use({a: 1, b: 1})
-        job.wait_for(lambda: [*job.folder.glob(f"at-gate-{b}*")], "a generation is being formed")
-    kill_leader(job)
-    gate.unlink(missing_ok=True)
-    since = take_over(job)
-    job.wait_size(2, since)
-    job.wait_steps(5)
-    job.finish()
-
-
-def test_training_that_ends_without_a_leader_ends_well(stage: Stage, start_job: StartJob) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1})
-    job.wait_size(2)
-    job.wait_steps(5)
-    kill_leader(job)
-    (job.folder / "enough").touch()
-    job.wait_for(lambda: not job.workers(), "training ends", ended_too=True)
-    job.resume(alive=True)
-    job.finish()
-
-
-def left(job: RunningJob) -> Callable[[], bool]:
-    return lambda: not job.workers()
-
-
-@pytest.mark.parametrize(
-    ("broken", "forgotten"),
-    [(False, True), (True, False)],
-    ids=["training, resumed elsewhere", "broken"],
-)
-def test_after_the_grace_time_all_ends_with_a_checkpoint(
-    stage: Stage, start_job: StartJob, broken: bool, forgotten: bool
-) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, "--leader-grace", str(GRACE_S), "--checkpoint-every", "600")
-    job.wait_size(2)
-    job.wait_steps(5)
-    kill_leader(job)
-    until_steps_without_leader(job, 20)
-    if broken:
-        job.worker(b).kill()
-    job.wait_for(left(job), "the grace time is over", ended_too=True)
-    job.check_nothing_left(but_spools=True)
-    made = max(record["step"] for record in job.digests())
-    if forgotten:
-        job.lose_run_folder()
-    since = job.mark()
-    job.resume_elsewhere() if forgotten else job.resume()
-    restored = job.wait_event("restored", since)
-    assert restored["step"] >= made - 1, "the last checkpoint was left on the host"
-    job.wait_steps(5)
-    job.finish_without_audit() if forgotten else job.finish()
-
-
-def test_a_run_that_is_led_is_not_led_twice(stage: Stage, start_job: StartJob) -> None:
-    job = start_job({stage.hosts[0]: 1})
-    job.wait_size(1)
-    with pytest.raises(AssertionError, match="has a live leader"):
-        job.command("run", "--resume", job.run_id)
-    job.wait_steps(5)
-    job.finish()
 
 
 @pytest.mark.root
-def test_another_machine_does_not_lead_a_run_that_is_led(
-    stage: Stage, start_job: StartJob
-) -> None:
+def test_another_machine_does_not_lead_a_run_that_is_led(stage: Stage, job: RunningJob) -> None:
     """Nor on a host that the run does not use, and that could be had; and not even there alone."""
-    a, b, c, _ = stage.hosts
+    a, _, c, _ = stage.hosts
     place = stage.folder / "led-once"
-    job = start_job({a: 1, b: 1}, "--max-np", "2", "--checkpoint-dir", str(place))
-    job.wait_size(2)
-    job.wait_steps(5)
     workers = job.workers()
     other = job.folder / "other-hosts"
     run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
@@ -295,19 +176,47 @@ def test_another_machine_does_not_lead_a_run_that_is_led(
         assert not job.workers(c)
         assert job.workers() == workers
     job.wait_steps(5)
+
+
+def test_training_that_ends_without_a_leader_ends_well(stage: Stage, job: RunningJob) -> None:
+    """The end of this module's job."""
+    kill_leader(job)
+    (job.folder / "enough").touch()
+    job.wait_for(lambda: not job.workers(), "training ends", ended_too=True)
+    job.resume(alive=True)
     job.finish()
-    assert not (place / "leader.json").exists()
+    assert not (stage.folder / "led-once" / "leader.json").exists()
+
+
+@pytest.mark.root
+@pytest.mark.alone
+def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
+    stage: Stage, quick_job: RunningJob
+) -> None:
+    if stage.cluster.loopback:
+        pytest.skip("hosts on the loopback network have no cables to pull")
+    job = quick_job
+    since, workers = job.mark(), job.workers()
+    cable = ("ip", "link", "set", interface_name(stage.cluster.state.subnet))
+    subprocess.run([*cable, "down"], check=True)
+    try:
+        job.wait_event("leader_cut_off", since)
+        until_steps_without_leader(job, 50)
+    finally:
+        subprocess.run([*cable, "up"], check=True)
+    job.wait_event("taken_over", since, size=2)
+    assert job.workers() == workers
+    job.wait_steps(20)
+    for kind in ("rescale_started", "worker_left", "host_lost", "restored"):
+        assert not job.kinds(kind, since), "nobody noticed"
 
 
 @pytest.mark.root
 @pytest.mark.alone
 def test_a_frozen_leader_goes_on_after_the_one_that_took_over_has_ended(
-    stage: Stage, start_job: StartJob
+    stage: Stage, quick_job: RunningJob
 ) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, "--failure-timeout", "2")
-    job.wait_size(2)
-    job.wait_steps(5)
+    job = quick_job
     workers = job.workers()
     os.kill(job.process.pid, signal.SIGSTOP)
     try:
@@ -325,7 +234,9 @@ def test_a_frozen_leader_goes_on_after_the_one_that_took_over_has_ended(
                 stderr=subprocess.STDOUT,
             )
         seen = lambda: (job.folder / "second").read_text()  # noqa: E731
-        job.wait_for(lambda: "took over the run" in seen() or second.poll() is not None, "it takes over")
+        job.wait_for(
+            lambda: "took over the run" in seen() or second.poll() is not None, "it takes over"
+        )
         assert job.workers() == workers, seen()
         (job.folder / "enough").touch()
         assert second.wait(DEADLINE_S) == 0, seen()
@@ -340,6 +251,91 @@ def test_a_frozen_leader_goes_on_after_the_one_that_took_over_has_ended(
     for kind in ("worker_standby", "rescale_started", "restored"):
         assert not job.kinds(kind, since), job.story()
     job.check_nothing_left()
+
+
+def until_steps_without_leader(job: RunningJob, steps: int) -> None:
+    """Training goes on: the workers say so by themselves."""
+    made = lambda: max((record["step"] for record in job.digests()), default=0)  # noqa: E731
+    wanted = made() + steps
+    job.wait_for(lambda: made() >= wanted, "training goes on without a leader", ended_too=True)
+
+
+@pytest.mark.parametrize("window", [pytest.param("pipe", marks=COSTLY), "terminal"])
+def test_nobody_reads_what_the_leader_prints(
+    stage: Stage, start_job: StartJob, window: str
+) -> None:
+    ours, theirs = os.pipe() if window == "pipe" else os.openpty()
+    job = start_job({stage.hosts[0]: 1}, "--checkpoint-every", "600", stdout=theirs)
+    os.close(theirs)
+    job.wait_size(1)
+    job.wait_steps(5)
+    os.close(ours)
+    job.wait_steps(100)
+    if window == "pipe":
+        job.finish()
+        return
+    job.process.send_signal(signal.SIGHUP)  # what a shell sends when its window is closed
+    assert job.wait() == 130
+    ended = job.kinds("run_finished")[-1]
+    assert ended["checkpoint_step"] == ended["steps"] >= 100
+    job.resume()
+    job.wait_steps(5)
+    job.finish()
+
+
+@pytest.mark.parametrize("when", [pytest.param("starting", marks=COSTLY), "forming"])
+def test_the_leader_is_killed_before_training_or_while_the_world_changes(
+    stage: Stage, start_job: StartJob, when: str
+) -> None:
+    a, b, *_ = stage.hosts
+    gate = stage.folder / "none"
+    if when == "starting":
+        job = start_job({a: 1, b: 1})
+        job.wait_for(lambda: len(job.workers()) == 2, "workers are being started")
+    else:
+        job = start_job({a: 1})
+        job.wait_size(1)
+        gate = job.folder / f"gate-{b}"
+        gate.touch()
+        job.use({a: 1, b: 1})
+        job.wait_for(lambda: [*job.folder.glob(f"at-gate-{b}*")], "a generation is being formed")
+    kill_leader(job)
+    gate.unlink(missing_ok=True)
+    since = take_over(job)
+    job.wait_size(2, since)
+    job.wait_steps(5)
+    job.finish()
+
+
+@pytest.mark.parametrize(
+    ("broken", "forgotten"),
+    [
+        pytest.param(False, True, id="training, resumed elsewhere"),
+        pytest.param(True, False, id="broken", marks=COSTLY),
+    ],
+)
+def test_after_the_grace_time_all_ends_with_a_checkpoint(
+    stage: Stage, start_job: StartJob, broken: bool, forgotten: bool
+) -> None:
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--leader-grace", str(GRACE_S), "--checkpoint-every", "600")
+    job.wait_size(2)
+    job.wait_steps(5)
+    kill_leader(job)
+    until_steps_without_leader(job, 20)
+    if broken:
+        job.worker(b).kill()
+    job.wait_for(left(job), "the grace time is over", ended_too=True)
+    job.check_nothing_left(but_spools=True)
+    made = max(record["step"] for record in job.digests())
+    if forgotten:
+        job.lose_run_folder()
+    since = job.mark()
+    job.resume_elsewhere() if forgotten else job.resume()
+    restored = job.wait_event("restored", since)
+    assert restored["step"] >= made - 1, "the last checkpoint was left on the host"
+    job.wait_steps(5)
+    job.finish_without_audit() if forgotten else job.finish()
 
 
 def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(

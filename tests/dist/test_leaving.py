@@ -132,9 +132,8 @@ def test_the_run_that_was_changed_all_the_time_ends_well(job: RunningJob) -> Non
     assert audit.complete_epochs == len(audit.epochs) > 3
 
 
-def test_below_min_np_by_the_hostfile_it_waits_and_goes_on(
-    stage: Stage, start_job: StartJob
-) -> None:
+def test_below_min_np_it_waits_and_goes_on(stage: Stage, start_job: StartJob) -> None:
+    """By the hostfile, and by the crash of a host; then a signal to its leader ends it."""
     a, b, c, _ = stage.hosts
     job = start_job({a: 1, b: 1}, "--min-np", "2")
     job.wait_size(2)
@@ -150,7 +149,19 @@ def test_below_min_np_by_the_hostfile_it_waits_and_goes_on(
     assert job.worker(a) == keeper, "it kept the state in memory"
     job.wait_steps(5)
     check_steps_never_fall(job)
-    job.finish()
+    # Horovod's own driver never gets out of this: horovod issue 3494.
+    since = job.mark()
+    stage.cluster.crash(c)
+    waiting = job.wait_event("waiting", since, have=1)
+    assert waiting["need"] == 2
+    assert c in waiting["reason"]
+    stage.cluster.boot(c)
+    job.wait_size(2, since)
+    assert job.worker(a) == keeper
+    job.wait_steps(5)
+    assert not job.kinds("restored", since)
+    job.process.send_signal(signal.SIGTERM)
+    check_ended_by_a_signal(job)
 
 
 def test_stop_writes_a_checkpoint_and_resume_goes_on_exactly_there(
@@ -178,17 +189,7 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on_exactly_there(
     assert audit.voided_steps <= 15
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=COSTLY)]
-)
-def test_a_signal_to_the_leader_ends_everything(
-    stage: Stage, start_job: StartJob, number: signal.Signals
-) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1})
-    job.wait_size(2)
-    job.wait_steps(5)
-    job.process.send_signal(number)
+def check_ended_by_a_signal(job: RunningJob) -> None:
     assert job.wait(SOON_S) == 130
     (finished,) = job.kinds("run_finished")
     assert finished["status"] == "stopped"
@@ -198,13 +199,23 @@ def test_a_signal_to_the_leader_ends_everything(
     assert f"its checkpoint is of step {finished['checkpoint_step']}" in output
     assert f"go on with: hvd-elastic run --resume {job.run_id}" in output
     job.check_nothing_left()
+    job.check_equal_parameters()
     job.check_audit()
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step(stage: Stage, start_job: StartJob) -> None:
+@COSTLY
+def test_ctrl_c_ends_everything(stage: Stage, start_job: StartJob) -> None:
     a, b, *_ = stage.hosts
     job = start_job({a: 1, b: 1})
     job.wait_size(2)
+    job.wait_steps(5)
+    job.process.send_signal(signal.SIGINT)
+    check_ended_by_a_signal(job)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(stage: Stage, start_job: StartJob) -> None:
+    job = start_job({stage.hosts[0]: 1})
+    job.wait_size(1)
     job.wait_steps(5)
     (job.folder / "stuck").touch()
     last = time.monotonic()

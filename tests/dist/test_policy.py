@@ -18,6 +18,7 @@ import pytest
 from hvd_elastic.records.json_lines import Record
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob
+from tests.paths import COSTLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -117,6 +118,7 @@ def check_plan(job: RunningJob) -> None:
     assert "uPlot" in Path(found["path"]).read_text(encoding="utf-8")
 
 
+@COSTLY
 def test_slots_that_bring_nothing_are_given_back(start: Any) -> None:
     efficiency = ("--objective", "efficiency", "--min-speedup-per-slot", "0.8")
     job = start(0.15, 0.0001, *efficiency, "--np", "4")
@@ -129,6 +131,7 @@ def test_slots_that_bring_nothing_are_given_back(start: Any) -> None:
     assert not [d for d in decisions(job, mark) if d["action"] == "grow"], job.story()
 
 
+@COSTLY
 def test_who_asks_for_a_size_gets_it(start: Any) -> None:
     job = start(0.002, 0.01)
     job.wait_for(lambda: job.size() == 1, "training")

@@ -28,6 +28,7 @@ from tests.dist.jobs import (
     write_script,
 )
 from tests.dist.running import Stage
+from tests.paths import ALL
 
 pytestmark = pytest.mark.dist
 shared = jobs.shared
@@ -61,7 +62,7 @@ class Detached:
         self.enough = home / f"{self.run_id}.enough"
         hostfile = hostfile_of(home / f"{self.run_id}.hosts", ["localhost"], slots=2)
         options = ["--run-id", self.run_id, "-H", hostfile, "--detach", "--audit"]
-        arguments = ["--until", self.enough, "--step-time", 0.01, "--show", "HOME"]
+        arguments = ["--until", self.enough, "--step-time", 0.05, "--show", "HOME"]
         self.begun = call("run", *options, "--", sys.executable, script, *arguments, home=home)
 
     def __call__(self, *arguments: object, cwd: Path | None = None) -> Any:
@@ -167,18 +168,6 @@ def test_logs_follow_until_told_to_end(run: Detached) -> None:
         follower.wait()
 
 
-def test_attach_shows_what_the_script_prints(home: Path, script: Path) -> None:
-    run_id = f"shown-{secrets.token_hex(3)}"
-    options = ["--run-id", run_id, "--", sys.executable, script, "--epochs", 1]
-    ran = call("run", *options, home=home)
-    assert ran.returncode == 0, ran.stderr
-    assert "[localhost:0] trained 1" in ran.stdout
-    attached = call("attach", run_id, home=home)
-    assert attached.returncode == 0, attached.stderr
-    assert "[localhost:0] trained 1" in attached.stdout
-    assert attached.stdout.index("trained 1") < attached.stdout.index("run succeeded")
-
-
 def test_attach_shows_it_and_ctrl_c_leaves_it_alone(run: Detached) -> None:
     attached = subprocess.Popen(
         command("attach", run.run_id, "--json"),
@@ -250,7 +239,7 @@ def test_report_of_a_run_that_goes_on(run: Detached, tmp_path: Path) -> None:
 
 
 def test_an_unknown_run_is_answered_with_those_there_are(run: Detached) -> None:
-    for name in ("status", "logs", "attach", "discover", "report", "stop"):
+    for name in ("status", "logs", "attach", "discover", "report", "stop") if ALL else ("status", "stop"):
         done = call(name, "nosuchrun", home=run.home)
         assert done.returncode == 1
         assert "there is no run 'nosuchrun'" in done.stderr
@@ -272,16 +261,20 @@ def test_stop_ends_it_and_says_so(run: Detached) -> None:
 
 
 def test_two_runs_at_once_do_not_meet(stage: Stage, shared: Path, tmp_path: Path) -> None:
-    """On the same hosts, started in the same second from the same folder."""
+    """On the same host, started in the same second from the same folder."""
     script = write_script(shared)
-    hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:2])
+    hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:1], slots=2)
     options = ["-H", hostfile, "-F", stage.cluster.ssh_config, "--audit", "--checkpoint-every", 0]
     train = [*options, "--", sys.executable, script, "--epochs", 5]
     with Job(*train, home=tmp_path) as one, Job(*train, home=tmp_path) as other:
         for job in (one, other):
             assert job.wait() == 0, job.text
+            assert f"[{stage.hosts[0]}:0] trained 2" in job.text
             assert job.audit().ok
             assert job.events("run_finished")[-1]["steps"] == 50
             assert not [e for e in job.events("warning") if "stray" in e["message"]]
+    attached = call("attach", one.run_id, home=tmp_path)
+    assert attached.returncode == 0, attached.stderr
+    assert attached.stdout.index("0] trained 2") < attached.stdout.index("run succeeded")
     for job in (one, other):
         assert_nothing_left(mark=job.mark, run_id=job.run_id, cluster=stage.cluster)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
+from tests.paths import COSTLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -70,6 +71,7 @@ def test_shares_follow_a_host_that_is_slow_and_recovers(stage: Stage, start_job:
     job.finish()
 
 
+@COSTLY
 def test_unequal_shares_through_a_join_and_a_death(stage: Stage, start_job: StartJob) -> None:
     one, slow, three = stage.hosts[:3]
     job = start_job({one: 1, slow: 1}, script_options=(*DATA, *DEVICE, "--unequal-shares"))

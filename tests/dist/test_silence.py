@@ -23,6 +23,22 @@ SLACK_S = 15.0
 FAST = ("--failure-timeout", str(TIMEOUT_S))
 
 
+@pytest.fixture
+def job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+    """A job that trains with one process on each of the first two hosts."""
+    stage.boot_all()
+    baseline = dict.fromkeys(stage.hosts[:2], 1)
+    if not shared_jobs or shared_jobs[-1].process.poll() is not None:
+        shared_jobs.append(RunningJob(stage, baseline, *FAST))
+        shared_jobs[-1].wait_size(2)
+    job = shared_jobs[-1]
+    job.wait_for(lambda: job.settled_on(baseline), "training on the first two hosts")
+    job.wait_steps(5)
+    yield job
+    job.check_equal_parameters()
+    job.check_audit()
+
+
 @contextlib.contextmanager
 def frozen(*pids: int) -> Iterator[None]:
     for pid in pids:
@@ -47,44 +63,24 @@ def check_pause(job: RunningJob, since: int) -> None:
     assert not job.kinds("restored", since)
 
 
-def test_a_frozen_worker_is_replaced(stage: Stage, start_job: StartJob) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 2}, *FAST)
-    job.wait_size(3)
-    job.wait_steps(5)
-    since, worker = job.mark(), job.worker(b, 1)
+def test_a_frozen_worker_is_replaced(stage: Stage, job: RunningJob) -> None:
+    _, b, *_ = stage.hosts
+    since, worker = job.mark(), job.worker(b)
     with frozen(worker.pid):
         left = job.wait_event("worker_left", since)
-        assert (left["host"], left["local_rank"]) == (b, 1)
+        assert (left["host"], left["local_rank"]) == (b, 0)
         assert "no sign of life" in left["cause"]
-        job.wait_event("rescale_finished", since, size=2)
+        job.wait_event("rescale_finished", since, size=1)
         check_pause(job, since)
-        job.wait_size(3, since)
+        job.wait_size(2, since)
         assert worker.pid not in [known.pid for known in job.workers()]
-    assert not job.kinds("host_lost", since), "its agent and the other worker are alive"
-    job.finish()
-
-
-def test_a_frozen_standby_is_replaced_and_nobody_waits(stage: Stage, start_job: StartJob) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, *FAST, "--np", "1", "--spares", "1")
-    job.wait_size(1)
-    job.wait_event("worker_standby", 0, host=b)
-    since, spare = job.mark(), job.worker(b)
-    with frozen(spare.pid):
-        job.wait_event("worker_left", since, host=b)
-        job.wait_event("worker_standby", since, host=b)
-    assert not job.kinds("rescale_started", since)
-    job.finish()
+    assert not job.kinds("host_lost", since), "its agent is alive"
 
 
 def test_a_frozen_agent_costs_its_host_and_comes_back_as_a_new_one(
-    stage: Stage, start_job: StartJob
+    stage: Stage, job: RunningJob
 ) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, *FAST)
-    job.wait_size(2)
-    job.wait_steps(5)
+    _, b, *_ = stage.hosts
     since, old = job.mark(), job.worker(b)
     with frozen(job.agent_pid(b)):
         job.wait_event("host_lost", since, host=b)
@@ -92,13 +88,9 @@ def test_a_frozen_agent_costs_its_host_and_comes_back_as_a_new_one(
         check_pause(job, since)
     job.wait_size(2, since)
     assert job.worker(b) != old
-    job.finish()
 
 
-def test_a_frozen_leader_blames_nobody(stage: Stage, start_job: StartJob) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, *FAST)
-    job.wait_size(2)
+def test_a_frozen_leader_blames_nobody(job: RunningJob) -> None:
     since, digests = job.mark(), len(job.digests())
     with frozen(job.process.pid):
         # Training does not need the leader. Long enough that everybody seems silent to it.
@@ -107,19 +99,13 @@ def test_a_frozen_leader_blames_nobody(stage: Stage, start_job: StartJob) -> Non
     job.wait_steps(20)
     assert not job.kinds("host_lost", since)
     assert not job.kinds("worker_left", since)
-    job.finish()
 
 
 @pytest.mark.root
-def test_a_pulled_cable_costs_the_host_until_it_is_mended(
-    stage: Stage, start_job: StartJob
-) -> None:
+def test_a_pulled_cable_costs_the_host_until_it_is_mended(stage: Stage, job: RunningJob) -> None:
     if stage.cluster.loopback:
         pytest.skip("hosts on the loopback network have no cables to pull")
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, *FAST)
-    job.wait_size(2)
-    job.wait_steps(5)
+    _, b, *_ = stage.hosts
     since, old = job.mark(), job.worker(b)
     stage.cluster.cut(b)
     try:
@@ -131,14 +117,11 @@ def test_a_pulled_cable_costs_the_host_until_it_is_mended(
         stage.cluster.heal(b)
     job.wait_size(2, since, deadline_s=120)  # connecting is tried at growing intervals
     assert job.worker(b) != old, "it comes back as a newcomer"
-    job.finish()
 
 
-def test_a_slow_worker_is_not_taken_for_a_dead_one(stage: Stage, start_job: StartJob) -> None:
-    a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, *FAST)
-    job.wait_size(2)
-    job.wait_steps(5)
+def test_a_slow_worker_is_not_taken_for_a_dead_one(stage: Stage, job: RunningJob) -> None:
+    """The last of these."""
+    _, b, *_ = stage.hosts
     since, stuck = job.mark(), job.folder / f"stuck-{b}"
     stuck.touch()
     wait_out_the_timeout(job)
@@ -152,10 +135,16 @@ def test_a_slow_worker_is_not_taken_for_a_dead_one(stage: Stage, start_job: Star
 def test_a_spare_takes_the_place_of_a_killed_worker_in_one_pause(
     stage: Stage, start_job: StartJob
 ) -> None:
+    """After another spare was frozen, which is replaced, and nobody waits for it."""
     a, b, c, _ = stage.hosts
-    job = start_job({a: 1, b: 1, c: 1}, "--spares", "1")
+    job = start_job({a: 1, b: 1, c: 1}, *FAST, "--spares", "1")
     job.wait_size(2)
     job.wait_event("worker_standby", 0, host=c)
+    since, spare = job.mark(), job.worker(c)
+    with frozen(spare.pid):
+        job.wait_event("worker_left", since, host=c)
+        job.wait_event("worker_standby", since, host=c)
+    assert not job.kinds("rescale_started", since)
     since, killed = job.mark(), job.worker(b)
     killed.kill()
     job.wait_size(2, since)

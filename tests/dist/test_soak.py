@@ -17,7 +17,7 @@ import pytest
 from hvd_elastic.virtual.netns import why_no_namespaces
 from tests.dist.conftest import LOOPBACK
 from tests.dist.jobs import ended, environment
-from tests.paths import ROOT
+from tests.paths import COSTLY, ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -60,6 +60,7 @@ def test_a_short_soak_passes(tmp_path: Path) -> None:
     assert path.with_suffix(".md").read_text().startswith("# Soak, seed 2\n\n**passed")
 
 
+@COSTLY
 def test_kills_on_one_host_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "kills.json"
     done = subprocess.run(
@@ -75,6 +76,7 @@ def test_kills_on_one_host_lose_nothing(tmp_path: Path) -> None:
     assert found["checks"]["steps done again"].startswith("0 returns to a checkpoint")
 
 
+@COSTLY
 @pytest.mark.skipif(why_no_namespaces() is not None, reason="needs network namespaces")
 def test_ctrl_c_ends_it_cleanly_with_what_was_measured(tmp_path: Path) -> None:
     path, output = tmp_path / "soak.json", tmp_path / "output"

@@ -10,6 +10,7 @@ import pytest
 
 from hvd_elastic.virtual import plan
 from tests import small_disk
+from tests.paths import COSTLY
 from tests.ssh.copies import (
     HOSTS,
     MARKS,
@@ -145,7 +146,7 @@ def test_links_in_the_destination_are_not_followed(bed: Bed, source: Path) -> No
     assert describe(bed.data(0) / "set") == describe(source)
 
 
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("silent", [pytest.param(False, marks=COSTLY), True])
 def test_a_host_that_dies_is_cut_out_and_repaired(bed: Bed, source: Path, silent: bool) -> None:
     make_large(source)
     process = bed.start(str(source), "/data/set")
@@ -181,7 +182,7 @@ def test_a_cable_that_is_plugged_in_again_does_no_harm(bed: Bed, source: Path) -
         assert describe(bed.data(number) / "set") == wanted
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=COSTLY)])
 def test_an_interrupted_copy_goes_on_where_it_was(
     bed: Bed, source: Path, number: signal.Signals
 ) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from hvd_elastic.hosts.hostfile import expand_hosts
 from tests.command_lines import CommandLines
+from tests.paths import ALL, COSTLY
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
 from tests.ssh.tools import Tools, is_alive, records, wait_until
@@ -93,7 +94,7 @@ def test_statuses_and_usage(tools: Tools) -> None:
     assert result.stdout.splitlines()[0] == "node1 (ssh): rm -r 'a b'"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=COSTLY), signal.SIGKILL])
 def test_the_commands_there_end_with_us_and_all_that_they_started(
     tools: Tools, number: signal.Signals
 ) -> None:
@@ -235,7 +236,7 @@ def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
         "from hvd_elastic.cli.cluster_tools import runclust_main; runclust_main()\n"
     )
     command = "head -c 75000000 /dev/zero; echo; yes 0123456 | head -c 75000000"
-    for options in ([], ["--gather"]):
+    for options in ([], ["--gather"]) if ALL else ([],):
         with (tmp_path / "out").open("wb") as out:
             process = subprocess.run(
                 [

@@ -290,7 +290,7 @@ def live(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     enough = stage.folder / f"enough-{secrets.token_hex(4)}"
     hostfile = hostfile_of(home / "hosts", hosts.hosts[:2])
     options = ["-H", hostfile, "-F", hosts.ssh_config, "--audit", "--checkpoint-every", 0]
-    command = [sys.executable, write_script(stage.folder), "--until", enough, "--step-time", 0.01]
+    command = [sys.executable, write_script(stage.folder), "--until", enough, "--step-time", 0.05]
     with Job(*options, "--", *command, home=home) as job:
         job.until_trains(2)
         yield LiveRun(job, hosts, enough)

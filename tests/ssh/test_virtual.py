@@ -24,6 +24,7 @@ from hvd_elastic.virtual.cpushare import CpuGroups
 from hvd_elastic.virtual.marks import marked_processes
 from hvd_elastic.virtual.plan import interface_name
 from hvd_elastic.virtual.state import clusters_folder
+from tests.paths import COSTLY
 from tests.small_disk import mounted
 
 NO_NAMESPACES = netns.why_no_namespaces()
@@ -275,7 +276,9 @@ def test_an_up_that_fails_half_way_leaves_nothing(
 
 
 @pytest.mark.parametrize("loopback", BACKENDS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=COSTLY)]
+)
 def test_a_virtclust_ended_half_way_leaves_nothing_at_the_latest_after_down(
     home: Path, loopback: bool, number: signal.Signals
 ) -> None:
@@ -595,7 +598,9 @@ def test_hosts_keep_their_etc_when_the_machine_replaces_files_of_its_own(
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("free_pages", [0, 1, 3, 5, 8, 12])
+@pytest.mark.parametrize(
+    "free_pages", [0, *(pytest.param(pages, marks=COSTLY) for pages in (1, 3, 5)), 8, 12]
+)
 def test_up_on_a_full_disk(tmp_path: Path, free_pages: int) -> None:
     """However little is left, and so whatever file it is that cannot be written."""
     with mounted(tmp_path / "small", "64k", lazy=True) as disk:

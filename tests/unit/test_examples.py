@@ -14,6 +14,7 @@ import pytest
 
 from hvd_elastic.bench.digits_data import write_digits
 from scripts import migration_doc
+from tests.paths import WORKER_PYTHONPATH
 
 pytest.importorskip("torch")
 import torch
@@ -188,7 +189,7 @@ for script in {scripts}:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=migration_doc.SCRIPTS,
-        env={**own, **rank, **where},
+        env={**own, **rank, **where, "PYTHONPATH": WORKER_PYTHONPATH},
         capture_output=True,
         text=True,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import side_by_side
+from tests.paths import COSTLY
 
 ROOT = Path(side_by_side.__file__).parents[1]
 DEADLINE_S = 120.0
@@ -98,7 +99,11 @@ def test_nothing_runs_beside_a_test_that_is_to_be_alone(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "whom", "status"), [(signal.SIGINT, "all", 2), (signal.SIGTERM, "first", 143)]
+    ("number", "whom", "status"),
+    [
+        (signal.SIGINT, "all", 2),
+        pytest.param(signal.SIGTERM, "first", 143, marks=COSTLY),
+    ],
 )
 def test_broken_off_they_tidy_up(
     tmp_path: Path, start: Start, number: signal.Signals, whom: str, status: int

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
+from contextlib import ExitStack, contextmanager
 
 from hvd_elastic.agent.liveness import Liveness
 
@@ -36,41 +34,32 @@ def running(program: str) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def silence(pulse: Liveness) -> float:
-    """What it amounts to after a few seconds in which somebody looked every now and then."""
+def looked_at(*pulses: Liveness) -> list[float]:
+    """What their silence amounts to after a few seconds in which somebody looked now and then."""
     end = time.monotonic() + LOOKED_AT_S
     while time.monotonic() < end:
         time.sleep(0.1)
-        pulse.silent_s(time.monotonic())
-    return pulse.silent_s(time.monotonic())
+        for pulse in pulses:
+            pulse.silent_s(time.monotonic())
+    return [pulse.silent_s(time.monotonic()) for pulse in pulses]
 
 
-@pytest.mark.parametrize("program", [ASLEEP, DEADLOCKED])
-def test_who_neither_beats_nor_works_is_silent(program: str) -> None:
-    with running(program) as process:
-        # Its start was work, and is over.
-        assert silence(Liveness(process.pid)) >= LOOKED_AT_S - 2.0
-
-
-def test_who_works_is_not_silent() -> None:
-    with running(BUSY) as process:
-        assert silence(Liveness(process.pid)) < LOOKED_AT_S - 2.0
-
-
-def test_who_is_frozen_is_silent_however_busy_it_was() -> None:
-    with running(BUSY) as process:
-        pulse = Liveness(process.pid)
+def test_who_neither_beats_nor_works_is_silent() -> None:
+    """Nor who is frozen or gone, however busy it was."""
+    with ExitStack() as stack:
+        programs = (ASLEEP, DEADLOCKED, BUSY, BUSY, ASLEEP)
+        processes = [stack.enter_context(running(program)) for program in programs]
+        pulses = [Liveness(process.pid) for process in processes]
         time.sleep(0.5)
-        os.kill(process.pid, signal.SIGSTOP)
-        assert silence(pulse) >= LOOKED_AT_S - 2.0
-
-
-def test_a_heartbeat_is_enough() -> None:
-    with running(ASLEEP) as process:
-        pulse = Liveness(process.pid)
-        silence(pulse)
-        pulse.beat()
-        assert pulse.silent_s(time.monotonic()) == 0.0
+        *_, frozen, gone = processes
+        os.kill(frozen.pid, signal.SIGSTOP)
+        gone.kill()
+        gone.wait()
+        silent = [silence >= LOOKED_AT_S - 2.0 for silence in looked_at(*pulses)]
+        # The start of each was work, and is over.
+        assert silent == [True, True, False, True, True]
+        pulses[0].beat()
+        assert pulses[0].silent_s(time.monotonic()) == 0.0, "a heartbeat is enough"
 
 
 def test_time_in_which_nobody_listened_does_not_count() -> None:
@@ -79,9 +68,3 @@ def test_time_in_which_nobody_listened_does_not_count() -> None:
         now = time.monotonic()
         pulse.discount(100.0)
         assert pulse.silent_s(now + 100.0) == 0.0
-
-
-def test_a_process_that_is_gone_is_silent() -> None:
-    with running(ASLEEP) as process:
-        pulse = Liveness(process.pid)
-    assert silence(pulse) >= LOOKED_AT_S - 2.0

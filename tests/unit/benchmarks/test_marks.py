@@ -20,6 +20,7 @@ from benchmarks.testbed.marks import (
     newcomer_step,
     step_times,
 )
+from tests.paths import WORKER_PYTHONPATH
 
 
 def worker(*times: tuple[float, int], host: str = "a", born: float = 0.0, slot: int = 0) -> Process:
@@ -152,6 +153,7 @@ def test_a_script_runs_as_if_it_were_run_directly(tmp_path: Path):
     folder.mkdir()
     command = [sys.executable, "-m", "benchmarks.testbed.marking", str(folder), str(script)]
     environment = {**os.environ, "HVD_ELASTIC_HOST": "host-1", "LOCAL_RANK": "2"}
+    environment["PYTHONPATH"] = WORKER_PYTHONPATH
     environment["HVD_ELASTIC_BENCH_SLOT"] = "1"
     for name in ("HVD_ELASTIC_AGENT", "HVD_ELASTIC_LOCAL_RANK", "HOROVOD_LOCAL_RANK"):
         environment.pop(name, None)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hvd_elastic.control.machine import MachineConfig, Phase
 from hvd_elastic.control.simulated_cluster import SimulatedCluster
+from tests.paths import ALL
 
 COMMON = ["deliver", "command", "move", "round"] * 4 + ["agent", "agent", "time", "time"]
 FAULTS = ["crash", "crash", "break", "freeze", "crash_host", "boot", "hosts", "target"]
@@ -29,7 +30,7 @@ def configurations(draw: st.DrawFn, slots: int) -> MachineConfig:
     return MachineConfig(min_np, max_np, max_worker_failures=50, max_stuck_generations=1000)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if ALL else 80, deadline=None)
 @given(st.data(), clusters, actions, st.booleans())
 def test_a_run_that_is_left_alone_comes_to_its_desired_size(data, hosts, script, notices):
     config = data.draw(configurations(sum(hosts.values())))
@@ -49,7 +50,7 @@ def test_a_run_that_is_left_alone_comes_to_its_desired_size(data, hosts, script,
     assert cluster.machine.deadline() is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if ALL else 80, deadline=None)
 @given(st.data(), clusters, actions, st.booleans(), st.integers(0, 80))
 def test_a_run_whose_training_ends_finishes_once(data, hosts, script, notices, ends_at):
     config = data.draw(configurations(sum(hosts.values())))

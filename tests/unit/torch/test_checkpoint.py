@@ -46,6 +46,7 @@ from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
 from hvd_elastic.torch import checkpoint
 from hvd_elastic.torch.checkpoint import TorchContent, load_checkpoint
 from hvd_elastic.training.progress import Progress
+from tests.paths import ALL, WORKER_PYTHONPATH
 from tests.small_disk import mounted
 
 
@@ -513,12 +514,13 @@ for step in range(1, 10_000):
 
 def test_a_kill_while_writing_loses_nothing_that_was_complete(tmp_path: Path) -> None:
     """Whatever the instant: what the writer reported as complete, or newer, is there and valid."""
-    for delay_ms in (0, 1, 2, 5):
+    for delay_ms in (0, 1, 2, 5) if ALL else (1,):
         folder = tmp_path / str(delay_ms)
         writer = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(WRITER), str(folder)],
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONPATH": WORKER_PYTHONPATH},
         )
         assert writer.stdout is not None
         with ExitStack() as afterwards:

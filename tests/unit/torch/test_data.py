@@ -31,6 +31,7 @@ from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.step import Pass, Step
+from tests.paths import WORKER_PYTHONPATH
 
 
 class Numbers:
@@ -502,7 +503,8 @@ def _want_own_dataset(_: int) -> None:
     assert info.dataset.n == 6  # type: ignore[attr-defined]
 
 
-def test_spawned_workers_can_be_used() -> None:
+def test_spawned_workers_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", WORKER_PYTHONPATH)
     context = fake()
     loader: Any = DataLoader(
         Numbers(6), 6, num_workers=1, multiprocessing_context="spawn", context=context
@@ -627,6 +629,7 @@ def test_reading_processes_die_with_their_rank() -> None:
         pass_fds=[writer],
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": WORKER_PYTHONPATH},
     )
     os.close(writer)
     with ExitStack() as afterwards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,20 @@ import pytest
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.uncaught import tell_uncaught
+from tests.paths import WORKER_PYTHONPATH
 
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.delenv("HVD_ELASTIC_TRACEBACK", raising=False)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a Python of its own."""
+    environment = {**os.environ, "PYTHONPATH": WORKER_PYTHONPATH}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def uncaught(error: BaseException) -> None:
@@ -26,7 +35,7 @@ def uncaught(error: BaseException) -> None:
 
 def test_a_mistake_is_its_message_alone_in_a_real_script() -> None:
     program = "import hvd_elastic.torch as hvd; hvd.rank()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run("-c", program)
     assert done.returncode == 1
     assert done.stderr == (
         "error: call hvd_elastic.torch.init() first, before anything else of it\n"
@@ -82,7 +91,7 @@ def test_a_mistake_in_a_script_names_its_line(tmp_path: Path) -> None:
         "import hvd_elastic.torch as hvd\nhvd.init()\n"
         "@hvd.run\ndef train(state):\n    hvd.DataLoader([1])\ntrain(hvd.State())\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    done = run(str(script))
     assert done.stderr.startswith(
         f"error: {script}, line 5: DataLoader(dataset) needs a batch_size"
     )
@@ -95,7 +104,7 @@ def test_a_traceback_goes_from_the_script_to_its_training_function(tmp_path: Pat
         "import hvd_elastic.torch as hvd\nhvd.init()\n"
         "@hvd.run\ndef train(state):\n    1 / 0\ntrain(hvd.State())\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    done = run(str(script))
     assert "ZeroDivisionError" in done.stderr
     assert "line 6" in done.stderr
     assert "line 5, in train" in done.stderr
