@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
+from hvd_elastic.torch.frozen import FrozenParameters
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.gradient_sum import GradientSum
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
@@ -58,16 +59,15 @@ class GradientAverager:
             raise ScriptError(f"DistributedOptimizer(lr_rule=...): {error}") from None
         self._sum = GradientSum()
         self._statistics = GradientStatistics(optimizer)
-        self._names: dict[torch.Tensor, str] = {}
-        self._frozen: dict[torch.Tensor, str] = {}
         self._groups = len(optimizer.param_groups)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter), f"parameter.{len(self._names)}")
-                if parameter.requires_grad:
-                    self._names[parameter] = f"gradient.{name}"
-                else:
-                    self._frozen[parameter] = name
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._frozen = FrozenParameters(
+            {
+                parameter: f"gradient.{names.get(id(parameter), f'parameter.{number}')}"
+                for number, parameter in enumerate(parameters)
+            }
+        )
+        self._names = self._frozen.trained
         self._handles: dict[torch.Tensor, tuple[Any, torch.Tensor, int]] = {}
         self._unseen: dict[torch.Tensor, None] = {}
         self._averaged = False
@@ -83,7 +83,8 @@ class GradientAverager:
         """Whether ``step()`` is running; a composed optimizer calls others in it."""
         self.steps = 0
         """Number of steps that have ended on this rank, taken or left out."""
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._names]
+        self._hooks: dict[torch.Tensor, Any] = {}
+        self._add_hooks()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
@@ -105,7 +106,7 @@ class GradientAverager:
 
     def retire(self) -> None:
         """Remove the hooks, since another optimizer was given to :func:`DistributedOptimizer`."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     def scaled_by(self, forget: Callable[[], None], loss_scale: torch.Tensor) -> None:
@@ -189,6 +190,7 @@ class GradientAverager:
         if self._averaged:
             self._context.exchange()
             return
+        self._follow_freezing()
         if self._context.step.is_too_large:
             self._sampling = False
         self._end_last_pass()
@@ -246,6 +248,7 @@ class GradientAverager:
         if over and self._context.planner.adapts:
             self.synchronize()  # another rank may call the step off
             return
+        self._follow_freezing()
         if self._communicator.size == 1 or not self._names:
             return
         if self._averaged or self._handles or self._unseen:
@@ -268,6 +271,7 @@ class GradientAverager:
         if self._absorbed == len(step.passes):
             return
         self._absorbed = len(step.passes)
+        self._follow_freezing()
         self._begin_statistics()
         if self._sampling:
             self._see(self._names)
@@ -279,6 +283,17 @@ class GradientAverager:
         self._sum.clear()
         self._synchronize()
         self.reset()
+
+    def _follow_freezing(self) -> None:
+        """Begin to average gradients of parameters that the script has unfrozen."""
+        if self._frozen.follow(self._context.worker):
+            self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        for parameter in self._names:
+            if parameter not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._ready)
+                self._hooks[parameter] = hook
 
     def _begin_statistics(self) -> None:
         """Decide whether the step is sampled, before its first gradient is used."""
@@ -361,6 +376,8 @@ class GradientAverager:
     def _ready(self, parameter: torch.Tensor) -> None:
         if self._communicator.size == 1 or self._context.step.accumulating:
             return
+        if parameter not in self._names:  # just unfrozen: synchronize() reduces it
+            return
         if parameter in self._handles or parameter in self._unseen or self._averaged:
             raise ScriptError(
                 f"the gradient of {self._name_of(parameter)!r} was computed twice before "
@@ -433,22 +450,12 @@ class GradientAverager:
             )
         if closure is not None:
             raise ScriptError(_NO_CLOSURE)
-        late = [
-            name
-            for parameter, name in self._frozen.items()
-            if parameter.requires_grad and parameter.grad is not None
-        ]
-        if late:
-            raise ScriptError(
-                f"parameter {late[0]} was frozen when DistributedOptimizer(...) was made, so its "
-                "gradients are not averaged. Have it learn from the start, with a learning rate of "
-                "0 until it shall"
-            )
         if len(self._optimizer.param_groups) > self._groups:
             raise ScriptError(
                 "optimizer.add_param_group() after DistributedOptimizer(...): gradients of what "
-                "was added are not averaged. Give the optimizer all groups before that, with a "
-                "learning rate of 0 until they shall learn"
+                "was added are not averaged, and a worker that joins could not take over the "
+                "optimizer's state. Give the optimizer all groups before that, and freeze those "
+                "that are to be trained later (requires_grad=False)"
             )
 
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
