@@ -22,9 +22,9 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.copies import OptimizerCopy
+from hvd_elastic.torch.frozen import FrozenParameters
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.gradient_sum import GradientSum
-from hvd_elastic.torch.late_parameters import LateParameters
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
@@ -64,13 +64,10 @@ class GradientAverager:
             raise ScriptError(f"DistributedOptimizer(lr_rule=...): {error}") from None
         self._sum = GradientSum()
         self._statistics = GradientStatistics(optimizer)
-        self._names: dict[torch.Tensor, str] = {}
-        frozen: dict[torch.Tensor, str] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter), f"parameter.{len(self._names)}")
-                (self._names if parameter.requires_grad else frozen)[parameter] = name
-        self._late = LateParameters(optimizer, frozen)
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        every = {p: names.get(id(p), f"parameter.{number}") for number, p in enumerate(parameters)}
+        self._frozen = FrozenParameters(optimizer, every)
+        self._names = self._frozen.trained
         self._reductions = Reductions(self._context.worker, self._names)
         self._unseen: dict[torch.Tensor, None] = {}
         self._averaged = False
@@ -88,7 +85,7 @@ class GradientAverager:
         """Whether ``step()`` is running; a composed optimizer calls others in it."""
         self.steps = 0
         """Number of steps that have ended on this rank, taken or left out."""
-        self._hooks: list[Any] = []
+        self._hooks: dict[torch.Tensor, Any] = {}
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
@@ -109,19 +106,18 @@ class GradientAverager:
         assert isinstance(other, GradientAverager)
         return next((name for each, name in self._names.items() if each in other._names), "")
 
-    def engage(self, number: int, *, in_step: bool) -> None:
+    def engage(self, number: int) -> None:
         """Average the gradients of the optimizer's steps; see :meth:`Averager.engage`."""
         self.retire("")
         self._reductions.number(number)
-        on_ready = self._refuse_second_pass if in_step else self._ready
-        self._hooks = [p.register_post_accumulate_grad_hook(on_ready) for p in self._names]
+        self._add_hooks()
 
     def retire(self, reason: str) -> None:
         """Stop averaging; a later ``step()`` is refused for this reason."""
         self._retired = reason
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks.clear()
 
     def restore(self) -> None:
         """Undo the steps since :meth:`drop_copy`."""
@@ -235,6 +231,7 @@ class GradientAverager:
         finally:
             step.in_no_sync = False
         step.continues = True
+        self._follow_freezing()
         self._sum.take(self._names, step.weight)
 
     def synchronize(self) -> None:
@@ -261,6 +258,7 @@ class GradientAverager:
         if self._averaged:
             self._context.exchange()
             return
+        self._follow_freezing()
         if self._context.step.is_too_large:
             self._sampling = False
         self._end_last_pass()
@@ -317,6 +315,7 @@ class GradientAverager:
         if over and self._context.planner.adapts:
             self.synchronize()  # another rank may call the step off
             return
+        self._follow_freezing()
         if self._communicator.size == 1 or not self._names:
             return
         if self._averaged or self._reductions or self._unseen:
@@ -336,6 +335,7 @@ class GradientAverager:
         if self._absorbed == len(step.passes):
             return
         self._absorbed = len(step.passes)
+        self._follow_freezing()
         self._begin_statistics()
         if self._sampling:
             self._see(self._names)
@@ -347,6 +347,19 @@ class GradientAverager:
         self._sum.clear()
         self._synchronize()
         self.reset()
+
+    def _follow_freezing(self) -> None:
+        """Begin to average gradients of parameters that the script has unfrozen."""
+        if self._frozen.follow(self._context.worker):
+            self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        several = self._context.worker.averagers.several
+        on_ready = self._refuse_second_pass if several else self._ready
+        for parameter in self._names:
+            if parameter not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(on_ready)
+                self._hooks[parameter] = hook
 
     def _begin_statistics(self) -> None:
         """Decide whether the step is sampled, before its first gradient is used."""
@@ -433,6 +446,8 @@ class GradientAverager:
         self._context.step.continues = False
         if self._communicator.size == 1 or self._context.step.accumulating:
             return
+        if parameter not in self._names:  # just unfrozen: synchronize() reduces it
+            return
         if parameter in self._reductions or parameter in self._unseen or self._averaged:
             raise ScriptError(
                 f"the gradient of {self._names[parameter]!r} was computed twice before "
@@ -453,7 +468,7 @@ class GradientAverager:
 
     def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
         """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""
-        if self._averaged:
+        if self._averaged and parameter in self._names:
             raise ScriptError(
                 f"the gradient of {self._names[parameter]!r} was averaged by synchronize(), and "
                 "another backward pass adds to it before its optimizer's step(), so the ranks "
@@ -477,7 +492,7 @@ class GradientAverager:
             )
         if closure is not None:
             raise ScriptError(_NO_CLOSURE)
-        self._late.refuse()
+        self._frozen.refuse_new_groups()
 
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
         self.stepping = False

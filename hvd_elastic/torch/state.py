@@ -213,7 +213,8 @@ class State:
 
     def _values(self) -> dict[str, Any]:
         objects = {name: item.state_dict() for name, item in self._objects.items()}
-        return {"objects": objects, "plain": self._plain}
+        frozen = {name: _frozen(module) for name, module in self.named_modules().items()}
+        return {"objects": objects, "plain": self._plain, "frozen": frozen}
 
     def content(self, *, copy_own: bool = True) -> TorchContent:
         """Return the present state for a checkpoint; ``copy_own``: copy what differs by rank."""
@@ -267,6 +268,16 @@ class State:
                     f"the state of {name!r} from {source} does not fit this script: {error}"
                 ) from error
         self._plain.update(values["plain"])
+        for name, names in values.get("frozen", {}).items():  # earlier versions did not write it
+            frozen = set(names)
+            for key, parameter in self.named_modules()[name].named_parameters():
+                if parameter.requires_grad == (key in frozen):
+                    parameter.requires_grad_(key not in frozen)
+
+
+def _frozen(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that require no gradient."""
+    return [name for name, each in module.named_parameters() if not each.requires_grad]
 
 
 def _check_fits(name: str, item: _Stateful, found: dict[str, Any], path: str) -> None:

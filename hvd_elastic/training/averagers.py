@@ -74,7 +74,7 @@ class Averagers:
     def _set(self, live: list[Averager]) -> None:
         self._live, self.several = live, len(live) > 1
         for number, averager in enumerate(live):
-            averager.engage(number, in_step=self.several)
+            averager.engage(number)
 
     @property
     def steps(self) -> int:

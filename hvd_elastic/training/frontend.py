@@ -70,12 +70,11 @@ class Averager(Protocol):
     def shared_with(self, other: Any) -> str:
         """Return the name of a parameter that ``other`` averages too, or ""."""
 
-    def engage(self, number: int, *, in_step: bool) -> None:
+    def engage(self, number: int) -> None:
         """Average the gradients of the optimizer's steps from now on.
 
         Args:
             number: its number among those that train, from 0, the same on all ranks.
-            in_step: average them in ``step()`` instead of in the backward pass.
         """
 
     def retire(self, reason: str) -> None:

@@ -14,7 +14,7 @@ from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import RunningJob, Stage
 
 # Training scripts of the tests: run by workers, not to be imported for their doctests.
-collect_ignore = ["scripts"]
+collect_ignore = ["scripts", "styles"]
 
 LOOPBACK = "HVD_ELASTIC_TEST_LOOPBACK"
 """Set to 1 to run as without root: hosts on the loopback interface."""

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.dist.jobs import Job, write_script
-from tests.paths import ALL
+from tests.paths import COSTLY
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+# test_styles.py has workers die at random lines of three scripts in every run of the tests.
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), COSTLY]
 
 SCRIPT = '''\
 """Train with everything that a script keeps between two steps; die where asked, once at each place."""
@@ -151,8 +152,6 @@ train(
 )
 '''
 PLACES = range(13)
-FEW = (1, 4, 9)
-"""In the head of an epoch, after a step, and around the collectives of its tail."""
 
 
 def story(
@@ -174,9 +173,8 @@ def story(
 
 
 def test_a_death_at_any_statement_changes_nothing(tmp_path: Path) -> None:
-    places = PLACES if ALL else FEW
-    epochs = len(places) + 1
-    disturbed = story(tmp_path, "disturbed", "--die-at", *places, epochs=epochs, spares=2)
+    epochs = len(PLACES) + 1
+    disturbed = story(tmp_path, "disturbed", "--die-at", *PLACES, epochs=epochs, spares=2)
     died = {path.name for path in tmp_path.glob("disturbed/died-*")}
-    assert died == {f"died-{place}" for place in places}
+    assert died == {f"died-{place}" for place in PLACES}
     assert disturbed == story(tmp_path, "undisturbed", epochs=epochs)

@@ -11,7 +11,7 @@ import torch
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
-from tests.paths import ALL
+from tests.paths import ALL, COSTLY
 
 KILLS = int(os.environ.get("HVD_ELASTIC_TEST_KILLS", "5" if ALL else "3"))
 """More make a soak: HVD_ELASTIC_TEST_KILLS=300 make test ARGS=tests/dist/test_same_outcome.py"""
@@ -71,6 +71,7 @@ def test_random_kills_change_no_bit(stage: Stage, start_job: StartJob) -> None:
     assert digests(job).items() <= digests(run_undisturbed(stage, start_job, job)).items()
 
 
+@COSTLY
 def test_resizes_change_no_more_than_rounding(stage: Stage, start_job: StartJob) -> None:
     """The global batch stays the script's at every world size."""
     a, b, c, _ = stage.hosts

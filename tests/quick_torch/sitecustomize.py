@@ -24,18 +24,38 @@ class Later(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        for module in (META, COMPILER):
-            if isinstance(sys.modules.get(module), Later):
-                del sys.modules[module]
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not INSTEAD]
-        importlib.import_module(META)
+        import_real()
         return getattr(importlib.import_module(self.__name__), name)
+
+
+def import_real():
+    """Import the real modules in place of those that stand in for them."""
+    for module in (META, COMPILER):
+        if isinstance(sys.modules.get(module), Later):
+            del sys.modules[module]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not INSTEAD]
+    importlib.import_module(META)
+    importlib.import_module(COMPILER)
+
+
+class Imported(importlib.abc.Loader):
+    """Returns a module that was imported already."""
+
+    def create_module(self, spec):
+        return sys.modules[spec.name]
+
+    def exec_module(self, module):
+        pass
 
 
 class Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports nothing for ``torch._meta_registrations``, but for what generators need of it."""
 
     def find_spec(self, name, path=None, target=None):
+        if name.startswith(f"{COMPILER}."):
+            import_real()
+            importlib.import_module(name)
+            return importlib.util.spec_from_loader(name, Imported())
         return importlib.util.spec_from_loader(name, self) if name == META else None
 
     def create_module(self, spec):

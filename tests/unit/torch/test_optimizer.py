@@ -313,22 +313,80 @@ def test_a_closure_is_refused(alone: Context, adapts: bool) -> None:
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("added", [False, True])
-def test_what_learns_only_later_is_refused(alone: Context, adapts: bool, added: bool) -> None:
+def test_a_parameter_group_that_is_added_later_is_refused(alone: Context, adapts: bool) -> None:
     """Its gradients would be those of one rank, and the ranks' weights differ without a word."""
     model = torch.nn.Linear(2, 1)
-    model.bias.requires_grad_(False)
-    first = [model.weight] if added else model.parameters()
-    optimizer = DistributedOptimizer(torch.optim.SGD(first, lr=1.0), model)
+    optimizer = DistributedOptimizer(torch.optim.SGD([model.weight], lr=1.0), model)
     if adapts:
         adapts_now(alone)
-    model.bias.requires_grad_(True)
-    if added:
-        optimizer.add_param_group({"params": [model.bias]})
+    optimizer.add_param_group({"params": [model.bias]})
     hand_out(alone)
     model(torch.ones(2, 2)).sum().backward()
-    with pytest.raises(ScriptError, match="add_param_group" if added else "parameter bias was"):
+    with pytest.raises(ScriptError, match=r"add_param_group.*freeze those that are to be trained"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_gradients_of_a_parameter_that_is_unfrozen_later_are_averaged(
+    alone: Context, two: TwoRanks, adapts: bool
+) -> None:
+    backbone, head, unused = linear(requires=False), linear(), linear(requires=False)
+    parameters = [*backbone.parameters(), *head.parameters(), *unused.parameters()]
+    optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), lr_rule="none")
+    if adapts:
+        adapts_now(alone)
+    reduced = []
+    for learns in (False, True, True):
+        backbone.requires_grad_(learns)
+        unused.requires_grad_(learns)
+        optimizer.zero_grad()
+        hand_out(alone)
+        (backbone(torch.ones(1, 1)) + head(torch.ones(1, 1))).sum().backward()
+        optimizer.step()
+        reduced.append(sorted(two.names))
+        two.names.clear()
+    every = [f"gradient.parameter.{number}" for number in range(3)]
+    agreed = "unfrozen parameter.0"
+    assert reduced == [["gradient.parameter.1"], [*every, agreed], every]
+    # The mean of this rank's gradient, 1 or none, and the other's, 3.
+    assert [p.item() for p in (backbone.weight, head.weight, unused.weight)] == [-4, -6, -3]
+
+
+@pytest.mark.parametrize("was_frozen", [False, True])
+def test_all_ranks_of_a_generation_reduce_the_same_parameters(
+    alone: Context, two: TwoRanks, was_frozen: bool
+) -> None:
+    """Whether a rank has trained a parameter that is frozen now is not known to newcomers."""
+    backbone, head = linear(requires=not was_frozen), linear()
+    parameters = [*backbone.parameters(), *head.parameters()]
+    optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    reduced = []
+    for generation, learns in ((1, True), (2, False), (2, True), (3, True)):
+        alone.worker.generation = generation
+        backbone.requires_grad_(learns)
+        optimizer.zero_grad()
+        hand_out(alone)
+        (backbone(torch.ones(1, 1)) + head(torch.ones(1, 1))).sum().backward()
+        optimizer.step()
+        reduced.append(sorted(two.names))
+        two.names.clear()
+    both = ["gradient.parameter.0", "gradient.parameter.1"]
+    assert reduced == [both, [both[1]], [*both, "unfrozen parameter.0"], both]
+
+
+def test_a_newcomer_does_not_wait_for_the_others_to_unfreeze_again(
+    alone: Context, two: TwoRanks
+) -> None:
+    """The received state unfreezes what the others have been training already."""
+    model = linear(requires=False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    alone.worker.generation = 3
+    model.requires_grad_(True)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert two.names == ["gradient.weight"]
+    assert model.weight.item() == -2
 
 
 @pytest.mark.parametrize(

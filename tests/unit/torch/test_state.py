@@ -172,6 +172,23 @@ def test_a_checkpoint_holds_a_copy_and_gives_it_back(tmp_path: Path) -> None:
     assert everything(state) == before
 
 
+def test_what_is_frozen_is_a_part_of_the_state(tmp_path: Path) -> None:
+    """A script that unfreezes a layer in its third epoch is resumed, or joined, in its fourth."""
+    state = trained(0, 1)
+    first, second = state.model
+    first.requires_grad_(False)
+    payload = saved(state, tmp_path, Progress(step=1))
+    first.requires_grad_(True)
+    second.requires_grad_(False)
+    state.load(payload, "c.pt")
+    assert not any(parameter.requires_grad for parameter in first.parameters())
+    assert all(parameter.requires_grad for parameter in second.parameters())
+    del payload["frozen"]  # as in checkpoints of earlier versions
+    second.bias.requires_grad_(False)
+    state.load(payload, "c.pt")
+    assert not second.bias.requires_grad
+
+
 def test_a_checkpoint_of_another_script_is_refused_by_name(tmp_path: Path) -> None:
     payload = saved(trained(0, 1), tmp_path, Progress(step=1))
     with pytest.raises(CheckpointError, match=r"c\.json holds \['model', 'opt.*\['model'\]"):

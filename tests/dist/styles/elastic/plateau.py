@@ -1,0 +1,43 @@
+import torch, torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+import hvd_elastic.torch as hvd
+
+EPOCHS = 6
+WIDTH = 16
+hvd.init()
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(42)
+
+X = torch.randn(72, 6)
+y = (X[:, 0] + 0.5 * X[:, 1] ** 2 + 0.3 * torch.randn(72)).unsqueeze(1)
+train_set, val_set = random_split(TensorDataset(X, y), [48, 24])
+train_dl = hvd.DataLoader(train_set, batch_size=12, shuffle=True)
+val_dl = DataLoader(val_set, batch_size=24)
+
+net = nn.Sequential(nn.Linear(6, WIDTH), nn.ELU(), nn.Linear(WIDTH, 1))
+loss_fn = nn.HuberLoss()
+opt = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+opt = hvd.DistributedOptimizer(opt, net)
+sched = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.3, patience=0)
+
+
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(EPOCHS):
+        net.train()
+        for xb, yb in train_dl:
+            opt.zero_grad()
+            loss = loss_fn(net(xb), yb)
+            loss.backward()
+            opt.step()
+            state.commit(loss=loss)
+
+        net.eval()
+        with torch.no_grad():
+            val_loss = sum(loss_fn(net(xb), yb).item() for xb, yb in val_dl) / len(val_dl)
+        sched.step(val_loss)
+        state.history.append(val_loss)
+        print(f"epoch {epoch}  val {val_loss:.4f}  lr {opt.param_groups[0]['lr']:.4f}")
+
+
+train(hvd.State(model=net, optimizer=opt, scheduler=sched, history=[]))

@@ -1,0 +1,178 @@
+"""Scripts in the styles that users write end with the same state, whatever happens to their ranks.
+
+``styles/plain`` has a script for one process in each style, ``styles/elastic`` the same script with
+our library. A style is run alone, and then on two ranks, one of which is killed, while a third one
+joins. The last checkpoints of both runs hold the whole state: models, optimizers, schedulers, EMA,
+counters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_elastic.checkpoint.files import newest_valid
+from hvd_elastic.records.audit import check_audit
+from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.torch.checkpoint import load_checkpoint
+from tests.dist.jobs import Job, environment
+from tests.paths import ALL, COSTLY, ROOT
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+STYLES = ROOT / "tests/dist/styles/elastic"
+DISTURBED = ROOT / "tests/dist/scripts/disturbed.py"
+SEED = int(os.environ.get("HVD_ELASTIC_TEST_KILL_SEED", "0"))
+ALWAYS = ("transformer", "unfrozen", "contrastive")
+NOT_YET = {
+    "gan": "scripts with several optimizers are not supported yet",
+    "actor_critic": "scripts with several optimizers are not supported yet",
+    "n_steps": "hvd.steps is not there yet",
+    "accumulation": "optimizer.no_sync is not there yet",
+    "early_stop": "hvd.stop and hvd.save are not there yet",
+}
+WITHIN_EPOCH = ("n_steps",)
+"""Styles whose training ends within a pass over the data."""
+TOLERANCE = 1e-8
+SIZES = (2, 3)
+
+
+def style(name: str) -> Any:
+    reason = NOT_YET.get(name)
+    skips = [pytest.mark.skip(reason=reason)] if reason else [] if name in ALWAYS else [COSTLY]
+    return pytest.param(name, marks=skips)
+
+
+EVERY = [style(path.stem) for path in sorted(STYLES.glob("*.py"))]
+
+
+def plan_of(name: str, folder: Path, **more: Any) -> Path:
+    path = folder / "plan.json"
+    path.write_text(json.dumps({"folder": str(folder), **more}), encoding="utf-8")
+    return path
+
+
+def variables(name: str) -> dict[str, str]:
+    # A compiled model needs the compiler that the workers of tests start without.
+    return {"PYTHONPATH": str(ROOT)} if name == "compiled" else {}
+
+
+def alone(name: str, script: Path, folder: Path) -> dict[str, Any]:
+    """Train in one process, and return the state at the end."""
+    folder.mkdir()
+    own = {"HVD_ELASTIC_RUN_FOLDER": str(folder / "run"), **variables(name)}
+    done = subprocess.run(
+        [sys.executable, DISTURBED, plan_of(name, folder), script],
+        env=environment(folder, HVD_ELASTIC_CHECKPOINT_EVERY="1000", **own),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return final_state(folder / "run")
+
+
+def together(name: str, script: Path, folder: Path, **disturbance: Any) -> dict[str, Any]:
+    """Train on two ranks and return the state at the end; check examples, ranks and the plan."""
+    folder.mkdir()
+    hosts = folder / "hosts"
+    hosts.write_text(f"localhost slots={SIZES[0]}\n", encoding="utf-8")
+    joining = {"hostfile": str(hosts), "hosts": f"localhost slots={SIZES[1]}\n", "size": SIZES[1]}
+    plan = plan_of(name, folder, **(joining | disturbance if disturbance else {}))
+    with Job(
+        *("--hostfile", hosts, "--min-np", "1", "--audit"),
+        *("--", sys.executable, DISTURBED, plan, script),
+        home=folder,
+        env=variables(name),
+    ) as job:
+        assert job.wait(240) == 0, f"{disturbance}\n{job.text}"
+    died = folder / "died"
+    where = died.read_text() if died.exists() else "nobody died"
+    assert died.exists() == ("die" in disturbance), f"{disturbance}: {where}"
+    records = read_events(job.folder / "audit.jsonl")
+    audit = check_audit(records, finished=name not in WITHIN_EPOCH)
+    assert audit.ok, f"{where}: {audit.problems()}"
+    ends = [json.loads(line) for line in (folder / "ends.jsonl").read_text().splitlines()]
+    assert len({end["digest"] for end in ends}) == 1, f"{where}: ranks differ: {ends}"
+    if disturbance:
+        ranks = {event["rank"] for event in job.events("worker_joined")}
+        assert ranks == set(range(SIZES[1])), f"{where}: no third worker joined: {ranks}"
+    return {**final_state(job.folder), "where": where}
+
+
+def final_state(run: Path) -> dict[str, Any]:
+    newest = newest_valid(run / "checkpoints")
+    assert newest is not None
+    saved = {path.name: torch.load(path, weights_only=True) for path in (run / "saved").glob("*")}
+    return {**load_checkpoint(newest.path), "saved": saved}
+
+
+def differences(here: Any, there: Any, exact: bool, place: str = "") -> Iterator[str]:
+    """Describe where two states differ; real numbers count only if all shall be ``exact``."""
+    if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+        if here.shape != there.shape or here.dtype != there.dtype:
+            yield f"{place}: {here.dtype} {here.shape} and {there.dtype} {there.shape}"
+        elif exact or not here.is_floating_point():
+            far = (here.double() - there.double()).abs().max().item() if here.numel() else 0.0
+            if not far <= TOLERANCE:
+                yield f"{place}: differs by {far:.1e}"
+    elif isinstance(here, dict) and isinstance(there, dict) and here.keys() == there.keys():
+        for key in here:
+            yield from differences(here[key], there[key], exact, f"{place}.{key}")
+    elif isinstance(here, list | tuple) and isinstance(there, type(here)):
+        if len(here) != len(there):
+            yield f"{place}: {len(here)} and {len(there)} values"
+        for number, pair in enumerate(zip(here, there, strict=False)):
+            yield from differences(*pair, exact, f"{place}[{number}]")
+    elif isinstance(here, float) and isinstance(there, float):
+        if abs(here - there) > TOLERANCE:
+            yield f"{place}: {here} and {there}"
+    elif here != there:
+        yield f"{place}: {here!r} and {there!r}"
+
+
+def check_same(state: dict[str, Any], reference: dict[str, Any], exact: bool = True) -> None:
+    """Compare all but the library's own objects, whose sums lose what a dead rank had added."""
+    parts = []
+    for each in (state, reference):
+        objects = {key: v for key, v in each["objects"].items() if not key.startswith("_")}
+        parts.append({**each, "objects": objects} | {"where": None})
+    found = [*differences(parts[0], parts[1], exact)]
+    assert not found, f"{state.get('where')}:\n" + "\n".join(found[:20])
+
+
+def disturbance(name: str) -> dict[str, Any]:
+    """A step after which a worker joins, and the place from which on another one may die."""
+    dice = random.Random(f"{name} {SEED}")
+    die = {"rank": dice.randrange(2), "step": dice.randrange(1, 10), "seed": dice.random()}
+    return {"join": dice.randrange(2, 9), "die": {**die, "everywhere": dice.random() < 0.5}}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_join_and_a_kill_change_nothing(name: str, tmp_path: Path) -> None:
+    script = STYLES / f"{name}.py"
+    reference = alone(name, script, tmp_path / "alone")
+    check_same(together(name, script, tmp_path / "disturbed", **disturbance(name)), reference)
+    if ALL:
+        check_same(together(name, script, tmp_path / "two"), reference)
+
+
+@COSTLY
+def test_examples_and_rates_are_the_same_in_low_precision(tmp_path: Path) -> None:
+    text = (STYLES / "transformer.py").read_text()
+    script = tmp_path / "transformer.py"
+    script.write_text(text.replace("dtype(torch.float64)", "dtype(torch.float32)"))
+    assert script.read_text() != text
+    reference = alone("transformer", script, tmp_path / "alone")
+    found = together("transformer", script, tmp_path / "disturbed", **disturbance("low precision"))
+    check_same(found, reference, exact=False)
