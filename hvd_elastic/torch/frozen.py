@@ -56,6 +56,10 @@ class FrozenParameters:
         self.trained.update((p, name) for p, name in self._names.items() if p not in now)
         return True
 
+    def shared_with(self, other: FrozenParameters) -> str:
+        """Return the name of a parameter that another optimizer has too, or ""."""
+        return next((name for each, name in self._names.items() if each in other._names), "")
+
     def refuse_new_groups(self) -> None:
         """Raise ScriptError if the optimizer got a parameter group after it was wrapped."""
         if len(self._optimizer.param_groups) > self._groups:

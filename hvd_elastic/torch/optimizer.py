@@ -104,7 +104,7 @@ class GradientAverager:
     def shared_with(self, other: Any) -> str:
         """Return the name of a parameter that ``other`` averages too, or ""."""
         assert isinstance(other, GradientAverager)
-        return next((name for each, name in self._names.items() if each in other._names), "")
+        return self._frozen.shared_with(other._frozen)
 
     def engage(self, number: int) -> None:
         """Average the gradients of the optimizer's steps; see :meth:`Averager.engage`."""

@@ -17,11 +17,11 @@ import psutil
 import pytest
 from typing_extensions import Self
 
-from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import Record, read_events
+from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import Stage, processes_with
-from tests.paths import LITTLE_WORK, ROOT, WORKER_PYTHONPATH
+from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
 
 MARK = "HVD_ELASTIC_TEST_JOB"
 START_S = 120.0

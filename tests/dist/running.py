@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 from typing_extensions import Self
 
-from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import EventFollower, Record, read_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.schema import check_event
+from hvd_elastic.virtual import VirtualCluster
 from tests.paths import LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 __all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess", "processes_with"]
@@ -479,7 +479,7 @@ def _our_processes(run_id: str) -> Iterator[psutil.Process]:
 def processes_with(name: str, value: str) -> Iterator[psutil.Process]:
     """Processes that have a variable in their environment, those of virtual hosts included."""
     wanted = f"{name}={value}".encode()
-    for entry in os.listdir("/proc"):
+    for entry in os.listdir("/proc"):  # noqa: PTH208  (no objects: it is called often)
         # Asked many times a second: psutil would take twice as long. Zombies have no environment.
         if entry.isdigit() and int(entry) != os.getpid():
             with contextlib.suppress(OSError, psutil.Error):

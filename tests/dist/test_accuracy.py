@@ -62,7 +62,7 @@ def test_three_rescales_do_not_change_the_accuracy(
             job.command("scale", job.run_id, str(size))
             if size == 3:
                 ready = partial(job.kinds, "worker_standby", since)
-                job.wait_for(lambda: len(ready()) == 2, "two newcomers are ready")
+                job.wait_for(lambda: len(ready()) == 2, "two newcomers are ready")  # noqa: B023
         job.wait_size(size, since)
     changed = accuracy(job)
     assert len(job.kinds("rescale_finished")) >= 4, "the start, and three rescales"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import signal
@@ -14,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.checkpoint.files import complete_checkpoint
+from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
 from tests.dist.jobs import TINY, Job, assert_nothing_left, call, hostfile_of, write_script
+from tests.paths import ALL, COSTLY
 from tests.small_disk import mounted
 from tests.unit.checkpoint.test_files import spooled
-from tests.paths import ALL, COSTLY
 
 pytestmark = pytest.mark.dist
 
@@ -438,7 +437,7 @@ def test_disk_that_is_full_when_a_lost_run_is_resumed(
         job.process.kill()
         job.process.wait()
         filler = small_disk / "filler"
-        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:  # noqa: PT012
             while True:
                 file.write(b"x")
         output = tmp_path / "resumed"

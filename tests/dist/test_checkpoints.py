@@ -21,9 +21,9 @@ from tests.small_disk import mounted
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-# The probe, as if its parameters were many; ``gate-write-<host>`` in its folder holds the writing of
-# shards on that host, which says so by making ``at-write-<host>``; ``gate-write-<host>.<slot>`` that
-# of one worker.
+# The probe, as if its parameters were many; ``gate-write-<host>`` in its folder holds the writing
+# of shards on that host, which says so by making ``at-write-<host>``; ``gate-write-<host>.<slot>``
+# that of one worker.
 SHARDED = f"""
 import os, pathlib, runpy, sys, time
 from hvd_elastic.checkpoint import stream, writer
@@ -155,7 +155,9 @@ def test_a_truncated_shard_is_skipped_and_a_host_that_cannot_take_the_one_before
     assert restored["step"] == before.step
     said = [event["message"] for event in job.kinds("warning", since)]
     assert any(f"{cut} was skipped: it is truncated: 10 of" in message for message in said), said
-    assert any(f"the workers take the checkpoint from host {b}" in message for message in said), said
+    assert any(f"the workers take the checkpoint from host {b}" in message for message in said), (
+        said
+    )
     job.wait_size(2, since)
     job.finish()
 
@@ -176,7 +178,7 @@ def test_a_full_disk_costs_checkpoints_and_is_said_once(
     job = start_sharded({a: 1, b: 1}, "--checkpoint-dir", str(small_disk))
     job.wait_event("checkpoint", 0)
     filler = small_disk / "filler"
-    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:  # noqa: PT012
         while True:
             file.write(b"x" * 4096)
     since = job.mark()
@@ -232,7 +234,9 @@ def test_what_is_written_after_the_grace_time_is_whole_however_long_a_shard_take
     job.wait()
     there = lambda name: (job.folder / name).exists()  # noqa: E731
     for place in slow:
-        job.wait_for(functools.partial(there, f"at-write-{place}"), "a shard is written", ended_too=True)
+        job.wait_for(
+            functools.partial(there, f"at-write-{place}"), "a shard is written", ended_too=True
+        )
     job.wait_for(lambda: find_shards(spool_of(job, a)), "another one is there", ended_too=True)
     (job.folder / f"gate-write-{slow[0]}").unlink()
     job.wait_for(lambda: not job.workers(a), "a host goes before the other", ended_too=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.virtual import VirtualCluster
+from tests.command_lines import CommandLines
 from tests.dist import jobs
 from tests.dist.jobs import (
-
     START_S,
     Job,
     assert_nothing_left,
@@ -30,7 +30,6 @@ from tests.dist.jobs import (
     hostfile_of,
     write_script,
 )
-from tests.command_lines import CommandLines
 from tests.paths import COSTLY, ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

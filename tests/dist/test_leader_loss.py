@@ -233,7 +233,7 @@ def test_a_frozen_leader_goes_on_after_the_one_that_took_over_has_ended(
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        seen = lambda: (job.folder / "second").read_text()  # noqa: E731
+        seen = (job.folder / "second").read_text
         job.wait_for(
             lambda: "took over the run" in seen() or second.poll() is not None, "it takes over"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests.paths import COSTLY
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), COSTLY]
 
 SCRIPT = '''\
-"""Train with everything that a script keeps between two steps; die where asked, once at each place."""
+"""Train with everything that a script keeps between two steps; die once at each place."""
 import argparse
 import hashlib
 import itertools

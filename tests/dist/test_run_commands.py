@@ -239,7 +239,9 @@ def test_report_of_a_run_that_goes_on(run: Detached, tmp_path: Path) -> None:
 
 
 def test_an_unknown_run_is_answered_with_those_there_are(run: Detached) -> None:
-    for name in ("status", "logs", "attach", "discover", "report", "stop") if ALL else ("status", "stop"):
+    for name in (
+        ("status", "logs", "attach", "discover", "report", "stop") if ALL else ("status", "stop")
+    ):
         done = call(name, "nosuchrun", home=run.home)
         assert done.returncode == 1
         assert "there is no run 'nosuchrun'" in done.stderr

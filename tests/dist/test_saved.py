@@ -20,9 +20,9 @@ from tests.small_disk import mounted
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-# Saves the model after each epoch, with some bytes more where a file "large" is, and writes the same
-# bytes where the test can read them.
-SCRIPT = '''\
+# Saves the model after each epoch, with some bytes more where a file "large" is, and writes the
+# same bytes where the test can read them.
+SCRIPT = """\
 import io, sys, time
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def train(state):
 
 train(hvd.State(model=model, optimizer=optimizer))
 hvd.save("final.pt", model.state_dict())
-'''
+"""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs a script whose own sleeps last while a file is there: ``pausing.py FILE SCRIPT [ARG]...``."""
+"""Runs a script whose sleeps last while a file is there: ``pausing.py FILE SCRIPT [ARG]...``."""
 
 import runpy
 import sys
