@@ -218,7 +218,17 @@ def test_eight_changed_lines_are_enough(tmp_path: Path) -> None:
     assert "test accuracy" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["max-steps", "gradient-accumulation", "early-stopping"])
+STEPS_OF_PAGES = {
+    "early-stopping": None,
+    "ema": 5 * 8,
+    "gradient-accumulation": 30,
+    "max-steps": 100,
+    "mixed-precision": 3 * 8,
+    "torch-compile": 3 * 8,
+}
+
+
+@pytest.mark.parametrize("page", STEPS_OF_PAGES)
 def test_the_script_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from hvd_elastic.training import context
@@ -231,11 +241,12 @@ def test_the_script_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -
     (script,) = [f["body"] for f in _FENCE.finditer(text) if f["language"] == "python"]
     exec(script, {})
     trained = context.current().worker.progress
+    assert STEPS_OF_PAGES[page] in (None, trained.step)
     match page:
         case "max-steps":
-            assert (trained.step, trained.epoch, trained.position) == (100, 12, 128)
+            assert (trained.epoch, trained.position) == (12, 128)
         case "gradient-accumulation":
-            assert (trained.step, trained.examples) == (30, 30 * 4 * 16)
+            assert trained.examples == 30 * 4 * 16
         case "early-stopping":
             assert 0 < trained.epoch < 100
 
