@@ -1,0 +1,313 @@
+"""Measures the time of a training step beside DDP and Horovod's optimizer; see README.md here.
+
+Run it: ``python benchmarks/step_time.py --out benchmarks/results/step_time.json``. Each round
+starts every launcher once for each row, so a disturbance of the machine meets all. A row's figure
+is the median over the rounds of ours / DDP, where each is the median step of its job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import random
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
+from benchmarks.testbed.figures import Result, conditions
+from benchmarks.testbed.hosts import Testbed, make_testbed
+from benchmarks.testbed.launchers import OURS, STATIC, TORCHRUN, Job, Launcher, Order
+from hvd_elastic.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+RANKS = 2
+WARM_STEPS = 15
+START_LIMIT_S = 300.0
+LAUNCHERS = {"ddp": TORCHRUN, "horovod": STATIC, "ours": OURS}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to train.
+
+    Attributes:
+        described: description for the table.
+        build: creates the network.
+        example: shape of an example.
+        share: examples of one rank in a step.
+        steps: steps that are timed in one job.
+    """
+
+    described: str
+    build: Callable[[], torch.nn.Module]
+    example: tuple[int, ...]
+    share: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An option of our training that a step may cost something for."""
+
+    options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "adaptive": Variant(arguments=("--adaptive",)),
+    "audit": Variant(options=("--audit",)),
+    "checkpoints": Variant(options=("--checkpoint-every", "1")),
+}
+
+
+def _convolutions() -> torch.nn.Module:
+    from torch import nn
+
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
+def _many_tensors() -> torch.nn.Module:
+    from torch import nn
+
+    layers = [each for _ in range(60) for each in (nn.Linear(256, 256), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def _wide() -> torch.nn.Module:
+    from torch import nn
+
+    return nn.Sequential(
+        *(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()),
+        nn.Linear(4096, 1024),
+    )
+
+
+def _transformer() -> torch.nn.Module:
+    from torch import nn
+
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+MODELS = {
+    "small": Model(
+        "2 convolutions, 1.2 M parameters in 8 tensors", _convolutions, (1, 28, 28), 32, 150
+    ),
+    "tensors": Model("60 layers of 256, 4 M in 120 tensors", _many_tensors, (256,), 64, 100),
+    "wide": Model("MLP, 25 M (100 MB) in 6 tensors", _wide, (1024,), 32, 30),
+    "transformer": Model(
+        "transformer of 4 layers, 3 M in 48 tensors", _transformer, (32, 256), 8, 60
+    ),
+}
+
+
+# -- the training script, in a worker --------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train in one worker until it is killed."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    chosen = MODELS[args.model]
+    torch.manual_seed(0)
+    model = chosen.build()
+    examples = TensorDataset(torch.randn(chosen.share * RANKS * 64, *chosen.example))
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    {"ddp": _train_ddp, "horovod": _train_horovod, "ours": _train_ours}[args.launcher](
+        args, model, sgd, examples, chosen.share
+    )
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> Any:
+    optimizer.zero_grad()
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def _sampled(examples: Any, share: int, rank: int) -> Any:
+    """Yield batches of PyTorch's loader without end, as a script for DDP or Horovod reads them."""
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    sampler: Any = DistributedSampler(examples, RANKS, rank)
+    loader = DataLoader(examples, share, sampler=sampler)
+    for epoch in range(sys.maxsize):
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def _train_ddp(_: Any, model: Any, sgd: Any, examples: Any, share: int) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    sgd.world_size = dist.get_world_size  # read by the marks
+    replicated = DistributedDataParallel(model)
+    for (inputs,) in _sampled(examples, share, dist.get_rank()):
+        _step(replicated, sgd, inputs)
+
+
+def _train_horovod(_: Any, model: Any, sgd: Any, examples: Any, share: int) -> None:
+    import horovod.torch as hvd
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for (inputs,) in _sampled(examples, share, hvd.rank()):
+        _step(model, optimizer, inputs)
+
+
+def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> None:
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    batch = share * RANKS
+    optimizer = hvd.DistributedOptimizer(sgd, model)
+    largest = batch if args.adaptive else None
+    loader: Any = hvd.DataLoader(examples, batch, shuffle=True, max_batch_size=largest)
+
+    @hvd.run
+    def loop(state: hvd.State) -> None:
+        for _ in hvd.epochs(sys.maxsize):
+            for (inputs,) in loader:
+                state.commit(loss=_step(model, optimizer, inputs))
+
+    loop(hvd.State(model=model, optimizer=optimizer))
+
+
+# -- the measurement -------------------------------------------------------------------------
+
+
+def step_s(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> float:
+    """Start a job; return the median time of its steps [s], the slower rank's.
+
+    Raises:
+        FailedPlayError: the job ended, or took too long.
+    """
+    key = next(key for key, each in LAUNCHERS.items() if each is launcher)
+    script = [__file__, "--train", "--launcher", key, "--model", name]
+    order = Order(
+        slots=dict.fromkeys(bed.hosts[:RANKS], 1),
+        training=[*script, *(variant.arguments if launcher is OURS else ())],
+        min_np=RANKS,
+        options=variant.options if launcher is OURS else (),
+    )
+    wanted = WARM_STEPS + MODELS[name].steps
+
+    def ranks_are_done(job: Job) -> bool:
+        done = [process for process in job.marks.processes if len(process.steps) > wanted]
+        return len(done) == RANKS
+
+    with bed.job(launcher, order) as job:
+        job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
+        return max(
+            statistics.median(
+                later.mono - earlier.mono
+                for earlier, later in pairwise(process.steps[WARM_STEPS : wanted + 1])
+            )
+            for process in job.marks.processes
+        )
+
+
+def interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the median, from the order statistics.
+
+    >>> interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    (1.0, 6.0)
+    """
+    ordered, count = sorted(samples), len(samples)
+    below, tail = 0, 0.5**count
+    # Of `count` samples at most `below` lie under the median with a probability of `tail`.
+    while below + 1 <= count // 2 and tail + math.comb(count, below + 1) * 0.5**count <= 0.025:
+        below += 1
+        tail += math.comb(count, below) * 0.5**count
+    return ordered[below], ordered[count - 1 - below]
+
+
+def measure(options: argparse.Namespace, say: Say) -> Result:
+    """Measure all rows, one job of each launcher in every round."""
+    check_names("--models", options.models, MODELS)
+    check_names("--variants", options.variants, VARIANTS)
+    check_names("--peers", options.peers, ("ddp", "horovod"))
+    for package in ("torch", "horovod"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"{package} is missing: make horovod")
+    load_before = os.getloadavg()
+    jobs = [(peer, "plain") for peer in options.peers]
+    jobs += [("ours", variant) for variant in options.variants]
+    rows = []
+    for rate in options.rates:
+        with make_testbed(RANKS, rate=None if rate == "none" else rate) as bed:
+            for name in options.models:
+                found: dict[tuple[str, str], list[float]] = {job: [] for job in jobs}
+                for number in range(1, options.rounds + 1):
+                    for job in random.Random(number).sample(jobs, len(jobs)):
+                        launcher, variant = LAUNCHERS[job[0]], VARIANTS[job[1]]
+                        found[job].append(step_s(bed, launcher, name, variant))
+                    latest = ", ".join(
+                        f"{who if who != 'ours' else which} {1e3 * times[-1]:.1f}"
+                        for (who, which), times in found.items()
+                    )
+                    say(f"{name}, rate {rate}, round {number} of {options.rounds} [ms]: {latest}")
+                rows += _rows(name, rate, found)
+    note = "Two ranks with one thread each; every job's figure is the slower rank's median step."
+    hosts = f"{RANKS} virtual hosts (namespaces)"
+    return Result("step_time", conditions(hosts, note, load_before), {"steps": rows})
+
+
+def _rows(name: str, rate: str, found: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
+    base = found.get(("ddp", "plain"))
+    rows = []
+    for (who, variant), times in found.items():
+        row: dict[str, Any] = {"model": MODELS[name].described, "rate": rate, "launcher": who}
+        row |= {"variant": variant, "step_ms": round(1e3 * statistics.median(times), 2)}
+        if base is not None and who != "ddp":
+            ratios = [mine / other for mine, other in zip(times, base, strict=True)]
+            low, high = interval(ratios)
+            row["to_ddp"] = round(statistics.median(ratios), 3)
+            row["interval"] = [round(low, 3), round(high, 3)]
+        rows.append({**row, "samples_s": [round(each, 5) for each in times]})
+    return rows
+
+
+def main() -> int:
+    """Run the benchmark, or with ``--train`` its script; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    if "--train" in sys.argv:
+        parser.add_argument("--train", action="store_true")
+        parser.add_argument("--launcher", choices=LAUNCHERS)
+        parser.add_argument("--model", choices=MODELS)
+        parser.add_argument("--adaptive", action="store_true")
+        train(parser.parse_known_args()[0])  # torchrun's launcher adds an option of its own
+        return 0
+    told = "rows, separated by commas"
+    parser.add_argument("--models", type=names, default=list(MODELS), help=told)
+    told = "rates of the links, such as none,1gbit"
+    parser.add_argument("--rates", type=names, default=["none", "1gbit"], help=told)
+    told = "variants of ours: plain, adaptive, audit, checkpoints"
+    parser.add_argument("--variants", type=names, default=["plain"], help=told)
+    parser.add_argument("--peers", type=names, default=["ddp", "horovod"], help="ddp, horovod")
+    told = "jobs of each launcher; 12 at least decide a ratio"
+    parser.add_argument("--rounds", type=at_least_one, default=12, help=told)
+    return run_benchmark(parser, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
