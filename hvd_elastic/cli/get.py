@@ -64,6 +64,10 @@ def get(
     target = Path(name if dest is None else dest)
     if target.is_dir():
         target /= name
+    elif dest is not None and dest.endswith("/"):
+        raise UsageError(f"{dest} is no folder; make it first: mkdir -p {dest}")
+    elif target.exists() and not target.is_file():
+        raise UsageError(f"{target} is neither a file nor a folder; '-' writes to stdout")
     try:
         _copy(source, target)
     except OSError as error:

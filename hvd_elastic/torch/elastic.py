@@ -64,10 +64,12 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
     """Return the averagers of the State's optimizers, or the only one if it has none.
 
     Raises:
-        ScriptError: the gradients of an optimizer are not averaged over the ranks, two optimizers
-            have a parameter in common, or there are several and none is in the State.
+        ScriptError: the gradients of an optimizer are not averaged over the ranks, the State lacks
+            one of its parameters, two optimizers have a parameter in common, or there are several
+            and none is in the State.
     """
     found: dict[str, GradientAverager] = {}
+    storages = state.storages()
     for name, optimizer in state.named_optimizers().items():
         averager, kind = averager_of(optimizer), type(optimizer).__name__
         if averager is None:
@@ -84,6 +86,13 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
                     f"{shared!r}, and a parameter has one: the two would change it against each "
                     "other. Leave it out of one of them"
                 )
+        unknown = averager.first_not_in(storages)
+        if unknown:
+            raise ScriptError(
+                f"State({name}=...): this {kind} trains {unknown}, which is in no module or value "
+                "of the State, so a worker that joins would begin with a value of its own. Put the "
+                "module, or the tensor itself, there: hvd.State(..., log_alpha=log_alpha)"
+            )
         found[name] = averager
     if not found and worker.averagers.several:
         raise ScriptError(

@@ -106,6 +106,13 @@ class GradientAverager:
         assert isinstance(other, GradientAverager)
         return self._frozen.shared_with(other._frozen)
 
+    def first_not_in(self, storages: set[int]) -> str:
+        """Return the name and shape of the first trained parameter at no such address, or ""."""
+        for parameter, name in self._names.items():
+            if parameter.numel() and parameter.untyped_storage().data_ptr() not in storages:
+                return f"{name} of shape {tuple(parameter.shape)}"
+        return ""
+
     def engage(self, number: int) -> None:
         """Average the gradients of the optimizer's steps; see :meth:`Averager.engage`."""
         self.retire("")
@@ -203,10 +210,17 @@ class GradientAverager:
         taken, and a failure repeats it from its first batch.
 
         Raises:
-            ScriptError: the batch adapts, there are several optimizers, or the step's gradients are
-                being averaged already.
+            ScriptError: the batch adapts or is not of hvd.DataLoader, there are several optimizers,
+                or the step's gradients are being averaged already.
         """
         step = self._context.step
+        if self._context.worker.in_train and not step.passes:
+            raise ScriptError(
+                "optimizer.no_sync() for a batch that does not come from hvd.DataLoader: only with "
+                "it the batches up to optimizer.step() are one step, in which no host joins or "
+                "leaves. Read the data with hvd.DataLoader, or add the losses of several batches "
+                "up before one backward()"
+            )
         if self._context.worker.averagers.several:
             raise ScriptError(
                 "optimizer.no_sync() with several optimizers given to DistributedOptimizer(...): a "
@@ -575,6 +589,11 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ScriptError(_NO_CLOSURE)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ScriptError(
+            "DistributedOptimizer() cannot wrap SparseAdam, which refuses dense gradients: sparse "
+            "ones are made dense to be averaged. Use Adam, AdamW or SGD for the embeddings"
+        )
     if hasattr(optimizer, "synchronize"):
         raise ScriptError(
             "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "

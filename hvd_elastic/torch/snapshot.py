@@ -27,6 +27,8 @@ class Snapshot:
         large: names of objects that are too large to be copied after each step; new ones are added.
         tensors: copy also buffers, modules that no optimizer trains, and large objects, as is done
             at the end of an epoch.
+        parts: with ``tensors``, copy also the untrained parameters of modules that are trained
+            in part.
 
     Raises:
         ScriptError: a value cannot be copied; names it.
@@ -39,6 +41,7 @@ class Snapshot:
         large: set[str],
         *,
         tensors: bool = False,
+        parts: bool = False,
     ) -> None:
         self._plain = {name: _dump(name, value) for name, value in plain.items()}
         self._dumped: dict[str, bytes] = {}
@@ -59,7 +62,7 @@ class Snapshot:
         if tensors:
             self._tensors = [
                 (tensor, tensor.detach().to("cpu", copy=True))
-                for tensor in untrained_tensors(objects)
+                for tensor in untrained_tensors(objects, parts=parts)
                 if not tensor.is_inference()
             ]
 
@@ -143,8 +146,14 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
             group[name] = value
 
 
-def untrained_tensors(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the buffers of all modules, and all tensors of modules that no optimizer trains."""
+def untrained_tensors(objects: Mapping[str, Any], *, parts: bool) -> Iterator[torch.Tensor]:
+    """Yield the buffers of all modules, and the parameters of modules that no optimizer trains.
+
+    Args:
+        objects: the objects of a state by name, optimizers among them.
+        parts: whether to include untrained parameters of modules that are trained in part. They
+            are mostly frozen, and copying them would take memory for nothing.
+    """
     trained = {
         id(parameter)
         for item in objects.values()
@@ -155,6 +164,6 @@ def untrained_tensors(objects: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     for item in objects.values():
         if isinstance(item, torch.nn.Module):
             yield from item.buffers()
-            parameters = list(item.parameters())
-            if not any(id(parameter) in trained for parameter in parameters):
-                yield from parameters
+            untrained = [each for each in item.parameters() if id(each) not in trained]
+            if parts or len(untrained) == len(list(item.parameters())):
+                yield from untrained

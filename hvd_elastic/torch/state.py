@@ -8,7 +8,7 @@ never between; the one furthest ahead sends its live tensors to the others.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,9 +75,9 @@ class State:
         for name, value in self._plain.items():
             _check_plain(name, value)
         self._large: set[str] = set()
+        self._context = context.current()
         self._saved = self.take_snapshot()
         self._tensors = TensorCopies()
-        self._context = context.current()
         self._context.register_state(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -124,19 +124,21 @@ class State:
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         """Return a copy that :meth:`roll_back` can restore; see :class:`Snapshot`."""
-        return Snapshot(self._plain, self._objects, self._large, tensors=tensors)
+        several = self._context.worker.averagers.several
+        return Snapshot(self._plain, self._objects, self._large, tensors=tensors, parts=several)
 
     def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
         """Set the snapshot that :meth:`roll_back` restores; None takes one now.
 
         Args:
             snapshot: an earlier one.
-            tensors: without ``snapshot``, copy also buffers and modules that no optimizer trains.
+            tensors: without ``snapshot``, copy also buffers and parameters that no optimizer
+                trains.
         """
         self._saved = snapshot or self.take_snapshot()
         self._tensors.drop()
         if tensors and snapshot is None:
-            self._tensors.take(untrained_tensors(self._objects))
+            self._tensors.take(untrained_tensors(self._objects, parts=True))
 
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""
@@ -162,6 +164,16 @@ class State:
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by name."""
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.optim.Optimizer)}
+
+    def storages(self) -> set[int]:
+        """Return the addresses of all tensors, except those of optimizers' states."""
+        objects = [
+            list(item.parameters()) if isinstance(item, torch.nn.Module) else item.state_dict()
+            for item in self._objects.values()
+            if not isinstance(item, torch.optim.Optimizer)
+        ]
+        found = chain(_tensors_in(objects), _tensors_in(self._plain))
+        return {tensor.untyped_storage().data_ptr() for tensor in found}
 
     def sync(
         self,
@@ -273,6 +285,16 @@ class State:
             for key, parameter in self.named_modules()[name].named_parameters():
                 if parameter.requires_grad == (key in frozen):
                     parameter.requires_grad_(key not in frozen)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value and in the dicts and lists of which it consists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from chain.from_iterable(map(_tensors_in, value.values()))
+    elif isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(_tensors_in, value))
 
 
 def _frozen(module: torch.nn.Module) -> list[str]:

@@ -339,6 +339,7 @@ class Context:
             finally:
                 step.is_left_out = False
         self._count_own_step()
+        self.worker.averagers.forget()
         self.rollback.save()
         self.step_boundary()
 

@@ -21,7 +21,7 @@ _ENTRIES = tuple(str(_PACKAGE / room / "elastic.py") for room in ("torch", "trai
 """Files between the script and its training function, whose frames do not help the user."""
 _NOT_THE_SCRIPT = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(_PACKAGE / room) for room in ("torch", "training", "communicator", "wire")),
+    *(str(_PACKAGE / room) for room in ("torch", "training", "communicator", "wire", "checkpoint")),
     "<frozen ",
 )
 """Prefixes of file names whose code does not belong to the script."""

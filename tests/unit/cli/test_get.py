@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def test_a_place_that_cannot_be_written_is_explained(run: RunFolder, call: Call)
     assert "no/such/folder/x cannot be written: No such file" in done.err
     assert call("get", "digits-1", "best.pt", "-", "--json").status == 2
     assert not (runs_folder() / "other").exists()
+
+
+def test_a_place_that_is_no_file_is_refused(run: RunFolder, call: Call) -> None:
+    os.mkfifo("pipe")
+    done = call("get", "digits-1", "best.pt", "pipe")
+    assert (done.status, "pipe is neither a file nor a folder" in done.err) == (2, True)
+    assert not Path("pipe").is_file()
+    done = call("get", "digits-1", "best.pt", "models/")
+    assert (done.status, "models/ is no folder; make it first" in done.err) == (2, True)
+    assert names() == ["pipe"]
 
 
 @pytest.mark.root

@@ -164,6 +164,33 @@ def test_two_optimizers_of_the_state_with_one_parameter_are_refused(alone: Conte
         run(state)
 
 
+def test_a_parameter_that_the_state_lacks_is_refused(alone: Context) -> None:
+    """A worker that joins would begin with a value of its own, as for a temperature of SAC."""
+    model, alpha = linear(), torch.zeros(1, requires_grad=True)
+    temperature = hvd.DistributedOptimizer(torch.optim.Adam([alpha], lr=0.1))
+    state = {"model": model, "optimizer": sgd(model), "second": temperature}
+    with pytest.raises(ScriptError, match=r"second=...\): this Adam trains parameter.0 of shape"):
+        run(hvd.State(**state))
+    run(hvd.State(**state, alpha=alpha))
+    run(hvd.State(**state, values={"alpha": [alpha]}))
+
+
+def test_what_no_optimizer_trains_in_a_trained_module_is_undone(alone: Context) -> None:
+    """A momentum encoder beside its query encoder, in one module."""
+    query, key, other = linear(), linear(), linear()
+    model = torch.nn.ModuleDict({"query": query, "key": key})
+    first, second = sgd(query), sgd(other)
+    state = hvd.State(model, first, other=other, second=second)
+    state.save_values(tensors=True)
+    at_end = state.take_snapshot(tensors=True)
+    for _ in range(2):
+        with torch.no_grad():
+            key.weight.fill_(7.0)
+        state.roll_back()
+        assert key.weight.item() == 1.0
+        state.save_values(at_end)
+
+
 def test_an_optimizer_that_is_made_anew_takes_the_place_of_the_earlier_one(
     alone: Context, two: Recording
 ) -> None:
@@ -228,9 +255,29 @@ def test_a_batch_that_adapts_is_refused(alone: Context, loader_first: bool) -> N
     first, second = map(sgd, models)
     if not loader_first:
         loader()
-    state = hvd.State(model=models[0], optimizer=first, second=second)
+    state = hvd.State(models[0], first, other=models[1], second=second)
     with pytest.raises(ScriptError, match=r"max_batch_size=...\) with 2 optimizers.*unequal_share"):
         run(state)
+
+
+def test_a_step_may_be_skipped_after_synchronize_without_a_loader(
+    alone: Context, two: Recording
+) -> None:
+    """Where the norm of the averaged gradients is bad, for example."""
+    first, second = linear(), linear()
+    optimizer, _ = sgd(first), sgd(second)
+    alone.worker.in_train = True
+    for _ in range(2):
+        first(torch.ones(1, 1)).sum().backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        alone.commit({})
+
+
+def test_sparse_adam_is_refused(alone: Context) -> None:
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(ScriptError, match="cannot wrap SparseAdam, which refuses dense gradients"):
+        hvd.DistributedOptimizer(torch.optim.SparseAdam(embedding.parameters()))
 
 
 # -- a loop body is undone as a whole

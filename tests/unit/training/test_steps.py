@@ -388,6 +388,10 @@ def test_passes_of_a_batch_that_adapts_are_the_loaders_business(alone: Context) 
     model = torch.nn.Linear(2, 1)
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     hvd.DataLoader(TensorDataset(torch.zeros(64, 2)), 8, max_batch_size=32)
+    alone.worker.in_train = True
+    with pytest.raises(ScriptError, match=r"not come from hvd\.DataLoader"), optimizer.no_sync():
+        pass
+    alone.worker.in_train = False
     with pytest.raises(ScriptError, match="the batch adapts"), optimizer.no_sync():
         pass
 
