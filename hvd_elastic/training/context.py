@@ -237,7 +237,10 @@ class Context:
                 "DistributedSampler"
             )
             if worker.audit:
-                raise ScriptError(f"{what}, so no audit (--audit) can be made. {remedy}")
+                raise ScriptError(
+                    f"{what}, so no audit (--audit) can be made. {remedy}; a script without a data "
+                    "set runs without --audit"
+                )
             worker.warn_once(
                 f"{what}: examples are not shared out among the ranks, every rank trains on "
                 "what its own loader gives it; a worker that joins or is replaced begins with "
