@@ -42,7 +42,9 @@ def test_kill_9_between_two_steps_changes_no_more_than_rounding(
     job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(SCRIPT), "FOLDER"])
     assert job.wait() == 0, job.story()
     audit = job.check_audit(finished=True)
-    assert (audit.complete_epochs, audit.voided_steps) == (8, 0), "an undone body is not recorded"
+    assert (audit.complete_epochs, audit.voided_steps) == (8, 0), (
+        f"an undone body is not recorded: {job.story()}"
+    )
     joined = [event["size"] for event in job.kinds("rescale_finished")]
     assert joined[:4] == [2, 1, 2, 1], f"two ranks, a kill, its replacement, a kill: {joined}"
     monkeypatch.delenv("KILLS")

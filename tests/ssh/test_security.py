@@ -170,7 +170,7 @@ BECOME_NOBODY = f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
 """Inside the program, since nobody may not even look into the folder that Python lies in."""
 
 ATTACK = """
-import base64, encodings.idna, http.client, json, os, socket, sys
+import base64, contextlib, encodings.idna, http.client, json, os, socket, sys
 targets, bodies = json.loads(sys.argv[1]), [base64.b64decode(b) for b in json.loads(sys.argv[2])]
 if len(sys.argv) > 3:
     exec(sys.argv[3])
@@ -189,7 +189,10 @@ for address, port in targets:
             for method in ("PUT", "POST"):
                 try:
                     http_ = http.client.HTTPConnection(address, port, timeout=1)
-                    http_.request(method, path, body)
+                    http_.connect()
+                    # Who refuses may hang up before it is all sent; the answer is there to read.
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        http_.request(method, path, body)
                     said.append(http_.getresponse().status)
                 except (OSError, http.client.HTTPException) as error:
                     said.append(type(error).__name__)

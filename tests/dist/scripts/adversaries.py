@@ -39,25 +39,33 @@ optimizers = {"optimizer_g": optimizer_g, "optimizer_d": optimizer_d}
 
 
 together = 0
+kills_before = 0
+"""How many of KILLS had happened when the two ranks that train now met: only the next one counts,
+since a survivor that died in the same body would leave nobody."""
+
+
+def kills_so_far():
+    return len(list(FOLDER.glob("died-*")))
 
 
 def may_die(place):
-    for number, (rank, bodies, where) in enumerate(KILLS):
-        died = FOLDER / f"died-{number}"
-        if (hvd.rank(), where) == (rank, place) and together >= bodies:
-            earlier = number == 0 or (FOLDER / f"died-{number - 1}").exists()
-            if earlier and not died.exists():
-                died.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+    if kills_before < len(KILLS):
+        rank, bodies, where = KILLS[kills_before]
+        died = FOLDER / f"died-{kills_before}"
+        if (hvd.rank(), where) == (rank, place) and together >= bodies and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @hvd.run
 def train(state):
-    global together
+    global together, kills_before
     for _ in hvd.epochs(8):
         for real, noise in loader:
             state.bodies += 1
             together = together + 1 if hvd.size() == 2 else 0
+            if together == 1:
+                kills_before = kills_so_far()
             for turn in range(2):
                 optimizer_d.zero_grad()
                 fake = generator(noise).detach()
@@ -72,7 +80,7 @@ def train(state):
             may_die("before generator")
             optimizer_g.step()
             may_die("after generator")
-            if KILLS and hvd.size() == 1 and not (FOLDER / f"died-{len(KILLS) - 1}").exists():
+            if hvd.size() == 1 and kills_so_far() < len(KILLS):
                 time.sleep(0.5)  # for the worker that joins
 
 
