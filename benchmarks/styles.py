@@ -40,8 +40,11 @@ ALL = sorted(path.stem for path in (STYLES / "plain").glob("*.py"))
 LIMIT = 1.03
 WARM_STEPS = 5
 FEWEST_STEPS = 4
-WIDTHS = {"transformer": 0.25}
-"""Width of the layers relative to the other styles, where a step would take too long."""
+WIDTHS = {
+    **dict.fromkeys(("accumulation", "contrastive", "early_stop", "ema", "n_steps"), 48),
+    **{"actor_critic": 8, "plateau": 48, "several_losses": 48, "transformer": 0.25},
+}
+"""Width of the layers relative to the other styles, so that a step takes some tens of ms."""
 _NOTE = (
     "CPU, one thread, float64. Step times are medians of turns; the interval holds the median of "
     "the ratio of two neighbouring turns with 95 % confidence."
@@ -150,6 +153,7 @@ def train(script: Path) -> None:
             began[0] = time.perf_counter()
 
     register_optimizer_step_post_hook(step)
+    sys.argv = [str(script)]
     runpy.run_path(str(script), run_name="__main__")
 
 
