@@ -42,7 +42,10 @@ WARM_STEPS = 5
 FEWEST_STEPS = 4
 WIDTHS = {
     **dict.fromkeys(("accumulation", "contrastive", "early_stop", "ema", "n_steps"), 48),
-    **{"actor_critic": 8, "plateau": 48, "several_losses": 48, "transformer": 0.25},
+    "actor_critic": 8,
+    "plateau": 48,
+    "several_losses": 48,
+    "transformer": 0.25,
 }
 """Width of the layers relative to the other styles, so that a step takes some tens of ms."""
 _NOTE = (
