@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 from hvd_elastic.checkpoint.files import (
     CheckpointInfo,
-    HashingWriter,
     Key,
     ShardInfo,
     complete_sets,
@@ -27,6 +26,7 @@ from hvd_elastic.checkpoint.files import (
     receive_shard,
 )
 from hvd_elastic.checkpoint.place import CheckpointStore
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError
 from hvd_elastic.wire.framing import encode
 from hvd_elastic.wire.messages import AgentHello, CheckpointWritten, Collected, LeaderToAgent

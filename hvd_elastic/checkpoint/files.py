@@ -16,20 +16,27 @@ several hosts can be put together.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
-import os
 import re
-import secrets
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from hvd_elastic.checkpoint.whole_files import (
+    CHUNK_BYTES,
+    HashingWriter,
+    explained,
+    failures_logged,
+    is_abandoned,
+    remove_leftovers,
+    sync_folder,
+    temporary_in,
+    write_json,
+)
 from hvd_elastic.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -38,15 +45,10 @@ FORMAT = 3
 """Format that is written. Format 2, with a header pickled by PyTorch and without ``world``, can
 still be read."""
 PICKLED_FORMAT = 2  # the last format with a pickled header
-_CHUNK_BYTES = 4 << 20  # per write and hash update; large enough to make calls cheap
-_ABANDONED_S = 3600.0
-"""Age after which unfinished files of a writer on another host are removed [s]; it cannot be seen
-whether that writer is alive. A write that takes longer fails with an error."""
-# Names of manifests, shards, shards' descriptions in a spool, and temporary files.
+# Names of manifests, shards, and shards' descriptions in a spool.
 MANIFEST = re.compile(r"step-(\d{12,})\.json")
 SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
 _DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
-_TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 _FIELDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (
         (
@@ -201,35 +203,6 @@ class CheckpointInfo:
         }
 
 
-class HashingWriter:
-    """Writes to a file, and counts and hashes the bytes."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._hash = hashlib.sha256()
-        self.bytes = 0
-
-    def write(self, data: Any) -> int:
-        """Write all of ``data``; return its size [bytes]."""
-        view = memoryview(data).cast("B")
-        for begin in range(0, len(view), _CHUNK_BYTES):
-            chunk = view[begin : begin + _CHUNK_BYTES]
-            self._raw.write(chunk)
-            self._hash.update(chunk)
-            self.bytes += len(chunk)
-        return len(view)
-
-    def flush(self) -> None:
-        """Pass what was written to the system."""
-        self._raw.flush()
-
-    def finish(self) -> str:
-        """Sync the file to the disk; return the SHA-256 as hexadecimal digits."""
-        self._raw.flush()
-        os.fsync(self._raw.fileno())
-        return self._hash.hexdigest()
-
-
 # -- shards
 
 
@@ -302,11 +275,11 @@ def describe_shard(shard: ShardInfo, keep: int) -> None:
     _require_keep(keep)
     folder = shard.path.parent
     with _explained(folder, f"the checkpoint of step {shard.step}"):
-        _write_json(shard.path.with_suffix(".json"), shard.manifest())
+        write_json(shard.path.with_suffix(".json"), shard.manifest())
     steps = sorted({known.step for known in find_shards(folder) if known.step <= shard.step})
     if len(steps) > keep:
         drop_shards(folder, steps[-keep - 1])
-    with _logged(folder):
+    with failures_logged(folder):
         remove_leftovers(folder)
 
 
@@ -330,11 +303,11 @@ def find_shards(folder: Path | str) -> list[ShardInfo]:
 def drop_shards(folder: Path | str, up_to_step: int | None) -> None:
     """Remove the shards of a spool up to and including a step; None: all of them."""
     folder = Path(folder)
-    with _logged(folder):
+    with failures_logged(folder):
         for path in list(folder.iterdir()) if folder.is_dir() else []:
             match = _DESCRIPTION.fullmatch(path.name) or SHARD.fullmatch(path.name)
             if match and (up_to_step is None or int(match[1]) <= up_to_step):
-                with _logged(path):
+                with failures_logged(path):
                     path.unlink(missing_ok=True)
 
 
@@ -411,12 +384,12 @@ def complete_checkpoint(
             check_owner(find_checkpoints(folder), str(folder), info.run)
             # The shards' directory entries must be on the disk before the manifest names them.
             sync_folder(folder)
-            _write_json(info.path, info.manifest())
+            write_json(info.path, info.manifest())
     except CheckpointError:
         named = {shard.file for known in find_checkpoints(folder) for shard in known.shards}
         for shard in info.shards:
             if shard.file not in named:
-                with _logged(shard.path):
+                with failures_logged(shard.path):
                     shard.path.unlink(missing_ok=True)
         raise
     prune(folder, keep, info)
@@ -530,7 +503,7 @@ def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
     """
     _require_keep(keep)
     folder = Path(folder)
-    with _logged(folder):
+    with failures_logged(folder):
         present = find_checkpoints(folder)
         kept = [info for info in present if info.step <= latest.step][:keep]
         oldest = min((info.step for info in kept), default=latest.step)
@@ -541,13 +514,13 @@ def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
             found = MANIFEST.fullmatch(path.name)
             # Manifests are removed first, so that a manifest never names missing shards.
             if found and int(found[1]) < oldest:
-                with _logged(path):
+                with failures_logged(path):
                     path.unlink(missing_ok=True)
         for path in list(folder.iterdir()):
-            with _logged(path):
+            with failures_logged(path):
                 found = SHARD.fullmatch(path.name)
                 if found and path.name not in named and not path.is_dir():
-                    if int(found[1]) < oldest or _is_replaced(path, kept) or _is_abandoned(path):
+                    if int(found[1]) < oldest or _is_replaced(path, kept) or is_abandoned(path):
                         path.unlink(missing_ok=True)
         remove_leftovers(folder)
 
@@ -568,41 +541,6 @@ def check_folder(folder: Path | str) -> None:
 # -- writing
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with temporary_in(path.parent) as temporary:
-        with temporary.open("x", encoding="utf-8") as text:
-            json.dump(value, text)
-            text.write("\n")
-            text.flush()
-            os.fsync(text.fileno())
-        temporary.replace(path)
-    sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def temporary_in(folder: Path) -> Iterator[Path]:
-    """Yield a temporary path in ``folder`` that names this process; remove the file afterwards."""
-    path = folder / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        yield path
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder to the disk, where its file system can."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a folder.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def _is_replaced(path: Path, complete: list[CheckpointInfo]) -> bool:
     """Return whether a shard was replaced by a newer checkpoint of the same step."""
     return any(
@@ -612,59 +550,13 @@ def _is_replaced(path: Path, complete: list[CheckpointInfo]) -> bool:
     )
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that have ended."""
-    for path in list(folder.iterdir()):
-        with _logged(path):
-            if _TEMPORARY.fullmatch(path.name) and _is_abandoned(path):
-                path.unlink(missing_ok=True)
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Return whether the writer of an unfinished file has ended, or probably has."""
-    found = _TEMPORARY.fullmatch(path.name)
-    if found and found["host"] == socket.gethostname():
-        pid = int(found["pid"])
-        if pid == os.getpid():
-            return False
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-    try:
-        return time.time() - path.stat().st_mtime > _ABANDONED_S
-    except FileNotFoundError:
-        return False
-
-
-@contextlib.contextmanager
-def _explained(folder: Path, what: str) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that says what the user can do."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                f"{what} cannot be written: {folder} is full ({reason}); free some space there, "
-                "keep fewer checkpoints, or choose another folder. The checkpoints that were "
-                "there are untouched"
-            ) from error
-        at = f" at {error.filename}" if error.filename not in (None, str(folder)) else ""
-        raise CheckpointError(
-            f"{what} cannot be written to {folder}: {reason}{at}; give a folder that can be made "
-            "and written by this user. Checkpoints that were there are untouched"
-        ) from error
-
-
-@contextlib.contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        log.warning("%s is no longer needed and could not be removed: %s", path, error)
+def _explained(folder: Path, what: str) -> contextlib.AbstractContextManager[None]:
+    return explained(
+        folder,
+        what,
+        "The checkpoints that were there are untouched",
+        ", keep fewer checkpoints, or choose another folder",
+    )
 
 
 def _require_keep(keep: int) -> None:
@@ -775,7 +667,7 @@ def _wrong_size(shard: ShardInfo) -> str | None:
 def _wrong_content(shard: ShardInfo) -> str | None:
     digest = hashlib.sha256()
     with shard.path.open("rb") as data:
-        while chunk := data.read(_CHUNK_BYTES):
+        while chunk := data.read(CHUNK_BYTES):
             digest.update(chunk)
     return _mismatch(shard, shard.bytes, digest.hexdigest())
 

@@ -24,8 +24,8 @@ from typing import Literal
 
 import msgspec
 
-from hvd_elastic.checkpoint.files import temporary_in
 from hvd_elastic.checkpoint.url import CheckpointUrl
+from hvd_elastic.checkpoint.whole_files import temporary_in
 from hvd_elastic.errors import HvdElasticError
 
 PATIENCE_S = 9.0

@@ -10,22 +10,22 @@ so a file of that name is always whole, and is the earlier one until then.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from hvd_elastic.checkpoint.files import (
-    DamagedShardError,
+from hvd_elastic.checkpoint.files import DamagedShardError
+from hvd_elastic.checkpoint.whole_files import (
     HashingWriter,
+    explained,
     remove_leftovers,
     sync_folder,
     temporary_in,
+    write_json,
 )
-from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.wire.messages import SAVED_NAME, SavedFile
 
 Write = Callable[[HashingWriter], object]
@@ -173,13 +173,7 @@ def _write_whole(
 
 
 def _describe(path: Path, saved: SavedFile) -> None:
-    with temporary_in(path.parent) as temporary:
-        with temporary.open("xb") as raw:
-            raw.write(msgspec.json.encode(saved) + b"\n")
-            raw.flush()
-            os.fsync(raw.fileno())
-        temporary.replace(path)
-    sync_folder(path.parent)
+    write_json(path, msgspec.to_builtins(saved))
 
 
 def _read_description(path: Path) -> SavedFile | None:
@@ -196,19 +190,9 @@ def _has_size(path: Path, size: int) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that says what the user can do."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                f"{folder} is full ({reason}). Free some space there: a new file is written beside "
-                "the earlier one of its name, which is untouched"
-            ) from error
-        raise CheckpointError(
-            f"{folder} cannot be written: {reason}. It must be a folder that this user can write; "
-            "an earlier file of that name is untouched"
-        ) from error
+def _explained(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return explained(
+        folder,
+        "the file",
+        "A new file is written beside the earlier one of its name, which is untouched",
+    )

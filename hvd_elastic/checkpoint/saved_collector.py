@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.collector import HostFiles
-from hvd_elastic.checkpoint.files import HashingWriter
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, find_stored, receive_file
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.wire.messages import DropSaved, SavedFile
 

@@ -18,13 +18,13 @@ from hvd_elastic.checkpoint.files import (
     SHARD,
     CheckpointInfo,
     DamagedShardError,
-    HashingWriter,
     OnSkip,
     complete_checkpoint,
     is_own,
     parse_manifest,
     receive_shard,
 )
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20  # per read of a download; large enough to make requests cheap

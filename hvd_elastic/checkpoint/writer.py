@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_elastic.checkpoint.files import HashingWriter, ShardInfo, write_shard
+from hvd_elastic.checkpoint.files import ShardInfo, write_shard
 from hvd_elastic.checkpoint.stream import Content, Position
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError
 
 log = logging.getLogger(__name__)

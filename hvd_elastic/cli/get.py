@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.checkpoint.files import temporary_in
 from hvd_elastic.checkpoint.saved import find_stored
+from hvd_elastic.checkpoint.whole_files import temporary_in
 from hvd_elastic.cli.runs import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words

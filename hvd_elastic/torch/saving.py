@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_elastic.checkpoint.files import HashingWriter
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_object
 from hvd_elastic.training import context

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hvd_elastic.checkpoint.files import HashingWriter
 from hvd_elastic.checkpoint.saved import (
     SAVED_FOLDER,
     check_name,
@@ -21,6 +20,7 @@ from hvd_elastic.checkpoint.saved import (
     spool_file,
     store_file,
 )
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg

@@ -20,10 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_elastic.checkpoint import files as checkpoints
+from hvd_elastic.checkpoint import whole_files
 from hvd_elastic.checkpoint.files import (
     CheckpointInfo,
-    HashingWriter,
     ShardInfo,
     check_folder,
     complete_checkpoint,
@@ -38,6 +37,7 @@ from hvd_elastic.checkpoint.files import (
     why_invalid,
     write_shard,
 )
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError
 from tests.small_disk import mounted
 
@@ -294,7 +294,7 @@ def test_what_dead_writers_left_goes_and_what_living_ones_write_stays(folder: Pa
     for path in (gone, alive, recent, old, unfinished):
         path.write_bytes(b"half")
     for path in (old, unfinished):
-        os.utime(path, (0, time.time() - 2 * checkpoints._ABANDONED_S))
+        os.utime(path, (0, time.time() - 2 * whole_files._ABANDONED_S))
     put(folder, 2)
     left = {path for path in (gone, alive, recent, old, unfinished) if path.exists()}
     assert left == {alive, recent}

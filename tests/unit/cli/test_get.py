@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.checkpoint.files import HashingWriter
 from hvd_elastic.checkpoint.saved import store_file
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.config import runs_folder
 from hvd_elastic.records.run_folder import RunFolder
 from tests.small_disk import mounted

@@ -1,0 +1,154 @@
+"""Writes files that are whole or not there, whatever happens to the writer or the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hvd_elastic.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20  # per write and hash update; large enough to make calls cheap
+_ABANDONED_S = 3600.0
+"""Age after which unfinished files of a writer on another host are removed [s]; it cannot be seen
+whether that writer is alive. A write that takes longer fails with an error."""
+_TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
+
+
+class HashingWriter:
+    """Writes to a file, and counts and hashes the bytes."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._hash = hashlib.sha256()
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``; return its size [bytes]."""
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), CHUNK_BYTES):
+            chunk = view[begin : begin + CHUNK_BYTES]
+            self._raw.write(chunk)
+            self._hash.update(chunk)
+            self.bytes += len(chunk)
+        return len(view)
+
+    def flush(self) -> None:
+        """Pass what was written to the system."""
+        self._raw.flush()
+
+    def finish(self) -> str:
+        """Sync the file to the disk; return the SHA-256 as hexadecimal digits."""
+        self._raw.flush()
+        os.fsync(self._raw.fileno())
+        return self._hash.hexdigest()
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that survives a crash of the machine."""
+    with temporary_in(path.parent) as temporary:
+        with temporary.open("x", encoding="utf-8") as text:
+            json.dump(value, text)
+            text.write("\n")
+            text.flush()
+            os.fsync(text.fileno())
+        temporary.replace(path)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def temporary_in(folder: Path) -> Iterator[Path]:
+    """Yield a temporary path in ``folder`` that names this process; remove the file afterwards."""
+    path = folder / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the entries of a folder to the disk, where its file system can."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writers that have ended."""
+    for path in list(folder.iterdir()):
+        with failures_logged(path):
+            if _TEMPORARY.fullmatch(path.name) and is_abandoned(path):
+                path.unlink(missing_ok=True)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return whether the writer of an unfinished file has ended, or probably has."""
+    found = _TEMPORARY.fullmatch(path.name)
+    if found and found["host"] == socket.gethostname():
+        pid = int(found["pid"])
+        if pid == os.getpid():
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+    try:
+        return time.time() - path.stat().st_mtime > _ABANDONED_S
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def explained(folder: Path, what: str, kept: str, when_full: str = "") -> Iterator[None]:
+    """Turn an OSError into a CheckpointError that says what the user can do.
+
+    Args:
+        folder: folder that is written to.
+        what: what is written.
+        kept: what is untouched, as a sentence.
+        when_full: what helps on a full disk besides free space, after "free some space there".
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"{what} cannot be written: {folder} is full ({reason}); free some space there"
+                f"{when_full}. {kept}"
+            ) from error
+        at = f" at {error.filename}" if error.filename not in (None, str(folder)) else ""
+        raise CheckpointError(
+            f"{what} cannot be written to {folder}: {reason}{at}; it must be a folder that this "
+            f"user can make and write. {kept}"
+        ) from error
+
+
+@contextlib.contextmanager
+def failures_logged(path: Path) -> Iterator[None]:
+    """Log that a path could not be removed, and go on."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        log.warning("%s is no longer needed and could not be removed: %s", path, error)
