@@ -838,7 +838,9 @@ class Leader:
             return
         late = time.monotonic() >= self._finished_at + _FETCH_PATIENCE_S
         awaits_checkpoint = self._collector.busy and self._finish.status != "failed" and not late
-        if not awaits_checkpoint and not self._saved.is_awaited(self._finished_at):
+        if self._saved.is_awaited(self._finished_at):
+            self._saved.tell_awaited(self._finished_at)
+        elif not awaits_checkpoint:
             self._loop.stop()
 
     # -- commands of the machine -----------------------------------------------------------
