@@ -454,7 +454,8 @@ class Context:
         self._is_whole = True
         self.metrics.world_begins(first=first, announces_pause=is_root)
         self.checkpoints.schedule()
-        worker.sink.send(msg.Joined(generation=worker.generation, step=self._whole_step))
+        step, stopped = self._whole_step, worker.progress.stopped
+        worker.sink.send(msg.Joined(generation=worker.generation, step=step, stopped=stopped))
 
     def synchronize_state(self, root_rank: int) -> None:
         """Copy the root's state and progress to every rank."""
