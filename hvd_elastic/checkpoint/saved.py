@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,8 @@ Describe = Callable[[int, str], SavedFile]
 
 SAVED_FOLDER = "saved"
 """Folder of saved files, in a spool and without a leader."""
+_DESCRIBED_S = (0.1, 0.9)
+"""How long to wait for the description of a file that differs: it is written just after it [s]."""
 _NAMES_SHOWN = 80  # characters of a bad name in an error
 
 
@@ -136,6 +139,24 @@ def receive_file(folder: Path, saved: SavedFile, write: Write) -> SavedFile:
         return saved
 
     return store_file(folder, write, compare)
+
+
+def differing(folder: Path, name: str, sha256: str) -> str:
+    """Return the SHA-256 of a stored file's description if it is another one, or "".
+
+    Args:
+        folder: the folder of saved files.
+        name: the file; one without a description cannot be compared.
+        sha256: SHA-256 of its content.
+    """
+    recorded = ""
+    for wait_s in (*_DESCRIBED_S, 0.0):
+        saved = _read_description(_description(folder, name))
+        recorded = "" if saved is None or saved.sha256 == sha256 else saved.sha256
+        if not recorded:
+            break
+        time.sleep(wait_s)
+    return recorded
 
 
 def find_stored(folder: Path) -> dict[str, SavedFile]:

@@ -18,6 +18,7 @@ from hvd_elastic.checkpoint.collector import HostFiles
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, find_stored, receive_file
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.formatting import bytes_words
 from hvd_elastic.wire.messages import DropSaved, SavedFile
 
 _RETRY_S = 2.0
@@ -27,6 +28,10 @@ _LAST_TRIES_S = 10.0
 _SILENCE_S = 90.0
 """How long the end of a run waits for a transfer without any data [s]; longer than the limit after
 which a transfer fails by itself."""
+_SILENT_S = 1.0
+"""How long the end of a run waits for files before it says so [s]."""
+_TOLD_EVERY_S = 5.0
+"""Time between two notes on the files that the end of a run waits for [s]."""
 
 
 @dataclass
@@ -44,6 +49,8 @@ class _Source:
     """When it may be tried [monotonic s]."""
     error: str = ""
     """Why it could not be fetched; empty: it was not tried yet."""
+    received: int = 0
+    """How much of it has arrived [bytes]."""
     is_lost: bool = False
     """Whether the loss of its host was told."""
 
@@ -90,6 +97,7 @@ class SavedFileCollector:
         """Name of a file, and why it could not be fetched, that users were told."""
         self._working = False
         self._received_at = 0.0
+        self._told_at = 0.0
 
     # -- reports ---------------------------------------------------------------------------
 
@@ -178,8 +186,9 @@ class SavedFileCollector:
     def _receive(self, source: _Source, writer: HashingWriter) -> None:
         def write(data: bytes | memoryview) -> None:
             self._received_at = time.monotonic()
-            writer.write(data)
+            source.received += writer.write(data)
 
+        source.received = 0
         assert source.agent.info is not None
         path = f"{source.agent.info.spool}/{SAVED_FOLDER}/{source.saved.spooled}"
         source.agent.receive(path, write)
@@ -226,6 +235,26 @@ class SavedFileCollector:
         if self._working:
             return now < max(self._received_at, ended_at) + _SILENCE_S
         return now < ended_at + _LAST_TRIES_S
+
+    def tell_awaited(self, ended_at: float) -> None:
+        """Note which files the end of the run waits for, if it takes long; called often.
+
+        Args:
+            ended_at: when training ended [monotonic s].
+        """
+        now = time.monotonic()
+        if now < max(ended_at + _SILENT_S, self._told_at + _TOLD_EVERY_S):
+            return
+        self._told_at = now
+        agents = self._agents()
+        files = [
+            f"{source.saved.name} ({bytes_words(source.received)} of "
+            f"{bytes_words(source.saved.bytes)} are here from host {source.host})"
+            for source in self._wanted.values()
+            if source.agent in agents
+        ]
+        message = f"training has ended; waiting for what the script saved: {', '.join(files)}"
+        self._emit("log_note", {"message": message})
 
     def missing(self) -> str:
         """Return which files could not be fetched, and why; empty: none is missing."""

@@ -3,8 +3,8 @@
 # ruff: noqa: D301  (the backspace tells the command line to keep the lines of the examples)
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -13,12 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.checkpoint.saved import find_stored
-from hvd_elastic.checkpoint.whole_files import temporary_in
+from hvd_elastic.checkpoint.saved import differing, find_stored
+from hvd_elastic.checkpoint.whole_files import HashingWriter, temporary_in
 from hvd_elastic.cli.runs import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words
 from hvd_elastic.records.run_folder import RunFolder
+
+_PIECE_BYTES = 1 << 20
+"""Size of the pieces in which a file is copied."""
 
 
 def get(
@@ -57,9 +60,7 @@ def get(
         there = f"it has: {', '.join(names)}" if names else "it has saved none"
         raise RunError(f"run {folder.run_id} has no saved file {name!r}; {there}")
     if dest == "-":
-        with source.open("rb") as file:
-            shutil.copyfileobj(file, sys.stdout.buffer)
-        sys.stdout.flush()
+        _print(source, folder.run_id)
         return
     target = Path(name if dest is None else dest)
     if target.is_dir():
@@ -69,7 +70,7 @@ def get(
     elif target.exists() and not target.is_file():
         raise UsageError(f"{target} is neither a file nor a folder; '-' writes to stdout")
     try:
-        _copy(source, target)
+        _copy(source, target, folder.run_id)
     except OSError as error:
         raise RunError(
             f"{target} cannot be written: {error.strerror or error}. Name a place with room that "
@@ -124,11 +125,36 @@ def _list(folder: RunFolder, as_json: bool) -> None:
         print(f"{row['name']:<{width}} {bytes_words(row['bytes']):>9} {step:>9}  {at}")
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file, whole or not at all."""
+def _copy(source: Path, target: Path, run_id: str) -> None:
+    """Copy a file, whole and as it was saved or not at all."""
     with temporary_in(target.parent) as temporary:
         with source.open("rb") as file, temporary.open("xb") as copy:
-            shutil.copyfileobj(file, copy, 1 << 20)
-            copy.flush()
-            os.fsync(copy.fileno())
+            writer = HashingWriter(copy)
+            while data := file.read(_PIECE_BYTES):
+                writer.write(data)
+            _compare(source, writer.finish(), run_id)
         temporary.replace(target)
+
+
+def _print(source: Path, run_id: str) -> None:
+    """Write a file to stdout, or nothing if it is not as it was saved."""
+    with source.open("rb") as file:
+        found = hashlib.sha256()
+        while data := file.read(_PIECE_BYTES):
+            found.update(data)
+        _compare(source, found.hexdigest(), run_id)
+        file.seek(0)
+        shutil.copyfileobj(file, sys.stdout.buffer, _PIECE_BYTES)
+    sys.stdout.flush()
+
+
+def _compare(source: Path, sha256: str, run_id: str) -> None:
+    """Raise RunError if a file is not the one that the script has saved."""
+    recorded = differing(source.parent, source.name, sha256)
+    if recorded:
+        raise RunError(
+            f"{source} has SHA-256 {sha256}, and the script saved {recorded}: it was changed or "
+            "damaged since, or its leader was killed while it was stored. Nothing was copied. "
+            f"hvd-elastic run --resume {run_id} fetches it again if its host still has it; to use "
+            "it as it is, copy it from there by yourself"
+        )

@@ -770,7 +770,11 @@ class Leader:
         match said:
             case msg.Ready(warm_s=warm_s):
                 self._tell(ev.WorkerReady(worker, round(warm_s, 3)))
-            case msg.Joined(generation=generation):
+            case msg.Joined(generation=generation, stopped=stopped):
+                if self._progress.stopped and not stopped:
+                    # The rank that reported it was lost before another one had agreed.
+                    self._progress.stopped = ""
+                    self._journal.emit("training_goes_on", {"step": said.step})
                 self._tell(ev.WorkerJoined(worker, generation))
             case msg.Broken(generation=generation, step=step, error=error, state=state):
                 self._progress.note_if_further(said.progress)
@@ -838,7 +842,9 @@ class Leader:
             return
         late = time.monotonic() >= self._finished_at + _FETCH_PATIENCE_S
         awaits_checkpoint = self._collector.busy and self._finish.status != "failed" and not late
-        if not awaits_checkpoint and not self._saved.is_awaited(self._finished_at):
+        if self._saved.is_awaited(self._finished_at):
+            self._saved.tell_awaited(self._finished_at)
+        elif not awaits_checkpoint:
             self._loop.stop()
 
     # -- commands of the machine -----------------------------------------------------------

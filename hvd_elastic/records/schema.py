@@ -251,6 +251,12 @@ class LogNote(_Event, tag="log_note"):
     message: str
 
 
+class TrainingGoesOn(_Event, tag="training_goes_on"):
+    """Training does not end as ``training_stopped`` said: the step was undone after a failure."""
+
+    step: int
+
+
 class Warned(_Event, tag="warning"):
     """A problem that does not stop the run."""
 
@@ -299,6 +305,7 @@ _ALL = (
     RescaleStarted,
     _reported(msg.RescaleFinished),
     _reported(msg.TrainingStopped),
+    TrainingGoesOn,
     Metrics,
     _reported(msg.BatchPlan),
     _reported(msg.Shares),

@@ -320,6 +320,8 @@ def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
             run.stopped_for = ""
         case "training_stopped":
             run.stopped_for = _text(record, "reason")
+        case "training_goes_on":
+            run.stopped_for = ""
         case "decision":
             _decision(run, record, at_s)
         case "shares":

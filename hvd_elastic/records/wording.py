@@ -21,6 +21,10 @@ _LINES = {
         "training ends after step {step}, as rank {rank} has asked: {reason}",
         "note",
     ),
+    "training_goes_on": (
+        "training goes on after step {step}: the ranks that had agreed to end it are lost",
+        "note",
+    ),
     "warning": ("warning: {message}", "bad"),
 }
 """Text and tone of the events whose fields are inserted unchanged."""

@@ -53,7 +53,8 @@ def run(
             warmup()
         watched = register_optimizer_step_post_hook(_OptimizerWatch(ctx.worker))
         try:
-            return run_training(ctx, functools.partial(function, state, *args, **kwargs))
+            call = functools.partial(function, state, *args, **kwargs)
+            return run_training(ctx, call, function.__name__)
         finally:
             watched.remove()
 

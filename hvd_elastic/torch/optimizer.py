@@ -211,7 +211,8 @@ class GradientAverager:
 
         Raises:
             ScriptError: the batch adapts or is not of hvd.DataLoader, there are several optimizers,
-                or the step's gradients are being averaged already.
+                the step's gradients are being averaged already, or only some ranks enter the block,
+                which is found when another one waits for gradients, after 32 passes at the latest.
         """
         step = self._context.step
         if self._context.worker.in_train and not step.passes:
@@ -247,6 +248,8 @@ class GradientAverager:
         step.continues = True
         self._follow_freezing()
         self._sum.take(self._names, step.weight)
+        if step.is_long and self._communicator.size > 1 and self._names:
+            self._check_no_gradient(unaveraged=True)
 
     def synchronize(self) -> None:
         """Wait until every gradient holds its average over the ranks.
@@ -337,8 +340,12 @@ class GradientAverager:
                 return
             self._synchronize()  # the other ranks take the step, or get here in the same way
             self._averaged = False
+        self._check_no_gradient()
+
+    def _check_no_gradient(self, *, unaveraged: bool = False) -> None:
+        """Check that all ranks do without averaged gradients; see :meth:`leave_out`."""
         try:
-            self._reductions.reduce_left_out(next(reversed(self._names)))
+            self._reductions.reduce_left_out(next(reversed(self._names)), unaveraged=unaveraged)
         except ScriptError:
             self._refuse_left_out()
             raise

@@ -55,13 +55,18 @@ class Reductions:
         number = torch.zeros((1,) * (parameter.dim() + 1), device=parameter.device)
         self._begun[parameter] = (self._reduce(parameter, number), number, 0)
 
-    def reduce_left_out(self, parameter: torch.Tensor) -> None:
+    def reduce_left_out(self, parameter: torch.Tensor, *, unaveraged: bool = False) -> None:
         """Reduce a number of another shape than a gradient or a placeholder, and wait for it.
 
+        Args:
+            parameter: parameter under whose name it is reduced.
+            unaveraged: the step is not left out, but goes on in ``no_sync()``: one more shape.
+
         Raises:
-            ScriptError: another rank has reduced a gradient under the name.
+            ScriptError: another rank has reduced something else under the name.
         """
-        number = torch.zeros((1,) * (parameter.dim() + 2), device=parameter.device)
+        dimensions = parameter.dim() + 2 + unaveraged
+        number = torch.zeros((1,) * dimensions, device=parameter.device)
         self._worker.communicator.wait(self._reduce(parameter, number))
 
     def refuse_changed(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +24,10 @@ _NAMED = 5
 """Most keys that an error lists."""
 _COMPILED = "_orig_mod."
 """What ``torch.compile`` adds to the keys of a module."""
+_PARALLEL = "module."
+"""What DistributedDataParallel and DataParallel add to all keys of a module."""
+_STATE_KEYS = ("model", "state_dict", "model_state_dict")
+"""Where files of other programs have the ``state_dict``."""
 
 
 def save(name: str, obj: Any) -> None:
@@ -70,16 +76,19 @@ def load_model(source: str | Path, model: Model, *, name: str = "model") -> Mode
             - a folder of checkpoints (``--checkpoint-dir``): the newest valid one;
             - the manifest of a checkpoint, ``step-….json``;
             - a file of :func:`save` or ``torch.save``: a ``state_dict()``, or a dict with one
-              under ``name``.
+              under ``name``, ``"state_dict"`` or ``"model_state_dict"``.
+
+            Prefixes that DDP (``module.``) or ``torch.compile`` add to keys do not matter.
         model: module whose parameters and buffers are replaced, on the devices where they are.
+            Its own hooks of ``load_state_dict`` may rename keys.
         name: name of the model in the ``State`` of the training script, or in the saved dict.
 
     Returns:
         ``model``, in evaluation mode (``model.eval()``).
 
     Raises:
-        CheckpointError: there is nothing to load, it is damaged, or it is of another model; then
-            ``model`` is unchanged.
+        CheckpointError: there is nothing to load, it is damaged, it is of another model, or
+            ``model`` is on the meta device; then ``model`` is unchanged.
     """
     path = find_source(source)
     state = load_object(path, name) if path.suffix == ".json" else _load_file(path, name)
@@ -87,35 +96,68 @@ def load_model(source: str | Path, model: Model, *, name: str = "model") -> Mode
     return model.eval()
 
 
-def _load_file(path: Path, name: str) -> Any:
+def _load_file(path: Path, name: str) -> Mapping[str, Any]:
     """Return the ``state_dict`` in a file of ``torch.save``; no code of the file is run."""
     try:
         found = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except pickle.UnpicklingError as error:
+        raise CheckpointError(_why_refused(path, str(error))) from error
+    # PyTorch reads a file that is none of its own as one, and so may raise anything.
+    except Exception as error:
+        said = f": {_first_line(error)}" if isinstance(error, (RuntimeError, OSError)) else ""
         raise CheckpointError(
-            f"{path} cannot be loaded: it is not a file of torch.save, or it holds objects whose "
-            f"loading would run code. Save model.state_dict() alone. ({_first_line(error)})"
+            f"{path} cannot be loaded, it is damaged or not a file of torch.save{said}"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    if not isinstance(found, Mapping):
         raise CheckpointError(
-            f"{path} cannot be loaded, it is damaged or not a file of torch.save: "
-            f"{_first_line(error)}"
-        ) from error
-    if isinstance(found, Mapping):
-        inner = found.get(name)
-        return inner if isinstance(inner, Mapping) else found
-    raise CheckpointError(
-        f"{path} holds a {type(found).__name__}; load_model reads a state_dict(), or a dict with "
-        f"one under {name!r}"
+            f"{path} holds a {type(found).__name__}; load_model reads a state_dict(), or a dict "
+            f"with one under {name!r}"
+        )
+    for key in (name, *_STATE_KEYS):
+        inner = found.get(key)
+        if isinstance(inner, Mapping):
+            return inner
+    inside = [str(key) for key, value in found.items() if isinstance(value, Mapping)]
+    if inside and not any(isinstance(value, torch.Tensor) for value in found.values()):
+        raise CheckpointError(
+            f"{path} holds no {name!r}; it holds {', '.join(inside[:_NAMED])}: choose one with "
+            f"load_model(..., name={inside[0]!r})"
+        )
+    return found
+
+
+def _why_refused(path: Path, said: str) -> str:
+    """Return why a file is not loaded, from the message of PyTorch's restricted unpickler."""
+    refused = re.search(r"Unsupported (?:global|class|operand): (?:GLOBAL )?([\w.]+)", said)
+    if refused is None:
+        return f"{path} cannot be loaded: it is not a file of torch.save, or it is damaged"
+    return (
+        f"{path} cannot be loaded: it holds a {refused[1]}, whose loading would run code, as that "
+        "of a whole module saved by torch.save(model) does. Save model.state_dict() alone; if you "
+        "trust the file, get it from torch.load(path, weights_only=False)"
     )
+
+
+def _plain(keys: Iterable[str]) -> dict[str, str]:
+    """Return the keys without what ``torch.compile`` and DDP add, each with its full key."""
+    plain = {key.replace(_COMPILED, ""): key for key in keys}
+    if plain and all(key.startswith(_PARALLEL) for key in plain):
+        return {key.removeprefix(_PARALLEL): full for key, full in plain.items()}
+    return plain
 
 
 def _fill(model: torch.nn.Module, state: Mapping[str, Any], path: Path) -> None:
     """Load ``state`` into a model, if keys and shapes are the same."""
-    own = {key.replace(_COMPILED, ""): key for key in model.state_dict()}
-    given = {str(key).replace(_COMPILED, ""): value for key, value in state.items()}
+    there = model.state_dict()
+    for key, tensor in there.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            raise CheckpointError(
+                f"{key} of the model is on the meta device, where it has no memory for what is "
+                "loaded: call model.to_empty(device=...) first, or create the model on a device"
+            )
+    own, given = _plain(there), _plain(map(str, state))
     wrong = []
     missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
     for what, keys in (("missing keys", missing), ("unexpected keys", unexpected)):
@@ -124,18 +166,23 @@ def _fill(model: torch.nn.Module, state: Mapping[str, Any], path: Path) -> None:
             more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
             wrong.append(f"{what}: {named}{more}")
     if not wrong:
-        there = model.state_dict()
         for key, full in own.items():
-            mine, value = there[full], given[key]
+            mine, value = there[full], state[given[key]]
             if isinstance(mine, torch.Tensor) and mine.shape != getattr(value, "shape", None):
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
                 wrong.append(f"{key} has shape {shape} there, {tuple(mine.shape)} in the model")
-    if wrong:
+    if not wrong:
+        model.load_state_dict({full: state[given[key]] for key, full in own.items()})
+        return
+    before = copy.deepcopy(there)
+    try:
+        model.load_state_dict(dict(state))  # a hook of the model may rename keys
+    except Exception as error:
+        model.load_state_dict(before, strict=False)
         raise CheckpointError(
             f"{path} is of another model: {'; '.join(wrong[:_NAMED])}. Create the model as the "
             "training script does; name= chooses another object of its State"
-        )
-    model.load_state_dict({own[key]: value for key, value in given.items()})
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -37,6 +37,7 @@ class Context:
         checkpoints: takes this process's checkpoints.
         metrics: collects and sends the run's metrics.
         nothing_to_do: why the last loop over ``steps()`` had no step to take; empty: it had.
+        has_trained: whether the script has called its training function.
         check_host_updates: called between steps; under Horovod's own elastic driver it raises
             when the ranks are about to change.
         kept: the library's own objects that are part of the script's state, by name.
@@ -52,6 +53,7 @@ class Context:
         self.checkpoints = Checkpointing(self.worker)
         self.metrics = Metrics(self.worker)
         self.nothing_to_do = ""
+        self.has_trained = False
         self.check_host_updates: Callable[[], None] = lambda: None
         self.last_reader: tuple[tuple[int, int], object] | None = None
         self._audit = Audit(self.worker)
@@ -452,7 +454,8 @@ class Context:
         self._is_whole = True
         self.metrics.world_begins(first=first, announces_pause=is_root)
         self.checkpoints.schedule()
-        worker.sink.send(msg.Joined(generation=worker.generation, step=self._whole_step))
+        step, stopped = self._whole_step, worker.progress.stopped
+        worker.sink.send(msg.Joined(generation=worker.generation, step=step, stopped=stopped))
 
     def synchronize_state(self, root_rank: int) -> None:
         """Copy the root's state and progress to every rank."""

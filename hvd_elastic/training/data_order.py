@@ -92,6 +92,7 @@ class DataOrder:
         # (epoch, generation) in which this loader was last read to its end.
         self._ended: tuple[int, int] | None = None
         self._warned_world = 0
+        self._warned_endless = False
 
     def register(self, context: Context) -> None:
         """Register the data set and the planner with the context."""
@@ -184,6 +185,7 @@ class DataOrder:
                 planner.step_ends(share.step_examples, len(spans), waited_s)
                 if step.accumulating:
                     step.next_batch(worker.progress)
+                    self._warn_of_endless_step(context)
                     continue
                 if (worker.progress.epoch, worker.progress.position) == before:
                     context.mark_consumed()
@@ -288,6 +290,23 @@ class DataOrder:
                 f"{other}"
             )
         context.last_reader = (now, self)
+
+    def _warn_of_endless_step(self, context: Context) -> None:
+        """Warn if a step of several batches goes on after a whole pass over the data."""
+        worker, ahead = context.worker, context.step.ahead
+        if self._warned_endless or ahead is None:
+            return
+        read = ahead.examples - worker.progress.examples
+        if read >= self._end(0):
+            self._warned_endless = True
+            worker.warn_once(
+                f"step {worker.progress.step + 1} goes on after {len(context.step.passes)} "
+                f"backward passes in `with optimizer.no_sync():`, which have read {read} examples, "
+                f"and the data set has {self.examples}: it ends with the first optimizer.step() "
+                "after a backward pass outside of that block, and until then nothing is learnt, "
+                "and neither hvd.steps() nor a checkpoint goes on. Leave no_sync() out around the "
+                "last pass of each step"
+            )
 
     def _warn_of_idle_ranks(self, worker: Worker) -> None:
         batch, size = self.planner.batch_size, worker.communicator.size

@@ -31,11 +31,29 @@ _AFTER_A_FAILURE = (
 )
 
 
-def run_training(ctx: Context, function: Callable[[], Result]) -> Result:
+def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Result:
     """Call a training function, again after each failure, until it returns.
 
     How failures are handled and ranks change depends on the launcher of this process.
+
+    Args:
+        ctx: training process, in which no function was trained before.
+        function: the training function.
+        name: its name, for messages.
+
+    Raises:
+        ScriptError: this is the second training of the script.
     """
+    if ctx.has_trained:
+        raise ScriptError(
+            f"{name}() is a second training in this script, which has one: it is where hosts join, "
+            "a failure is undone, and a resumed run goes on. Put all phases into one function "
+            "under @hvd.run, one loop after the other: `for epoch in hvd.epochs(10)` and then "
+            "`for epoch in hvd.epochs(15)` for five epochs more, or with hvd.steps. For a new "
+            "State or another data set start another script, which begins with "
+            f"{ctx.worker.frontend.module}.load_model(run, model)"
+        )
+    ctx.has_trained = True
 
     def train() -> Result:
         frontend, worker = ctx.worker.frontend, ctx.worker

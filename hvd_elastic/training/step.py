@@ -24,6 +24,15 @@ _LEAVE_TOGETHER = (
     "on all of them, such as one on hvd.allreduce(loss, ...), or by hvd.stop(reason) without a "
     "break, which ends it on all of them"
 )
+_ACCUMULATE_TOGETHER = (
+    "Enter optimizer.no_sync() on all ranks for the same batches: by a condition that is the same "
+    "on all of them, such as one on the number of the batch, and not one on hvd.rank() or on what "
+    "a rank computes from its own share"
+)
+
+_UNCHECKED_PASSES = 32
+"""Number of passes in ``no_sync()`` after which ranks check that all add up, and again whenever
+their number has doubled: shorter steps, which are usual, exchange nothing for it."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,20 @@ class Step:
     def accumulating(self) -> bool:
         """Whether further passes of the step follow."""
         return self.is_open and (self.continues or self.passes[-1].accumulating)
+
+    @property
+    def _passes_unaveraged(self) -> int:
+        """Number of passes so far if the last of them was in ``no_sync()``, else 0."""
+        return len(self.passes) if self.continues else 0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether to check that all ranks add up passes, as this one has for so long.
+
+        A rank that does so alone exchanges nothing, while the others wait for its gradients.
+        """
+        passes = self._passes_unaveraged
+        return passes >= _UNCHECKED_PASSES and passes.bit_count() == 1
 
     @property
     def examples(self) -> int:
@@ -195,8 +218,10 @@ class Step:
         Raises:
             ScriptError: always; names each rank's place, and where it left an epoch early.
         """
-        progress = worker.progress
-        where = f"in epoch {progress.epoch} at example {progress.position}"
+        at, batches = self.ahead or worker.progress, len(self.passes)
+        where = f"in epoch {at.epoch} at example {at.position}"
+        if self.ahead is not None:
+            where += f", with {batches - 1} of {batches} backward passes in no_sync()"
         own = np.frombuffer(f"{where}|{worker.left_epoch}\n".encode(), np.uint8).copy()
         told = worker.communicator.gather(own, "hvd_elastic.places").tobytes().decode()
         places: dict[str, list[str]] = {}
@@ -207,21 +232,31 @@ class Step:
             f"{plural('rank', len(ranks))} {', '.join(ranks)} {place}"
             for place, ranks in places.items()
         )
+        remedy = _ACCUMULATE_TOGETHER if "no_sync()" in each else _LEAVE_TOGETHER
         raise ScriptError(
             f"the ranks are in different places of the training data in step "
-            f"{progress.step + 1}: {each}. A step would average gradients of different "
-            f"epochs, and examples would be read twice or not at all. {_LEAVE_TOGETHER}"
+            f"{worker.progress.step + 1}: {each}. A step would average gradients of different "
+            f"epochs, and examples would be read twice or not at all. {remedy}"
         )
 
     def refuse_left_out(self, worker: Worker) -> None:
-        """Gather which ranks leave the step out and raise an error; all ranks call this.
+        """Gather which ranks do not take the step and raise an error; all ranks call this.
 
         Raises:
-            ScriptError: only some ranks leave it out; names them.
+            ScriptError: only some ranks leave it out, or go on under ``no_sync()``; names them.
         """
         # Ranks that took the step may be one step further already.
-        own = np.array([worker.progress.step + 1 if self.is_left_out else 0])
-        told = worker.communicator.gather(own, "hvd_elastic.left_out").tolist()
+        own = [worker.progress.step + 1 if self.is_left_out else 0, self._passes_unaveraged]
+        rows = worker.communicator.gather(np.array([own]), "hvd_elastic.left_out")
+        told, unaveraged = rows.T.tolist()
+        ranks = [str(rank) for rank, passes in enumerate(unaveraged) if passes]
+        if ranks:
+            raise ScriptError(
+                f"{max(unaveraged)} backward passes of step {worker.progress.step + 1} were added "
+                f"up in `with optimizer.no_sync():` on {plural('rank', len(ranks))} "
+                f"{', '.join(ranks)} alone, of {len(told)}, and the others wait for their "
+                f"gradients. {_ACCUMULATE_TOGETHER}"
+            )
         ranks = [str(rank) for rank, left_out in enumerate(told) if left_out]
         if ranks:
             raise ScriptError(

@@ -215,7 +215,9 @@ class Standing(WorkerReport, kw_only=True):
 
 
 class Joined(Standing, tag="joined"):
-    """A member has its communicator and the state."""
+    """A member has its communicator and the state; ``stopped``: in which training ends early."""
+
+    stopped: bool = False
 
 
 class Held(Standing, tag="held"):

@@ -6,6 +6,8 @@ import hashlib
 import queue
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -236,6 +238,37 @@ def test_a_file_that_changes_on_the_way_is_not_stored(tmp_path: Path) -> None:
     assert not (run.folder / "best.pt").exists()
     assert "was cut or changed on the way" in run.warnings[0]
     assert [path.name for path in run.folder.iterdir()] == []
+
+
+def test_a_long_wait_at_the_end_is_told_with_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    host = run.hosts["node1"]
+    gate, reached = threading.Event(), threading.Event()
+
+    def receive(remote: str, write: Callable[[bytes | memoryview], object]) -> None:
+        content = Path(remote).read_bytes()
+        write(content[:3000])
+        reached.set()
+        assert gate.wait(30)
+        write(content[3000:])
+
+    monkeypatch.setattr(host, "receive", receive)
+    run.told("node1", host.save("best.pt", bytes(8000)))
+    assert reached.wait(30)
+    now = time.monotonic()
+    run.collector.tell_awaited(now)
+    assert run.events == []
+    run.collector.tell_awaited(now - 1.5)
+    run.collector.tell_awaited(now - 2.0)  # soon after the first
+    gate.set()
+    run.step()
+    assert run.events[0] == {
+        "message": "training has ended; waiting for what the script saved: best.pt (3.0 kB of "
+        "8.0 kB are here from host node1)"
+    }
+    assert [event.get("name") for event in run.events] == [None, "best.pt"]
 
 
 def test_a_lost_host_is_told_and_its_file_fetched_when_it_is_back(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from hvd_elastic.checkpoint.saved import store_file
+from hvd_elastic.checkpoint import saved
+from hvd_elastic.checkpoint.saved import find_stored, store_file
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.config import runs_folder
 from hvd_elastic.records.run_folder import RunFolder
@@ -82,6 +86,37 @@ def test_a_dash_prints_the_bytes(run: RunFolder, capfdbinary: pytest.CaptureFixt
 
     get("digits-1", "best.pt", "-")
     assert capfdbinary.readouterr().out == BEST
+
+
+def test_a_file_that_is_not_what_was_saved_is_not_copied(
+    run: RunFolder, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "_DESCRIBED_S", ())
+    recorded = find_stored(run.saved)["best.pt"].sha256
+    for changed in (BEST[:-1] + b"x", BEST[:-1]):
+        (run.saved / "best.pt").write_bytes(changed)
+        found = hashlib.sha256(changed).hexdigest()
+        for dest in ("mine.pt", "-"):
+            done = call("get", "digits-1", "best.pt", dest)
+            assert (done.status, done.out, names()) == (1, "", [])
+            words = f"{run.saved / 'best.pt'} has SHA-256 {found}, and the script saved {recorded}"
+            assert words in done.err
+
+
+def test_a_file_that_is_replaced_meanwhile_is_copied(
+    run: RunFolder, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its description follows it."""
+    description = run.saved / ".best.pt.json"
+    described = description.read_bytes()
+    (run.saved / "best.pt").write_bytes(b"later")
+    later = saved_file("best.pt", 5, hashlib.sha256(b"later").hexdigest())
+    monkeypatch.setattr(
+        time, "sleep", lambda _: description.write_bytes(msgspec.json.encode(later))
+    )
+    assert call("get", "digits-1", "best.pt").status == 0
+    assert Path("best.pt").read_bytes() == b"later"
+    assert description.read_bytes() != described
 
 
 @pytest.mark.parametrize("name", ["other.pt", "../run.json", ".best.pt.json", ""])

@@ -11,7 +11,7 @@ import pytest
 from hvd_elastic.checkpoint.collector import Brought
 from hvd_elastic.checkpoint.files import complete_checkpoint
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.commands import Announce, StartWorker
+from hvd_elastic.control.commands import Announce, Finish, StartWorker
 from hvd_elastic.control.progress import Position
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
@@ -140,6 +140,26 @@ def test_what_was_called_off_meanwhile_leaves_no_record(run: Resumed) -> None:
     assert run.warnings() == []
     # Members that wait for the announcement learn from it that it is off.
     assert all(len(agent.sent) == 2 for agent in run.agents.values())
+
+
+def test_an_early_end_that_no_survivor_knows_of_is_taken_back(run: Resumed) -> None:
+    """Rank 0 has reported it, and died before another rank had agreed."""
+    leader, done = run.leader, Finish("succeeded", "the training function returned")
+
+    def hear(*messages: msg.WorkerReport) -> str:
+        for message in messages:
+            leader._on_report("a:0.1", message)
+        return leader._outcome(done)
+
+    ended = "training was stopped by the script: enough"
+    stopped = msg.TrainingStopped(8, 0, "enough")
+    assert hear(msg.Joined(generation=1, step=0), stopped) == ended
+    assert hear(msg.Joined(generation=2, step=8, stopped=True)) == ended
+    assert hear(*[msg.Joined(generation=3, step=7)] * 2) == done.message
+    assert summarize(run.shown).stopped_for == ""
+    assert [event["step"] for event in run.shown if event["kind"] == "training_goes_on"] == [7]
+    assert hear(stopped) == ended
+    assert summarize(run.shown).stopped_for == "enough"
 
 
 def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:

@@ -95,9 +95,13 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
     run.leader._do(DONE)
     loop = run.begin()
-    run.post(run.leader._tick)
+    run.leader._finished_at -= 2
+    run.post(run.leader._end_when_fetched)
     assert loop.is_alive()
     assert not run.stored
+    notes = [event["message"] for event in run.shown if event["kind"] == "log_note"]
+    (note,) = notes
+    assert note.startswith("training has ended; waiting for what the script saved: best.pt (0 B of")
     run.agent.gate.set()
     loop.join(10)
     assert not loop.is_alive()

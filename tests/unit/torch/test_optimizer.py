@@ -240,7 +240,69 @@ class LeftOut(LocalCommunicator):
         return handle
 
     def gather(self, array: Any, name: str) -> Any:
-        return np.concatenate([[int(self.first)], array])
+        return np.concatenate([[[int(self.first), 0]], array])
+
+
+class Accumulates(LocalCommunicator):
+    """One of two ranks; the other one adds up passes without end, or takes each step."""
+
+    def __init__(self, rank: int, other: bool) -> None:
+        self.rank, self.size, self.other = rank, 2, other
+        self.checks = 0
+
+    def wait(self, handle: Any) -> Any:
+        checks = handle.ndim > 4  # linear() has matrices, and what is left out has 4 dimensions
+        self.checks += checks
+        if checks != self.other and isinstance(handle, torch.Tensor):
+            raise ScriptError("what the ranks exchange does not fit together: Mismatched shapes.")
+        return handle
+
+    def gather(self, array: Any, name: str) -> Any:
+        rows = [array, [[0, 32 * self.other]]]
+        return np.concatenate(rows if self.rank == 0 else rows[::-1])
+
+
+def add_up(alone: Context, model: torch.nn.Module, optimizer: Any) -> None:
+    if alone.step.ahead is None and not alone.step.accumulating:
+        hand_out(alone)
+    else:
+        alone.step.next_batch(alone.worker.progress)
+        alone.hand_out(Pass(step_examples=8, weight=1.0))
+    with optimizer.no_sync():
+        model(torch.ones(1, 1)).sum().backward()
+
+
+def test_ranks_that_all_add_up_check_it_in_long_steps_only(alone: Context) -> None:
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    alone.worker.communicator = communicator = Accumulates(0, other=True)
+    checks = []
+    for _ in range(130):
+        add_up(alone, model, optimizer)
+        checks.append(communicator.checks)
+    assert [checks.index(number) + 1 for number in (1, 2, 3)] == [32, 64, 128]
+    assert checks[-1] == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_alone_adds_up_passes_is_an_error_on_all(alone: Context, rank: int) -> None:
+    """The other one waits for its gradients."""
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    words = (
+        r"32 backward passes of step 1 were .* `with optimizer.no_sync\(\):` on rank 1 alone, of 2"
+    )
+    alone.worker.communicator = Accumulates(rank, other=rank == 0)
+    if rank == 0:
+        hand_out(alone)
+        model(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(ScriptError, match=words):
+            optimizer.step()
+        return
+    for _ in range(31):
+        add_up(alone, model, optimizer)
+    with pytest.raises(ScriptError, match=words):
+        add_up(alone, model, optimizer)
 
 
 @pytest.mark.parametrize("adapts", [False, True])

@@ -225,6 +225,60 @@ def test_weights_of_a_compiled_model_fit_the_plain_one_and_the_other_way(trained
     assert equal(other, trained)
 
 
+@pytest.mark.parametrize("inside", ["state_dict", "model_state_dict", "module."])
+def test_weights_as_other_programs_save_them_are_loaded(inside: str, trained: Net) -> None:
+    state = trained.state_dict()
+    if inside == "module.":  # DistributedDataParallel
+        torch.save({"module." + key: value for key, value in state.items()}, "other.pt")
+        parallel = torch.nn.DataParallel(Net(seed=1))
+        assert equal(hvd.load_model("other.pt", parallel).module, trained)
+    else:
+        torch.save({inside: state, "epoch": 3}, "other.pt")
+    assert equal(hvd.load_model("other.pt", Net(seed=1)), trained)
+
+
+def test_a_file_of_several_models_names_them(trained: Net) -> None:
+    torch.save({"epoch": 3, "generator": trained.state_dict(), "critic": {}}, "gan.pt")
+    words = r"gan.pt holds no 'model'; it holds generator, critic: .*name='generator'\)"
+    with pytest.raises(CheckpointError, match=words):
+        hvd.load_model("gan.pt", Net())
+
+
+class Renamed(Net):
+    """A later version of Net that still loads what the earlier one saved."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.head = self.last
+        del self.last
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(_module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key in list(state):
+            if key.startswith(f"{prefix}last."):
+                state[key.replace("last.", "head.")] = state.pop(key)
+
+
+def test_a_model_may_rename_the_keys_that_it_loads(trained: Net) -> None:
+    torch.save(trained.state_dict(), "earlier.pt")
+    model = hvd.load_model("earlier.pt", Renamed(seed=1))
+    assert torch.equal(model.head.bias, trained.last.bias)
+    assert torch.equal(model.first.weight, trained.first.weight)
+    torch.save({"a.weight": torch.zeros(3), **trained.first.state_dict()}, "strange.pt")
+    with pytest.raises(CheckpointError, match=r"is of another model: missing keys: .*head\.bias"):
+        hvd.load_model("strange.pt", model)
+    assert torch.equal(model.first.weight, trained.first.weight)
+
+
+def test_a_model_without_memory_is_explained(trained: Net) -> None:
+    torch.save(trained.state_dict(), "plain.pt")
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(CheckpointError, match=r"first.weight of the model is on the meta.*to_empt"):
+        hvd.load_model("plain.pt", model)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -250,6 +304,7 @@ def test_sources_that_hold_no_weights_are_explained(tmp_path: Path) -> None:
     RunFolder.create("empty")
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.pt").write_text("not a model")
+    (tmp_path / "junk.pt").write_bytes(b"e" * 100)
     (tmp_path / "other.json").write_text("{}")
     torch.save([1, 2], tmp_path / "list.pt")
     cases = {
@@ -258,6 +313,7 @@ def test_sources_that_hold_no_weights_are_explained(tmp_path: Path) -> None:
         "empty": "run empty has no checkpoint in .*checkpoints$",
         "folder": "folder is not the folder of a run, and holds no whole checkpoint",
         "text.pt": "text.pt cannot be loaded: it is not a file of torch.save",
+        "junk.pt": "junk.pt cannot be loaded, it is damaged or not a file of torch.save$",
         "other.json": r"other.json is no checkpoint: the manifest of one is named step",
         "list.pt": "list.pt holds a list; load_model reads a state_dict",
     }
@@ -280,6 +336,16 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="loading would run code"):
         hvd.load_model("bomb.pt", Net())
     assert not Path("bang").exists()
+
+
+def test_a_whole_module_is_explained_in_one_line() -> None:
+    torch.save({"model": torch.nn.Linear(2, 1)}, "whole.pt")
+    with pytest.raises(CheckpointError) as refused:
+        hvd.load_model("whole.pt", torch.nn.Linear(2, 1))
+    said = str(refused.value)
+    assert "it holds a torch.nn.modules.linear.Linear, whose loading would run code" in said
+    assert said.isprintable()
+    assert len(said) < 350
 
 
 def test_a_cut_file_is_explained(trained: Net) -> None:

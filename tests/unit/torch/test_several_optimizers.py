@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.step import Pass
@@ -116,7 +117,7 @@ class LeftOut(Recording):
         return handle
 
     def gather(self, array: Any, name: str) -> Any:
-        return np.concatenate([array, [0 if array[0] else 1]])
+        return np.concatenate([array, [[0 if array[0, 0] else 1, 0]]])
 
 
 @pytest.mark.parametrize("steps", [True, False])
@@ -153,6 +154,7 @@ def test_a_pass_between_synchronize_and_step_is_refused(alone: Context, two: Rec
 
 
 def run(state: hvd.State, function: Any = lambda state: None) -> None:
+    context.current().has_trained = False  # each is another script
     hvd.run(function)(state)
 
 

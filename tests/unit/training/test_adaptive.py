@@ -258,6 +258,7 @@ def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Conte
     alone.worker.progress.epoch, alone.worker.progress.position = 0, 0
     loader.planner.progress = 0.0
     bad |= set(range(1000))
+    alone.has_trained = False
     with pytest.raises(ScriptError, match=r"not finite in 10 steps running.*loss is NaN"):
         train(hvd.State(model=model, optimizer=optimizer))
 

@@ -390,6 +390,7 @@ def test_a_variable_of_a_loop_that_did_not_run_is_explained(alone: Context) -> N
 
     for step, explained in ((0, False), (8, True)):
         alone.worker.progress.step = step
+        alone.has_trained = False
         with pytest.raises(UnboundLocalError) as error:
             train(hvd.State(model=model, optimizer=optimizer))
         assert ("after a failure or in a resumed run" in str(error.value)) is explained

@@ -396,6 +396,94 @@ def test_passes_of_a_batch_that_adapts_are_the_loaders_business(alone: Context) 
         pass
 
 
+def test_a_step_that_no_pass_ends_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+
+    def train(_state: hvd.State) -> None:
+        for number, (inputs,) in enumerate(hvd.steps(2, training.loader), 1):
+            last = number in (BATCHES, 4 * BATCHES)  # a step may have all batches of an epoch
+            accumulate(training, inputs, last=last, parts=1)
+            assert len(training.warnings) == (number > 2 * BATCHES), number
+
+    training.run(train, hvd.State(training.model, training.optimizer))
+    (warning,) = training.warnings
+    assert warning.startswith(
+        "step 2 goes on after 4 backward passes in `with optimizer.no_sync():`, which have read 8 "
+        "examples, and the data set has 8"
+    )
+
+
+class OtherPlace(LocalCommunicator):
+    """The first of two ranks; the second reads the first batch of the step."""
+
+    size = 2
+
+    def reduce_async(self, tensor: Any, name: str) -> Any:
+        if name == "hvd_elastic.change":
+            tensor[1] += 100
+        return tensor
+
+    def gather(self, array: Any, name: str) -> Any:
+        return np.concatenate([array, np.frombuffer(b"in epoch 0 at example 0|\n", np.uint8)])
+
+
+def test_ranks_with_unequal_numbers_of_passes_are_told_where_each_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(monkeypatch)
+    training.context.worker.communicator = OtherPlace()
+
+    def train(_state: hvd.State) -> None:
+        for number, (inputs,) in enumerate(hvd.steps(9, training.loader), 1):
+            accumulate(training, inputs, last=number == 3, parts=3)
+
+    with pytest.raises(
+        ScriptError,
+        match=r"step 1: rank 0 in epoch 0 at example 4, with 2 of 3 backward passes in "
+        r"no_sync\(\); "
+        r"rank 1 in epoch 0 at example 0\. .*Enter optimizer\.no_sync\(\) on all ranks",
+    ):
+        training.run(train, hvd.State(training.model, training.optimizer))
+
+
+# ---- phases of training
+
+
+def test_phases_in_one_function_count_once_wherever_a_rank_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def script(training: Training, state: hvd.State) -> None:
+        for _ in hvd.epochs(2):
+            for (inputs,) in training.loader:
+                training.step(inputs)
+                state.seen += len(inputs)
+        training.optimizer.param_groups[0]["lr"] /= 10
+        state.story.append("fine-tuned")
+        for _ in hvd.epochs(3):
+            for (inputs,) in training.loader:
+                training.step(inputs)
+                state.seen += len(inputs)
+
+    wanted = check_undisturbed_wherever_it_fails(script, monkeypatch)
+    assert wanted["values"] == (24, ["fine-tuned"])
+    assert wanted["rate"] == pytest.approx(0.01)
+
+
+def test_a_second_training_in_a_script_is_told_how_to_write_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Alone(tmp_path, monkeypatch)
+
+    def train(_state: hvd.State) -> None:
+        for (inputs,) in hvd.steps(2, alone.loader):
+            alone.step(inputs)
+
+    alone.run(train)
+    with pytest.raises(ScriptError, match=r"train\(\) is a second training .* one function"):
+        alone.run(train)
+    assert alone.context.worker.progress.step == 2
+
+
 # ---- an early end
 
 
