@@ -20,6 +20,7 @@ import msgspec
 
 from hvd_elastic import __version__
 from hvd_elastic.control.events import AgentFailed
+from hvd_elastic.control.progress import Activity
 from hvd_elastic.errors import HostKeyError, HostUnknownError, HvdElasticError, SshError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import Connection, SshOptions, connect
@@ -43,7 +44,8 @@ Post = Callable[["AgentConnection", FromAgent], None]
 class AgentConnection:
     """One attempt to start the agent of one host, and the connection to it.
 
-    Every message of the agent is posted; its hello only if its versions match the leader's.
+    Every message of the agent is posted, except heartbeats, which would wake the leader's loop some
+    hundred times a second; its hello only if its versions match the leader's.
     ``AgentFailed`` is posted once, when the agent could not be started or has ended. An agent that
     sends an invalid message counts as ended.
 
@@ -53,10 +55,17 @@ class AgentConnection:
         python: path of the interpreter on that host.
         hello: first message to the agent, with what it needs to know about the run.
         post: called with this connection and each message of the agent, from other threads.
+        logins: held while this connection logs in.
     """
 
     def __init__(
-        self, host: Host, options: SshOptions, python: str, hello: msg.LeaderHello, post: Post
+        self,
+        host: Host,
+        options: SshOptions,
+        python: str,
+        hello: msg.LeaderHello,
+        post: Post,
+        logins: threading.Semaphore,
     ) -> None:
         self.host = host
         self.started_at = time.monotonic()
@@ -74,6 +83,8 @@ class AgentConnection:
         self._python = python
         self._hello = hello
         self._post = post
+        self._logins = logins
+        self._activities: dict[str, Activity] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._connection: Connection | None = None
         self._process: Any = None
@@ -93,7 +104,11 @@ class AgentConnection:
 
     def send(self, message: msg.LeaderToAgent) -> None:
         """Queue a message for the agent; it is dropped if the agent has ended."""
-        self._outbox.put(encode(message))
+        self.send_line(encode(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Queue an encoded message, as :meth:`send` does."""
+        self._outbox.put(line)
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
         """Read a file of the host and pass its content to ``write`` in pieces; blocks.
@@ -132,6 +147,11 @@ class AgentConnection:
         """
         if self.up:
             self.send(msg.LeaderBeat(self.acted_upon, recorded_step))
+
+    def take_activities(self) -> dict[str, Activity]:
+        """Return the workers' activities in the last heartbeat; empty if there is no new one."""
+        taken, self._activities = self._activities, {}
+        return taken
 
     def shutdown(self, grace_s: float) -> None:
         """Ask the agent to end its workers and itself; does not wait."""
@@ -174,7 +194,8 @@ class AgentConnection:
             self._post(self, AgentFailed(self.host.name, cause, fatal, unknown, brief))
 
     def _start(self) -> None:
-        self._connection = connect(self.host, self._options)
+        with self._logins:
+            self._connection = connect(self.host, self._options)
         # Every user of the host can read this command line, so the training command and the
         # environment are sent through stdin instead.
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
@@ -210,6 +231,9 @@ class AgentConnection:
                     if unfit:
                         raise _UnfitHostError(unfit)
                     self.info = message
+                if isinstance(message, msg.AgentBeat):
+                    self._activities = message.workers
+                    continue
                 self._post(self, message)
                 if isinstance(message, msg.Refused):
                     by = message.led.led_by
