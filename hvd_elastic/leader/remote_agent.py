@@ -31,8 +31,6 @@ from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError
 _DISCARD_TIMEOUT_S = 10.0
 """Time limit for removing a folder of a host [s]; deleting many files may take seconds."""
 
-_CHUNK_BYTES = 1 << 16
-"""Most bytes per read: the usual size of a pipe's buffer."""
 # The last line of Python's traceback when a host lacks a package.
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 
@@ -84,6 +82,11 @@ class AgentConnection:
         self._hello = hello
         self._post = post
         self._logins = logins
+        sender = f"host {host.name}: its agent"
+        self._lines = LineSplitter(sender)
+        self._messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, sender)
+        self._unusable: HvdElasticError | None = None
+        """Why nothing more is read from the agent; None: it is read on."""
         self._activities: dict[str, Activity] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._connection: Connection | None = None
@@ -176,7 +179,9 @@ class AgentConnection:
         unknown, brief = False, "cannot start an agent"
         try:
             self._start()
-            self._read()
+            self._process.stdout.read()  # all of it is taken, so this waits for the end
+            if self._unusable is not None:
+                raise self._unusable
             if not self.up and not self._closing.is_set():
                 cause, fatal = self._why_not_started()
             elif self._process is not None:
@@ -199,7 +204,7 @@ class AgentConnection:
         # Every user of the host can read this command line, so the training command and the
         # environment are sent through stdin instead.
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
-        self._process = self._connection.start(command)
+        self._process = self._connection.start(command, on_stdout=self._take)
         self.send(self._hello)
         threading.Thread(
             target=self._write, name=f"to agent of {self.host.name}", daemon=True
@@ -213,31 +218,39 @@ class AgentConnection:
         except (OSError, HvdElasticError):
             return  # the reading thread fails as well, and reports it
 
-    def _read(self) -> None:
-        sender = f"host {self.host.name}: its agent"
-        lines = LineSplitter(sender)
-        messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, sender)
-        while data := self._process.stdout.read(_CHUNK_BYTES):
-            self.last_heard = self.last_read = time.monotonic()
-            for line in lines.feed(data):
-                try:
-                    message = messages.decode(line)
-                except ProtocolError:
-                    if not self.up and not self._is_hello_of_another_version(line):
-                        continue  # output of a shell start-up file, not of the agent
-                    raise
-                if isinstance(message, msg.AgentHello):
-                    unfit = self._unfit_version(message) or self._unfit_network(message)
-                    if unfit:
-                        raise _UnfitHostError(unfit)
-                    self.info = message
-                if isinstance(message, msg.AgentBeat):
-                    self._activities = message.workers
-                    continue
-                self._post(self, message)
-                if isinstance(message, msg.Refused):
-                    by = message.led.led_by
-                    raise _LedHostError(f"host {self.host.name} is led by another leader, {by}")
+    def _take(self, data: bytes) -> None:
+        """Take a piece of the agent's output, in the thread that has read it.
+
+        Raises:
+            EOFError: the agent cannot be used, so nothing more need be read.
+        """
+        self.last_heard = self.last_read = time.monotonic()
+        try:
+            for line in self._lines.feed(data):
+                self._take_line(line)
+        except HvdElasticError as error:
+            self._unusable = error
+            raise EOFError from error
+
+    def _take_line(self, line: bytes) -> None:
+        try:
+            message = self._messages.decode(line)
+        except ProtocolError:
+            if not self.up and not self._is_hello_of_another_version(line):
+                return  # output of a shell start-up file, not of the agent
+            raise
+        if isinstance(message, msg.AgentHello):
+            unfit = self._unfit_version(message) or self._unfit_network(message)
+            if unfit:
+                raise _UnfitHostError(unfit)
+            self.info = message
+        if isinstance(message, msg.AgentBeat):
+            self._activities = message.workers
+            return
+        self._post(self, message)
+        if isinstance(message, msg.Refused):
+            by = message.led.led_by
+            raise _LedHostError(f"host {self.host.name} is led by another leader, {by}")
 
     def _is_hello_of_another_version(self, line: bytes) -> bool:
         """Return whether the line is a hello; raise _UnfitHostError if its version differs."""

@@ -1530,7 +1530,12 @@ def test_reports_that_all_members_send_in_a_pause_are_compared_once(monkeypatch)
     assert is_running(play)
     compared = []
     compare = play.machine._compare
-    monkeypatch.setattr(play.machine, "_compare", lambda now: (compared.append(now), compare(now)))
+
+    def note(now):
+        compared.append(now)
+        compare(now)
+
+    monkeypatch.setattr(play.machine, "_compare", note)
     *survivors, lost = play.names
     play.killed(lost)
     compared.clear()

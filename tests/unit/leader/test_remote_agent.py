@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import platform
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ class Process:
     """An agent's process that has written all it will ever write."""
 
     def __init__(self, output: bytes, stderr: bytes = b"") -> None:
-        self.stdin, self.stdout, self.stderr_tail = io.BytesIO(), io.BytesIO(output), stderr
+        self.stdin, self.stdout, self.stderr_tail = io.BytesIO(), io.BytesIO(), stderr
+        self.output = output
 
     def wait(self, _: float) -> int:
         return 1
@@ -45,7 +48,9 @@ class Connection:
     def __init__(self, process: Process) -> None:
         self._process = process
 
-    def start(self, _: str) -> Process:
+    def start(self, _: str, on_stdout: Callable[[bytes], None]) -> Process:
+        with contextlib.suppress(EOFError):
+            on_stdout(self._process.output)
         return self._process
 
     def close(self) -> None: ...
