@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, is_local, own_address_towards
-from hvd_elastic.leader.remote_agent import AgentConnection, Post
+from hvd_elastic.leader.remote_agent import AgentConnection, Post, Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
@@ -48,6 +48,7 @@ class Agents:
         config = spec.ssh_config
         self._options = SshOptions(config_path=None if config is None else Path(config))
         self._logins = threading.Semaphore(_LOGINS)
+        self._sender = Sender()
         self._leaving: list[AgentConnection] = []
         self._ending: list[AgentConnection] = []
         self._looked_at = time.monotonic()
@@ -90,18 +91,18 @@ class Agents:
             run={**spec.as_dict(), "run_id": led.run_id},
             interface=spec.interface,
             local_address=self._own_address(host, hosts.values()),
-            heartbeat_s=self._heartbeat_s(len(hosts)),
+            heartbeat_s=self.heartbeat_s(len(hosts)),
             preemption_command=spec.preemption_command,
             options=msg.WorkerOptions(spec.heartbeat_s, spec.audit, spec.checkpoint_every_s),
         )
         self.by_host[name] = AgentConnection(
-            host, self._options, spec.python, hello, self._post, self._logins
+            host, self._options, spec.python, hello, self._post, self._logins, self._sender
         )
 
-    def _heartbeat_s(self, hosts: int) -> float:
+    def heartbeat_s(self, hosts: int) -> float:
         """Return the time between heartbeats of an agent, and to it [s], for a number of hosts."""
         spec = self._spec
-        slow = min(hosts / _BEATS_PER_S, spec.failure_timeout_s / 4, _LONGEST_BEAT_S)
+        slow = min(hosts / _BEATS_PER_S, spec.failure_timeout_s / 3, _LONGEST_BEAT_S)
         return max(spec.heartbeat_s, slow)
 
     def _own_address(self, host: Host, others: Iterable[Host]) -> str:
@@ -131,7 +132,7 @@ class Agents:
     def beat(self, now: float, recorded_step: int | None) -> None:
         """Send a heartbeat to all agents when the next one is due."""
         if now >= self._next_beat:
-            self._next_beat = now + self._heartbeat_s(len(self.by_host))
+            self._next_beat = now + self.heartbeat_s(len(self.by_host))
             for agent in self.usable:
                 agent.beat(recorded_step)
 

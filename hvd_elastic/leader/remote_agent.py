@@ -6,6 +6,7 @@ loop.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import queue
 import re
@@ -31,12 +32,37 @@ from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError
 _DISCARD_TIMEOUT_S = 10.0
 """Time limit for removing a folder of a host [s]; deleting many files may take seconds."""
 
+_AT_ONCE_BYTES = 4096
+"""Longest line that is written at once where there is room: a pipe has room for so much or none."""
 # The last line of Python's traceback when a host lacks a package.
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 
 
 FromAgent = msg.AgentToLeader | AgentFailed
 Post = Callable[["AgentConnection", FromAgent], None]
+
+
+class Sender:
+    """Sends messages to all agents in one thread, which starts with the first.
+
+    With a thread for each, a message to all would wake hundreds that wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[tuple[AgentConnection, bytes | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, agent: AgentConnection, line: bytes | None) -> None:
+        """Send a line to an agent; None: it is the end. Does not wait."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="to agents", daemon=True)
+            self._thread.start()
+        self._lines.put((agent, line))
+
+    def _run(self) -> None:
+        while True:
+            agent, line = self._lines.get()
+            agent.pass_on(line)
 
 
 class AgentConnection:
@@ -54,6 +80,7 @@ class AgentConnection:
         hello: first message to the agent, with what it needs to know about the run.
         post: called with this connection and each message of the agent, from other threads.
         logins: held while this connection logs in.
+        sender: sends what does not have to wait.
     """
 
     def __init__(
@@ -64,6 +91,7 @@ class AgentConnection:
         hello: msg.LeaderHello,
         post: Post,
         logins: threading.Semaphore,
+        sender: Sender,
     ) -> None:
         self.host = host
         self.started_at = time.monotonic()
@@ -82,13 +110,17 @@ class AgentConnection:
         self._hello = hello
         self._post = post
         self._logins = logins
-        sender = f"host {host.name}: its agent"
-        self._lines = LineSplitter(sender)
-        self._messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, sender)
+        self._sender = sender
+        name = f"host {host.name}: its agent"
+        self._lines = LineSplitter(name)
+        self._messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, name)
         self._unusable: HvdElasticError | None = None
         """Why nothing more is read from the agent; None: it is read on."""
         self._activities: dict[str, Activity] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Lines that had to wait for the agent."""
+        self._waiting_lines = 0
+        self._counting = threading.Lock()
         self._connection: Connection | None = None
         self._process: Any = None
         self._closing = threading.Event()
@@ -111,6 +143,19 @@ class AgentConnection:
 
     def send_line(self, line: bytes) -> None:
         """Queue an encoded message, as :meth:`send` does."""
+        self._sender.put(self, line)
+
+    def pass_on(self, line: bytes | None) -> None:
+        """Write a line if that cannot block, else leave it to a thread; called by the sender."""
+        if line is not None and len(line) <= _AT_ONCE_BYTES and self._process is not None:
+            if not self._waiting_lines and self._process.stdin.is_ready():
+                self._write(line)
+                return
+        self._put_in_outbox(line)
+
+    def _put_in_outbox(self, line: bytes | None) -> None:
+        with self._counting:
+            self._waiting_lines += 1
         self._outbox.put(line)
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
@@ -160,7 +205,7 @@ class AgentConnection:
         """Ask the agent to end its workers and itself; does not wait."""
         self._closing.set()
         self.send(msg.Shutdown(grace_s))
-        self._outbox.put(None)
+        self._sender.put(self, None)
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Wait for the agent to end; return whether it did within ``timeout_s``."""
@@ -205,18 +250,21 @@ class AgentConnection:
         # environment are sent through stdin instead.
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
         self._process = self._connection.start(command, on_stdout=self._take)
-        self.send(self._hello)
+        self._put_in_outbox(encode(self._hello))
         threading.Thread(
-            target=self._write, name=f"to agent of {self.host.name}", daemon=True
+            target=self._write_outbox, name=f"to agent of {self.host.name}", daemon=True
         ).start()
 
-    def _write(self) -> None:
-        try:
-            while (data := self._outbox.get()) is not None:
-                self._process.stdin.write(data)
-                self._process.stdin.flush()
-        except (OSError, HvdElasticError):
-            return  # the reading thread fails as well, and reports it
+    def _write_outbox(self) -> None:
+        while (line := self._outbox.get()) is not None:
+            self._write(line)
+            with self._counting:
+                self._waiting_lines -= 1
+
+    def _write(self, line: bytes) -> None:
+        # If it fails, the reading thread fails as well, and reports it.
+        with contextlib.suppress(OSError, HvdElasticError):
+            self._process.stdin.write(line)
 
     def _take(self, data: bytes) -> None:
         """Take a piece of the agent's output, in the thread that has read it.

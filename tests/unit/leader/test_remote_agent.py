@@ -19,7 +19,7 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.leader import remote_agent
 from hvd_elastic.leader.leader import Leader
-from hvd_elastic.leader.remote_agent import AgentConnection
+from hvd_elastic.leader.remote_agent import AgentConnection, Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.wire import messages as msg
@@ -70,6 +70,7 @@ def heard(
         *(Host("b", slots=1), SshOptions(), "python3", leader_hello()),
         lambda _, message: posted.put(message),
         threading.Semaphore(),
+        Sender(),
     )
     if on is not None:
         on.append(connection)
