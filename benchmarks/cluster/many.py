@@ -1,6 +1,6 @@
 """Measures time and memory of commands by the number of hosts, and predicts them for 1,000.
 
-Many host names lead to a few sshds of this machine; each name gets a connection of its own.
+The hosts are many names of a few sshds; see :mod:`benchmarks.testbed.many_names`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.cluster.commands import our_tool, timed_call
 from benchmarks.testbed.command import Say
 from benchmarks.testbed.figures import Conditions, Result, conditions
+from benchmarks.testbed.many_names import SSHDS, ManyNames
 from hvd_elastic.errors import UsageError
 from hvd_elastic.virtual import VirtualCluster
 
-SSHDS = 8
 PREDICTED = 1000
 OUTPUT_BYTES = (1_000_000, 1_000_000_000)
 MB = 1e6
@@ -94,26 +94,18 @@ def fit_growth(grown: Sequence[Grown]) -> dict[str, Model]:
 
 
 class _Bed:
-    """A virtual cluster with an ssh configuration that gives its hosts many names."""
+    """Names for many hosts, and our tools that use them."""
 
     def __init__(self, cluster: VirtualCluster, folder: Path, names: int) -> None:
-        self._folder = folder
-        self._config = folder / "config"
-        text = cluster.ssh_config.read_text()
-        for at, host in enumerate(cluster.hosts):
-            own = " ".join(f"many{number}" for number in range(at, names, len(cluster.hosts)))
-            text = text.replace(f"Host {host}\n", f"Host {host} {own}\n", 1)
-        self._config.write_text(text)
+        self._names = ManyNames(cluster, folder, names)
         self._environment = {**os.environ, "HVD_ELASTIC_HOME": str(folder)}
 
     def hostfile(self, count: int) -> str:
-        path = self._folder / f"hosts{count}"
-        path.write_text(f"many[0-{count - 1}]\n")
-        return str(path)
+        return str(self._names.hostfile(count))
 
     def measure(self, tool: str, *arguments: str) -> tuple[float, float, int]:
         """Run one of our tools; return duration [s], processor time [s] and peak memory [bytes]."""
-        python, flag, program, *words = our_tool(tool, "-F", str(self._config), *arguments)
+        python, flag, program, *words = our_tool(tool, "-F", str(self._names.config), *arguments)
         command = [python, flag, _TELL + program, *words]
         seconds, errors = timed_call(command, self._environment)
         peak, cpu = errors.rpartition("MEASURED ")[2].split()

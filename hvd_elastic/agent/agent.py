@@ -58,10 +58,10 @@ from hvd_elastic.hosts.programs.processes import (
     own_ancestors,
 )
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.framing import ProtocolError
+from hvd_elastic.wire.framing import ProtocolError, compress
 
 _PROOF_S = 2.0
-"""Maximum wait for a message of a living leader, which sends one at least every second."""
+"""Least wait for a message of a leader that may live [s]; two of its heartbeats if longer."""
 
 
 def interface_of(address: str) -> str | None:
@@ -183,11 +183,11 @@ class Agent:
                 self._log.started(message.worker, self._hello.host, message.local_rank)
                 workers.start(message)
                 self._reap()  # it may have ended before it was registered
-            case msg.AnnounceGeneration(announcement=announcement):
-                await self._announce(announcement, workers)
-            case msg.PutEntry(entry=entry):
-                if entry.generation in self._stores:
-                    self._stores[entry.generation].put(entry.scope, entry.key, entry.value)
+            case msg.AnnounceGeneration():
+                await self._announce(message.announcement, workers)
+            case msg.PutEntries(generation=generation):
+                if generation in self._stores:
+                    self._stores[generation].put_from_others(message)
             case msg.CallOff(generation=generation):
                 self._call_off(generation)
             case msg.Tell(worker=name, message=instruction):
@@ -212,7 +212,8 @@ class Agent:
             self._stores.pop(old).close()
 
         def forward(scope: str, key: str, value: bytes) -> None:
-            self._link.send(msg.EntryAdded(msg.StoreEntry(generation, scope, key, value)))
+            entry = msg.StoreEntry(generation, scope, key, compress(value))
+            self._link.send(msg.EntryAdded(entry))
 
         store = GenerationStore(forward)
         await store.open()
@@ -371,7 +372,7 @@ class Agent:
         other = caller.hello.leader != self._hello.leader
         if other and self._is_led:
             # A leader that was just killed sends nothing more within this time.
-            await self._link.wait_for_word(_PROOF_S)
+            await self._link.wait_for_word(max(_PROOF_S, 2 * self._hello.heartbeat_s))
         if other and self._is_led:
             led = self._hello.identity
             led.heard_s = round(self._link.silent_s(), 1)

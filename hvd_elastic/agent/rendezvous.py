@@ -15,8 +15,11 @@ import asyncio
 import os
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from hvd_elastic.agent.loopback_peer import loopback_peer_uid
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import decompress
 
 _REQUEST = re.compile(rb"(GET|PUT|DELETE) /([\w.:-]{1,256})/([\w.:-]{1,256}) HTTP/1\.[01]")
 _LENGTH = re.compile(rb"content-length:\s*(\d{1,9})", re.IGNORECASE)
@@ -28,8 +31,28 @@ _REQUEST_TIMEOUT_S = 10.0
 # on its own host. Its TCP transport never uses that count. So names of other hosts are not waited
 # for, because training is paused during a rescale.
 _HOST_NAME = "rank_"
-_ANOTHER_HOST = b"another host"
 _REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 410: "Gone", 413: "Too Large"}
+
+
+class Value(NamedTuple):
+    """Value of a key, or the part of it that the workers of this host read.
+
+    Attributes:
+        part: the known bytes.
+        begin: where they begin in the value.
+        size: length of the value, at least that of the part.
+    """
+
+    part: bytes
+    begin: int = 0
+    size: int = 0
+
+    def whole(self) -> bytes:
+        """Return the value, with zeros in place of what is not known."""
+        return (bytes(self.begin) + self.part).ljust(self.size, b"\0")
+
+
+_ANOTHER_HOST = Value(b"another host")
 
 
 class GenerationStore:
@@ -41,7 +64,7 @@ class GenerationStore:
 
     def __init__(self, forward: Callable[[str, str, bytes], None]) -> None:
         self._forward = forward
-        self._values: dict[tuple[str, str], bytes] = {}
+        self._values: dict[tuple[str, str], Value] = {}
         self._changed = asyncio.Event()
         self._called_off = False
         self._server: asyncio.Server | None = None
@@ -54,8 +77,21 @@ class GenerationStore:
         return self.port
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        """Store a key that a worker of another host has put."""
-        self._values[scope, key] = value
+        """Store a value."""
+        self._values[scope, key] = Value(value)
+        self._wake()
+
+    def put_from_others(self, entries: msg.PutEntries) -> None:
+        """Store what workers of other hosts have put.
+
+        Raises:
+            ProtocolError: the values are damaged.
+        """
+        values, begins = decompress(entries.values), entries.begins or [0]
+        length = len(values) // len(entries.keys)
+        for number, (key, begin) in enumerate(zip(entries.keys, begins, strict=True)):
+            part = values[number * length : (number + 1) * length]
+            self._values[entries.scope, key] = Value(part, begin, entries.size)
         self._wake()
 
     def call_off(self) -> None:
@@ -109,7 +145,7 @@ class GenerationStore:
                 self._forward(scope, key, body)
         elif method == b"GET":
             if key.startswith(_HOST_NAME) and not self._called_off:
-                return 200, self._values.get((scope, key), _ANOTHER_HOST)
+                return 200, self._values.get((scope, key), _ANOTHER_HOST).whole()
             return await self._wait_for(scope, key)
         # DELETE needs no action: the store of a generation is dropped as a whole.
         return 200, b""
@@ -118,6 +154,6 @@ class GenerationStore:
         while not self._called_off:
             value = self._values.get((scope, key))
             if value is not None:
-                return 200, value
+                return 200, value.whole()
             await self._changed.wait()
         return 410, b""

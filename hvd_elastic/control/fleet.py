@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hvd_elastic.control.commands import Leave, StartAgent, StartWorker, StopAgent
 from hvd_elastic.control.config import MachineConfig
@@ -148,12 +149,13 @@ class Fleet:
         self.agents: dict[str, Agent] = {}
         self.slots: dict[SlotId, Slot] = {}
         self.workers: dict[str, Worker] = {}
+        self._by_slot: dict[SlotId, Worker] = {}
 
     # -- questions -------------------------------------------------------------------------
 
     def worker_at(self, slot: SlotId) -> Worker | None:
         """Return the live worker in ``slot``, even if it is leaving."""
-        return next((worker for worker in self.workers.values() if worker.slot == slot), None)
+        return self._by_slot.get(slot)
 
     def present(self, *stages: Stage) -> list[Worker]:
         """Return the live workers in these stages that were not asked to leave."""
@@ -218,10 +220,19 @@ class Fleet:
         )
 
     def _agent(self, host: str) -> Agent:
-        return self.agents.setdefault(host, Agent())
+        agent = self.agents.get(host)
+        if agent is None:
+            agent = self.agents[host] = Agent()
+        return agent
+
+    def _add(self, name: str, slot: SlotId, **known: Any) -> None:
+        self.workers[name] = self._by_slot[slot] = Worker(name, slot, **known)
 
     def _slot(self, slot: SlotId) -> Slot:
-        return self.slots.setdefault(slot, Slot())
+        history = self.slots.get(slot)
+        if history is None:
+            history = self.slots[slot] = Slot()
+        return history
 
     # -- observed --------------------------------------------------------------------------
 
@@ -260,10 +271,10 @@ class Fleet:
             stage = Stage.READY if worker.ready else Stage.STARTING
             if worker.generation:
                 stage = Stage.WAITING if worker.waiting else Stage.MEMBER
-            self.workers[worker.worker] = Worker(
+            self._add(
                 worker.worker,
                 slot,
-                stage,
+                stage=stage,
                 started_at=now,
                 ready_at=now,
                 member_of=worker.generation,
@@ -342,6 +353,7 @@ class Fleet:
             blame: why its end counts as a failure of its slot; empty: it does not.
         """
         del self.workers[worker.name]
+        self._by_slot.pop(worker.slot, None)
         if not blame:
             return
         slot = self._slot(worker.slot)
@@ -387,7 +399,7 @@ class Fleet:
                 continue
             history.incarnations += 1
             name = f"{slot[0]}:{slot[1]}.{history.incarnations}"
-            self.workers[name] = Worker(name, slot, started_at=now)
+            self._add(name, slot, started_at=now)
             self._out.send(StartWorker(name, *slot))
 
     def stop_idle_agents(self, desired: Sequence[SlotId]) -> None:

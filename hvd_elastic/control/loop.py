@@ -43,10 +43,13 @@ class Loop:
         """Wait for calls and deadlines, and run them, until :meth:`stop`."""
         while not self._stopped:
             due = self._deadline()
+            timeout = None if due is None else max(0.0, due - self._clock())
+            if timeout == 0.0:
+                self._on_deadline()  # calls may come without a pause, so it does not wait for one
+                if self._stopped:
+                    return
             try:
-                timeout = None if due is None else max(0.0, due - self._clock())
                 call = self._calls.get(timeout=timeout)
             except queue.Empty:
-                self._on_deadline()
-            else:
-                call()
+                continue
+            call()

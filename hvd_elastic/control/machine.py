@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hvd_elastic.control import events as ev
@@ -125,8 +125,10 @@ class RunMachine:
         """
         if self._out.closed:
             return []
+        phase, sent = self._phase, self._out.sent
         self._take(event, now)
-        self._advance(now)
+        if (phase, sent) != (self._phase, self._out.sent) or not self._awaits_more_like(event):
+            self._advance(now)
         return self._out.take()
 
     def deadline(self) -> float | None:
@@ -165,6 +167,15 @@ class RunMachine:
     def agent_states(self) -> dict[str, AgentState]:
         """Return the state of each agent by host, except for hosts that were never used."""
         return {name: agent.state for name, agent in self._fleet.agents.items()}
+
+    def _awaits_more_like(self, event: ev.Event) -> bool:
+        """Return whether only the last of many such reports, which come in a pause, matters."""
+        match event:
+            case ev.WorkerJoined():
+                return self._phase is Phase.FORMING
+            case ev.WorkerBroken() | ev.WorkerHeld():
+                return self._phase is Phase.REGROUPING and any(self._unanswered())
+        return False
 
     # -- observed: one event ---------------------------------------------------------------
 
@@ -302,11 +313,13 @@ class RunMachine:
     def _on_joined(self, worker: Worker, generation: int, now: float) -> None:
         first = worker.joined_at is None
         self._fleet.worker_joined(worker, generation, now)
-        place = next((m for m in self._current.members if m.worker == worker.name), None)
-        if first and place is not None:
-            self._emit_worker("worker_joined", worker, rank=place.rank)
+        if first:
+            place = next((m for m in self._current.members if m.worker == worker.name), None)
+            if place is not None:
+                self._emit_worker("worker_joined", worker, rank=place.rank)
+        number = self._current.number
         if self._phase is Phase.FORMING and all(
-            member.joined == self._current.number or member.finished for member in self._live()
+            member.joined == number or member.finished for member in self._each_live()
         ):
             self._phase = Phase.RUNNING
             self._current.formed = True
@@ -510,7 +523,7 @@ class RunMachine:
         self._waiting.emit(len(staying), now)
 
     def _regroup(self, now: float) -> None:
-        missing = [w for w in self._live() if w.stage is Stage.MEMBER and not w.finished]
+        missing = list(self._unanswered())
         if missing and self._current.broken:
             end = self._last_word_at + self._patience_with(missing)
             if now < end:
@@ -800,8 +813,15 @@ class RunMachine:
 
     def _live(self) -> list[Worker]:
         """Return the live members of the last generation that were not asked to leave, by rank."""
+        return list(self._each_live())
+
+    def _each_live(self) -> Iterator[Worker]:
         workers = (self._fleet.workers.get(member.worker) for member in self._current.members)
-        return [worker for worker in workers if worker is not None and not worker.leaving]
+        return (worker for worker in workers if worker is not None and not worker.leaving)
+
+    def _unanswered(self) -> Iterator[Worker]:
+        """Return the members that have not reported since their generation ended."""
+        return (w for w in self._each_live() if w.stage is Stage.MEMBER and not w.finished)
 
     def _lose(self, worker: Worker, cause: str) -> None:
         """Continue without a member that does not answer, and kill it."""

@@ -5,6 +5,7 @@ All are pure functions; the machine decides when to use them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -100,8 +101,11 @@ def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Mem
     """
     place = {host.name: number for number, host in enumerate(hosts)}
     by_host: dict[str, list[Seat]] = {}
+    hosts_with: Counter[int] = Counter()  # local rank → number of hosts that have it
     for seat in sorted(seats, key=lambda s: (place.get(s.host, len(place)), s.host, s.slot)):
-        by_host.setdefault(seat.host, []).append(seat)
+        seats_here = by_host.setdefault(seat.host, [])
+        hosts_with[len(seats_here)] += 1
+        seats_here.append(seat)
     members: list[Member] = []
     met: dict[int, int] = {}  # local rank → number of hosts so far that have it
     for seats_here in by_host.values():
@@ -115,7 +119,7 @@ def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Mem
                     local_rank=local_rank,
                     local_size=len(seats_here),
                     cross_rank=met.get(local_rank, 0),
-                    cross_size=sum(len(others) > local_rank for others in by_host.values()),
+                    cross_size=hosts_with[local_rank],
                 )
             )
             met[local_rank] = met.get(local_rank, 0) + 1
@@ -139,8 +143,9 @@ def describe_change(
     """
     parts = [note] if note else []
     parts += dict.fromkeys(losses.values())
-    joined = [slot for slot in after if slot not in before]
-    left = [slot for slot in before if slot not in after and slot not in losses]
+    old, new = frozenset(before), frozenset(after)
+    joined = [slot for slot in after if slot not in old]
+    left = [slot for slot in before if slot not in new and slot not in losses]
     if before:
         parts += _name(joined, {host for host, _ in before}, "joined")
         parts += _name(left, {host for host, _ in after}, "left")

@@ -34,8 +34,9 @@ class Plan:
         self.hosts: tuple[HostSlots, ...] = ()
         self.requested_np: int | None = None
         self.preferred: frozenset[SlotId] = frozenset()
-        self.desired: list[SlotId] = []
-        self.spare: list[SlotId] = []
+        # The keys are the slots, in order; looking one up takes the same time for any number.
+        self.desired: dict[SlotId, None] = {}
+        self.spare: dict[SlotId, None] = {}
         self.draining: dict[str, float | None] = {}
         self._empty: set[str] = set()
 
@@ -72,9 +73,9 @@ class Plan:
         target = target_size(
             len(slots), config.min_np, config.max_np, config.np, self.requested_np, spares
         )
-        self.desired = choose_slots(slots, target, fleet.usable, self._cost)
+        self.desired = dict.fromkeys(choose_slots(slots, target, fleet.usable, self._cost))
         rest = [slot for slot in slots if slot not in self.desired]
-        self.spare = choose_slots(rest, spares, fleet.usable, self._cost)
+        self.spare = dict.fromkeys(choose_slots(rest, spares, fleet.usable, self._cost))
         filled = [*self.desired, *self.spare]
         hoped_for = choose_slots(slots, target + spares, fleet.conceivable, self._cost)
         fleet.start(filled, hoped_for, now)

@@ -161,13 +161,13 @@ class ProgressWatch:
             (worker, duration of its step so far [s], current line of the script) of each.
         """
         seen = {worker: self._activities.get(worker, Activity()) for worker in members}
+        if not any(activity.waiting_s for activity in seen.values()):
+            return []
         limit = self._limit(seen.values(), _BUSY_FACTOR, _BUSY_AT_LEAST_S)
         found = []
         for worker, activity in seen.items():
-            others = [other.waiting_s for name, other in seen.items() if name != worker]
-            waited_for = activity.waiting_s == 0 and any(others)
             if (
-                waited_for
+                activity.waiting_s == 0
                 and activity.step_s >= limit
                 and (worker, activity.step) not in self._named
             ):
@@ -199,14 +199,11 @@ class ProgressWatch:
 
 def _cannot_go_on(seen: Collection[Activity]) -> bool:
     """Return whether every worker waits for a collective that some other has not begun."""
-    return all(
-        one.waiting_for
-        and any(
-            other.begun.get(one.waiting_for, 0) < one.begun.get(one.waiting_for, 0)
-            for other in seen
-        )
-        for one in seen
-    )
+    if not all(one.waiting_for for one in seen):
+        return False
+    collectives = {one.waiting_for for one in seen}
+    least = {name: min(one.begun.get(name, 0) for one in seen) for name in collectives}
+    return all(least[one.waiting_for] < one.begun.get(one.waiting_for, 0) for one in seen)
 
 
 def _who_waits_where(seen: Mapping[str, Activity]) -> str:

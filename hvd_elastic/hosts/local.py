@@ -15,7 +15,7 @@ from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.account import command_shell
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command
+from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command, has_room
 
 
 class LocalConnection(Connection):
@@ -92,6 +92,12 @@ class _PopenEnds:
                 view = view[self._stdin.write(view) :]
         except ValueError as error:
             raise BrokenPipeError("the command's input is closed") from error
+
+    def is_ready(self) -> bool:
+        try:
+            return has_room(self._stdin.fileno())
+        except ValueError:  # it is closed
+            return False
 
     def close_stdin(self) -> None:
         self._stdin.close()

@@ -8,6 +8,7 @@ stderr share one flow-control window, and when it is full, stdin stops as well.
 from __future__ import annotations
 
 import contextlib
+import select
 import shlex
 import threading
 import time
@@ -72,10 +73,18 @@ class ProcessEnds(Protocol):
     def read_stdout(self, size: int) -> bytes: ...
     def read_stderr(self, size: int) -> bytes: ...
     def write(self, data: bytes) -> None: ...
+    def is_ready(self) -> bool: ...
     def close_stdin(self) -> None: ...
     def wait(self, timeout: float | None) -> int | None: ...
     def signal(self, name: str) -> None: ...
     def close(self) -> None: ...
+
+
+def has_room(descriptor: int) -> bool:
+    """Return whether the kernel's buffer of a pipe or socket has room for more."""
+    looking = select.poll()
+    looking.register(descriptor, select.POLLOUT)
+    return bool(looking.poll(0))
 
 
 def as_command(command: Command) -> str:
@@ -171,6 +180,10 @@ class _Stdin:
         with self._lock:
             self._ends.write(data)
         return len(data)
+
+    def is_ready(self) -> bool:
+        """Return whether 4 KB can be written without waiting, if nobody else writes."""
+        return not self._lock.locked() and self._ends.is_ready()
 
     def flush(self) -> None:
         """Do nothing; makes the object usable in place of a file."""

@@ -26,6 +26,7 @@ from hvd_elastic.hosts.process import (
     Result,
     Sink,
     as_command,
+    has_room,
 )
 from hvd_elastic.hosts.route import Route, attempting, own_known_hosts
 
@@ -233,10 +234,19 @@ class _ChannelEnds:
         return bytes(self._channel.recv_stderr(size))
 
     def write(self, data: bytes) -> None:
+        from paramiko import SSHException
+
         try:
             self._channel.sendall(data)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, SSHException) as error:
             raise BrokenPipeError(f"the command or its connection is gone ({error})") from error
+
+    def is_ready(self) -> bool:
+        sock = self._channel.transport.sock
+        if not isinstance(sock, socket.socket):
+            return False  # through a jump host or another program
+        descriptor = sock.fileno()
+        return descriptor >= 0 and self._channel.send_ready() and has_room(descriptor)
 
     def close_stdin(self) -> None:
         self._channel.shutdown_write()

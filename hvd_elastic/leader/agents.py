@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, is_local, own_address_towards
-from hvd_elastic.leader.remote_agent import AgentConnection, Post
+from hvd_elastic.leader.remote_agent import AgentConnection, Post, Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import encode
 
 _GRACE_S = 3.0
 """Time that workers get to end by themselves before they are killed [s]."""
 _END_S = _GRACE_S + 9
 """How long to wait for the agents to end [s]: their grace time, and a margin for slow hosts."""
+_LOGINS = 32
+"""Most logins at a time. One takes some 40 ms of a core here, so hundreds at once would all exceed
+the time limit of a connection."""
+_BEATS_PER_S = 100
+"""Number of hosts above which heartbeats come less than once a second, and so many in a second."""
+_LONGEST_BEAT_S = 3.0
 LOOK_S = 0.25
 """Time between two checks for silent agents [s]; short beside any failure timeout."""
 
@@ -39,6 +47,8 @@ class Agents:
         self._post = post
         config = spec.ssh_config
         self._options = SshOptions(config_path=None if config is None else Path(config))
+        self._logins = threading.Semaphore(_LOGINS)
+        self._sender = Sender()
         self._leaving: list[AgentConnection] = []
         self._ending: list[AgentConnection] = []
         self._looked_at = time.monotonic()
@@ -81,11 +91,19 @@ class Agents:
             run={**spec.as_dict(), "run_id": led.run_id},
             interface=spec.interface,
             local_address=self._own_address(host, hosts.values()),
-            heartbeat_s=spec.heartbeat_s,
+            heartbeat_s=self.heartbeat_s(len(hosts)),
             preemption_command=spec.preemption_command,
             options=msg.WorkerOptions(spec.heartbeat_s, spec.audit, spec.checkpoint_every_s),
         )
-        self.by_host[name] = AgentConnection(host, self._options, spec.python, hello, self._post)
+        self.by_host[name] = AgentConnection(
+            host, self._options, spec.python, hello, self._post, self._logins, self._sender
+        )
+
+    def heartbeat_s(self, hosts: int) -> float:
+        """Return the time between heartbeats of an agent, and to it [s], for a number of hosts."""
+        spec = self._spec
+        slow = min(hosts / _BEATS_PER_S, spec.failure_timeout_s / 3, _LONGEST_BEAT_S)
+        return max(spec.heartbeat_s, slow)
 
     def _own_address(self, host: Host, others: Iterable[Host]) -> str:
         """Return the address by which ``others`` reach this machine, if ``host`` is this machine.
@@ -104,10 +122,17 @@ class Agents:
         if host in self.by_host:
             self.by_host[host].send(message)
 
+    def send_all(self, hosts: Iterable[str], message: msg.LeaderToAgent) -> None:
+        """Send the same message to the agents of ``hosts`` that have one; it is encoded once."""
+        line = encode(message)
+        for host in hosts:
+            if host in self.by_host:
+                self.by_host[host].send_line(line)
+
     def beat(self, now: float, recorded_step: int | None) -> None:
         """Send a heartbeat to all agents when the next one is due."""
         if now >= self._next_beat:
-            self._next_beat = now + self._spec.heartbeat_s
+            self._next_beat = now + self.heartbeat_s(len(self.by_host))
             for agent in self.usable:
                 agent.beat(recorded_step)
 

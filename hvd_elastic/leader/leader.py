@@ -34,6 +34,7 @@ from hvd_elastic.leader.fencing import Fence
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.journal import Journal, Show, ShowOutput
 from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
+from hvd_elastic.leader.rendezvous import EntryRelay
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.takeover import Takeover
 from hvd_elastic.leader.workers import Workers
@@ -149,6 +150,7 @@ class Leader:
         )
         self._machine = self._new_machine(has_checkpoint=resumed)
         self._scaler: Scaler | None = None
+        self._relay = EntryRelay(0, ())
         self._takeover: Takeover | None = None
         """State of a takeover; None: it is complete, and this leader leads."""
         self._progress = _Progress()
@@ -514,7 +516,8 @@ class Leader:
             self._saved.look()
             self._agents.release(self._saved.holds)
             self._end_when_fetched()
-        if self._takeover is None:
+        due = self._machine.deadline()
+        if self._takeover is None and due is not None and now >= due:
             self._tell(ev.Tick())
 
     def _tell(self, event: ev.Event) -> None:
@@ -558,10 +561,14 @@ class Leader:
         return trains and self._spec.leader_grace_s > 0 and overdue
 
     def _look_at_progress(self) -> None:
+        machine, places = self._machine, self._workers.places
+        for agent in self._agents.by_host.values():
+            for worker, activity in agent.take_activities().items():
+                if worker in places:
+                    self._watch.note(worker, activity)
         for silent in self._watch.silent():
             self._watch.forget(silent.worker)
             self._tell(silent)
-        machine, places = self._machine, self._workers.places
         if machine.phase is not Phase.RUNNING:
             return
         members = [member.worker for member in machine.members if member.worker in places]
@@ -707,10 +714,6 @@ class Leader:
                 self._journal.warn(f"host {host}: {text}")
             case msg.PastReading(message=reading):
                 self._journal.read(*reading.as_event())
-            case msg.AgentBeat(workers=workers):
-                for worker, activity in workers.items():
-                    if worker in places:
-                        self._watch.note(worker, activity)
             case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():
                 if message.worker in places:
                     self._heard_of_worker(message)
@@ -871,8 +874,7 @@ class Leader:
             case cmd.SaveState(worker=worker):
                 self._save_state(worker)
             case cmd.Abort(generation=generation):
-                for agent in self._agents.by_host.values():
-                    agent.send(msg.CallOff(generation))
+                self._agents.send_all(self._agents.by_host, msg.CallOff(generation))
             case cmd.Announce():
                 self._form(command)
             case cmd.Finish():
@@ -951,9 +953,9 @@ class Leader:
         if order.generation != self._machine.generation:
             return  # a newer generation was announced while the checkpoint was transferred
         life = self._fence.identity.leader
-        message = msg.AnnounceGeneration(msg.Announcement(order, life, restore, checkpoint))
-        for host in dict.fromkeys(member.host for member in order.members):
-            self._agents.send(host, message)
+        announcement = msg.Announcement(order, life, restore, checkpoint)
+        hosts = dict.fromkeys(member.host for member in order.members)
+        self._agents.send_all(hosts, msg.AnnounceGeneration.of(announcement))
 
     # -- sending ---------------------------------------------------------------------------
 
@@ -966,9 +968,12 @@ class Leader:
 
     def _pass_on(self, entry: msg.StoreEntry, *, but: str) -> None:
         """Send a rendezvous entry to all hosts of its generation except ``but``, its origin."""
-        if entry.generation == self._machine.generation:
-            for host in {member.host for member in self._machine.members} - {but}:
-                self._agents.send(host, msg.PutEntry(entry))
+        generation = self._machine.generation
+        if entry.generation == generation:
+            if self._relay.generation != generation:
+                self._relay = EntryRelay(generation, self._machine.members)
+            for host, message in self._relay.add(entry, but):
+                self._agents.send(host, message)
 
 
 def _with_missing(finish: cmd.Finish, missing: str) -> cmd.Finish:

@@ -6,6 +6,7 @@ loop.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import queue
 import re
@@ -20,6 +21,7 @@ import msgspec
 
 from hvd_elastic import __version__
 from hvd_elastic.control.events import AgentFailed
+from hvd_elastic.control.progress import Activity
 from hvd_elastic.errors import HostKeyError, HostUnknownError, HvdElasticError, SshError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import Connection, SshOptions, connect
@@ -30,8 +32,8 @@ from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError
 _DISCARD_TIMEOUT_S = 10.0
 """Time limit for removing a folder of a host [s]; deleting many files may take seconds."""
 
-_CHUNK_BYTES = 1 << 16
-"""Most bytes per read: the usual size of a pipe's buffer."""
+_AT_ONCE_BYTES = 4096
+"""Longest line that is written at once where there is room: a pipe has room for so much or none."""
 # The last line of Python's traceback when a host lacks a package.
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 
@@ -40,10 +42,34 @@ FromAgent = msg.AgentToLeader | AgentFailed
 Post = Callable[["AgentConnection", FromAgent], None]
 
 
+class Sender:
+    """Sends messages to all agents in one thread, which starts with the first.
+
+    With a thread for each, a message to all would wake hundreds that wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[tuple[AgentConnection, bytes | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, agent: AgentConnection, line: bytes | None) -> None:
+        """Send a line to an agent; None: it is the end. Does not wait."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="to agents", daemon=True)
+            self._thread.start()
+        self._lines.put((agent, line))
+
+    def _run(self) -> None:
+        while True:
+            agent, line = self._lines.get()
+            agent.pass_on(line)
+
+
 class AgentConnection:
     """One attempt to start the agent of one host, and the connection to it.
 
-    Every message of the agent is posted; its hello only if its versions match the leader's.
+    Every message of the agent is posted, except heartbeats, which would wake the leader's loop some
+    hundred times a second; its hello only if its versions match the leader's.
     ``AgentFailed`` is posted once, when the agent could not be started or has ended. An agent that
     sends an invalid message counts as ended.
 
@@ -53,10 +79,19 @@ class AgentConnection:
         python: path of the interpreter on that host.
         hello: first message to the agent, with what it needs to know about the run.
         post: called with this connection and each message of the agent, from other threads.
+        logins: held while this connection logs in.
+        sender: sends what does not have to wait.
     """
 
     def __init__(
-        self, host: Host, options: SshOptions, python: str, hello: msg.LeaderHello, post: Post
+        self,
+        host: Host,
+        options: SshOptions,
+        python: str,
+        hello: msg.LeaderHello,
+        post: Post,
+        logins: threading.Semaphore,
+        sender: Sender,
     ) -> None:
         self.host = host
         self.started_at = time.monotonic()
@@ -74,7 +109,18 @@ class AgentConnection:
         self._python = python
         self._hello = hello
         self._post = post
+        self._logins = logins
+        self._sender = sender
+        name = f"host {host.name}: its agent"
+        self._lines = LineSplitter(name)
+        self._messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, name)
+        self._unusable: HvdElasticError | None = None
+        """Why nothing more is read from the agent; None: it is read on."""
+        self._activities: dict[str, Activity] = {}
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Lines that had to wait for the agent."""
+        self._waiting_lines = 0
+        self._counting = threading.Lock()
         self._connection: Connection | None = None
         self._process: Any = None
         self._closing = threading.Event()
@@ -93,7 +139,24 @@ class AgentConnection:
 
     def send(self, message: msg.LeaderToAgent) -> None:
         """Queue a message for the agent; it is dropped if the agent has ended."""
-        self._outbox.put(encode(message))
+        self.send_line(encode(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Queue an encoded message, as :meth:`send` does."""
+        self._sender.put(self, line)
+
+    def pass_on(self, line: bytes | None) -> None:
+        """Write a line if that cannot block, else leave it to a thread; called by the sender."""
+        if line is not None and len(line) <= _AT_ONCE_BYTES and self._process is not None:
+            if not self._waiting_lines and self._process.stdin.is_ready():
+                self._write(line)
+                return
+        self._put_in_outbox(line)
+
+    def _put_in_outbox(self, line: bytes | None) -> None:
+        with self._counting:
+            self._waiting_lines += 1
+        self._outbox.put(line)
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
         """Read a file of the host and pass its content to ``write`` in pieces; blocks.
@@ -133,11 +196,16 @@ class AgentConnection:
         if self.up:
             self.send(msg.LeaderBeat(self.acted_upon, recorded_step))
 
+    def take_activities(self) -> dict[str, Activity]:
+        """Return the workers' activities in the last heartbeat; empty if there is no new one."""
+        taken, self._activities = self._activities, {}
+        return taken
+
     def shutdown(self, grace_s: float) -> None:
         """Ask the agent to end its workers and itself; does not wait."""
         self._closing.set()
         self.send(msg.Shutdown(grace_s))
-        self._outbox.put(None)
+        self._sender.put(self, None)
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Wait for the agent to end; return whether it did within ``timeout_s``."""
@@ -156,7 +224,9 @@ class AgentConnection:
         unknown, brief = False, "cannot start an agent"
         try:
             self._start()
-            self._read()
+            self._process.stdout.read()  # all of it is taken, so this waits for the end
+            if self._unusable is not None:
+                raise self._unusable
             if not self.up and not self._closing.is_set():
                 cause, fatal = self._why_not_started()
             elif self._process is not None:
@@ -174,46 +244,61 @@ class AgentConnection:
             self._post(self, AgentFailed(self.host.name, cause, fatal, unknown, brief))
 
     def _start(self) -> None:
-        self._connection = connect(self.host, self._options)
+        with self._logins:
+            self._connection = connect(self.host, self._options)
         # Every user of the host can read this command line, so the training command and the
         # environment are sent through stdin instead.
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
-        self._process = self._connection.start(command)
-        self.send(self._hello)
+        self._process = self._connection.start(command, on_stdout=self._take)
+        self._put_in_outbox(encode(self._hello))
         threading.Thread(
-            target=self._write, name=f"to agent of {self.host.name}", daemon=True
+            target=self._write_outbox, name=f"to agent of {self.host.name}", daemon=True
         ).start()
 
-    def _write(self) -> None:
-        try:
-            while (data := self._outbox.get()) is not None:
-                self._process.stdin.write(data)
-                self._process.stdin.flush()
-        except (OSError, HvdElasticError):
-            return  # the reading thread fails as well, and reports it
+    def _write_outbox(self) -> None:
+        while (line := self._outbox.get()) is not None:
+            self._write(line)
+            with self._counting:
+                self._waiting_lines -= 1
 
-    def _read(self) -> None:
-        sender = f"host {self.host.name}: its agent"
-        lines = LineSplitter(sender)
-        messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, sender)
-        while data := self._process.stdout.read(_CHUNK_BYTES):
-            self.last_heard = self.last_read = time.monotonic()
-            for line in lines.feed(data):
-                try:
-                    message = messages.decode(line)
-                except ProtocolError:
-                    if not self.up and not self._is_hello_of_another_version(line):
-                        continue  # output of a shell start-up file, not of the agent
-                    raise
-                if isinstance(message, msg.AgentHello):
-                    unfit = self._unfit_version(message) or self._unfit_network(message)
-                    if unfit:
-                        raise _UnfitHostError(unfit)
-                    self.info = message
-                self._post(self, message)
-                if isinstance(message, msg.Refused):
-                    by = message.led.led_by
-                    raise _LedHostError(f"host {self.host.name} is led by another leader, {by}")
+    def _write(self, line: bytes) -> None:
+        # If it fails, the reading thread fails as well, and reports it.
+        with contextlib.suppress(OSError, HvdElasticError):
+            self._process.stdin.write(line)
+
+    def _take(self, data: bytes) -> None:
+        """Take a piece of the agent's output, in the thread that has read it.
+
+        Raises:
+            EOFError: the agent cannot be used, so nothing more need be read.
+        """
+        self.last_heard = self.last_read = time.monotonic()
+        try:
+            for line in self._lines.feed(data):
+                self._take_line(line)
+        except HvdElasticError as error:
+            self._unusable = error
+            raise EOFError from error
+
+    def _take_line(self, line: bytes) -> None:
+        try:
+            message = self._messages.decode(line)
+        except ProtocolError:
+            if not self.up and not self._is_hello_of_another_version(line):
+                return  # output of a shell start-up file, not of the agent
+            raise
+        if isinstance(message, msg.AgentHello):
+            unfit = self._unfit_version(message) or self._unfit_network(message)
+            if unfit:
+                raise _UnfitHostError(unfit)
+            self.info = message
+        if isinstance(message, msg.AgentBeat):
+            self._activities = message.workers
+            return
+        self._post(self, message)
+        if isinstance(message, msg.Refused):
+            by = message.led.led_by
+            raise _LedHostError(f"host {self.host.name} is led by another leader, {by}")
 
     def _is_hello_of_another_version(self, line: bytes) -> bool:
         """Return whether the line is a hello; raise _UnfitHostError if its version differs."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import zlib
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar, get_args
 
@@ -152,6 +153,27 @@ class LineSplitter:
         del self._buffer[:begin]
         if len(self._buffer) > self._limit:
             raise ProtocolError(f"{self._sender} sent a line of more than {self._limit} bytes")
+
+
+def compress(data: bytes) -> bytes:
+    """Return bytes of a message in fewer bytes; fast rather than small."""
+    return zlib.compress(data, 1)
+
+
+def decompress(data: bytes, limit: int = MAX_LINE_BYTES) -> bytes:
+    """Return what :func:`compress` was given.
+
+    Raises:
+        ProtocolError: it is damaged, or longer than ``limit`` [bytes].
+    """
+    unpacking = zlib.decompressobj()
+    try:
+        plain = unpacking.decompress(data, limit)
+    except zlib.error as error:
+        raise ProtocolError(f"a peer sent compressed bytes that are damaged: {error}") from None
+    if not unpacking.eof:
+        raise ProtocolError(f"a peer sent more than {limit} compressed bytes, or not all of them")
+    return plain
 
 
 def peer_uid(connection: socket.socket) -> int:

@@ -15,8 +15,9 @@ import msgspec
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Activity, Position
+from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -91,7 +92,7 @@ class SavedFile(_Plain):
 
 
 class StoreEntry(_Plain):
-    """An entry of the rendezvous store of a generation."""
+    """An entry of the rendezvous store of a generation; ``value`` is compressed."""
 
     generation: int
     scope: str
@@ -466,7 +467,7 @@ class LeaderHello(_ToAgent, tag="hello", forbid_unknown_fields=False):
         run: contents of run.json, for a later leader that has no run folder.
         interface: network interface of the ring; None: the one with this host's own address.
         local_address: address of this host for the other hosts.
-        heartbeat_s: time between heartbeats [s].
+        heartbeat_s: time between heartbeats of the agent, and of the leader to it [s].
         preemption_command: command that tells whether the host will be preempted; None: there is
             none.
         options: options for the workers.
@@ -522,15 +523,46 @@ class StartWorker(_ToAgent, tag="start_worker"):
 
 
 class AnnounceGeneration(_ToAgent, tag="announce"):
-    """Announce a generation to the members on this host."""
+    """Announce a generation to the members on this host.
 
-    announcement: Announcement
+    ``packed`` is the announcement, encoded and compressed: it lists all members, and goes to all
+    hosts.
+    """
+
+    packed: bytes
+
+    @classmethod
+    def of(cls, announcement: Announcement) -> AnnounceGeneration:
+        """Return the message that holds an announcement."""
+        return cls(compress(encode(announcement)))
+
+    @property
+    def announcement(self) -> Announcement:
+        """The announcement.
+
+        Raises:
+            ProtocolError: the sender did not pack one.
+        """
+        decoder: MessageDecoder[Announcement] = MessageDecoder(Announcement, "the leader")
+        return decoder.decode(decompress(self.packed))
 
 
-class PutEntry(_ToAgent, tag="store"):
-    """Another host has added an entry to the rendezvous store."""
+class PutEntries(_ToAgent, tag="store"):
+    """Other hosts have added entries to the rendezvous store.
 
-    entry: StoreEntry
+    Attributes:
+        generation, scope, keys: keys of the entries, all of one scope.
+        values: compressed value of the only entry, or equal parts of all values in their order.
+        size: length of each whole value [bytes]; 0: ``values`` is a whole value.
+        begins: where in its value each part begins; this host's ranks do not read the rest.
+    """
+
+    generation: int
+    scope: str
+    keys: list[str]
+    values: bytes
+    size: int = 0
+    begins: list[int] = []
 
 
 class CallOff(_ToAgent, tag="abort"):
@@ -576,7 +608,7 @@ LeaderToAgent = (
     | LeaderBeat
     | StartWorker
     | AnnounceGeneration
-    | PutEntry
+    | PutEntries
     | CallOff
     | Tell
     | Kill

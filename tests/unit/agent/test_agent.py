@@ -28,7 +28,7 @@ from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.framing import encode
+from hvd_elastic.wire.framing import compress, decompress, encode
 from tests.unit.wire.wire_samples import leader_hello, saved_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -161,7 +161,7 @@ class Agent:
             for slot, name in enumerate(workers)
         )
         order = Announce(generation, members, None, restore=False, reason="a test")
-        self.send(encode(msg.AnnounceGeneration(msg.Announcement(order, "l"))))
+        self.send(encode(msg.AnnounceGeneration.of(msg.Announcement(order, "l"))))
 
     def start_worker(self, name: str = "w0", local_rank: int = 0) -> None:
         self.say(op="start_worker", worker=name, local_rank=local_rank, slots=1)
@@ -296,10 +296,8 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     assert ask("PUT", b"\x00\xff") == (200, b"")
     sent = agent.event("store")["entry"]
     assert (sent["generation"], sent["scope"], sent["key"]) == (4, "global", "0")
-    assert base64.b64decode(sent["value"]) == b"\x00\xff"
-    value = base64.b64encode(b"other").decode()
-    entry = {"generation": 4, "scope": "global", "key": "0", "value": value}
-    agent.say(op="store", entry=entry)
+    assert decompress(base64.b64decode(sent["value"])) == b"\x00\xff"
+    agent.send(encode(msg.PutEntries(4, "global", ["0"], compress(b"other"))))
     agent.say(op="tell", worker="w0", message={"kind": "hold"})
     agent.told_by_worker()  # what came before it has been done
     assert ask("GET") == (200, b"other")

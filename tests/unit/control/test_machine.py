@@ -1523,3 +1523,29 @@ def test_next_leader_knows_what_was_drained():
 def test_pinned_hosts_come_before_all_others():
     play = Play("a", "b*2", "c", np=3, pinned=("c", "b"))
     assert play.first == [StartAgent("b"), StartAgent("c")]
+
+
+def test_reports_that_all_members_send_in_a_pause_are_compared_once(monkeypatch):
+    play = start(*(f"h{number}" for number in range(40)))
+    assert is_running(play)
+    compared = []
+    compare = play.machine._compare
+
+    def note(now):
+        compared.append(now)
+        compare(now)
+
+    monkeypatch.setattr(play.machine, "_compare", note)
+    *survivors, lost = play.names
+    play.killed(lost)
+    compared.clear()
+    for worker in survivors[:-1]:
+        assert play.broken(worker, 5) == []
+    assert not compared
+    forming = members(play.broken(survivors[-1], 5))
+    compared.clear()
+    play.joined(*forming[:-1])
+    assert not compared
+    play.joined(forming[-1])
+    assert compared
+    assert is_running(play)

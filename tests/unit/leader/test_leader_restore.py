@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hvd_elastic.checkpoint.collector import Brought
@@ -32,6 +33,9 @@ class Agent:
 
     def send(self, message: msg.LeaderToAgent) -> None:
         self.sent.append(message)
+
+    def send_line(self, line: bytes) -> None:
+        self.send(msgspec.json.decode(line, type=msg.LeaderToAgent))
 
 
 class Resumed:

@@ -13,6 +13,7 @@ import pytest
 from hvd_elastic.checkpoint import saved_collector
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control.endings import StopCause
+from hvd_elastic.control.progress import Activity
 from hvd_elastic.leader.leader import Leader, _with_missing
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
@@ -43,6 +44,9 @@ class Agent(Host):
     def send(self, message: msg.LeaderToAgent) -> None:
         if isinstance(message, msg.DropSaved):
             super().send(message)
+
+    def take_activities(self) -> dict[str, Activity]:
+        return {}
 
     def beat(self, recorded_step: int | None) -> None:
         self.beats += 1

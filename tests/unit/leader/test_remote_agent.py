@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import platform
 import queue
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvd_elastic.control.events import AgentFailed
+from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.leader import remote_agent
 from hvd_elastic.leader.leader import Leader
-from hvd_elastic.leader.remote_agent import AgentConnection
+from hvd_elastic.leader.remote_agent import AgentConnection, Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.wire import messages as msg
@@ -29,7 +33,8 @@ class Process:
     """An agent's process that has written all it will ever write."""
 
     def __init__(self, output: bytes, stderr: bytes = b"") -> None:
-        self.stdin, self.stdout, self.stderr_tail = io.BytesIO(), io.BytesIO(output), stderr
+        self.stdin, self.stdout, self.stderr_tail = io.BytesIO(), io.BytesIO(), stderr
+        self.output = output
 
     def wait(self, _: float) -> int:
         return 1
@@ -43,21 +48,32 @@ class Connection:
     def __init__(self, process: Process) -> None:
         self._process = process
 
-    def start(self, _: str) -> Process:
+    def start(self, _: str, on_stdout: Callable[[bytes], None]) -> Process:
+        with contextlib.suppress(EOFError):
+            on_stdout(self._process.output)
         return self._process
 
     def close(self) -> None: ...
 
 
-def heard(monkeypatch: pytest.MonkeyPatch, output: bytes, stderr: bytes = b"") -> list[Any]:
-    """What is posted of an agent that writes this."""
+def heard(
+    monkeypatch: pytest.MonkeyPatch,
+    output: bytes,
+    stderr: bytes = b"",
+    on: list[AgentConnection] | None = None,
+) -> list[Any]:
+    """What is posted of an agent that writes this; ``on`` gets the connection."""
     process = Process(output, stderr)
     monkeypatch.setattr(remote_agent, "connect", lambda *_: Connection(process))
     posted: queue.Queue[Any] = queue.Queue()
-    AgentConnection(
+    connection = AgentConnection(
         *(Host("b", slots=1), SshOptions(), "python3", leader_hello()),
         lambda _, message: posted.put(message),
+        threading.Semaphore(),
+        Sender(),
     )
+    if on is not None:
+        on.append(connection)
     found = [posted.get(timeout=60)]
     while not isinstance(found[-1], AgentFailed):
         found.append(posted.get(timeout=60))
@@ -88,9 +104,21 @@ def test_what_a_shell_prints_before_the_agent_speaks_is_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     noise = b'Welcome to b\n{"motd": 1}\n[]\n'
-    hello, beat, _ = heard(monkeypatch, noise + HELLO + encode(msg.AgentBeat({})))
+    warning = msg.AgentWarning("it works")
+    hello, heard_later, _ = heard(monkeypatch, noise + HELLO + encode(warning))
     assert isinstance(hello, msg.AgentHello)
-    assert beat == msg.AgentBeat({})
+    assert heard_later == warning
+
+
+def test_heartbeats_wait_to_be_taken_and_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats = [msg.AgentBeat({"w": Activity(step=step)}) for step in (1, 2)]
+    connections: list[AgentConnection] = []
+    hello, down = heard(monkeypatch, HELLO + b"".join(map(encode, beats)), on=connections)
+    assert isinstance(hello, msg.AgentHello)
+    assert isinstance(down, AgentFailed)
+    (connection,) = connections
+    assert connection.take_activities() == {"w": Activity(step=2)}
+    assert connection.take_activities() == {}, "each counts once"
 
 
 @pytest.mark.parametrize("fields", [b"", b', "python": "%s"' % platform.python_version().encode()])

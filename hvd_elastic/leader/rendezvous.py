@@ -1,0 +1,83 @@
+"""Passes the entries of Gloo's rendezvous on from each host to the others.
+
+Every rank stores one value under its number: its addresses, one for each other rank in their order.
+So all values together grow with the square of the world, and a leader that sent them all to every
+host would spend seconds on it while training is paused. In a large world each host is sent the part
+of each value that its own ranks read, once all values are there, since no rank can go on before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hvd_elastic.control.commands import Member
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import compress, decompress
+
+SMALL_WORLD = 16
+"""Largest world whose entries are sent at once and whole, which is soonest."""
+_ALL_RANKS = "global"
+"""Scope in which Horovod's ranks all meet; others, such as of process sets, have fewer ranks."""
+
+
+class EntryRelay:
+    """Decides what to send to whom of the entries of one generation.
+
+    Args:
+        generation: its number.
+        members: its members, by rank.
+    """
+
+    def __init__(self, generation: int, members: Sequence[Member]) -> None:
+        self.generation = generation
+        self._ranks: dict[str, list[int]] = {}
+        for member in members:
+            self._ranks.setdefault(member.host, []).append(member.rank)
+        self._size = len(members)
+        self._waiting: dict[str, tuple[msg.StoreEntry, str, bytes]] = {}
+
+    def add(self, entry: msg.StoreEntry, origin: str) -> Iterator[tuple[str, msg.PutEntries]]:
+        """Yield the messages to send now, each with its host.
+
+        Args:
+            entry: entry of a rank.
+            origin: host of that rank.
+
+        Raises:
+            ProtocolError: the value was not compressed as agents do.
+        """
+        if entry.scope != _ALL_RANKS or self._size <= SMALL_WORLD:
+            yield from self._whole(entry, origin)
+            return
+        value = decompress(entry.value)
+        self._waiting[entry.key] = (entry, origin, value)
+        if len(self._waiting) < self._size:
+            return
+        waiting, self._waiting = self._waiting, {}
+        values = [waiting[key][2] for key in map(str, range(self._size)) if key in waiting]
+        lengths = {len(value) for value in values}
+        if len(values) == self._size and len(lengths) == 1 and max(lengths) % (self._size - 1) == 0:
+            yield from self._parts(entry, values)
+        else:  # not as Gloo writes them
+            for one, host, _ in waiting.values():
+                yield from self._whole(one, host)
+
+    def _whole(self, entry: msg.StoreEntry, origin: str) -> Iterator[tuple[str, msg.PutEntries]]:
+        message = msg.PutEntries(entry.generation, entry.scope, [entry.key], entry.value)
+        return ((host, message) for host in self._ranks if host != origin)
+
+    def _parts(
+        self, entry: msg.StoreEntry, values: Sequence[bytes]
+    ) -> Iterator[tuple[str, msg.PutEntries]]:
+        size = len(values[0])
+        address = size // (self._size - 1)
+        for host, ranks in self._ranks.items():
+            first, length = ranks[0], len(ranks) * address  # ranks of a host are consecutive
+            others = [*range(first), *range(ranks[-1] + 1, self._size)]
+            # A rank has no address for itself, so those for later ranks come one place earlier.
+            begins = [(first - (first > rank)) * address for rank in others]
+            places = zip(others, begins, strict=True)
+            parts = b"".join([values[rank][at : at + length] for rank, at in places])
+            keys = list(map(str, others))
+            generation, scope = entry.generation, entry.scope
+            yield host, msg.PutEntries(generation, scope, keys, compress(parts), size, begins)
