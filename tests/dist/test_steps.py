@@ -150,3 +150,117 @@ def test_groups_and_an_early_end_without_a_leader(tmp_path: Path) -> None:
     found, shown = end_of(tmp_path, launcher, "launched")
     assert found == pytest.approx(undisturbed, rel=1e-9)
     assert f"training ends after step {STEPS}, as rank 1 has asked: twelve are enough" in shown
+
+
+ALONE = '''\
+"""One rank never leaves no_sync()."""
+from contextlib import nullcontext
+
+import torch
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+loader = hvd.DataLoader(TensorDataset(torch.ones(1000, 4)), 10)
+
+
+@hvd.run
+def train(state):
+    for number, (inputs,) in enumerate(hvd.steps(10**6, loader)):
+        last = hvd.rank() == 0 or number < 2
+        with nullcontext() if last else optimizer.no_sync():
+            model(inputs).mean().backward()
+        if last:
+            optimizer.step()
+
+
+train(hvd.State(model=model, optimizer=optimizer))
+'''
+
+
+@COSTLY
+def test_a_rank_that_alone_accumulates_ends_the_run(tmp_path: Path) -> None:
+    script = write_script(tmp_path, ALONE)
+    with Job("--np", 2, "--", sys.executable, script, home=tmp_path) as job:
+        assert job.wait(120) == 1, job.text
+    assert (
+        "32 backward passes of step 3 were added up in `with optimizer.no_sync():` on rank 1 "
+        in (job.text)
+    )
+
+
+UNDONE = '''\
+"""Rank 0 tells that training ends, and dies before rank 1 knows."""
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.training import context
+from hvd_elastic.wire.messages import TrainingStopped
+
+told = Path(sys.argv[1])
+hvd.init()
+worker = context.current().worker
+gather, send = worker.communicator.gather, worker.sink.send
+
+
+def lose(array, name):
+    found = gather(array, name)
+    if name == "hvd_elastic.stop" and hvd.rank() == 1:
+        while not told.exists():
+            time.sleep(0.01)
+        raise GenerationBrokenError("the answer of rank 0 was lost")
+    return found
+
+
+def tell(message):
+    send(message)
+    if isinstance(message, TrainingStopped):
+        told.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+worker.communicator.gather, worker.sink.send = lose, tell
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+loader = hvd.DataLoader(TensorDataset(torch.ones(100, 4)), 10)
+
+
+@hvd.run
+def train(state):
+    for (inputs,) in hvd.steps(12, loader):
+        state.seen += 1
+        if state.seen == 5 and hvd.rank() == 0 and not told.exists():
+            hvd.stop("five are enough")
+        optimizer.zero_grad()
+        model(inputs).mean().backward()
+        optimizer.step()
+        state.commit()
+
+
+train(hvd.State(model=model, optimizer=optimizer, seen=0))
+'''
+
+
+@COSTLY
+def test_an_early_end_that_dies_with_its_rank_is_taken_back(tmp_path: Path) -> None:
+    script, hosts = write_script(tmp_path, UNDONE), tmp_path / "hosts"
+    hosts.write_text("localhost slots=3\n", encoding="utf-8")
+    options = ["--hostfile", hosts, "--np", 2, "--min-np", 2, "--spares", 1]
+    with Job(*options, "--", sys.executable, script, tmp_path / "told", home=tmp_path) as job:
+        assert job.wait(240) == 0, job.text
+    assert [event["step"] for event in job.events("training_stopped")] == [5]
+    assert [event["step"] for event in job.events("training_goes_on")] == [4]
+    (finished,) = job.events("run_finished")
+    assert (finished["status"], finished["steps"]) == ("succeeded", 12)
+    assert "stopped by the script" not in finished["message"]
