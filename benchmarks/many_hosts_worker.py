@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-import struct
 import sys
 import threading
 import time
@@ -30,10 +29,10 @@ START = time.monotonic()
 
 def addresses(rank: int, size: int) -> bytes:
     """Return a value as Gloo stores it: they differ in the port, two bytes of each."""
-    address = bytearray(random.Random(rank).randbytes(ADDRESS_BYTES))
-    address[32:112] = bytes(80)
-    ports = (struct.pack("!H", 1024 + 256 * rank + other) for other in range(size - 1))
-    return b"".join(bytes(address[:2]) + port + bytes(address[4:]) for port in ports)
+    dice = random.Random(rank)
+    address = dice.randbytes(32) + bytes(72) + dice.randbytes(ADDRESS_BYTES - 104)
+    ports = (dice.randbytes(2) for _ in range(size - 1))
+    return b"".join(address[:2] + port + address[4:] for port in ports)
 
 
 def mine(value: bytes, rank: int, my_rank: int) -> bytes:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from hvd_elastic.agent.loopback_peer import loopback_peer_uid
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.framing import decompress
 
 _REQUEST = re.compile(rb"(GET|PUT|DELETE) /([\w.:-]{1,256})/([\w.:-]{1,256}) HTTP/1\.[01]")
 _LENGTH = re.compile(rb"content-length:\s*(\d{1,9})", re.IGNORECASE)
@@ -81,17 +80,18 @@ class GenerationStore:
         self._values[scope, key] = Value(value)
         self._wake()
 
-    def put_from_others(self, entries: msg.PutEntries) -> None:
-        """Store what workers of other hosts have put.
-
-        Raises:
-            ProtocolError: the values are damaged.
-        """
-        values, begins = decompress(entries.values), entries.begins or [0]
-        length = len(values) // len(entries.keys)
-        for number, (key, begin) in enumerate(zip(entries.keys, begins, strict=True)):
+    def put_addresses(self, message: msg.PutAddresses) -> None:
+        """Store the addresses that the ranks of all other hosts have put for those of this host."""
+        values, ranks = message.values, message.ranks
+        first, count = message.first, message.count
+        others = [*range(first), *range(first + count, ranks)]
+        length = len(values) // len(others)
+        size = length // count * (ranks - 1)
+        for number, rank in enumerate(others):
+            # A rank has no address for itself, so those for later ranks come one place earlier.
+            begin = (first - (first > rank)) * (length // count)
             part = values[number * length : (number + 1) * length]
-            self._values[entries.scope, key] = Value(part, begin, entries.size)
+            self._values[message.scope, str(rank)] = Value(part, begin, size)
         self._wake()
 
     def call_off(self) -> None:
