@@ -30,15 +30,15 @@ START = time.monotonic()
 def addresses(rank: int, size: int) -> bytes:
     """Return a value as Gloo stores it: they differ in the port, two bytes of each."""
     dice = random.Random(rank)
-    address = dice.randbytes(32) + bytes(72) + dice.randbytes(ADDRESS_BYTES - 104)
-    ports = (dice.randbytes(2) for _ in range(size - 1))
-    return b"".join(address[:2] + port + address[4:] for port in ports)
+    rest = dice.randbytes(4) + bytes(8)  # IP address and padding
+    rest += dice.randbytes(40) + bytes(72) + b"\xff" * 8  # what Gloo leaves unset, and its number
+    return b"".join(b"\2\0" + dice.randbytes(2) + rest for _ in range(size - 1))
 
 
 def mine(value: bytes, rank: int, my_rank: int) -> bytes:
-    """Return the address in the value of ``rank`` that ``my_rank`` connects to."""
+    """Return the address and port in the value of ``rank`` that ``my_rank`` connects to."""
     at = my_rank - (my_rank > rank)
-    return value[at * ADDRESS_BYTES :][:ADDRESS_BYTES]
+    return value[at * ADDRESS_BYTES :][:16]
 
 
 def ask(port: int, method: str, key: int, body: bytes = b"") -> bytes:

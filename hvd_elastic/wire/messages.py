@@ -558,7 +558,7 @@ class PutAddresses(_ToAgent, tag="addresses"):
         generation, scope: where they belong.
         ranks: number of ranks in the generation.
         first, count: first rank of this host, and number of its ranks.
-        values: addresses for these ranks of each other rank, in the order of the ranks.
+        values: compressed addresses for these ranks of each other rank, in the order of the ranks.
     """
 
     generation: int
