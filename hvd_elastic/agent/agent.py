@@ -58,7 +58,7 @@ from hvd_elastic.hosts.programs.processes import (
     own_ancestors,
 )
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.framing import ProtocolError, compress
+from hvd_elastic.wire.framing import ProtocolError, compress, decompress
 
 _PROOF_S = 2.0
 """Least wait for a message of a leader that may live [s]; two of its heartbeats if longer."""
@@ -185,9 +185,13 @@ class Agent:
                 self._reap()  # it may have ended before it was registered
             case msg.AnnounceGeneration():
                 await self._announce(message.announcement, workers)
-            case msg.PutEntries(generation=generation):
+            case msg.PutEntry(entry=entry):
+                if entry.generation in self._stores:
+                    value = decompress(entry.value)
+                    self._stores[entry.generation].put(entry.scope, entry.key, value)
+            case msg.PutAddresses(generation=generation):
                 if generation in self._stores:
-                    self._stores[generation].put_from_others(message)
+                    self._stores[generation].put_addresses(message)
             case msg.CallOff(generation=generation):
                 self._call_off(generation)
             case msg.Tell(worker=name, message=instruction):

@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
+import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,6 +33,10 @@ _REQUEST_TIMEOUT_S = 10.0
 # on its own host. Its TCP transport never uses that count. So names of other hosts are not waited
 # for, because training is paused during a rescale.
 _HOST_NAME = "rank_"
+# An address of Gloo's is a sockaddr_storage, whose rest is unset, and a number of 8 bytes.
+_STORAGE_BYTES = 128
+_ADDRESS_BYTES = _STORAGE_BYTES + 8
+_SOCKADDR_BYTES = {struct.pack("=H", socket.AF_INET): 16, struct.pack("=H", socket.AF_INET6): 28}
 _REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 410: "Gone", 413: "Too Large"}
 
 
@@ -50,6 +56,24 @@ class Value(NamedTuple):
     def whole(self) -> bytes:
         """Return the value, with zeros in place of what is not known."""
         return (bytes(self.begin) + self.part).ljust(self.size, b"\0")
+
+
+def without_leftovers(value: bytes) -> bytes:
+    """Return Gloo's socket addresses with zeros where Gloo leaves memory unset.
+
+    Addresses then compress to a tenth, and other hosts see nothing of the process's memory. What
+    does not have the form of such addresses is returned as it is.
+    """
+    used = _SOCKADDR_BYTES.get(value[:2])
+    starts = range(0, len(value), _ADDRESS_BYTES)
+    regular = len(value) % _ADDRESS_BYTES == 0 and len({value[at : at + 2] for at in starts}) == 1
+    if used is None or not regular:
+        return value
+    unset = bytes(_STORAGE_BYTES - used)
+    return b"".join(
+        value[at : at + used] + unset + value[at + _STORAGE_BYTES : at + _ADDRESS_BYTES]
+        for at in starts
+    )
 
 
 _ANOTHER_HOST = Value(b"another host")
@@ -81,17 +105,22 @@ class GenerationStore:
         self._values[scope, key] = Value(value)
         self._wake()
 
-    def put_from_others(self, entries: msg.PutEntries) -> None:
-        """Store what workers of other hosts have put.
+    def put_addresses(self, message: msg.PutAddresses) -> None:
+        """Store the addresses that the ranks of all other hosts have put for those of this host.
 
         Raises:
-            ProtocolError: the values are damaged.
+            ProtocolError: the addresses are damaged.
         """
-        values, begins = decompress(entries.values), entries.begins or [0]
-        length = len(values) // len(entries.keys)
-        for number, (key, begin) in enumerate(zip(entries.keys, begins, strict=True)):
+        values, ranks = decompress(message.values), message.ranks
+        first, count = message.first, message.count
+        others = [*range(first), *range(first + count, ranks)]
+        length = len(values) // len(others)
+        size = length // count * (ranks - 1)
+        for number, rank in enumerate(others):
+            # A rank has no address for itself, so those for later ranks come one place earlier.
+            begin = (first - (first > rank)) * (length // count)
             part = values[number * length : (number + 1) * length]
-            self._values[entries.scope, key] = Value(part, begin, entries.size)
+            self._values[message.scope, str(rank)] = Value(part, begin, size)
         self._wake()
 
     def call_off(self) -> None:
@@ -142,7 +171,7 @@ class GenerationStore:
             self.put(scope, key, body)
             # Keys under local_<host> are for this host's workers only.
             if not scope.startswith("local_") and not key.startswith(_HOST_NAME):
-                self._forward(scope, key, body)
+                self._forward(scope, key, without_leftovers(body))
         elif method == b"GET":
             if key.startswith(_HOST_NAME) and not self._called_off:
                 return 200, self._values.get((scope, key), _ANOTHER_HOST).whole()

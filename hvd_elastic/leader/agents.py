@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,10 @@ _LOGINS = 32
 the time limit of a connection."""
 _BEATS_PER_S = 100
 """Number of hosts above which heartbeats come less than once a second, and so many in a second."""
+_MANY_HOSTS = 64
+_LONG_TURN_S = 0.05
+"""How long a thread may run while others wait, with many hosts [s]. Hundreds wake at once,
+and each looks again after this time whether it may run; with Python's 5 ms that takes long."""
 _LONGEST_BEAT_S = 3.0
 LOOK_S = 0.25
 """Time between two checks for silent agents [s]; short beside any failure timeout."""
@@ -76,6 +81,8 @@ class Agents:
             take_over: whether workers of an earlier leader are kept; otherwise they are ended.
         """
         host, spec = hosts.get(name) or Host(name, slots=1), self._spec
+        if len(hosts) > _MANY_HOSTS:
+            sys.setswitchinterval(_LONG_TURN_S)
         hello = msg.LeaderHello(
             run_id=led.run_id,
             host=name,

@@ -19,6 +19,8 @@ SMALL_WORLD = 16
 _ALL_RANKS = "global"
 """Scope in which Horovod's ranks all meet; others, such as of process sets, have fewer ranks."""
 
+Put = msg.PutEntry | msg.PutAddresses
+
 
 class EntryRelay:
     """Decides what to send to whom of the entries of one generation.
@@ -36,7 +38,7 @@ class EntryRelay:
         self._size = len(members)
         self._waiting: dict[str, tuple[msg.StoreEntry, str, bytes]] = {}
 
-    def add(self, entry: msg.StoreEntry, origin: str) -> Iterator[tuple[str, msg.PutEntries]]:
+    def add(self, entry: msg.StoreEntry, origin: str) -> Iterator[tuple[str, Put]]:
         """Yield the messages to send now, each with its host.
 
         Args:
@@ -49,35 +51,30 @@ class EntryRelay:
         if entry.scope != _ALL_RANKS or self._size <= SMALL_WORLD:
             yield from self._whole(entry, origin)
             return
-        value = decompress(entry.value)
-        self._waiting[entry.key] = (entry, origin, value)
+        self._waiting[entry.key] = (entry, origin, decompress(entry.value))
         if len(self._waiting) < self._size:
             return
         waiting, self._waiting = self._waiting, {}
         values = [waiting[key][2] for key in map(str, range(self._size)) if key in waiting]
         lengths = {len(value) for value in values}
-        if len(values) == self._size and len(lengths) == 1 and max(lengths) % (self._size - 1) == 0:
-            yield from self._parts(entry, values)
+        if len(values) == self._size and len(lengths) == 1 and not lengths.pop() % (self._size - 1):
+            yield from self._addresses(values)
         else:  # not as Gloo writes them
             for one, host, _ in waiting.values():
                 yield from self._whole(one, host)
 
-    def _whole(self, entry: msg.StoreEntry, origin: str) -> Iterator[tuple[str, msg.PutEntries]]:
-        message = msg.PutEntries(entry.generation, entry.scope, [entry.key], entry.value)
+    def _whole(self, entry: msg.StoreEntry, origin: str) -> Iterator[tuple[str, Put]]:
+        message = msg.PutEntry(entry)
         return ((host, message) for host in self._ranks if host != origin)
 
-    def _parts(
-        self, entry: msg.StoreEntry, values: Sequence[bytes]
-    ) -> Iterator[tuple[str, msg.PutEntries]]:
-        size = len(values[0])
-        address = size // (self._size - 1)
+    def _addresses(self, values: Sequence[bytes]) -> Iterator[tuple[str, Put]]:
+        length = len(values[0]) // (self._size - 1)
         for host, ranks in self._ranks.items():
-            first, length = ranks[0], len(ranks) * address  # ranks of a host are consecutive
-            others = [*range(first), *range(ranks[-1] + 1, self._size)]
+            first, count = ranks[0], len(ranks)  # the ranks of a host are consecutive
             # A rank has no address for itself, so those for later ranks come one place earlier.
-            begins = [(first - (first > rank)) * address for rank in others]
-            places = zip(others, begins, strict=True)
-            parts = b"".join([values[rank][at : at + length] for rank, at in places])
-            keys = list(map(str, others))
-            generation, scope = entry.generation, entry.scope
-            yield host, msg.PutEntries(generation, scope, keys, compress(parts), size, begins)
+            before = slice((first - 1) * length, (first - 1 + count) * length)
+            after = slice(first * length, (first + count) * length)
+            parts = [value[before] for value in values[:first]]
+            parts += [value[after] for value in values[first + count :]]
+            place = self.generation, _ALL_RANKS, self._size, first, count
+            yield host, msg.PutAddresses(*place, compress(b"".join(parts)))

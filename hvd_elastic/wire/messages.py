@@ -547,22 +547,28 @@ class AnnounceGeneration(_ToAgent, tag="announce"):
         return decoder.decode(decompress(self.packed))
 
 
-class PutEntries(_ToAgent, tag="store"):
-    """Other hosts have added entries to the rendezvous store.
+class PutEntry(_ToAgent, tag="store"):
+    """Another host has added an entry to the rendezvous store."""
+
+    entry: StoreEntry
+
+
+class PutAddresses(_ToAgent, tag="addresses"):
+    """The ranks of all other hosts have added their addresses to the rendezvous store.
 
     Attributes:
-        generation, scope, keys: keys of the entries, all of one scope.
-        values: compressed value of the only entry, or equal parts of all values in their order.
-        size: length of each whole value [bytes]; 0: ``values`` is a whole value.
-        begins: where in its value each part begins; this host's ranks do not read the rest.
+        generation, scope: where they belong.
+        ranks: number of ranks in the generation.
+        first, count: first rank of this host, and number of its ranks.
+        values: compressed addresses for these ranks of each other rank, in the order of the ranks.
     """
 
     generation: int
     scope: str
-    keys: list[str]
+    ranks: int
+    first: int
+    count: int
     values: bytes
-    size: int = 0
-    begins: list[int] = []
 
 
 class CallOff(_ToAgent, tag="abort"):
@@ -608,7 +614,8 @@ LeaderToAgent = (
     | LeaderBeat
     | StartWorker
     | AnnounceGeneration
-    | PutEntries
+    | PutEntry
+    | PutAddresses
     | CallOff
     | Tell
     | Kill

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ from tests.paths import ROOT
 from tests.unit.forked import start_program
 
 TIMEOUT_S = 90
+Forward = Callable[[Any, str, str, bytes], None]
 
 
 @pytest.fixture
 def stores() -> Iterator[Any]:
-    """Opens a store for each generation; all ranks are on this machine."""
+    """Opens a store for each generation; all ranks are on this machine.
+
+    ``forward`` is called with all stores and each entry that other hosts would need.
+    """
     import asyncio
 
     from hvd_elastic.agent.rendezvous import GenerationStore
@@ -31,9 +35,9 @@ def stores() -> Iterator[Any]:
     thread.start()
     opened: list[GenerationStore] = []
 
-    def open_store() -> int:
+    def open_store(forward: Forward = lambda *_: None) -> int:
         async def body() -> int:
-            store = GenerationStore(lambda *_: None)
+            store = GenerationStore(lambda *entry: forward(opened, *entry))
             opened.append(store)
             return await store.open()
 

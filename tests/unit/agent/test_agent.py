@@ -297,7 +297,7 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     sent = agent.event("store")["entry"]
     assert (sent["generation"], sent["scope"], sent["key"]) == (4, "global", "0")
     assert decompress(base64.b64decode(sent["value"])) == b"\x00\xff"
-    agent.send(encode(msg.PutEntries(4, "global", ["0"], compress(b"other"))))
+    agent.send(encode(msg.PutEntry(msg.StoreEntry(4, "global", "0", compress(b"other")))))
     agent.say(op="tell", worker="w0", message={"kind": "hold"})
     agent.told_by_worker()  # what came before it has been done
     assert ask("GET") == (200, b"other")

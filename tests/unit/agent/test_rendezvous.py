@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.agent.loopback_peer import loopback_peer_uid
-from hvd_elastic.agent.rendezvous import GenerationStore
+from hvd_elastic.agent.rendezvous import GenerationStore, without_leftovers
 
 TIMEOUT_S = 20
 
@@ -241,3 +241,22 @@ def _states(port: int) -> set[str]:
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     rows = [line.split() for line in lines]
     return {row[3] for row in rows if row[2].endswith(f":{port:04X}") and row[3] != "0A"}
+
+
+@pytest.mark.parametrize(("family", "used"), [(socket.AF_INET, 16), (socket.AF_INET6, 28)])
+def test_other_hosts_see_addresses_and_nothing_else_of_a_ranks_memory(
+    family: int, used: int
+) -> None:
+    """Gloo sends a sockaddr_storage of which it has set a part, and a number."""
+    head = family.to_bytes(2, sys.byteorder)
+    addresses = [head + bytes([number]) * 126 + b"\xff" * 8 for number in (1, 2, 3)]
+    kept = [a[:used] + bytes(128 - used) + a[128:] for a in addresses]
+    assert without_leftovers(b"".join(addresses)) == b"".join(kept)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"x", bytes(136), b"\x02\x00" + bytes(135), b"\x02\x00" + b"x" * 134 + b"y" * 136],
+)
+def test_what_does_not_have_the_form_of_addresses_is_forwarded_as_it_is(value: bytes) -> None:
+    assert without_leftovers(value) == value

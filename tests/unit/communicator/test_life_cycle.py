@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.real_ranks import run_ranks, worlds
+from hvd_elastic.control.events import HostSlots
+from hvd_elastic.control.membership import Seat, assign_ranks
+from hvd_elastic.leader import rendezvous
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import compress
+from tests.unit.real_ranks import rank_variables, run_ranks, worlds
 
 
 @pytest.mark.dist
@@ -46,6 +51,37 @@ for env in generations:
     first = [3, 1.0, [0, 1, 1, 2, 2, 2], [[[2.0, 2.0], [2.0, 2.0]], [2, 2], []], "of rank 1"]
     second = [2, 0.5, [0, 1, 1], [[[1.0, 1.0], [1.0, 1.0]], [1, 1], []], "of rank 1"]
     assert said == [[first, second], [first, second], [first]]
+
+
+@pytest.mark.dist
+def test_ranks_of_a_large_world_meet_through_the_addresses_that_they_read(
+    stores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    monkeypatch.setattr(rendezvous, "SMALL_WORLD", 1)
+    hosts = [HostSlots("a", 1), HostSlots("b", 2), HostSlots("c", 1)]
+    seats = [Seat(f"{h.name}:{slot}", h.name, slot) for h in hosts for slot in range(h.slots)]
+    members = assign_ranks(seats, hosts)
+    relay = rendezvous.EntryRelay(1, members)
+    names = [host.name for host in hosts]
+
+    def forward(opened: list[Any], scope: str, key: str, value: bytes) -> None:
+        entry = msg.StoreEntry(1, scope, key, compress(value))
+        for host, message in relay.add(entry, members[int(key)].host):
+            opened[names.index(host)].put_addresses(message)
+
+    ports = {name: stores(forward) for name in names}
+    variables = [rank_variables(each.rank, len(members), ports[each.host]) for each in members]
+    for each, mine in zip(members, variables, strict=True):
+        mine |= {"HOROVOD_HOSTNAME": each.host, "HOROVOD_GLOO_SINGLE_CONTEXT": "1"}
+        mine |= {"HOROVOD_LOCAL_RANK": str(each.local_rank)}
+        mine |= {"HOROVOD_LOCAL_SIZE": str(each.local_size)}
+    body = """
+communicator.start(generations[0])
+said.append(communicator.gather(np.array([communicator.rank]), "all").tolist())
+communicator.stop()
+"""
+    assert run_ranks(body, [variables]) == [[[0, 1, 2, 3]]] * 4
 
 
 @pytest.mark.dist

@@ -12,7 +12,7 @@ from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.membership import Seat, assign_ranks
 from hvd_elastic.leader.rendezvous import SMALL_WORLD, EntryRelay
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.framing import ProtocolError, compress
+from hvd_elastic.wire.framing import ProtocolError, compress, decompress, encode
 
 GENERATION = 3
 SLOTS = (1, 3, 2, *[1] * SMALL_WORLD)  # workers on each host of a large world
@@ -42,9 +42,13 @@ class World:
         self.stores[host].put(scope, str(rank), value)
         entry = msg.StoreEntry(GENERATION, scope, str(rank), compress(value))
         for to, message in self.relay.add(entry, host):
-            self.stores[to].put_from_others(message)
             self.messages += 1
-            self.bytes += len(message.values)
+            self.bytes += len(encode(message))
+            if isinstance(message, msg.PutAddresses):
+                self.stores[to].put_addresses(message)
+            else:
+                value = decompress(message.entry.value)
+                self.stores[to].put(message.entry.scope, message.entry.key, value)
 
     def value(self, reader: int, rank: int, scope: str = "global") -> bytes | None:
         """What a rank reads in the store of its host."""
