@@ -26,6 +26,7 @@ from benchmarks.testbed.command import Say, at_least_one, check_names, names, ru
 from benchmarks.testbed.figures import Result, conditions
 from benchmarks.testbed.hosts import Testbed, make_testbed
 from benchmarks.testbed.launchers import OURS, STATIC, TORCHRUN, Job, Launcher, Order
+from benchmarks.testbed.marks import Step
 from hvd_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -195,8 +196,37 @@ def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> N
 # -- the measurement -------------------------------------------------------------------------
 
 
-def step_s(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> float:
-    """Start a job; return the median time of its steps [s], the slower rank's.
+@dataclass(frozen=True)
+class Cost:
+    """Cost of a step of a job, of the rank whose steps take longest.
+
+    Attributes:
+        step_s: median time [s].
+        cpu_s: mean processor time of the rank [s]; what exceeds it in the step is waiting.
+        switches: mean number of context switches of the rank.
+    """
+
+    step_s: float
+    cpu_s: float
+    switches: float
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Cost:
+        """Return the cost of the steps after the first.
+
+        >>> Cost.of([Step(1.0, 2, 5.0, 10), Step(1.5, 2, 5.4, 40), Step(2.0, 2, 6.0, 70)])
+        Cost(step_s=0.5, cpu_s=0.5, switches=30.0)
+        """
+        first, last, count = steps[0], steps[-1], len(steps) - 1
+        return cls(
+            statistics.median(later.mono - earlier.mono for earlier, later in pairwise(steps)),
+            (last.cpu - first.cpu) / count,
+            (last.switches - first.switches) / count,
+        )
+
+
+def step_cost(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> Cost:
+    """Start a job and return the cost of its steps.
 
     Raises:
         FailedPlayError: the job ended, or took too long.
@@ -217,13 +247,8 @@ def step_s(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> flo
 
     with bed.job(launcher, order) as job:
         job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
-        return max(
-            statistics.median(
-                later.mono - earlier.mono
-                for earlier, later in pairwise(process.steps[WARM_STEPS : wanted + 1])
-            )
-            for process in job.marks.processes
-        )
+        costs = [Cost.of(each.steps[WARM_STEPS : wanted + 1]) for each in job.marks.processes]
+        return max(costs, key=lambda cost: cost.step_s)
 
 
 def interval(samples: Sequence[float]) -> tuple[float, float]:
@@ -256,14 +281,14 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     for rate in options.rates:
         with make_testbed(RANKS, rate=None if rate == "none" else rate) as bed:
             for name in options.models:
-                found: dict[tuple[str, str], list[float]] = {job: [] for job in jobs}
+                found: dict[tuple[str, str], list[Cost]] = {job: [] for job in jobs}
                 for number in range(1, options.rounds + 1):
                     for job in random.Random(number).sample(jobs, len(jobs)):
                         launcher, variant = LAUNCHERS[job[0]], VARIANTS[job[1]]
-                        found[job].append(step_s(bed, launcher, name, variant))
+                        found[job].append(step_cost(bed, launcher, name, variant))
                     latest = ", ".join(
-                        f"{who if who != 'ours' else which} {1e3 * times[-1]:.1f}"
-                        for (who, which), times in found.items()
+                        f"{who if who != 'ours' else which} {1e3 * costs[-1].step_s:.1f}"
+                        for (who, which), costs in found.items()
                     )
                     say(f"{name}, rate {rate}, round {number} of {options.rounds} [ms]: {latest}")
                 rows += _rows(name, rate, found)
@@ -272,14 +297,17 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     return Result("step_time", conditions(hosts, note, load_before), {"steps": rows})
 
 
-def _rows(name: str, rate: str, found: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
+def _rows(name: str, rate: str, found: dict[tuple[str, str], list[Cost]]) -> list[dict[str, Any]]:
     base = found.get(("ddp", "plain"))
     rows = []
-    for (who, variant), times in found.items():
+    for (who, variant), costs in found.items():
+        times = [cost.step_s for cost in costs]
         row: dict[str, Any] = {"model": MODELS[name].described, "rate": rate, "launcher": who}
         row |= {"variant": variant, "step_ms": round(1e3 * statistics.median(times), 2)}
+        row["cpu_ms"] = round(1e3 * statistics.median(cost.cpu_s for cost in costs), 2)
+        row["switches"] = round(statistics.median(cost.switches for cost in costs))
         if base is not None and who != "ddp":
-            ratios = [mine / other for mine, other in zip(times, base, strict=True)]
+            ratios = [mine / other.step_s for mine, other in zip(times, base, strict=True)]
             low, high = interval(ratios)
             row["to_ddp"] = round(statistics.median(ratios), 3)
             row["interval"] = [round(low, 3), round(high, 3)]

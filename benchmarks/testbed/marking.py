@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import runpy
 import secrets
 import socket
@@ -73,7 +74,12 @@ def main() -> None:
         last = now
         if twice:
             return
-        write({"mark": "step", "mono": now, "size": _world_size(optimizer)})
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        costs = {
+            "cpu": round(used.ru_utime + used.ru_stime, 6),
+            "switches": used.ru_nvcsw + used.ru_nivcsw,
+        }
+        write({"mark": "step", "mono": now, "size": _world_size(optimizer), **costs})
 
     register_optimizer_step_post_hook(after_step)
     if os.environ.get("HVD_ELASTIC_BENCH_TRACE") == "1":

@@ -17,10 +17,19 @@ Lane = tuple[str, int]
 
 @dataclass(frozen=True)
 class Step:
-    """A finished training step: its time [s, monotonic], and the number of ranks."""
+    """A finished training step.
+
+    Attributes:
+        mono: end of the step [s, monotonic].
+        size: number of ranks.
+        cpu: processor time of the process until then, of all its threads [s].
+        switches: context switches of the process until then.
+    """
 
     mono: float
     size: int
+    cpu: float = 0.0
+    switches: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,4 +232,5 @@ class MarkFolder:
                 case "note":
                     process.notes.append((len(process.steps), record["text"]))
                 case "step":
-                    process.steps.append(Step(record["mono"], record["size"]))
+                    del record["mark"]
+                    process.steps.append(Step(**record))
