@@ -113,6 +113,9 @@ class Communicator(Protocol):
         memory.
         """
 
+    def sum_async(self, array: Array, name: str) -> Any:
+        """Begin adding ``array`` up over all ranks, as :meth:`reduce_async` averages it."""
+
     def wait(self, handle: Any) -> Array:
         """Wait for a collective and return its result.
 
@@ -183,6 +186,9 @@ class Collectives(Protocol):
 
     def average_async(self, tensor: Any, name: str) -> Any:
         """Begin averaging ``tensor`` over all ranks, in place where tensors can be changed."""
+
+    def sum_async(self, tensor: Any, name: str) -> Any:
+        """Begin adding ``tensor`` up over all ranks, in place where tensors can be changed."""
 
     def allgather_async(self, tensor: Any, name: str) -> Any:
         """Begin joining the tensors of all ranks along the first dimension."""

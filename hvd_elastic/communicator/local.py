@@ -46,6 +46,11 @@ class LocalCommunicator:
     def reduce_async(self, array: Array, name: str) -> Any:
         return array
 
+    def sum_async(self, array: Array, name: str) -> Any:
+        # For subclasses that play several ranks: a sum is the average of `size` times as much.
+        array *= self.size
+        return self.reduce_async(array, name)
+
     def wait(self, handle: Any) -> Array:
         return handle
 

@@ -206,12 +206,18 @@ class HorovodCommunicator:
     # -- collectives -----------------------------------------------------------------------
 
     def reduce_async(self, array: Array, name: str) -> _Begun:
+        return self._reduce(self._collectives.average_async, array, name)
+
+    def sum_async(self, array: Array, name: str) -> _Begun:
+        return self._reduce(self._collectives.sum_async, array, name)
+
+    def _reduce(self, collective: Callable[..., Any], array: Array, name: str) -> _Begun:
         if name.startswith(GRADIENT_PREFIX):
-            begun = self._begin(gradients_of(name), self._collectives.average_async, array, name)
+            begun = self._begin(gradients_of(name), collective, array, name)
             self._gradients[name] = self._gradients.get(name, 0) + 1
             return begun
         shown = self._count(FLAGS if name == FLAGS_NAME else f"allreduce {_user_name(name)}")
-        return self._begin(shown, self._collectives.average_async, array, name)
+        return self._begin(shown, collective, array, name)
 
     def gather(self, array: Array, name: str) -> Array:
         shown = self._count(f"allgather {_user_name(name)}")

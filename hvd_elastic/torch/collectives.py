@@ -58,6 +58,11 @@ class TorchCollectives:
         handle: int = self.horovod.allreduce_async_(tensor, name=name, op=self.horovod.Average)
         return handle
 
+    def sum_async(self, tensor: torch.Tensor, name: str) -> int:
+        """Begin to add ``tensor`` up over all ranks, in place."""
+        handle: int = self.horovod.allreduce_async_(tensor, name=name, op=self.horovod.Sum)
+        return handle
+
     def allgather_async(self, tensor: torch.Tensor, name: str) -> int:
         """Begin to concatenate the tensors of all ranks."""
         handle: int = self.horovod.allgather_async(tensor, name=name)

@@ -33,11 +33,14 @@ class GradientStatistics:
     Args:
         optimizer: optimizer whose parameter groups are sampled; frozen parameters have no
             gradients and do not count.
+
+    Attributes:
+        group_of: number of the parameter group of each parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._group_of = {
+        self.group_of = {
             parameter: number
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
@@ -54,7 +57,7 @@ class GradientStatistics:
     @property
     def _device(self) -> torch.device:
         """Device of the sums of a part that has no gradient."""
-        return next(iter(self._group_of)).device
+        return next(iter(self.group_of)).device
 
     @property
     def groups(self) -> int:
@@ -65,7 +68,7 @@ class GradientStatistics:
     def ready(self) -> bool:
         """Whether a step can be sampled: Adam's moments need some gradients first."""
         if not self._ready:
-            states = [self._optimizer.state.get(p, {}) for p in self._group_of]
+            states = [self._optimizer.state.get(p, {}) for p in self.group_of]
             self._ready = any(
                 "exp_avg_sq" in state and state["step"] >= _MOMENT_STEPS for state in states
             )
@@ -150,7 +153,7 @@ class GradientStatistics:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            group = self._group_of[parameter]
+            group = self.group_of[parameter]
             if self.together(parameter) and not gradient.is_sparse:
                 together[group].append(parameter)
             else:
@@ -213,7 +216,7 @@ class GradientStatistics:
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         if "exp_avg_sq" not in state:
             return None
-        group = self._optimizer.param_groups[self._group_of[parameter]]
+        group = self._optimizer.param_groups[self.group_of[parameter]]
         correction = 1 - group["betas"][1] ** state["step"]
         return (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])
 

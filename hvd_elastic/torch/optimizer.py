@@ -1,9 +1,10 @@
 """Averages gradients over the ranks during the backward pass.
 
-The user's optimizer object is not replaced: hooks on its parameters begin a reduction as soon as a
-gradient is ready, a hook before ``step()`` waits for the reductions, and a hook after it counts the
-step. So schedulers, clipping and ``isinstance`` checks work as before. With several optimizers the
-reductions begin in ``step()``; see :class:`hvd_elastic.training.averagers.Averagers`.
+The user's optimizer object is not replaced: hooks on its parameters count gradients and begin the
+reduction of a bucket of them when it is full, a hook before ``step()`` waits for the reductions,
+and a hook after it counts the step. So schedulers, clipping and ``isinstance`` checks work as
+before. With several optimizers the reductions begin in ``step()``; see
+:class:`hvd_elastic.training.averagers.Averagers`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,17 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.copies import OptimizerCopy
-from hvd_elastic.torch.frozen import FrozenParameters
+from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.torch.gradient_sum import GradientSum
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
+from hvd_elastic.torch.trained_parameters import TrainedParameters
 from hvd_elastic.training import context
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.step import Stage
 
-_SEEN_TOGETHER = 32
-"""Number of GPU gradients that are sampled together before they are reduced: fewer kernels, but
-the first of them is reduced later."""
 _NO_CLOSURE = (
     "optimizer.step(closure): the gradients are averaged before a step is taken, so they have to "
     "be there; call backward() before step(). Optimizers that need a closure (LBFGS) cannot be used"
@@ -62,14 +60,12 @@ class GradientAverager:
             self._rule = checked(rule_named(rule)) if callable(rule) else rule_named(rule)
         except ValueError as error:
             raise ScriptError(f"DistributedOptimizer(lr_rule=...): {error}") from None
-        self._sum = GradientSum()
         self._statistics = GradientStatistics(optimizer)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         every = {p: names.get(id(p), f"parameter.{number}") for number, p in enumerate(parameters)}
-        self._frozen = FrozenParameters(optimizer, every)
-        self._names = self._frozen.trained
-        self._reductions = Reductions(self._context.worker, self._names)
-        self._unseen: dict[torch.Tensor, None] = {}
+        self._trained = TrainedParameters(optimizer, every)
+        self._names = self._trained.names
+        self._reductions = Reductions(self._context.worker, self._names, self._statistics.group_of)
         self._averaged = False
         self._absorbed = -1
         self._adapts = False
@@ -104,7 +100,7 @@ class GradientAverager:
     def shared_with(self, other: Any) -> str:
         """Return the name of a parameter that ``other`` averages too, or ""."""
         assert isinstance(other, GradientAverager)
-        return self._frozen.shared_with(other._frozen)
+        return self._trained.shared_with(other._trained)
 
     def first_not_in(self, storages: set[int]) -> str:
         """Return the name and shape of the first trained parameter at no such address, or ""."""
@@ -234,7 +230,7 @@ class GradientAverager:
                 "passes of a step itself; leave no_sync() out and call optimizer.step() after each "
                 "backward(), which takes a step after the last pass"
             )
-        if self._reductions or self._averaged:
+        if self._reductions.are_begun or self._averaged:
             raise ScriptError(
                 "optimizer.no_sync() after a backward pass outside of it: its gradients are being "
                 "averaged over the ranks already. Put all passes before optimizer.step() but the "
@@ -246,8 +242,8 @@ class GradientAverager:
         finally:
             step.in_no_sync = False
         step.continues = True
-        self._follow_freezing()
-        self._sum.take(self._names, step.weight)
+        self._open()
+        self._add()
         if step.is_long and self._communicator.size > 1 and self._names:
             self._check_no_gradient(unaveraged=True)
 
@@ -275,43 +271,32 @@ class GradientAverager:
         if self._averaged:
             self._context.exchange()
             return
-        self._follow_freezing()
-        if self._context.step.is_too_large:
-            self._sampling = False
-        self._end_last_pass()
         if self._communicator.size == 1:
+            self._end_alone()
             self._context.planner.work_ends()
             self._averaged = True
             self._context.exchange()
             return
+        self._open()
+        if self._context.step.is_too_large:
+            self._sampling = False
+        for bucket in self._reductions.waiting:
+            self._begin(bucket)
+        self._trained.drop_late()
+        if self._sampling:
+            self._statistics.end_pass(self._factor)
         self._context.begin_exchange()
-        for parameter in self._names:
-            if parameter not in self._reductions:
-                if parameter.grad is None and not parameter.requires_grad:
-                    self._reductions.begin_frozen(parameter)
-                    continue
-                # Another rank may have used the parameter, so this one contributes zeros.
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self._reductions.begin(parameter)
         self._context.planner.work_ends()
         self._reductions.refuse_changed()
         if self._context.worker.averagers.several:
             # A rank that leaves the body out is found before gradients are awaited.
             self._context.exchange()
-        # The last one first: if another rank leaves the step out, only this reduction fails, and
-        # the others would never end.
-        for parameter in reversed(self._names):
-            try:
-                self._reductions.wait(parameter)
-            except ScriptError as differing:
-                self._refuse_left_out()
-                raise ScriptError(
-                    f"the ranks disagree about parameter {self._names[parameter]!r}: some have "
-                    "frozen it (requires_grad=False) and others not, or their models differ. "
-                    f"Freeze it on all ranks between the same two steps ({differing})"
-                ) from None
-        self._reductions.clear()
+        try:
+            self._reductions.wait()
+        except ScriptError:
+            self._refuse_left_out()
+            self._reductions.refuse_differences()
+            raise
         self._averaged = True
         self._context.exchange()
         self._end_statistics()
@@ -319,8 +304,8 @@ class GradientAverager:
     def leave_out(self, *, over: bool) -> None:
         """Check that all ranks leave out the optimizer step for the batch in flight.
 
-        This rank reduces a tensor under the name of a gradient, with a shape that no gradient has.
-        If another rank reduces a real gradient under that name, in this step or the next, Horovod
+        This rank reduces a tensor under the name of the first bucket, with a shape that no bucket
+        has. If another rank reduces gradients under that name, in this step or the next, Horovod
         reports the different shapes to all ranks. Steps that are taken need nothing extra.
 
         Args:
@@ -332,10 +317,9 @@ class GradientAverager:
         if over and self._context.planner.adapts:
             self.synchronize()  # another rank may call the step off
             return
-        self._follow_freezing()
-        if self._communicator.size == 1 or not self._names:
+        if self._communicator.size == 1:
             return
-        if self._averaged or self._reductions or self._unseen:
+        if self._averaged or self._reductions.are_begun:
             if not over:
                 return
             self._synchronize()  # the other ranks take the step, or get here in the same way
@@ -345,7 +329,7 @@ class GradientAverager:
     def _check_no_gradient(self, *, unaveraged: bool = False) -> None:
         """Check that all ranks do without averaged gradients; see :meth:`leave_out`."""
         try:
-            self._reductions.reduce_left_out(next(reversed(self._names)), unaveraged=unaveraged)
+            self._reductions.reduce_left_out(unaveraged=unaveraged)
         except ScriptError:
             self._refuse_left_out()
             raise
@@ -356,36 +340,55 @@ class GradientAverager:
         if self._absorbed == len(step.passes):
             return
         self._absorbed = len(step.passes)
-        self._follow_freezing()
-        self._begin_statistics()
+        self._open()
         if self._sampling:
             self._see(self._names)
-            self._statistics.end_pass(step.weight / self._communicator.size)
-        self._sum.take(self._names, step.weight)
+            self._statistics.end_pass(self._factor)
+        self._add()
 
     def give_up(self) -> None:
         """Call the step off: complete the reductions that other ranks wait for, and drop it."""
-        self._sum.clear()
         self._synchronize()
         self.reset()
 
-    def _follow_freezing(self) -> None:
-        """Begin to average gradients of parameters that the script has unfrozen."""
-        if self._frozen.follow(self._context.worker):
+    @property
+    def _factor(self) -> float:
+        """Factor on this rank's mean gradient in the sum over ranks and passes."""
+        return self._context.step.weight / self._communicator.size
+
+    def _open(self) -> None:
+        """Begin a step with the first of its gradients, unless it has begun."""
+        if self._reductions.is_open:
+            return
+        differs = self._trained.follow()
+        if differs:
             self._add_hooks()
+        self._begin_statistics()
+        self._reductions.open(anew=differs)
+
+    def _add(self) -> None:
+        for bucket in self._reductions.waiting:
+            bucket.add(self._factor)
+
+    def _begin(self, bucket: Bucket) -> None:
+        """Sample, add and reduce the gradients of a bucket in the last pass."""
+        if self._sampling:
+            self._see(bucket.parameters)
+        bucket.add(self._factor)
+        self._reductions.begin(bucket)
 
     def _add_hooks(self) -> None:
         several = self._context.worker.averagers.several
         on_ready = self._refuse_second_pass if several else self._ready
         for parameter in self._names:
-            if parameter not in self._hooks:
+            if parameter not in self._hooks and parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(on_ready)
                 self._hooks[parameter] = hook
 
     def _begin_statistics(self) -> None:
         """Decide whether the step is sampled, before its first gradient is used."""
         step = self._context.step
-        if self._reductions or self._unseen or len(step.passes) != 1:
+        if len(step.passes) != 1:
             return
         alone = self._communicator.size == 1 and not step.accumulating
         useful = not (alone or step.is_too_large)
@@ -394,24 +397,20 @@ class GradientAverager:
         if self._sampling:
             planner.sampling_cost.step_begins()
 
-    def _end_last_pass(self) -> None:
-        """Sample and reduce the gradients of the last pass that the hooks have left."""
+    def _end_alone(self) -> None:
+        """Sample the gradients of the last pass of a single rank, and add those of earlier ones."""
         step = self._context.step
-        if self._communicator.size > 1:
-            self._begin_statistics()
-            left = (
-                parameter
-                for parameter in self._names
-                if parameter not in self._reductions
-                and (self._sum.holds(parameter) or parameter.grad is not None)
-            )
-            self._see_and_begin(left)
-            if self._sampling:
-                self._statistics.end_pass(step.weight / self._communicator.size)
-            return
         if len(step.passes) == 1:
             self._sampling = False
-        self._see_and_sum(self._names)
+        if self._sampling:
+            self._see(self._names)
+        if self._reductions.is_open or step.weight != 1:
+            self._open()
+            self._add()
+            for bucket in self._reductions.waiting:
+                bucket.give(absent=False)
+            self._trained.drop_late()
+            self._reductions.clear()
         if self._sampling:
             self._statistics.end_pass(step.weight)
             self._end_statistics()
@@ -419,18 +418,6 @@ class GradientAverager:
     def _see(self, parameters: Iterable[torch.Tensor]) -> None:
         with self._context.planner.sampling_cost:
             self._statistics.see(parameters)
-
-    def _see_and_sum(self, parameters: Iterable[torch.Tensor]) -> None:
-        if self._sampling:
-            self._see(parameters)
-        self._sum.give(parameters, self._context.step.weight)
-
-    def _see_and_begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        several = list(parameters)
-        self._see_and_sum(several)
-        for parameter in several:
-            self._reductions.begin(parameter)
-        self._unseen.clear()
 
     def _end_statistics(self) -> None:
         """Sample this rank's part of the averaged gradients, if the step is sampled."""
@@ -447,8 +434,6 @@ class GradientAverager:
     def reset(self) -> None:
         """Drop a step that failed half way, with its gradients."""
         self._reductions.clear()
-        self._unseen.clear()
-        self._sum.clear()
         self.forget()
         self.stepping = self._sampling = False
         self._statistics.drop_step()
@@ -467,25 +452,15 @@ class GradientAverager:
         self._context.step.continues = False
         if self._communicator.size == 1 or self._context.step.accumulating:
             return
-        if parameter not in self._names:  # just unfrozen: synchronize() reduces it
-            return
-        if parameter in self._reductions or parameter in self._unseen or self._averaged:
-            raise ScriptError(
-                f"the gradient of {self._names[parameter]!r} was computed twice before "
-                "optimizer.step(). Call step() after each backward(), or add gradients up: put "
-                "every backward() of a step but the last into `with optimizer.no_sync():`"
-            )
+        if self._averaged:
+            self._reductions.refuse_twice(parameter)
         # Where the batch adapts, it is known only at the step's end whether it is called off.
         if not self._context.planner.adapts:
             self._context.begin_exchange()
-        self._begin_statistics()
-        if self._sampling and self._statistics.together(parameter):
-            self._unseen[parameter] = None
-            if len(self._unseen) == _SEEN_TOGETHER:
-                self._see_and_begin(self._unseen)
-            return
-        self._see_and_sum([parameter])
-        self._reductions.begin(parameter)
+        self._open()
+        bucket = self._reductions.arrived(parameter)
+        if bucket is not None:
+            self._begin(bucket)
 
     def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
         """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""
@@ -513,7 +488,7 @@ class GradientAverager:
             )
         if closure is not None:
             raise ScriptError(_NO_CLOSURE)
-        self._frozen.refuse_new_groups()
+        self._trained.refuse_new()
 
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
         self.stepping = False
@@ -572,7 +547,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
 
     Args:
         optimizer: any ``torch.optim`` optimizer whose ``step()`` needs no closure.
-        model: module whose parameter names are used for reductions and messages; without it
+        model: module whose parameter names are used in messages; without it
             parameters are numbered.
         lr_rule: how the learning rate follows an adaptive batch: ``"adascale"``, ``"linear"``,
             ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in

@@ -2,81 +2,119 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvd_elastic.communicator.interface import gradient_prefix
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import plural
+from hvd_elastic.torch.gradient_buckets import Bucket, description, divide
 from hvd_elastic.training.worker import Worker
 
 
 class Reductions:
-    """Reductions that have begun and were not awaited yet, by parameter.
+    """Buckets of gradients, which are filled and summed over the ranks in each step.
 
     Args:
         worker: this process, whose communicator changes with the generation.
-        names: names of the parameters.
+        names: names of the trained parameters.
+        group_of: number of the parameter group of every parameter of the optimizer.
+
+    Attributes:
+        is_open: whether gradients of a step are in the buckets, or on their way.
     """
 
-    def __init__(self, worker: Worker, names: Mapping[torch.Tensor, str]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        names: dict[torch.Tensor, str],
+        group_of: Mapping[torch.Tensor, int],
+    ) -> None:
         self._worker = worker
         self._names = names
+        self._group_of = group_of
         self._prefix = gradient_prefix(0)
-        self._begun: dict[torch.Tensor, tuple[Any, torch.Tensor, int]] = {}
-
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._begun
-
-    def __len__(self) -> int:
-        return len(self._begun)
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[torch.Tensor, Bucket] = {}
+        self._begun: dict[Bucket, Any] = {}
+        self.is_open = False
 
     def number(self, number: int) -> None:
         """Set the optimizer's number among those that train, from 0."""
         self._prefix = gradient_prefix(number)
 
-    def begin(self, parameter: torch.Tensor) -> None:
-        """Begin to average a parameter's gradient."""
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            gradient = parameter.grad = gradient.to_dense()
-        # Horovod's PyTorch binding has no bfloat16, and reduces contiguous memory only.
-        reduced = gradient.float() if gradient.dtype == torch.bfloat16 else gradient.contiguous()
-        self._begun[parameter] = (self._reduce(parameter, reduced), reduced, gradient._version)
+    def open(self, *, anew: bool) -> None:
+        """Begin a step; ``anew``: divide the parameters into buckets again."""
+        if anew or not self._buckets:
+            self._buckets = divide(self._names, self._group_of)
+            self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        for bucket in self._buckets:
+            bucket.open()
+        self.is_open = True
 
-    def begin_frozen(self, parameter: torch.Tensor) -> None:
-        """Reduce a placeholder for a parameter that was frozen after the optimizer was wrapped.
+    def arrived(self, parameter: torch.Tensor) -> Bucket | None:
+        """Note that a gradient is computed; return its bucket if it was the last one of it.
 
-        It has a shape that no gradient of the parameter has: if another rank has not frozen it,
-        Horovod reports an error on all ranks, instead of having them wait for each other.
+        Raises:
+            ScriptError: a gradient of the parameter has arrived before.
         """
-        number = torch.zeros((1,) * (parameter.dim() + 1), device=parameter.device)
-        self._begun[parameter] = (self._reduce(parameter, number), number, 0)
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:  # just unfrozen: it takes part from the next step on
+            return None
+        if parameter not in bucket.missing:
+            self.refuse_twice(parameter)
+        bucket.missing.discard(parameter)
+        return None if bucket.missing else bucket
 
-    def reduce_left_out(self, parameter: torch.Tensor, *, unaveraged: bool = False) -> None:
-        """Reduce a number of another shape than a gradient or a placeholder, and wait for it.
+    def refuse_twice(self, parameter: torch.Tensor) -> None:
+        """Raise ScriptError if a gradient is computed that has been reduced in this step."""
+        if parameter in self._bucket_of:
+            raise ScriptError(
+                f"the gradient of {self._names[parameter]!r} was computed twice before "
+                "optimizer.step(). Call step() after each backward(), or add gradients up: put "
+                "every backward() of a step but the last into `with optimizer.no_sync():`"
+            )
+
+    @property
+    def waiting(self) -> list[Bucket]:
+        """Buckets that are not being reduced yet."""
+        return [bucket for bucket in self._buckets if bucket not in self._begun]
+
+    @property
+    def are_begun(self) -> bool:
+        """Whether buckets are being reduced, or gradients of the last pass have arrived."""
+        return bool(self._begun) or any(
+            len(bucket.missing) < len(bucket.parameters) for bucket in self._buckets
+        )
+
+    def begin(self, bucket: Bucket) -> None:
+        """Begin to sum a bucket over the ranks, and set the gradients to its views."""
+        bucket.give(absent=True)
+        self._begun[bucket] = self._reduce(self._buckets.index(bucket), bucket.to_send())
+
+    def reduce_left_out(self, *, unaveraged: bool = False) -> None:
+        """Reduce a number in place of the first bucket, with another shape, and wait for it.
 
         Args:
-            parameter: parameter under whose name it is reduced.
             unaveraged: the step is not left out, but goes on in ``no_sync()``: one more shape.
 
         Raises:
-            ScriptError: another rank has reduced something else under the name.
+            ScriptError: another rank has reduced gradients, or a number of the other shape.
         """
-        dimensions = parameter.dim() + 2 + unaveraged
-        number = torch.zeros((1,) * dimensions, device=parameter.device)
-        self._worker.communicator.wait(self._reduce(parameter, number))
+        device = next(iter(self._group_of)).device
+        number = torch.zeros((1,) * (3 + unaveraged), device=device)
+        self._worker.communicator.wait(self._reduce(0, number))
 
     def refuse_changed(self) -> None:
-        """Raise ScriptError if the script has changed a gradient while it was being averaged.
-
-        Gradients on a GPU are not checked: the reduction itself may raise their version counter.
-        """
-        for parameter, (_, _, version) in self._begun.items():
-            gradient = parameter.grad
-            if gradient is not None and not gradient.is_cuda and gradient._version != version:
+        """Raise ScriptError if the script has changed a gradient while it was being averaged."""
+        for bucket in self._begun:
+            parameter = bucket.changed()
+            if parameter is not None:
                 raise ScriptError(
                     f"the gradient of {self._names[parameter]!r} was changed while it was being "
                     "averaged over the ranks, so they would go apart; call "
@@ -84,22 +122,60 @@ class Reductions:
                     "gradients in another way"
                 )
 
-    def wait(self, parameter: torch.Tensor) -> None:
-        """Wait until a parameter's gradient holds the average.
+    def wait(self) -> None:
+        """Wait until all gradients hold the sums over the ranks.
 
         Raises:
             ScriptError: the ranks have reduced tensors of different shapes.
         """
-        handle, reduced, _ = self._begun[parameter]
-        self._worker.communicator.wait(handle)
-        gradient = parameter.grad
-        if gradient is not None and reduced is not gradient:
-            gradient.copy_(reduced.reshape(gradient.shape))
+        # The first bucket first: if ranks differ, its reduction fails and others may never end.
+        for bucket in self._buckets:
+            self._worker.communicator.wait(self._begun[bucket])
+            bucket.receive()
+        self.clear()
 
     def clear(self) -> None:
-        """Forget all: they have ended, or the ring is broken."""
+        """Forget the step: it has ended, or the ring is broken."""
         self._begun.clear()
+        for bucket in self._buckets if self.is_open else ():
+            bucket.open()
+        self.is_open = False
 
-    def _reduce(self, parameter: torch.Tensor, reduced: torch.Tensor) -> Any:
-        name = self._prefix + self._names[parameter]
-        return self._worker.communicator.reduce_async(reduced, name)
+    def refuse_differences(self) -> None:
+        """Compare the trained parameters of all ranks; all of them call this.
+
+        Raises:
+            ScriptError: they differ; names the first parameter that does.
+        """
+        own = json.dumps(description(self._names, self._group_of)) + "\n"
+        told = self._worker.communicator.gather(
+            np.frombuffer(own.encode(), np.uint8).copy(), "hvd_elastic.parameters"
+        )
+        ranks: list[dict[str, str]] = list(map(json.loads, told.tobytes().splitlines()))
+        for name in dict.fromkeys(itertools.chain(*ranks)):
+            found = [each.get(name) for each in ranks]
+            other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+            if other is None:
+                continue
+            problem = f"the ranks disagree about parameter {name!r}: "
+            if None not in found:
+                raise ScriptError(
+                    f"{problem}it is {found[0]} on rank 0, and {found[other]} on rank {other}. "
+                    "Make the same model and the same parameter groups on all ranks"
+                )
+            frozen = [str(rank) for rank, each in enumerate(found) if each is None]
+            raise ScriptError(
+                f"{problem}some have frozen it (requires_grad=False) and others not, or their "
+                f"models differ: {plural('rank', len(frozen))} {', '.join(frozen)} of {len(ranks)} "
+                "without it. Freeze it on all ranks between the same two steps"
+            )
+        for names in zip(*ranks, strict=True):
+            if len(set(names)) > 1:
+                raise ScriptError(
+                    f"the ranks disagree about the order of the parameters: where rank 0 has "
+                    f"{names[0]!r}, others do not. Give the optimizer its parameters in the same "
+                    "order on all ranks, for instance not from a set"
+                )
+
+    def _reduce(self, number: int, tensor: torch.Tensor) -> Any:
+        return self._worker.communicator.sum_async(tensor, f"{self._prefix}{number}")

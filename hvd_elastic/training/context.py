@@ -461,6 +461,7 @@ class Context:
         """Copy the root's state and progress to every rank."""
         worker = self.worker
         assert worker.state is not None
+        worker.averagers.reset()  # a newcomer has no gradients, which show what is trained
         worker.progress = worker.state.sync(
             worker.communicator, root_rank, worker.progress, self._has_state
         )

@@ -118,6 +118,9 @@ class InMemory:
     def average_async(self, tensor: Tensor, name: str) -> Any:
         return self._begin(tensor, name, lambda values: np.mean([v[1] for v in values], axis=0))
 
+    def sum_async(self, tensor: Tensor, name: str) -> Any:
+        return self._begin(tensor, name, lambda values: np.sum([v[1] for v in values], axis=0))
+
     def allgather_async(self, tensor: Tensor, name: str) -> Any:
         return self._begin(tensor, name, lambda values: np.concatenate([v[1] for v in values]))
 

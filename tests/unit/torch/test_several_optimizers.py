@@ -73,12 +73,12 @@ def test_each_averages_its_own_gradients_in_its_own_step(alone: Context, two: Re
     discriminator(generator(torch.ones(1, 1))).sum().backward()
     assert two.names == [], "a pass of another loss may still come"
     first.step()
-    assert two.gradients == ["gradient.weight"]
+    assert two.gradients == ["gradient.0"]
     assert generator.weight.item() == 1 - (0.5 * 2 + 3) / 2
     assert discriminator.weight.grad is not None
     assert discriminator.weight.grad.item() == 2.0, "left alone"
     second.step()
-    assert two.gradients == ["gradient.weight", "gradient:2.weight"]
+    assert two.gradients == ["gradient.0", "gradient:2.0"]
     assert discriminator.weight.item() == 1 - (0.5 * 2 + 3) / 2
     assert two.names.count("hvd_elastic.change") == 1, "flags are exchanged once a body"
 
@@ -201,7 +201,7 @@ def test_an_optimizer_that_is_made_anew_takes_the_place_of_the_earlier_one(
     later = sgd(model)
     hand_out(alone)
     model(torch.ones(1, 1)).sum().backward()
-    assert two.gradients == ["gradient.weight"], "averaged in the backward pass, as with one"
+    assert two.gradients == ["gradient.0"], "averaged in the backward pass, as with one"
     later.step()
     assert alone.worker.progress.step == 1
     with pytest.raises(ScriptError, match=r"SGD does not train, since its parameter 'weight' was"):
@@ -220,7 +220,7 @@ def test_an_optimizer_that_the_state_lacks_does_not_train(alone: Context, two: R
     def train(state: hvd.State) -> None:
         hand_out(alone)
         model(torch.ones(1, 1)).sum().backward()
-        assert two.gradients == ["gradient.weight"]
+        assert two.gradients == ["gradient.0"]
         optimizer.step()
         with pytest.raises(ScriptError, match="does not train, since it is not in the State"):
             other.step()
@@ -411,7 +411,7 @@ def test_a_failure_at_any_call_leaves_the_state_of_an_undisturbed_training(
     undisturbed = Adversaries(monkeypatch)
     wanted = story(undisturbed)
     calls = undisturbed.calls
-    assert {"exchange", "allreduce", "gradient.0.weight", "gradient:2.weight"} <= {*calls}
+    assert {"exchange", "allreduce", "gradient.0", "gradient:2.0"} <= {*calls}
     for call in range(1, len(calls) + 1, 2):  # and again three calls later
         disturbed = Adversaries(monkeypatch, call, call + 3)
         assert story(disturbed) == wanted, (call, calls[call - 1])

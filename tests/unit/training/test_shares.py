@@ -16,7 +16,7 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.shares import ShareBalance
-from hvd_elastic.torch import optimizer as optimizer_module
+from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.training import context
@@ -143,16 +143,17 @@ def test_the_average_is_the_gradient_of_the_global_batch(
         torch.testing.assert_close(average, parameter.grad, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("together", [0, 1, 3, 32])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 4096])
 def test_squared_norms_of_passes_are_weighted_by_their_examples(
-    monkeypatch: pytest.MonkeyPatch, together: int
+    monkeypatch: pytest.MonkeyPatch, together: bool, bucket_bytes: int
 ) -> None:
     """What the noise scale is estimated from: 10 passes of 2 to 6 examples on three ranks.
 
-    As on a GPU: so many gradients are seen together; 0: one by one.
+    One by one, and as on a GPU; with each gradient in place, several buckets, and one bucket.
     """
-    monkeypatch.setattr(GradientStatistics, "together", lambda *_: together > 0)
-    monkeypatch.setattr(optimizer_module, "_SEEN_TOGETHER", together)
+    monkeypatch.setattr(GradientStatistics, "together", lambda *_: together)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
     made = 0.0
     for rank in range(3):
         process(monkeypatch, OneOf(rank, 3))

@@ -1,0 +1,219 @@
+"""Flat memory for the gradients of several parameters, which are reduced as one tensor."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+BUCKET_BYTES = 4 << 20
+"""Largest bucket. A smaller one begins to be reduced earlier in the backward pass, and a larger one
+takes less time for each byte."""
+_TINY = 1 << 14
+"""Mean number of elements below which gradients are copied in one call and then scaled together;
+larger ones are scaled while they are copied."""
+_PADDINGS = 1024
+"""Number of different paddings of the first bucket, and the most elements of one."""
+_REDUCED_AS = {torch.bfloat16: torch.float32}
+"""Types that Horovod's PyTorch binding lacks, with those that they are reduced as."""
+
+
+class Bucket:
+    """Gradients of parameters of one parameter group, type and device.
+
+    In each step gradients are added to it, times a factor. Then they are the parameters' gradients
+    again, as views of its memory, which is reduced in place. A parameter of at least
+    ``BUCKET_BYTES`` has a bucket to itself, whose memory is that of the step's gradient.
+
+    Args:
+        parameters: its parameters, none or more.
+        like: tensor with the type and the device of the gradients.
+        padding: number of elements after the gradients.
+
+    Attributes:
+        parameters: its parameters.
+        missing: parameters whose gradients the backward pass has yet to compute.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], like: torch.Tensor, padding: int = 0
+    ) -> None:
+        self.parameters = parameters
+        self.missing: set[torch.Tensor] = set()
+        self._views: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._sent: torch.Tensor | None = None
+        self._in_place = any(map(is_large, parameters))
+        sizes = [parameter.numel() for parameter in parameters]
+        elements = 0 if self._in_place else sum(sizes) + padding
+        self._flat = torch.zeros(elements, dtype=_gradient_type(like), device=like.device)
+        if not self._in_place:
+            pieces = self._flat.split([*sizes, padding])
+            # `data`, since a view has the version counter of the whole bucket.
+            self._views = [
+                piece.as_strided(parameter.shape, _strides(parameter)).data
+                for piece, parameter in zip(pieces, parameters, strict=False)
+            ]
+        self._at_once = bool(self._views) and (
+            self._flat.is_cuda or elements < _TINY * len(parameters)
+        )
+        self.open()
+
+    def open(self) -> None:
+        """Begin a step: no gradient is here yet."""
+        self.missing = set(self.parameters)
+        self._held = [False] * len(self.parameters)
+        if self._in_place:  # its gradient may be freed
+            self._views, self._flat = [self._flat[:0]], self._flat[:0]
+
+    @property
+    def holds(self) -> bool:
+        """Whether a gradient of the step is here."""
+        return any(self._held)
+
+    @torch.no_grad()
+    def add(self, factor: float) -> None:
+        """Move the parameters' gradients here, times a factor; add them to those of before."""
+        found = [each.grad for each in self.parameters if each.grad is not None]
+        whole = len(found) == len(self.parameters) and all(map(_is_dense, found))
+        if self._at_once and whole and not self.holds:
+            torch._foreach_copy_(self._views, found)
+            _multiply(self._flat, factor, out=self._flat)
+            self._held = [True] * len(found)
+        else:
+            for number, parameter in enumerate(self.parameters):
+                if parameter.grad is not None:
+                    self._add(number, parameter.grad, factor)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _add(self, number: int, gradient: torch.Tensor, factor: float) -> None:
+        if not _is_dense(gradient):
+            gradient = gradient.to_dense()
+        if self._held[number]:
+            if factor:
+                self._views[number].add_(gradient, alpha=factor)
+            return
+        if self._in_place:
+            self._adopt(gradient.detach())
+        _multiply(gradient, factor, out=self._views[number])
+        self._held[number] = True
+
+    def _adopt(self, gradient: torch.Tensor) -> None:
+        """Use a gradient's memory as this bucket's; all ranks have to order it alike."""
+        (parameter,) = self.parameters
+        if gradient.stride() != _strides(parameter):
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        self._views = [gradient]
+        self._flat = gradient.data.as_strided((gradient.numel(),), (1,))
+
+    @torch.no_grad()
+    def give(self, *, absent: bool) -> None:
+        """Set the parameters' gradients to those here; ``absent``: and to 0 where there is none."""
+        for number, parameter in enumerate(self.parameters):
+            if not self._held[number]:
+                if not absent:
+                    continue
+                self._add(number, torch.zeros_like(parameter), 0.0)
+            parameter.grad = self._views[number]
+        self._versions = [view._version for view in self._views]
+
+    def changed(self) -> torch.Tensor | None:
+        """Return a parameter whose gradient was changed or replaced since :meth:`give`, or None."""
+        found = zip(self.parameters, self._views, self._versions, strict=True)
+        for parameter, view, version in found:
+            if parameter.grad is not view or view._version != version:
+                return parameter
+        return None
+
+    def to_send(self) -> torch.Tensor:
+        """Return the flat tensor to be reduced in place."""
+        kind = _REDUCED_AS.get(self._flat.dtype)
+        if kind is None:
+            return self._flat
+        if self._sent is None:
+            self._sent = torch.empty_like(self._flat, dtype=kind)
+        return self._sent.copy_(self._flat)
+
+    def receive(self) -> None:
+        """Take over what the tensor of :meth:`to_send` holds by now."""
+        if self._sent is not None:
+            self._flat.copy_(self._sent)
+
+
+def divide(names: dict[torch.Tensor, str], group_of: Mapping[torch.Tensor, int]) -> list[Bucket]:
+    """Divide parameters into buckets, in the reverse of their order.
+
+    The backward pass computes gradients in about this order. It follows from the parameters alone,
+    so all ranks have the same buckets without being told, newcomers too. Where they differ the
+    first bucket does: its padding is a hash of all parameters, so that Horovod reports different
+    shapes on all ranks, even if the parameters have as many elements.
+
+    Args:
+        names: parameters that require a gradient, with their names.
+        group_of: number of the parameter group of every parameter of the optimizer.
+
+    Returns:
+        The buckets; the first is never one of a large parameter, and may have no parameter.
+    """
+    small: list[list[torch.Tensor]] = []
+    large: list[list[torch.Tensor]] = []
+    filling: dict[tuple[object, ...], list[torch.Tensor]] = {}
+    room: dict[tuple[object, ...], int] = {}
+    for parameter in reversed(names):
+        if is_large(parameter):
+            large.append([parameter])
+            continue
+        kind = (group_of[parameter], parameter.device, _gradient_type(parameter))
+        if room.get(kind, 0) < _bytes(parameter) or kind not in filling:
+            filling[kind], room[kind] = [], BUCKET_BYTES
+            small.append(filling[kind])
+        filling[kind].append(parameter)
+        room[kind] -= _bytes(parameter)
+    first, *others = small or [[]]
+    described = "\n".join(f"{name} {text}" for name, text in description(names, group_of).items())
+    padding = 1 + zlib.crc32(described.encode()) % _PADDINGS
+    found = Bucket(first, next(iter(first or group_of)), padding)
+    return [found, *(Bucket(each, each[0]) for each in [*others, *large])]
+
+
+def description(
+    names: Mapping[torch.Tensor, str], group_of: Mapping[torch.Tensor, int]
+) -> dict[str, str]:
+    """Return by name what ranks have to have in common of each parameter, in words."""
+    return {
+        name: f"of shape {tuple(parameter.shape)}, strides {_strides(parameter)} and type "
+        f"{_gradient_type(parameter)} in parameter group {group_of[parameter]}"
+        for parameter, name in names.items()
+    }
+
+
+def is_large(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has a bucket to itself."""
+    return _bytes(parameter) >= BUCKET_BYTES
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * _gradient_type(parameter).itemsize
+
+
+def _gradient_type(parameter: torch.Tensor) -> torch.dtype:
+    # The attribute came with PyTorch 2.10.
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a parameter's gradient: its own, or those of compact memory."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _is_dense(gradient: torch.Tensor) -> bool:
+    return gradient.layout is torch.strided
+
+
+def _multiply(gradient: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    if factor:
+        torch.mul(gradient, factor, out=out)
+    else:
+        out.zero_()  # a multiplication by 0 would keep NaN and infinity
