@@ -16,7 +16,7 @@ from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Activity, Position
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -177,6 +177,12 @@ class WorkerBeat(_FromWorker, tag="beat"):
 
 class CheckpointAnswered(_FromWorker, tag="checkpoint_answered"):
     """The worker has written the requested checkpoint or has failed to."""
+
+
+class Imported(_FromWorker, tag="imported"):
+    """Names of the installed modules that the worker imported before training, in order."""
+
+    modules: list[str]
 
 
 # ---- worker → leader, through the agent
@@ -393,7 +399,7 @@ _Report = (
     | CheckpointFailed
     | FileSaved
 )
-WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | _Report
+WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | Imported | _Report
 
 
 # ---- agent → worker
