@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.elasticity.stage import SETTLE_STEPS, Stage
+from benchmarks.testbed.hosts import Testbed
 from benchmarks.testbed.launchers import (
     ELASTIC,
     OURS,
@@ -27,7 +28,9 @@ from benchmarks.testbed.launchers import (
 )
 from benchmarks.testbed.marks import Lane, lanes, longest_gap, newcomer_step, step_times
 from benchmarks.testbed.raw_tcp import time_raw_tcp
+from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.hosts.programs.processes import read
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import iter_events
 
@@ -168,6 +171,26 @@ def kill_with_spare(stage: Stage, launcher: Launcher) -> Figures:
         asked = kill(1)(job)
         full = job.wait(lambda: newcomer_step(job.marks.processes, asked, 2), stage.limit_s)
     yield "full size again", full - asked
+
+
+def kill_without_spare(stage: Stage, launcher: Launcher) -> Figures:
+    """Kill a worker that has to be started again, once the hosts have their templates."""
+    bed = stage.bed()
+    with stage.training(bed, launcher, Order(bed.slots(1, 1), max_np=2)) as job:
+        if launcher is OURS:
+            job.wait(lambda: _templates(bed) == 2, stage.limit_s, "no template was ready")
+        asked = kill(1)(job)
+        full = job.wait(lambda: newcomer_step(job.marks.processes, asked, 2), stage.limit_s)
+        yield "full size again", full - asked
+        newcomer = max(job.marks.processes, key=lambda process: process.born)
+        if newcomer.ready is not None:
+            yield "of that the script before run", newcomer.ready - newcomer.born
+
+
+def _templates(bed: Testbed) -> int:
+    """Return the number of templates on all hosts that can be forked."""
+    pids = [pid for host in bed.hosts for pid in bed.cluster.pids(host)]
+    return sum(read(pid, "comm").strip().decode() == TITLE for pid in pids)
 
 
 def below_minimum(stage: Stage, launcher: Launcher) -> Figures:
@@ -348,6 +371,8 @@ _LEADER_CASES = [*(Case(name, "", 0.0) for name in ("steps lost", "workers resta
 _LEADER_CASES += _stall(0.25)
 _KILL = "kill -9 of a worker beside another on its host (2 → 1)"
 _SPARE = "kill -9 with a warm spare (ours: --spares 1)"
+_NO_SPARE = "kill -9 without a spare (ours: with a template on each host)"
+_REFILL_CASES = [Case("full size again"), Case("of that the script before run")]
 _BELOW = "fewer than the minimum are left, then a host joins"
 _SIXTEEN = "16 ranks on 4 hosts, the last one joins (15 → 16), 50 ms steps"
 _GROWTH = "world sizes 2 to 16, join (to n) and kill -9 (of n), 50 ms steps"
@@ -380,6 +405,7 @@ ROWS = (
     Row(12, "a commit at every step, against none", commit_cost, _COMMIT_CASES, _NO_COMMIT),
     Row(13, _SIXTEEN, partial(grow, 16), [Case("join 16", target=1.0)]),
     Row(14, _GROWTH, growth, _GROWTH_CASES, _ROW_13),
+    Row(15, _NO_SPARE, kill_without_spare, _REFILL_CASES),
 )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import secrets
 import shutil
 import signal
-import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 from hvd_elastic.agent.leader_link import read_line
 from hvd_elastic.agent.liveness import Liveness
 from hvd_elastic.agent.scratch import make_scratch, scratch_variables
+from hvd_elastic.agent.template.template import Template
+from hvd_elastic.agent.worker_start import WorkerStart
 from hvd_elastic.control.commands import Member
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.programs.processes import Process, descendants, environment, send
@@ -27,22 +28,28 @@ from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolErr
 # Time between SIGTERM and SIGKILL for processes that a worker left behind.
 _STRAY_GRACE_S = 2.0
 _LOG_CHUNK_BYTES = 1 << 16
+_SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""Signals that somebody sends to a process, which does not send them to itself."""
+_CALM_S = 5.0
+"""Time from a worker's joining until the template may start, so that it delays no joining."""
 _SAME_NOTICE_S = 2.0
 """Time within which a signal that is sent to all processes of a host reaches all of them."""
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass
 class Worker:
     """One worker process of this host."""
 
-    name: str
-    local_rank: int
-    process: subprocess.Popen[bytes]
+    order: msg.StartWorker
+    start: WorkerStart
+    pid: int
+    is_fork: bool
     log: int
     liveness: Liveness
     activity: Activity = field(default_factory=Activity)
+    started_at: float = field(default_factory=time.monotonic)
+    is_ready: bool = False
+    """Whether it has reached the training function."""
     is_member: bool = False
     """Whether it has joined a generation and has not finished its training."""
     has_answered: bool = True
@@ -53,6 +60,11 @@ class Worker:
     """Whether it was ended because the signal was for it alone."""
     writer: asyncio.StreamWriter | None = None
     unsent: list[msg.AgentToWorker] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Its name in the run."""
+        return self.order.worker
 
     def silent_s(self, now: float) -> float:
         """Return the time without a sign of life [s]."""
@@ -95,6 +107,7 @@ class Workers:
         self._by_name: dict[str, Worker] = {}
         self._socket_name = f"hvd_elastic/{hello.run_id}/{secrets.token_hex(8)}"
         self._scratch = make_scratch(hello.run_id, hello.host, hello.env)
+        self._template = Template()
 
     async def listen(self) -> None:
         """Open the socket that workers connect to."""
@@ -104,6 +117,10 @@ class Workers:
 
     def close(self) -> None:
         """Remove the workers' temporary folder; all workers have ended."""
+        self._template.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __bool__(self) -> bool:
@@ -125,18 +142,11 @@ class Workers:
 
     def start(self, order: msg.StartWorker) -> None:
         """Start a worker; if that fails, report it to the leader."""
-        variables = self._environment(order)
-        cwd, command = self.hello.cwd, list(self.hello.command)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         try:
-            # A relative command with a slash is relative to the worker's folder, not to ours.
-            named = str(Path(cwd, command[0])) if "/" in command[0] else command[0]
-            program = shutil.which(named, path=variables.get("PATH"))
-            if not Path(cwd).is_dir():
-                raise FileNotFoundError(f"the folder {cwd} does not exist on this host")
-            if program is None:
-                raise FileNotFoundError(f"there is no command {command[0]!r} on this host")
-            process = _start_process([program, *command[1:]], cwd, variables, write_end)
+            start = WorkerStart.of(self.hello.command, self.hello.cwd, self._environment(order))
+            fork = self._template.fork(start, write_end)
+            pid = start.run(write_end) if fork is None else fork
         except (OSError, ValueError) as error:  # ValueError: a null byte
             os.close(read_end)
             self._tell(msg.WorkerNotStarted(order.worker, str(error)))
@@ -144,9 +154,23 @@ class Workers:
         finally:
             os.close(write_end)
         os.set_blocking(read_end, False)
-        worker = Worker(order.worker, order.local_rank, process, read_end, Liveness(process.pid))
+        worker = Worker(order, start, pid, fork is not None, read_end, Liveness(pid))
         self._by_name[order.worker] = worker
-        asyncio.get_running_loop().add_reader(read_end, self._forward_log, worker)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(read_end, self._forward_log, worker)
+        if worker.is_fork:
+            loop.call_later(self._template.start_limit_s, self._end_if_stuck, worker)
+
+    def _end_if_stuck(self, worker: Worker) -> None:
+        """Kill a fork that takes far longer to start than a worker that was started directly."""
+        if self.get(worker.name) is worker and not worker.is_ready:
+            self._template.give_up("a worker that was forked from it did not become ready")
+            self.kill(worker.name)
+
+    def _warm_template(self) -> None:
+        """Start the template if all workers of this host train or are ready to."""
+        if all(worker.is_ready for worker in self) and any(worker.is_member for worker in self):
+            self._template.warm()
 
     def _environment(self, order: msg.StartWorker) -> dict[str, str]:
         cores = len(os.sched_getaffinity(0))
@@ -170,11 +194,12 @@ class Workers:
             "PYTHONUNBUFFERED": "1",
             "HVD_ELASTIC_RUN_ID": self.hello.run_id,
             "HVD_ELASTIC_HOST": self.hello.host,
-            "HVD_ELASTIC_WORKER": order.worker,
-            "HVD_ELASTIC_LOCAL_RANK": str(order.local_rank),
             "HVD_ELASTIC_AGENT": self._socket_name,
             "HVD_ELASTIC_SPOOL": str(self._spool),
             "HVD_ELASTIC_OPTIONS": encode(self.hello.options).decode().strip(),
+            # Those that differ between the workers of a host; see WorkerStart.
+            "HVD_ELASTIC_LOCAL_RANK": str(order.local_rank),
+            "HVD_ELASTIC_WORKER": order.worker,
         }
 
     def join(self, announcement: msg.Announcement, here: Sequence[Member], store_port: int) -> None:
@@ -231,7 +256,7 @@ class Workers:
             writer.close()
 
     async def _listen_to(self, worker: Worker, reader: asyncio.StreamReader) -> None:
-        name = f"the worker of slot {worker.local_rank}"
+        name = f"the worker of slot {worker.order.local_rank}"
         messages: MessageDecoder[Any] = MessageDecoder(msg.WorkerToAgent, name)
         try:
             while line := await read_line(reader, name):
@@ -251,9 +276,17 @@ class Workers:
                     loop.call_later(_SAME_NOTICE_S, self._end_if_meant_alone, worker)
             case msg.CheckpointAnswered():
                 worker.has_answered = True
+            case msg.Imported(modules=modules):
+                took_s = time.monotonic() - worker.started_at
+                self._template.learn(worker.start, modules, took_s)
+            case msg.ScriptRaised() if worker.is_fork and not worker.is_ready:
+                pass  # it is started again, without the template
             case msg.WorkerReport():
+                if isinstance(message, msg.Ready):
+                    worker.is_ready = True
                 if isinstance(message, (msg.Joined, msg.Finished)):
                     worker.is_member = isinstance(message, msg.Joined)
+                    asyncio.get_running_loop().call_later(_CALM_S, self._warm_template)
                 self._tell(msg.WorkerSaid(worker.name, message))
 
     def _end_if_meant_alone(self, worker: Worker) -> None:
@@ -280,11 +313,10 @@ class Workers:
 
     def with_pid(self, pid: int) -> Worker | None:
         """Return the worker with this process id."""
-        return next((worker for worker in self if worker.process.pid == pid), None)
+        return next((worker for worker in self if worker.pid == pid), None)
 
     async def report_end(self, worker: Worker, code: int) -> None:
         """Report a worker's end to the leader, then end the processes that it left behind."""
-        worker.process.returncode = code
         # Its last messages and output must be sent before the report of its end.
         for _ in range(64):
             if worker.writer is None or worker.writer.is_closing():
@@ -295,6 +327,10 @@ class Workers:
         asyncio.get_running_loop().remove_reader(worker.log)
         os.close(worker.log)
         del self._by_name[worker.name]
+        if worker.is_fork and not worker.is_ready and code and -code not in _SENT_SIGNALS:
+            self._template.give_up("a worker that was forked from it failed before it was ready")
+            self.start(worker.order)
+            return
         if worker.was_meant and code == -signal.SIGKILL:
             # Report the signal that somebody sent, not the kill that followed.
             code = -worker.outlived
@@ -313,7 +349,7 @@ class Workers:
         """Kill a worker and its process group."""
         if worker := self.get(name):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
+                os.killpg(worker.pid, signal.SIGKILL)
 
 
 def _strays_of(worker: Worker) -> list[Process]:
@@ -321,34 +357,6 @@ def _strays_of(worker: Worker) -> list[Process]:
     return [
         process
         for process in descendants()
-        if process.session == worker.process.pid
+        if process.session == worker.pid
         or environment(process.pid).get("HVD_ELASTIC_WORKER") == worker.name
     ]
-
-
-def _start_process(
-    command: Sequence[str], cwd: str, variables: dict[str, str], output: int
-) -> subprocess.Popen[bytes]:
-    """Start a command in its own session; the kernel kills it when this process dies.
-
-    Raises:
-        OSError: the command or the folder does not exist or cannot be used.
-    """
-    parent = os.getpid()
-
-    def before_exec() -> None:
-        # The agent has one thread, so running Python between fork and exec is safe.
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the agent ended in between
-            os._exit(1)
-
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        preexec_fn=before_exec,  # noqa: PLW1509
-    )

@@ -42,7 +42,7 @@ class MachineConfig:
     join_window_s: float = 0.5
     longest_join_window_s: float = 3.0
     start_grace_s: float = 5.0
-    restart_backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0, 5.0, 10.0)
+    restart_backoff_s: tuple[float, ...] = (0.1, 1.0, 2.0, 5.0, 10.0)
     max_worker_failures: int = 3
     regroup_timeout_s: float = 60.0
     agent_retry_s: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)

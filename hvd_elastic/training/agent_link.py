@@ -17,14 +17,20 @@ import logging
 import os
 import shutil
 import signal
+import site
 import socket
 import subprocess
+import sys
+import sysconfig
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
+import hvd_elastic
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
@@ -40,6 +46,27 @@ def worker_options() -> msg.WorkerOptions:
     """Return the leader's options for all workers; the defaults if there is no leader."""
     text = os.environ.get("HVD_ELASTIC_OPTIONS", "{}")
     return msgspec.json.decode(text, type=msg.WorkerOptions)
+
+
+def installed_modules() -> list[str]:
+    """Return the names of the imported modules that are installed, and so do not change in a run.
+
+    They are in the order of their imports. Modules beside the script are not among them.
+    """
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = (
+        *(sysconfig.get_path(name) for name in names),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        str(Path(hvd_elastic.__file__).parent),
+    )
+    prefixes = tuple(f"{folder}{os.sep}" for folder in folders)
+    found = []
+    for name, module in list(sys.modules.items()):
+        spec = vars(module).get("__spec__") if isinstance(module, ModuleType) else None
+        if spec is not None and spec.name == name and str(spec.origin).startswith(prefixes):
+            found.append(name)
+    return found
 
 
 class AgentLink:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.agent_link import installed_modules
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
@@ -522,6 +523,8 @@ class Context:
     def ready(self) -> None:
         """Report to the leader that this worker is warm."""
         self.worker.communicator.warm()
+        if self.worker.link is not None:
+            self.worker.link.send(msg.Imported(installed_modules()))
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started))
 
     def script_failed(self, text: str) -> bool:

@@ -180,6 +180,12 @@ class CheckpointAnswered(_FromWorker, tag="checkpoint_answered"):
     """The worker has written the requested checkpoint or has failed to."""
 
 
+class Imported(_FromWorker, tag="imported"):
+    """Names of the installed modules that the worker imported before training, in order."""
+
+    modules: list[str]
+
+
 # ---- worker → leader, through the agent
 
 
@@ -396,7 +402,7 @@ _Report = (
     | CheckpointFailed
     | FileSaved
 )
-WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | _Report
+WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | Imported | _Report
 
 
 # ---- agent → worker

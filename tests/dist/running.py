@@ -347,6 +347,8 @@ class RunningJob:
         for process in _our_processes(self.run_id):
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 environment = process.environ()
+                if "HVD_ELASTIC_WORKER" not in environment:
+                    continue  # a template
                 name, where = environment["HVD_ELASTIC_WORKER"], environment["HVD_ELASTIC_HOST"]
                 # What a worker starts carries its marks too, but only it leads its session.
                 if os.getsid(process.pid) == process.pid and host in (None, where):

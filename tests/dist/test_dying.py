@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from hvd_elastic.agent.template.process import TITLE
+from hvd_elastic.hosts.programs.processes import command_line, read
 from tests.dist.conftest import StartJob
 from tests.dist.running import CLEAN_S, RunningJob, Stage, WorkerProcess
 from tests.paths import COSTLY
@@ -62,6 +64,31 @@ def test_kill_9_of_a_worker_leaves_the_others_of_its_host_alone(
     refill(job, since, killed)
     assert [w for w in job.workers() if w in others] == others
     assert not job.kinds("host_lost", since)
+    check_went_on_from_live_state(job, since, before)
+
+
+def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
+    stage: Stage, job: RunningJob
+) -> None:
+    _, b, *_ = stage.hosts
+
+    def template() -> int | None:
+        names = {pid: read(pid, "comm").strip().decode() for pid in stage.cluster.pids(b)}
+        return next((pid for pid, name in names.items() if name == TITLE), None)
+
+    def arguments_at(pid: int) -> bytes:
+        """Address of the arguments, which a fork inherits, and each new program has another."""
+        return read(pid, "stat").rpartition(b")")[2].split()[45]
+
+    pid = job.wait_for(template, "a template")
+    killed = job.worker(b)
+    shown = command_line(killed.pid)
+    since, before = job.mark(), job.step
+    killed.kill()
+    refill(job, since, killed)
+    replaced = job.worker(b)
+    assert arguments_at(replaced.pid) == arguments_at(pid)
+    assert command_line(replaced.pid) == shown
     check_went_on_from_live_state(job, since, before)
 
 

@@ -24,6 +24,7 @@ import pytest
 
 from hvd_elastic import __version__
 from hvd_elastic.agent.agent import interface_of
+from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
@@ -760,3 +761,55 @@ def test_a_preemption_command_that_cannot_be_run_is_told(start_agent: StartAgent
     agent = start_agent(preemption_command="exec no-such-command")
     told = agent.event("warning")["message"]
     assert told == "the preemption command cannot be run: exec no-such-command"
+
+
+FORKED = WORKER.replace(
+    'say(kind="ready"',
+    """
+is_fork = "hvd_elastic.agent.template.process" in sys.modules
+say(kind="warning", message=json.dumps(["started", os.getpid(), os.getppid(), is_fork]))
+if is_fork and os.path.exists("fails"):
+    say(kind="script_error", traceback="it cannot be forked", progress={})
+    sys.exit(3)
+say(kind="imported", modules=["json"])
+say(kind="ready\"""",
+    1,
+).replace("for line", 'say(kind="joined", generation=1, step=0)\nfor line', 1)
+
+
+def test_a_worker_is_forked_from_the_template_or_started_anew_if_it_fails(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(FORKED)
+    env = {"PYTHONPATH": str(ROOT)}
+    agent = start_agent(command=(sys.executable, "-S", "train.py"), env=env)
+    agent.start_worker("w0")
+    assert agent.told_by_worker()[3] is False
+    (worker,) = agent.marked()
+
+    def is_ready() -> bool:
+        with contextlib.suppress(psutil.Error):
+            return any(process.name() == TITLE for process in agent.marked())
+        return False
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    agent.start_worker("w1", 1)
+    _, pid, parent, is_fork = agent.told_by_worker()
+    assert (parent, is_fork) == (agent.process.pid, True)
+    assert psutil.Process(pid).environ()["HVD_ELASTIC_WORKER"] == "w1"
+    assert psutil.Process(pid).cmdline() == worker.cmdline()
+    agent.say(op="kill", worker="w1")
+    assert agent.event("worker_exited")["signal"] == signal.SIGKILL
+    (tmp_path / "fails").touch()
+    agent.start_worker("w2", 2)
+    assert agent.told_by_worker()[3] is True
+    assert agent.told_by_worker()[3] is False
+    log = agent.hear(lambda m: m.get("ev") == "log" and "without a template" in m["data"])
+    assert log["worker"] == "w2"
+    assert not [m for m in agent.skipped if m.get("ev") == "worker_exited"]
+    assert "it cannot be forked" not in str(agent.skipped)
+    agent.process.kill()
+    agent.wait_clean()

@@ -18,10 +18,10 @@ def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     program = (
         "import os, sys, signal\n"
-        "from hvd_elastic.agent.workers import _start_process\n"
-        "p = _start_process([sys.executable, '-S', '-c', 'import time; time.sleep(1000)'],\n"
-        "                   '/', dict(os.environ), 1)\n"
-        f"open({str(note)!r}, 'w').write(str(p.pid))\n"
+        "from hvd_elastic.agent.worker_start import start_process\n"
+        "p = start_process([sys.executable, '-S', '-c', 'import time; time.sleep(1000)'],\n"
+        "                   '/', dict(os.environ), 0, 1)\n"
+        f"open({str(note)!r}, 'w').write(str(p))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = str(Path(__file__).resolve().parents[3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from hvd_elastic.training.agent_link import installed_modules
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -58,3 +61,15 @@ def test_a_worker_ends_where_its_agent_sends_what_is_no_message(data: bytes, wor
     assert done.returncode == 1
     assert words in done.stderr
     assert "This worker ends" in done.stderr
+
+
+def test_only_installed_modules_are_told_to_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_the_script.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("beside_the_script")
+    names = installed_modules()
+    assert {"json", "msgspec", "hvd_elastic.wire.messages"} <= {*names}
+    assert not {"beside_the_script", "__main__", "sys", __name__} & {*names}
+    assert names.index("json") < names.index("hvd_elastic.training.agent_link")

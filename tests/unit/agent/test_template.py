@@ -1,0 +1,334 @@
+"""A worker that is forked from a template is as one that is started directly."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.agent.template import process, template
+from hvd_elastic.agent.template.command import UnsuitableError, parse_python_command
+from hvd_elastic.agent.template.template import Template
+from hvd_elastic.agent.worker_start import WorkerStart, start_process
+from hvd_elastic.hosts.programs.hold_command import SUBREAPER, become_subreaper
+
+ROOT = Path(__file__).resolve().parents[3]
+
+PROBE = """
+import atexit, ctypes, gc, json, os, random, resource, signal, subprocess, sys, threading, time
+import faulthandler
+import beside
+main = sys.modules["__main__"]
+thread = threading.Thread(target=int)  # with the first one the C library catches signal 33
+thread.start()
+thread.join()
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(line.split(None, 1)[1] for line in file if line.startswith(name))
+def read(name):
+    with open("/proc/self/" + name, "rb") as file:
+        return file.read()
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death))
+found = {
+    "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "flags": repr(sys.flags),
+    "warnoptions": sys.warnoptions, "xoptions": sys._xoptions, "executable": sys.executable,
+    "environ": list(os.environ.items()),
+    "ps": subprocess.run(["ps", "-ww", "-o", "comm=,args=,nice=", "-p", str(os.getpid())],
+                         capture_output=True, text=True).stdout.split("\\n"),
+    "cmdline": read("cmdline").decode(), "exe": os.readlink("/proc/self/exe"),
+    "proc_environ": read("environ").rstrip(b"\\0").decode(),
+    "handlers": {n: repr(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()},
+    "masks": [status(name) for name in ("SigBlk", "SigIgn", "SigCgt", "ShdPnd")],
+    "descriptors": {n: os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in range(3)},
+    "number of descriptors": len(os.listdir("/proc/self/fd")),
+    "cwd": os.getcwd(), "umask": os.umask(0o22), "parent": os.getppid(),
+    "leads": os.getpid() == os.getsid(0) == os.getpgid(0), "death": death.value,
+    "threads": [repr(type(t)) + t.name for t in threading.enumerate()],
+    "tasks": len(os.listdir("/proc/self/task")),
+    "main": {name: str(value).split(" object")[0] for name, value in vars(main).items()
+             if name.startswith("__") and name not in ("__builtins__", "__spec__")},
+    "spec": str(main.__spec__).split(" object")[0],
+    "streams": [repr(s) for s in (sys.stdin, sys.stdout, sys.stderr)], "read": sys.stdin.read(),
+    "buffered": [s.write_through for s in (sys.stdout, sys.stderr)],
+    "limits": [resource.getrlimit(n) for n in range(16)], "oom": read("oom_score_adj").decode(),
+    "cores": sorted(os.sched_getaffinity(0)), "policy": os.sched_getscheduler(0),
+    "priority": os.getpriority(os.PRIO_PROCESS, 0), "fault": faulthandler.is_enabled(),
+    "depth of modules": __name__, "defined": sorted(n for n in vars(main) if n[0] != "_"),
+    "frames": sys._getframe().f_code.co_filename,
+}
+print(json.dumps(found))
+"""
+
+
+async def run(start: WorkerStart, source: Template | None) -> tuple[str, int]:
+    """Run a worker; return its output and its status."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    pid = start.run(write_end) if source is None else source.fork(start, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as output:
+        if pid is None:
+            return output.read().decode(), -1
+        text = (await asyncio.to_thread(output.read)).decode()
+    return text, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def variables(worker: str = "a:0.1", **further: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    own = {"HVD_ELASTIC_LOCAL_RANK": "0", "HVD_ELASTIC_WORKER": worker}
+    return {**kept, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **further, **own}
+
+
+async def ready(start: WorkerStart, modules: Sequence[str]) -> Template:
+    """Return a template for such workers that is ready, or that has been given up."""
+    source = Template()
+    source.learn(start, modules, 0.0)
+    source.warm()
+    while source._process is not None and not source._process.is_ready:
+        await asyncio.sleep(0.01)
+    return source
+
+
+def both_ways(
+    command: Sequence[str], cwd: Path, modules: Sequence[str] = (), **further: str
+) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return output and status of a worker that is started directly, and of one that is forked."""
+
+    async def main() -> tuple[tuple[str, int], tuple[str, int]]:
+        first = WorkerStart.of(command, str(cwd), variables("a:0.1", **further))
+        source = await ready(first, modules)
+        second = WorkerStart.of(command, str(cwd), variables("a:0.22", **further))
+        try:
+            return await run(second, None), await run(second, source)
+        finally:
+            source.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def as_an_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be the parent of orphans, and reap the templates."""
+    started: list[int] = []
+
+    def start(*arguments: Any) -> int:
+        started.append(start_process(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(template, "start_process", start)
+    become_subreaper()
+    yield
+    for pid in started:
+        os.waitpid(pid, 0)
+    ctypes.CDLL(None).prctl(SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/probe.py", "scripts/p.py", "module.py"):
+        (tmp_path / name).write_text(PROBE)
+    for place in (tmp_path, tmp_path / "scripts"):
+        (place / "beside.py").write_text("")
+    (tmp_path / "link.py").symlink_to(tmp_path / "scripts/probe.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["scripts/probe.py"],
+        ["./scripts/../scripts/probe.py", "--option", "", "two words", "ü", "x" * 3000],
+        ["-u", "-X", "dev", "-Wdefault", "-O", "link.py", "-m", "--", "-c"],
+        ["-E", "-B", "scripts/p.py"],
+        ["-m", "module", "a", "-b"],
+        ["-s", "-m", "scripts.probe"],
+    ],
+)
+def test_a_fork_sees_what_a_worker_sees_that_is_started_directly(
+    folder: Path, words: list[str]
+) -> None:
+    further = {"HVD": "1"} if "-E" not in words else {"PYTHONSAFEPATH": ""}
+    direct, forked = both_ways([sys.executable, *words], folder, ["json", "decimal"], **further)
+    assert direct[1] == 0, direct[0]
+    assert forked[1] == 0, forked[0]
+    expected: dict[str, Any] = json.loads(direct[0])
+    found: dict[str, Any] = json.loads(forked[0])
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("raise ValueError('no')", 1),
+        ("def f():\n    g(1)\ndef g(x):\n    1 / 0\nf()", 1),
+        ("import sys\nsys.exit('a reason')", 1),
+        ("import sys\nsys.excepthook = lambda *_: print('my hook')\n{}['a']", 1),
+        ("import atexit\natexit.register(print, 'at the end')\nraise SystemExit(7)", 7),
+        ("x = (", 1),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("from __future__ import annotations\nprint(__annotations__)\nx: later", 0),
+    ],
+)
+@pytest.mark.parametrize("way", [["train.py"], ["-m", "train"]])
+def test_a_fork_ends_as_a_worker_that_is_started_directly(
+    tmp_path: Path, script: str, status: int, way: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    direct, forked = both_ways([sys.executable, *way], tmp_path)
+    assert direct[1] == status
+    assert forked == direct
+
+
+def test_a_fork_reads_the_script_and_what_lies_beside_it_anew(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import beside\nprint('old', beside.VALUE)\n")
+    (tmp_path / "beside.py").write_text("VALUE = 1\n")
+    start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), variables())
+
+    async def main() -> tuple[str, int]:
+        source = await ready(start, [])
+        (tmp_path / "train.py").write_text("import beside\nprint('new', beside.VALUE)\n")
+        (tmp_path / "beside.py").write_text("VALUE = 22\n")
+        try:
+            return await run(start, source)
+        finally:
+            source.close()
+
+    assert asyncio.run(main()) == ("new 22\n", 0)
+
+
+def test_forks_draw_different_random_numbers(tmp_path: Path) -> None:
+    text = "import random, numpy\nprint(random.random(), numpy.random.random())\n"
+    (tmp_path / "train.py").write_text(text)
+    start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), variables())
+
+    async def main() -> list[str]:
+        source = await ready(start, ["random", "numpy.random"])
+        try:
+            return [(await run(start, source))[0] for _ in range(2)]
+        finally:
+            source.close()
+
+    first, second = asyncio.run(main())
+    assert not {*first.split()} & {*second.split()}
+
+
+def refusal(folder: Path, module: str, command: Sequence[str] = ("train.py",)) -> str:
+    """What the log of the next worker tells when this is in an imported module."""
+    (folder / "imported.py").write_text(module)
+    further = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    words = [sys.executable, *command]
+    start = WorkerStart.of(words, str(folder), variables(**further))
+
+    async def main() -> str:
+        source = await ready(start, ["json", "imported"])
+        try:
+            text, status = await run(start, source)
+            assert status == -1, "it was forked"
+            assert (await run(start, source))[0] == "", "it is told once"
+            return text
+        finally:
+            source.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("raise OSError('no device')", "the import of imported failed: OSError: no device"),
+        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
+        ("raise SystemExit(3)", "the import of imported failed: SystemExit: 3"),
+        ("import os\nprint('it broke', flush=True)\nos._exit(3)", "it broke"),
+        (
+            "from threading import *\nThread(target=Event().wait, daemon=True).start()",
+            "the imports start threads (python",
+        ),
+    ],
+)
+def test_imports_that_cannot_live_with_a_fork_are_told(
+    tmp_path: Path, module: str, told: str
+) -> None:
+    assert told in refusal(tmp_path, module)
+
+
+def test_imports_that_use_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_GPU_DEVICES", (os.devnull,))
+    with open(os.devnull):  # noqa: PTH123
+        assert process._trouble() == f"the imports use the GPU ({os.devnull})"
+
+
+def test_a_fork_for_which_there_is_no_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(os, "fork", fail)
+    told = tmp_path / "told"
+    with told.open("wb") as file:
+        assert process._fork((0, file.fileno()))
+    assert "no memory" in told.read_text()
+
+
+def test_a_template_that_was_killed_is_not_used(tmp_path: Path) -> None:
+    start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), variables())
+
+    async def main() -> str:
+        source = await ready(start, [])
+        assert source._process is not None
+        os.kill(source._process.pid, signal.SIGKILL)
+        text, _ = await run(start, source)
+        source.close()
+        return text
+
+    assert "it could not be forked" in asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        (["/usr/bin/python3.12", "-u", "train.py", "-u"], ("train.py", "-u")),
+        (["python", "-Xdev", "-X", "utf8", "-W", "error", "-OO", "a/b.py"], ("a/b.py",)),
+        (["python3", "-Bs", "-m", "train.cli", "--x"], ("-m", "train.cli", "--x")),
+    ],
+)
+def test_commands_that_can_be_forked(command: list[str], program: tuple[str, ...]) -> None:
+    parsed = parse_python_command(command, {})
+    assert parsed.program == program
+    assert [*parsed.interpreter, *program] == command
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["bash", "-c", "python train.py"], "bash is not Python"),
+        (["./train.py"], "./train.py is not Python"),
+        (["/opt/bin/mypython", "train.py"], "mypython is not Python"),
+        (["python", "-c", "pass"], "-c is not a script"),
+        (["python", "-i", "train.py"], "-i is not a script"),
+        (["python", "-"], "- is not a script"),
+        (["python", "train.zip"], "train.zip is not a script"),
+        (["python", "-m"], "-m is not a script"),
+        (["python", "-X"], "nothing is not a script"),
+        (["python"], "nothing is not a script"),
+    ],
+)
+def test_commands_that_cannot_be_forked(command: list[str], told: str) -> None:
+    with pytest.raises(UnsuitableError) as refused:
+        parse_python_command(command, {})
+    assert told in str(refused.value)
+
+
+def test_an_interpreter_that_stays_after_the_script_cannot_be_forked() -> None:
+    with pytest.raises(UnsuitableError, match="PYTHONINSPECT"):
+        parse_python_command(["python", "train.py"], {"PYTHONINSPECT": "1"})
