@@ -26,8 +26,10 @@ _COMPILED = "_orig_mod."
 """What ``torch.compile`` adds to the keys of a module."""
 _PARALLEL = "module."
 """What DistributedDataParallel and DataParallel add to all keys of a module."""
-_STATE_KEYS = ("model", "state_dict", "model_state_dict")
-"""Where files of other programs have the ``state_dict``."""
+_MODEL = "model"
+"""Usual name of the model in the State, and of its ``state_dict()`` in a saved dict."""
+_STATE_KEYS = ("state_dict", "model_state_dict")
+"""Where files of other programs have it."""
 
 
 def save(name: str, obj: Any) -> None:
@@ -66,7 +68,7 @@ def save(name: str, obj: Any) -> None:
     save_file(context.current().worker, name, write)
 
 
-def load_model(source: str | Path, model: Model, *, name: str = "model") -> Model:
+def load_model(source: str | Path, model: Model, *, name: str = _MODEL) -> Model:
     """Load trained weights into a model for inference; works in any process, without ``init()``.
 
     Args:
@@ -76,7 +78,7 @@ def load_model(source: str | Path, model: Model, *, name: str = "model") -> Mode
             - a folder of checkpoints (``--checkpoint-dir``): the newest valid one;
             - the manifest of a checkpoint, ``step-….json``;
             - a file of :func:`save` or ``torch.save``: a ``state_dict()``, or a dict with one
-              under ``name``, ``"state_dict"`` or ``"model_state_dict"``.
+              under ``name``; for ``"model"`` also ``"state_dict"`` or ``"model_state_dict"``.
 
             Prefixes that DDP (``module.``) or ``torch.compile`` add to keys do not matter.
         model: module whose parameters and buffers are replaced, on the devices where they are.
@@ -115,7 +117,7 @@ def _load_file(path: Path, name: str) -> Mapping[str, Any]:
             f"{path} holds a {type(found).__name__}; load_model reads a state_dict(), or a dict "
             f"with one under {name!r}"
         )
-    for key in (name, *_STATE_KEYS):
+    for key in (name, *(_STATE_KEYS if name == _MODEL else ())):
         inner = found.get(key)
         if isinstance(inner, Mapping):
             return inner
@@ -176,7 +178,7 @@ def _fill(model: torch.nn.Module, state: Mapping[str, Any], path: Path) -> None:
         return
     before = copy.deepcopy(there)
     try:
-        model.load_state_dict(dict(state))  # a hook of the model may rename keys
+        model.load_state_dict(state)  # a hook of the model may rename keys
     except Exception as error:
         model.load_state_dict(before, strict=False)
         raise CheckpointError(

@@ -242,6 +242,9 @@ def test_a_file_of_several_models_names_them(trained: Net) -> None:
     words = r"gan.pt holds no 'model'; it holds generator, critic: .*name='generator'\)"
     with pytest.raises(CheckpointError, match=words):
         hvd.load_model("gan.pt", Net())
+    torch.save({"model": trained.state_dict()}, "plain.pt")
+    with pytest.raises(CheckpointError, match=r"plain.pt holds no 'ema'; it holds model: choose"):
+        hvd.load_model("plain.pt", Net(), name="ema")
 
 
 class Renamed(Net):
