@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from hvd_elastic.control.commands import Member
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, is_local, own_address_towards
 from hvd_elastic.leader.remote_agent import AgentConnection, Post, Sender
+from hvd_elastic.leader.rendezvous import EntryRelay
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
@@ -54,6 +56,7 @@ class Agents:
         self._options = SshOptions(config_path=None if config is None else Path(config))
         self._logins = threading.Semaphore(_LOGINS)
         self._sender = Sender()
+        self._relay = EntryRelay(0, ())
         self._leaving: list[AgentConnection] = []
         self._ending: list[AgentConnection] = []
         self._looked_at = time.monotonic()
@@ -135,6 +138,19 @@ class Agents:
         for host in hosts:
             if host in self.by_host:
                 self.by_host[host].send_line(line)
+
+    def pass_on(self, entry: msg.StoreEntry, origin: str, members: Sequence[Member]) -> None:
+        """Send an entry of the rendezvous of a generation to the hosts of its other members.
+
+        Args:
+            entry: the entry.
+            origin: host that it comes from.
+            members: members of the generation, by rank.
+        """
+        if self._relay.generation != entry.generation:
+            self._relay = EntryRelay(entry.generation, members)
+        for host, message in self._relay.add(entry, origin):
+            self.send(host, message)
 
     def beat(self, now: float, recorded_step: int | None) -> None:
         """Send a heartbeat to all agents when the next one is due."""

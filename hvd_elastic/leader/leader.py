@@ -34,7 +34,6 @@ from hvd_elastic.leader.fencing import Fence
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.journal import Journal, Show, ShowOutput
 from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
-from hvd_elastic.leader.rendezvous import EntryRelay
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.takeover import Takeover
 from hvd_elastic.leader.workers import Workers
@@ -150,7 +149,6 @@ class Leader:
         )
         self._machine = self._new_machine(has_checkpoint=resumed)
         self._scaler: Scaler | None = None
-        self._relay = EntryRelay(0, ())
         self._takeover: Takeover | None = None
         """State of a takeover; None: it is complete, and this leader leads."""
         self._progress = _Progress()
@@ -968,12 +966,8 @@ class Leader:
 
     def _pass_on(self, entry: msg.StoreEntry, *, but: str) -> None:
         """Send a rendezvous entry to all hosts of its generation except ``but``, its origin."""
-        generation = self._machine.generation
-        if entry.generation == generation:
-            if self._relay.generation != generation:
-                self._relay = EntryRelay(generation, self._machine.members)
-            for host, message in self._relay.add(entry, but):
-                self._agents.send(host, message)
+        if entry.generation == self._machine.generation:
+            self._agents.pass_on(entry, but, self._machine.members)
 
 
 def _with_missing(finish: cmd.Finish, missing: str) -> cmd.Finish:

@@ -65,6 +65,48 @@ class Sender:
             agent.pass_on(line)
 
 
+class _Input:
+    """The input of an agent: takes lines in order, those that have to wait with a thread."""
+
+    def __init__(self) -> None:
+        self._stdin: Any = None
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._counting = threading.Lock()
+        self.waiting = 0
+        """Number of lines that are left to the thread and not written yet."""
+
+    def open(self, stdin: Any, first: bytes, host: str) -> None:
+        """Begin to write to the process, after lines that came before with ``first``."""
+        self._stdin = stdin
+        self.put(first)
+        threading.Thread(target=self._run, name=f"to agent of {host}", daemon=True).start()
+
+    def pass_on(self, line: bytes | None) -> None:
+        """Write a line if that cannot block, else leave it to the thread; called by one thread."""
+        is_short = line is not None and len(line) <= _AT_ONCE_BYTES
+        if line and is_short and self._stdin and not self.waiting and self._stdin.is_ready():
+            self._write(line)
+        else:
+            self.put(line)
+
+    def put(self, line: bytes | None) -> None:
+        """Leave a line to the thread; None: it ends."""
+        with self._counting:
+            self.waiting += 1
+        self._lines.put(line)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            with self._counting:
+                self.waiting -= 1
+
+    def _write(self, line: bytes) -> None:
+        # If it fails, the thread that reads fails as well, and the connection reports it.
+        with contextlib.suppress(OSError, HvdElasticError):
+            self._stdin.write(line)
+
+
 class AgentConnection:
     """One attempt to start the agent of one host, and the connection to it.
 
@@ -117,10 +159,7 @@ class AgentConnection:
         self._unusable: HvdElasticError | None = None
         """Why nothing more is read from the agent; None: it is read on."""
         self._activities: dict[str, Activity] = {}
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        """Lines that had to wait for the agent."""
-        self._waiting_lines = 0
-        self._counting = threading.Lock()
+        self._input = _Input()
         self._connection: Connection | None = None
         self._process: Any = None
         self._closing = threading.Event()
@@ -147,16 +186,7 @@ class AgentConnection:
 
     def pass_on(self, line: bytes | None) -> None:
         """Write a line if that cannot block, else leave it to a thread; called by the sender."""
-        if line is not None and len(line) <= _AT_ONCE_BYTES and self._process is not None:
-            if not self._waiting_lines and self._process.stdin.is_ready():
-                self._write(line)
-                return
-        self._put_in_outbox(line)
-
-    def _put_in_outbox(self, line: bytes | None) -> None:
-        with self._counting:
-            self._waiting_lines += 1
-        self._outbox.put(line)
+        self._input.pass_on(line)
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
         """Read a file of the host and pass its content to ``write`` in pieces; blocks.
@@ -214,7 +244,7 @@ class AgentConnection:
     def drop(self) -> None:
         """Close the connection; the agent notices that and cleans up by itself."""
         self._closing.set()
-        self._outbox.put(None)
+        self._input.put(None)
         threading.Thread(target=self._close, name=f"close {self.host.name}", daemon=True).start()
 
     # -- threads ---------------------------------------------------------------------------
@@ -250,21 +280,7 @@ class AgentConnection:
         # environment are sent through stdin instead.
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
         self._process = self._connection.start(command, on_stdout=self._take)
-        self._put_in_outbox(encode(self._hello))
-        threading.Thread(
-            target=self._write_outbox, name=f"to agent of {self.host.name}", daemon=True
-        ).start()
-
-    def _write_outbox(self) -> None:
-        while (line := self._outbox.get()) is not None:
-            self._write(line)
-            with self._counting:
-                self._waiting_lines -= 1
-
-    def _write(self, line: bytes) -> None:
-        # If it fails, the reading thread fails as well, and reports it.
-        with contextlib.suppress(OSError, HvdElasticError):
-            self._process.stdin.write(line)
+        self._input.open(self._process.stdin, encode(self._hello), self.host.name)
 
     def _take(self, data: bytes) -> None:
         """Take a piece of the agent's output, in the thread that has read it.
@@ -369,7 +385,7 @@ class AgentConnection:
         return f"host {name}: the agent did not start: {last}", False
 
     def _close(self) -> None:
-        self._outbox.put(None)
+        self._input.put(None)
         if self._process is not None:
             self._process.close()
         if self._connection is not None:

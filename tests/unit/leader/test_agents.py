@@ -130,7 +130,7 @@ def test_a_line_for_which_there_is_room_is_written_at_once(open_agent: Open) -> 
     agent, pipe = open_agent()
     pipe.gate.set()
     pipe.wait_for(HELLO)
-    while agent._waiting_lines:
+    while agent._input.waiting:
         time.sleep(0.001)
     agent.pass_on(b"1\n")
     assert pipe.written[-1] == (b"1\n", threading.current_thread())
