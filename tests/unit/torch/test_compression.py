@@ -92,7 +92,7 @@ def test_large_and_wide_gradients_alone_are_packed(
     for _ in range(2):
         optimizer.zero_grad()
         alone.hand_out(Pass(step_examples=8, weight=1.0))
-        sum((3 * each.float()).sum() for each in parameters.values()).backward()
+        (3 * torch.cat([each.float() for each in parameters.values()])).sum().backward()
         optimizer.step()
     assert {*parameters["large"].tolist(), *parameters["half"].tolist()} == {-6.0}
     elements = sorted(each.numel() for each in ranks.sent[:3] if each.dim() > 1)
