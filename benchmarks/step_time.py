@@ -68,6 +68,7 @@ class Variant:
 VARIANTS = {
     "plain": Variant(),
     "adaptive": Variant(arguments=("--adaptive",)),
+    "bf16": Variant(arguments=("--compression", "bf16")),
     "audit": Variant(options=("--audit",)),
     "checkpoints": Variant(options=("--checkpoint-every", "1")),
 }
@@ -180,7 +181,8 @@ def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> N
 
     hvd.init()
     batch = share * RANKS
-    optimizer = hvd.DistributedOptimizer(sgd, model)
+    compression = hvd.Compression[args.compression]
+    optimizer = hvd.DistributedOptimizer(sgd, model, compression=compression)
     largest = batch if args.adaptive else None
     loader: Any = hvd.DataLoader(examples, batch, shuffle=True, max_batch_size=largest)
 
@@ -323,13 +325,14 @@ def main() -> int:
         parser.add_argument("--launcher", choices=LAUNCHERS)
         parser.add_argument("--model", choices=MODELS)
         parser.add_argument("--adaptive", action="store_true")
+        parser.add_argument("--compression", default="none")
         train(parser.parse_known_args()[0])  # torchrun's launcher adds an option of its own
         return 0
     told = "rows, separated by commas"
     parser.add_argument("--models", type=names, default=list(MODELS), help=told)
     told = "rates of the links, such as none,1gbit"
     parser.add_argument("--rates", type=names, default=["none", "1gbit"], help=told)
-    told = "variants of ours: plain, adaptive, audit, checkpoints"
+    told = "variants of ours: plain, adaptive, bf16, audit, checkpoints"
     parser.add_argument("--variants", type=names, default=["plain"], help=told)
     parser.add_argument("--peers", type=names, default=["ddp", "horovod"], help="ddp, horovod")
     told = "jobs of each launcher; 12 at least decide a ratio"

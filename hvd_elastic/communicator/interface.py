@@ -116,6 +116,17 @@ class Communicator(Protocol):
     def sum_async(self, array: Array, name: str) -> Any:
         """Begin adding ``array`` up over all ranks, as :meth:`reduce_async` averages it."""
 
+    def exchange_async(self, array: Array, name: str) -> Any:
+        """Begin sending one row of ``array`` to each rank; the result has a row from each rank.
+
+        Args:
+            array: its first dimension is the number of ranks.
+            name: name of the exchange, the same on all ranks.
+        """
+
+    def gather_async(self, array: Array, name: str) -> Any:
+        """Begin joining the arrays of all ranks, as :meth:`gather` does."""
+
     def wait(self, handle: Any) -> Array:
         """Wait for a collective and return its result.
 

@@ -51,6 +51,12 @@ class LocalCommunicator:
         array *= self.size
         return self.reduce_async(array, name)
 
+    def exchange_async(self, array: Array, name: str) -> Any:
+        return array
+
+    def gather_async(self, array: Array, name: str) -> Any:
+        return self.gather(array, name)
+
     def wait(self, handle: Any) -> Array:
         return handle
 

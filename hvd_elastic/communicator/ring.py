@@ -206,22 +206,32 @@ class HorovodCommunicator:
     # -- collectives -----------------------------------------------------------------------
 
     def reduce_async(self, array: Array, name: str) -> _Begun:
-        return self._reduce(self._collectives.average_async, array, name)
+        return self._begin_named("allreduce", self._collectives.average_async, array, name)
 
     def sum_async(self, array: Array, name: str) -> _Begun:
-        return self._reduce(self._collectives.sum_async, array, name)
+        return self._begin_named("allreduce", self._collectives.sum_async, array, name)
 
-    def _reduce(self, collective: Callable[..., Any], array: Array, name: str) -> _Begun:
-        if name.startswith(GRADIENT_PREFIX):
-            begun = self._begin(gradients_of(name), collective, array, name)
-            self._gradients[name] = self._gradients.get(name, 0) + 1
-            return begun
-        shown = self._count(FLAGS if name == FLAGS_NAME else f"allreduce {_user_name(name)}")
-        return self._begin(shown, collective, array, name)
+    def exchange_async(self, array: Array, name: str) -> _Begun:
+        one_each = [1] * self.size
+        return self._begin_named(
+            "alltoall", self._collectives.alltoall_async, array, name, one_each
+        )
+
+    def gather_async(self, array: Array, name: str) -> _Begun:
+        return self._begin_named("allgather", self._collectives.allgather_async, array, name)
 
     def gather(self, array: Array, name: str) -> Array:
-        shown = self._count(f"allgather {_user_name(name)}")
-        return self.wait(self._begin(shown, self._collectives.allgather_async, array, name))
+        return self.wait(self.gather_async(array, name))
+
+    def _begin_named(
+        self, kind: str, collective: Callable[..., Any], array: Array, name: str, *args: Any
+    ) -> _Begun:
+        if name.startswith(GRADIENT_PREFIX):
+            begun = self._begin(gradients_of(name), collective, array, name, *args)
+            self._gradients[name] = self._gradients.get(name, 0) + 1
+            return begun
+        shown = self._count(FLAGS if name == FLAGS_NAME else f"{kind} {_user_name(name)}")
+        return self._begin(shown, collective, array, name, *args)
 
     def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
 

@@ -30,6 +30,7 @@ import torch
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.accumulator import Accumulator
+from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.frontend import TorchFrontend
@@ -44,6 +45,7 @@ from hvd_elastic.training.launch import local_rank as _local_rank
 
 __all__ = [
     "Accumulator",
+    "Compression",
     "DataLoader",
     "DistributedOptimizer",
     "GradScaler",

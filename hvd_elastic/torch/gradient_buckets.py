@@ -142,7 +142,9 @@ class Bucket:
             self._flat.copy_(self._sent)
 
 
-def divide(names: dict[torch.Tensor, str], group_of: Mapping[torch.Tensor, int]) -> list[Bucket]:
+def divide(
+    names: dict[torch.Tensor, str], group_of: Mapping[torch.Tensor, int], *, apart: bool = False
+) -> list[Bucket]:
     """Divide parameters into buckets, in the reverse of their order.
 
     The backward pass computes gradients in about this order. It follows from the parameters alone,
@@ -153,6 +155,7 @@ def divide(names: dict[torch.Tensor, str], group_of: Mapping[torch.Tensor, int])
     Args:
         names: parameters that require a gradient, with their names.
         group_of: number of the parameter group of every parameter of the optimizer.
+        apart: whether the first bucket has no parameter in any case.
 
     Returns:
         The buckets; the first is never one of a large parameter, and may have no parameter.
@@ -171,7 +174,7 @@ def divide(names: dict[torch.Tensor, str], group_of: Mapping[torch.Tensor, int])
             small.append(filling[kind])
         filling[kind].append(parameter)
         room[kind] -= _bytes(parameter)
-    first, *others = small or [[]]
+    first, *others = small if small and not apart else [[], *small]
     described = "\n".join(f"{name} {text}" for name, text in description(names, group_of).items())
     padding = 1 + zlib.crc32(described.encode()) % _PADDINGS
     found = Bucket(first, next(iter(first or group_of)), padding)

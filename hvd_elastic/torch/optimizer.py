@@ -22,6 +22,7 @@ from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule, rule_named
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
+from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
@@ -50,6 +51,7 @@ class GradientAverager:
         optimizer: torch.optim.Optimizer,
         names: dict[int, str],
         rule: str | Rule | None = None,
+        compression: Compression = Compression.none,
     ) -> None:
         self._context = context.current()
         self._optimizer = optimizer
@@ -65,7 +67,9 @@ class GradientAverager:
         every = {p: names.get(id(p), f"parameter.{number}") for number, p in enumerate(parameters)}
         self._trained = TrainedParameters(optimizer, every)
         self._names = self._trained.names
-        self._reductions = Reductions(self._context.worker, self._names, self._statistics.group_of)
+        self._reductions = Reductions(
+            self._context.worker, self._names, self._statistics.group_of, compression
+        )
         self._averaged = False
         self._absorbed = -1
         self._adapts = False
@@ -535,6 +539,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     *,
     lr_rule: str | Rule | None = None,
     sync_batch_norm: bool = False,
+    compression: Compression = Compression.none,
 ) -> torch.optim.Optimizer:
     """Make ``optimizer.step()`` use the gradient of the global batch.
 
@@ -556,13 +561,16 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
         sync_batch_norm: whether the batch normalisation layers of ``model`` use the statistics of
             the global batch in training; see
             :func:`~hvd_elastic.torch.batch_norm.synchronize_batch_norm`.
+        compression: ``hvd.Compression.fp16`` or ``hvd.Compression.bf16`` to send float32 and
+            float64 gradients in 16 bits; they are summed in float32.
 
     Returns:
         The same object, with a method ``synchronize()`` to call before clipping, and one
         ``no_sync()`` for gradient accumulation (see :class:`GradientAverager`).
 
     Raises:
-        ScriptError: the optimizer or a layer cannot be used, or ``lr_rule`` is none of these.
+        ScriptError: the optimizer or a layer cannot be used, or ``lr_rule`` or ``compression`` is
+            none of these.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ScriptError(
@@ -581,6 +589,11 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "
             "by an earlier call or by horovod.torch; give it the one of torch.optim, once"
         )
+    if not isinstance(compression, Compression):
+        raise ScriptError(
+            f"DistributedOptimizer(compression={compression!r}): use none, fp16 or bf16 of "
+            "hvd.Compression of hvd_elastic.torch, such as hvd.Compression.bf16"
+        )
     if sync_batch_norm:
         if model is None:
             raise ScriptError(
@@ -589,7 +602,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             )
         synchronize_batch_norm(model)
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-    averager = GradientAverager(optimizer, names, lr_rule)
+    averager = GradientAverager(optimizer, names, lr_rule, compression)
     synchronize: Callable[[], None] = averager.synchronize
     optimizer.synchronize = synchronize  # type: ignore[attr-defined]
     optimizer.no_sync = averager.no_sync  # type: ignore[attr-defined]

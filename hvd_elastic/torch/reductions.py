@@ -13,6 +13,7 @@ import torch
 from hvd_elastic.communicator.interface import gradient_prefix
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
+from hvd_elastic.torch.compression import Compression, Packed
 from hvd_elastic.torch.gradient_buckets import Bucket, description, divide
 from hvd_elastic.training.worker import Worker
 
@@ -24,6 +25,7 @@ class Reductions:
         worker: this process, whose communicator changes with the generation.
         names: names of the trained parameters.
         group_of: number of the parameter group of every parameter of the optimizer.
+        compression: how gradients are sent.
 
     Attributes:
         is_open: whether gradients of a step are in the buckets, or on their way.
@@ -34,14 +36,17 @@ class Reductions:
         worker: Worker,
         names: dict[torch.Tensor, str],
         group_of: Mapping[torch.Tensor, int],
+        compression: Compression,
     ) -> None:
         self._worker = worker
         self._names = names
         self._group_of = group_of
+        self._compression = compression
         self._prefix = gradient_prefix(0)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[torch.Tensor, Bucket] = {}
-        self._begun: dict[Bucket, Any] = {}
+        self._packed: dict[Bucket, Packed] = {}
+        self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
         self.is_open = False
 
     def number(self, number: int) -> None:
@@ -51,10 +56,11 @@ class Reductions:
     def open(self, *, anew: bool) -> None:
         """Begin a step; ``anew``: divide the parameters into buckets again."""
         if anew or not self._buckets:
-            self._buckets = divide(self._names, self._group_of)
+            # The shape of the first bucket is compared, so it is sent as it is.
+            apart = self._compression is not Compression.none
+            self._buckets = divide(self._names, self._group_of, apart=apart)
+            self._packed = {}
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-        for bucket in self._buckets:
-            bucket.open()
         self.is_open = True
 
     def arrived(self, parameter: torch.Tensor) -> Bucket | None:
@@ -95,7 +101,19 @@ class Reductions:
     def begin(self, bucket: Bucket) -> None:
         """Begin to sum a bucket over the ranks, and set the gradients to its views."""
         bucket.give(absent=True)
-        self._begun[bucket] = self._reduce(self._buckets.index(bucket), bucket.to_send())
+        flat, communicator = bucket.to_send(), self._worker.communicator
+        number = self._buckets.index(bucket)
+        kind = self._compression.sent_as(flat.dtype) if number and len(flat) else None
+        if kind is None:
+            self._begun[bucket] = [self._reduce(number, flat)], flat
+            return
+        packed = self._packed.get(bucket)
+        if packed is None or not packed.fits(communicator.size):
+            packed = self._packed[bucket] = Packed(kind, flat, communicator.size)
+        name = f"{self._prefix}{number}."
+        pieces = enumerate(packed.rows(flat))
+        handles = [communicator.exchange_async(rows, f"{name}{piece}") for piece, rows in pieces]
+        self._begun[bucket] = handles, flat
 
     def reduce_left_out(self, *, unaveraged: bool = False) -> None:
         """Reduce a number in place of the first bucket, with another shape, and wait for it.
@@ -129,8 +147,22 @@ class Reductions:
             ScriptError: the ranks have reduced tensors of different shapes.
         """
         # The first bucket first: if ranks differ, its reduction fails and others may never end.
-        for bucket in self._buckets:
-            self._worker.communicator.wait(self._begun[bucket])
+        communicator = self._worker.communicator
+        wait = communicator.wait
+        gathers: list[tuple[Bucket, list[Any]]] = []
+        for number, bucket in enumerate(self._buckets):
+            handles, _ = self._begun[bucket]
+            packed = self._packed.get(bucket)
+            if packed is None:
+                wait(*handles)
+                bucket.receive()
+                continue
+            name = f"{self._prefix}{number}.sums."
+            sums = enumerate(packed.sum(wait(handle)) for handle in handles)
+            begun = [communicator.gather_async(part, f"{name}{piece}") for piece, part in sums]
+            gathers.append((bucket, begun))
+        for bucket, handles in gathers:
+            self._packed[bucket].unpack(map(wait, handles), self._begun[bucket][1])
             bucket.receive()
         self.clear()
 
