@@ -372,7 +372,7 @@ _LEADER_CASES += _stall(0.25)
 _KILL = "kill -9 of a worker beside another on its host (2 → 1)"
 _SPARE = "kill -9 with a warm spare (ours: --spares 1)"
 _NO_SPARE = "kill -9 without a spare (ours: with a template on each host)"
-_REFILL_CASES = [Case("full size again"), Case("of that the script before run")]
+_REFILL_CASES = [Case("full size again", target=1.0), Case("of that the script before run")]
 _BELOW = "fewer than the minimum are left, then a host joins"
 _SIXTEEN = "16 ranks on 4 hosts, the last one joins (15 → 16), 50 ms steps"
 _GROWTH = "world sizes 2 to 16, join (to n) and kill -9 (of n), 50 ms steps"
