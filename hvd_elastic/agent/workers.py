@@ -177,9 +177,6 @@ class Workers:
         defaults = {
             # As torchrun does: if each worker used all cores, they would slow each other down.
             "OMP_NUM_THREADS": str(max(1, cores // max(1, order.slots))),
-            # Else gradients are copied into Horovod's fusion buffer, and back, for the sake of the
-            # few numbers that are reduced beside them in each step.
-            "HOROVOD_FUSION_THRESHOLD": str(1 << 20),
             # The leader reports why a ring broke; Horovod would print errors for every rank.
             "HOROVOD_LOG_LEVEL": "fatal",
             # A worker that is killed by a signal then prints its Python stack.

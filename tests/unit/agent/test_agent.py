@@ -227,7 +227,6 @@ def test_a_worker_from_its_start_to_its_leave(start_agent: StartAgent) -> None:
     (worker,) = agent.marked()
     assert worker.environ()["SECRET"] == "s3cret"
     assert "HOROVOD_RANK" not in worker.environ()
-    assert worker.environ()["HOROVOD_FUSION_THRESHOLD"] == str(1 << 20)
     assert agent.told_by_worker() == {"kind": "hold"}
     agent.say(op="tell", worker="w7", message={"kind": "leave"})
     log = agent.event("log")
