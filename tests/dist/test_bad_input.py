@@ -114,7 +114,12 @@ def test_unwritable_checkpoint_folder(home: Path, script: Path, place: str) -> N
         folder = Path("/proc/checkpoints")
     options = ["--run-id", "job", "--checkpoint-dir", folder]
     done = call("run", *options, "--", sys.executable, script, home=home)
-    refused(done, 1, f"checkpoints cannot be written to {folder}", "give a folder that can be made")
+    refused(
+        done,
+        1,
+        f"checkpoints cannot be written to {folder}",
+        "a folder that this user can make and write",
+    )
     no_run(home)  # so that the same command with another folder is not told "in use"
 
 
