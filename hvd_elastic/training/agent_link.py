@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 _GETENT_UNKNOWN = 2
 """Exit status of ``getent`` for an unknown name."""
 _NOTICES = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS_S = 1.0
+"""Time between two looks for signals while the main thread waits [s]. One that another thread got,
+or that came just before the wait, does not end it, and is handled by the main thread alone."""
 
 
 def worker_options() -> msg.WorkerOptions:
@@ -148,7 +151,10 @@ class AgentLink:
             The instruction; None if a checkpoint is requested, see :meth:`take_checkpoint_request`.
         """
         with self._change:
-            self._change.wait_for(lambda: self._checkpoint_wanted or self.pending(generation))
+            while not self._change.wait_for(
+                lambda: self._checkpoint_wanted or self.pending(generation), _SIGNALS_S
+            ):
+                pass
             if self._checkpoint_wanted:
                 return None
             instruction, self._pending = self._pending, None

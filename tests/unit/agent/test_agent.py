@@ -746,6 +746,21 @@ def test_a_worker_that_gets_sigterm_alone_ends_and_so_do_its_children(
     assert not any(message.get("ev") == "notice" for message in agent.skipped)
 
 
+def test_a_worker_ends_by_a_sigterm_that_does_not_wake_its_main_thread(
+    start_agent: StartAgent,
+) -> None:
+    itself = """
+import threading
+def get_signal():
+    time.sleep(0.5)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+threading.Thread(target=get_signal).start()
+while link"""
+    agent = start_agent(LINKED.replace("\nwhile link", itself))
+    agent.start_worker()
+    assert agent.event("worker_exited")["signal"] == signal.SIGTERM
+
+
 def test_the_preemption_command_gives_notice(start_agent: StartAgent, tmp_path: Path) -> None:
     (tmp_path / "notice").write_text("75\n")
     agent = start_agent(preemption_command=f"cat {tmp_path}/notice")
