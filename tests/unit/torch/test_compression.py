@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.torch import compression, gradient_buckets
@@ -18,6 +17,7 @@ from hvd_elastic.training.context import Context
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.step import Pass
 from tests.unit.real_ranks import run_ranks, worlds
+from tests.unit.torch.test_gradient_buckets import Alike
 
 KINDS = [Compression.fp16, Compression.bf16]
 
@@ -49,17 +49,8 @@ def test_ranks_hold_the_same_sum_with_one_rounding_of_it(
         )
 
 
-class Alike(LocalCommunicator):
-    """The first of two ranks, of which the other does the same."""
-
-    size = 2
-
-    def __init__(self) -> None:
-        self.sent: list[torch.Tensor] = []
-
-    def sum_async(self, array: Any, name: str) -> Any:
-        self.sent.append(array)
-        return array.mul_(2)
+class AlikePacked(Alike):
+    """It packs its gradients as well."""
 
     def exchange_async(self, array: Any, name: str) -> Any:
         self.sent.append(array)
@@ -81,7 +72,7 @@ def test_large_and_wide_gradients_alone_are_packed(
 ) -> None:
     """One parameter is larger than a bucket; float16 and bfloat16 ones are sent as without it."""
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 100)
-    alone.worker.communicator = ranks = Alike()
+    alone.worker.communicator = ranks = AlikePacked()
     ranks.bf16 = kind is Compression.bf16
     sizes = {"large": (60, torch.float32), "half": (9, torch.float16)}
     parameters = {
@@ -110,7 +101,7 @@ def test_the_noise_scale_is_that_of_whole_gradients(alone: Context) -> None:
     rows = []
     parameter = torch.nn.Parameter(torch.zeros(50))
     for kind in Compression:
-        alone.worker.communicator = ranks = Alike()
+        alone.worker.communicator = ranks = AlikePacked()
         ranks.bf16 = kind is Compression.bf16
         hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), compression=kind)
         planner = AdaptivePlanner(BatchLimits(8, 16), examples=64)
