@@ -2,8 +2,9 @@
 
 Run it: ``python benchmarks/styles.py --out benchmarks/results/styles.json``. Each style is a plain
 script and the same one with our library, in ``tests/dist/styles``; ``tests/dist/test_styles.py``
-runs them too. Both train at the same time in turns of some steps each, so that other load on the
-machine affects both equally.
+runs them too. A pair of processes, one of each script, trains in turns of some steps, so that other
+load on the machine affects both equally. Two processes of the same script differ by some per cent,
+so several pairs are measured.
 """
 
 from __future__ import annotations
@@ -48,9 +49,15 @@ WIDTHS = {
     "transformer": 0.25,
 }
 """Width of the layers relative to the other styles, so that a step takes some tens of ms."""
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Lets glibc keep freed memory.
+
+Otherwise the order in which a process first frees large blocks decides which of them it maps anew
+in each step, and two processes of the same script differ by up to 50 %.
+"""
 _NOTE = (
-    "CPU, one thread, float64. Step times are medians of turns; the interval holds the median of "
-    "the ratio of two neighbouring turns with 95 % confidence."
+    "CPU, one thread, float64. The ratio of a pair of processes is the median ratio of two "
+    "neighbouring turns; the interval holds the median over pairs with 95 % confidence."
 )
 
 
@@ -113,7 +120,7 @@ class Script:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=script.parent,
-                env={**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+                env={**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **_KEEP_MEMORY},
             )
 
     def steps(self, count: int) -> float:
@@ -160,6 +167,19 @@ def train(script: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+def measure_pair(scripts: list[Path], options: argparse.Namespace) -> list[tuple[float, float]]:
+    """Return times of a step of the plain and the elastic script, for each turn [s]."""
+    turns = []
+    with Script(scripts[0]) as plain, Script(scripts[1]) as elastic:
+        slowest = max(script.steps(WARM_STEPS) for _ in range(2) for script in (plain, elastic))
+        steps = max(FEWEST_STEPS, round(options.turn_s / slowest))
+        for number in range(options.rounds):
+            order = [plain, elastic][:: 1 if number % 2 else -1]
+            times = {script: script.steps(steps) for script in order}
+            turns.append((times[plain], times[elastic]))
+    return turns
+
+
 def measure_style(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the figures of one style."""
     texts = [(STYLES / kind / f"{name}.py").read_text("utf-8") for kind in ("plain", "elastic")]
@@ -177,13 +197,12 @@ def measure_style(name: str, options: argparse.Namespace, folder: Path) -> dict[
         scripts[-1].write_text(endless, encoding="utf-8")
     plain: list[float] = []
     ours: list[float] = []
-    with Script(scripts[0]) as theirs, Script(scripts[1]) as elastic:
-        slowest = max(script.steps(WARM_STEPS) for _ in range(2) for script in (theirs, elastic))
-        steps = max(FEWEST_STEPS, round(options.turn_s / slowest))
-        for number in range(options.rounds):
-            for script, times in [(theirs, plain), (elastic, ours)][:: 1 if number % 2 else -1]:
-                times.append(script.steps(steps))
-    ratios = [our / their for our, their in zip(ours, plain, strict=True)]
+    ratios: list[float] = []
+    for _ in range(options.pairs):
+        turns = measure_pair(scripts, options)
+        ratios.append(statistics.median(our / their for their, our in turns))
+        plain += [their for their, _ in turns]
+        ours += [our for _, our in turns]
     low, high = median_interval(ratios)
     row |= {"plain_s": statistics.median(plain), "elastic_s": statistics.median(ours)}
     row |= {"ratio": statistics.median(ratios), "ratio_low": low, "ratio_high": high}
@@ -205,7 +224,8 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                 say(str(error))
                 continue
             say(f"{name}: measured")
-    note = f"{_NOTE} Width {options.width}, {options.rounds} turns of {options.turn_s:g} s."
+    turns = f"{options.pairs} pairs, {options.rounds} turns of {options.turn_s:g} s each."
+    note = f"{_NOTE} Width {options.width}, {turns}"
     made = conditions("no hosts", note, load_before)
     return Result("styles", made, {"styles": rows})
 
@@ -215,10 +235,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     told = "comma-separated (default: all)"
     parser.add_argument("--styles", type=names, default=ALL, help=told)
-    told = "turns of each script; 0 counts lines only (default: 12)"
-    parser.add_argument("--rounds", type=int, default=12, help=told)
-    told = "duration of a turn in seconds (default: 1)"
-    parser.add_argument("--turn-s", type=float, default=1.0, metavar="S", help=told)
+    told = "pairs of processes for each style (default: 8)"
+    parser.add_argument("--pairs", type=at_least_one, default=8, help=told)
+    told = "turns of each process; 0 counts lines only (default: 4)"
+    parser.add_argument("--rounds", type=int, default=4, help=told)
+    told = "duration of a turn in seconds (default: 0.4)"
+    parser.add_argument("--turn-s", type=float, default=0.4, metavar="S", help=told)
     told = "width of the layers; sets the time of a step (default: 1024)"
     parser.add_argument("--width", type=at_least_one, default=1024, help=told)
     told = "leave out styles that fail, instead of ending"

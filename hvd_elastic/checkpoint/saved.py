@@ -4,14 +4,14 @@ A worker writes a file into the *spool* of its host, under a name with the first
 SHA-256, and its description beside it. The leader puts it into the folder ``saved`` of the run
 under the name that the script gave, with its description in a hidden file. Without a leader rank 0
 writes into such a folder itself. Every file is written under a temporary name, synced and renamed,
-so a file of that name is always whole, and is the earlier one until then.
+so a file of that name is always whole, and is the earlier one until then. The description of a new
+file is there before the file itself, and replaces that of the earlier one after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,8 +35,6 @@ Describe = Callable[[int, str], SavedFile]
 
 SAVED_FOLDER = "saved"
 """Folder of saved files, in a spool and without a leader."""
-_DESCRIBED_S = (0.1, 0.9)
-"""How long to wait for the description of a file that differs: it is written just after it [s]."""
 _NAMES_SHOWN = 80  # characters of a bad name in an error
 
 
@@ -116,9 +114,16 @@ def store_file(folder: Path, write: Write, describe: Describe) -> SavedFile:
     Raises:
         CheckpointError: the folder cannot be written, or is full; the earlier file stays.
     """
+
+    def describe_first(size: int, sha256: str) -> SavedFile:
+        saved = describe(size, sha256)
+        _describe(_next_description(folder, saved.name), saved)
+        return saved
+
     with _explained(folder):
-        saved = _write_whole(folder, write, describe, lambda saved: folder / saved.name)
-        _describe(_description(folder, saved.name), saved)
+        saved = _write_whole(folder, write, describe_first, lambda saved: folder / saved.name)
+        _next_description(folder, saved.name).replace(_description(folder, saved.name))
+        sync_folder(folder)
     return saved
 
 
@@ -149,29 +154,34 @@ def differing(folder: Path, name: str, sha256: str) -> str:
         name: the file; one without a description cannot be compared.
         sha256: SHA-256 of its content.
     """
-    recorded = ""
-    for wait_s in (*_DESCRIBED_S, 0.0):
-        saved = _read_description(_description(folder, name))
-        recorded = "" if saved is None or saved.sha256 == sha256 else saved.sha256
-        if not recorded:
-            break
-        time.sleep(wait_s)
-    return recorded
+    recorded = [saved.sha256 for saved in _described(folder, name)]
+    return "" if not recorded or sha256 in recorded else recorded[-1]
 
 
 def find_stored(folder: Path) -> dict[str, SavedFile]:
     """Return the descriptions of the saved files by name; a missing folder has none."""
     found = {}
     with contextlib.suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            saved = _read_description(_description(folder, path.name))
-            if saved is not None and _has_size(path, saved.bytes):
-                found[path.name] = saved
+        for path in sorted(folder.glob("[!.]*")):
+            for saved in _described(folder, path.name):
+                if _has_size(path, saved.bytes):
+                    found[path.name] = saved
     return found
+
+
+def _described(folder: Path, name: str) -> list[SavedFile]:
+    """Return the descriptions of a stored file: two while it is replaced, that of now last."""
+    # In the order in which they are renamed, so that none is missed.
+    paths = (_next_description(folder, name), _description(folder, name))
+    return [saved for path in paths if (saved := _read_description(path)) is not None]
 
 
 def _description(folder: Path, name: str) -> Path:
     return folder / f".{name}.json"
+
+
+def _next_description(folder: Path, name: str) -> Path:
+    return folder / f"..{name}.json"
 
 
 # -- both

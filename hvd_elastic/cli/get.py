@@ -5,23 +5,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from hvd_elastic.checkpoint.saved import differing, find_stored
-from hvd_elastic.checkpoint.whole_files import HashingWriter, temporary_in
+from hvd_elastic.checkpoint.whole_files import temporary_in
 from hvd_elastic.cli.runs import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words
 from hvd_elastic.records.run_folder import RunFolder
 
 _PIECE_BYTES = 1 << 20
-"""Size of the pieces in which a file is copied."""
+"""Size of the pieces in which a file is read and copied."""
 
 
 def get(
@@ -128,33 +129,42 @@ def _list(folder: RunFolder, as_json: bool) -> None:
 def _copy(source: Path, target: Path, run_id: str) -> None:
     """Copy a file, whole and as it was saved or not at all."""
     with temporary_in(target.parent) as temporary:
-        with source.open("rb") as file, temporary.open("xb") as copy:
-            writer = HashingWriter(copy)
-            while data := file.read(_PIECE_BYTES):
-                writer.write(data)
-            _compare(source, writer.finish(), run_id)
+        with _opened(source, run_id) as file, temporary.open("xb") as copy:
+            shutil.copyfileobj(file, copy, _PIECE_BYTES)
+            copy.flush()
+            os.fsync(copy.fileno())
         temporary.replace(target)
 
 
 def _print(source: Path, run_id: str) -> None:
     """Write a file to stdout, or nothing if it is not as it was saved."""
-    with source.open("rb") as file:
-        found = hashlib.sha256()
-        while data := file.read(_PIECE_BYTES):
-            found.update(data)
-        _compare(source, found.hexdigest(), run_id)
-        file.seek(0)
+    with _opened(source, run_id) as file:
         shutil.copyfileobj(file, sys.stdout.buffer, _PIECE_BYTES)
     sys.stdout.flush()
 
 
-def _compare(source: Path, sha256: str, run_id: str) -> None:
-    """Raise RunError if a file is not the one that the script has saved."""
-    recorded = differing(source.parent, source.name, sha256)
-    if recorded:
-        raise RunError(
-            f"{source} has SHA-256 {sha256}, and the script saved {recorded}: it was changed or "
-            "damaged since, or its leader was killed while it was stored. Nothing was copied. "
-            f"hvd-elastic run --resume {run_id} fetches it again if its host still has it; to use "
-            "it as it is, copy it from there by yourself"
-        )
+def _opened(source: Path, run_id: str) -> BinaryIO:
+    """Open a file.
+
+    Raises:
+        RunError: it is not the one that the script has saved.
+    """
+    while True:
+        file = source.open("rb")
+        digest = hashlib.sha256()
+        while data := file.read(_PIECE_BYTES):
+            digest.update(data)
+        sha256 = digest.hexdigest()
+        recorded = differing(source.parent, source.name, sha256)
+        if not recorded:
+            file.seek(0)
+            return file
+        replaced = not os.path.samestat(os.fstat(file.fileno()), source.stat())
+        file.close()
+        if not replaced:
+            raise RunError(
+                f"{source} has SHA-256 {sha256}, and the script saved {recorded}: it was changed "
+                f"or damaged since. Nothing was copied. hvd-elastic run --resume {run_id} fetches "
+                "it again if its host still has it; to use it as it is, copy it from there by "
+                "yourself"
+            )

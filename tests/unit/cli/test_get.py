@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hvd_elastic.checkpoint import saved
 from hvd_elastic.checkpoint.saved import find_stored, store_file
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.config import runs_folder
+from hvd_elastic.errors import CheckpointError
 from hvd_elastic.records.run_folder import RunFolder
 from tests.small_disk import mounted
 from tests.unit.cli.test_runs import Call, _home, call
@@ -25,6 +25,11 @@ __all__ = ["_home", "call"]
 BEST = bytes(range(256)) * 512
 
 
+def store(folder: Path, name: str, content: bytes) -> None:
+    write = partial(HashingWriter.write, data=content)
+    store_file(folder, write, partial(saved_file, name, step=9, host="node2"))
+
+
 def names(folder: str | Path = ".") -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
@@ -33,11 +38,7 @@ def names(folder: str | Path = ".") -> list[str]:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     folder = RunFolder.create("digits-1")
     for name, content in (("best.pt", BEST), ("final.pt", b"final")):
-        store_file(
-            folder.saved,
-            partial(HashingWriter.write, data=content),
-            partial(saved_file, name, step=9, host="node2"),
-        )
+        store(folder.saved, name, content)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return folder
@@ -88,10 +89,7 @@ def test_a_dash_prints_the_bytes(run: RunFolder, capfdbinary: pytest.CaptureFixt
     assert capfdbinary.readouterr().out == BEST
 
 
-def test_a_file_that_is_not_what_was_saved_is_not_copied(
-    run: RunFolder, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saved, "_DESCRIBED_S", ())
+def test_a_file_that_is_not_what_was_saved_is_not_copied(run: RunFolder, call: Call) -> None:
     recorded = find_stored(run.saved)["best.pt"].sha256
     for changed in (BEST[:-1] + b"x", BEST[:-1]):
         (run.saved / "best.pt").write_bytes(changed)
@@ -103,20 +101,49 @@ def test_a_file_that_is_not_what_was_saved_is_not_copied(
             assert words in done.err
 
 
-def test_a_file_that_is_replaced_meanwhile_is_copied(
-    run: RunFolder, call: Call, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dest", ["mine.pt", "-"])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
+    run: RunFolder,
+    dest: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
-    """Its description follows it."""
-    description = run.saved / ".best.pt.json"
-    described = description.read_bytes()
-    (run.saved / "best.pt").write_bytes(b"later")
-    later = saved_file("best.pt", 5, hashlib.sha256(b"later").hexdigest())
-    monkeypatch.setattr(
-        time, "sleep", lambda _: description.write_bytes(msgspec.json.encode(later))
-    )
+    from hvd_elastic.cli import get
+
+    def compare(folder: Path, name: str, sha256: str) -> str:
+        if content:
+            store(folder, name, content.pop(0))
+        return saved.differing(folder, name, sha256)
+
+    content = [b"later", b"last"]
+    monkeypatch.setattr(get, "differing", compare)
+    get.get("digits-1", "best.pt", dest)
+    out = capfdbinary.readouterr().out
+    assert (out if dest == "-" else Path(dest).read_bytes()) == b"last"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_whose_leader_died_while_it_was_stored_is_copied(
+    run: RunFolder, call: Call, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The description of the later file is there from before it is replaced."""
+
+    def die(path: Path, target: Path) -> Path:
+        if target.name.endswith(".json") == replaced:
+            raise InterruptedError
+        return rename(path, target)
+
+    rename = Path.replace
+    with monkeypatch.context() as patched:
+        patched.setattr(saved, "write_json", lambda p, v: p.write_bytes(msgspec.json.encode(v)))
+        patched.setattr(Path, "replace", die)
+        with pytest.raises(CheckpointError, match="the file cannot be written"):
+            store(run.saved, "best.pt", b"later")
+    expected = b"later" if replaced else BEST
     assert call("get", "digits-1", "best.pt").status == 0
-    assert Path("best.pt").read_bytes() == b"later"
-    assert description.read_bytes() != described
+    assert Path("best.pt").read_bytes() == expected
+    assert find_stored(run.saved)["best.pt"].bytes == len(expected)
+    assert "..best" not in call("get", "digits-1").out
 
 
 @pytest.mark.parametrize("name", ["other.pt", "../run.json", ".best.pt.json", ""])
