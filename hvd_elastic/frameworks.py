@@ -82,9 +82,13 @@ def check_tensorflow() -> None:
     Raises:
         ScriptError: names what is installed, what fits, and the command that installs it.
     """
-    why = why_no_tensorflow(tensorflow_version(), version_of("keras"), os.environ)
+    versions = tensorflow_version(), version_of("keras")
+    why = why_no_tensorflow(*versions, {})
     if why is not None:
-        raise ScriptError(f"{why}. {install_command(*TENSORFLOW_REQUIREMENTS)} installs what fits")
+        raise ScriptError(f"{why}; run: {install_command(*TENSORFLOW_REQUIREMENTS)}")
+    why = why_no_tensorflow(*versions, os.environ)
+    if why is not None:
+        raise ScriptError(why)
 
 
 def check_keras_backend() -> None:

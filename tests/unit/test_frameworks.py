@@ -43,7 +43,9 @@ def test_versions_that_do_not_fit_are_refused_with_what_fits(
     if told is None:
         frameworks.check_tensorflow()
         return
-    fits = r".*pip install 'tensorflow-cpu>=2.21,<2.22' 'keras>=3.12,<4'"
+    fits = r".*; run: .*pip install 'tensorflow-cpu>=2.21,<2.22' 'keras>=3.12,<4'"
+    if environment:
+        fits = ".*; unset the variable$"
     with pytest.raises(ScriptError, match=told + fits):
         frameworks.check_tensorflow()
 
