@@ -54,6 +54,19 @@ for env in generations:
 
 
 @pytest.mark.dist
+def test_a_process_starts_again_with_settings_of_horovod(stores: Any) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+os.environ |= {"HOROVOD_FUSION_THRESHOLD": "1048576", "HOROVOD_CYCLE_TIME": "2"}
+for env in generations:
+    communicator.start(env)
+    said.append(communicator.wait(communicator.reduce_async(np.ones(3), "m")).tolist())
+    communicator.stop()
+"""
+    assert run_ranks(body, worlds(stores, 1, 1, 1)) == [[[1.0] * 3] * 3]
+
+
+@pytest.mark.dist
 def test_ranks_of_a_large_world_meet_through_the_addresses_that_they_read(
     stores: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,22 @@ communicator.stop()
     assert run_ranks(START + body, worlds(stores, 3)) == [["reduced"]] * 3
 
 
+def test_a_frozen_rank_is_not_waited_for_without_end(
+    stores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "5")
+    body = """
+import signal
+frozen = communicator.gather(np.array([os.getpid()]), "processes").tolist()[2]
+if rank == 2:
+    os.kill(frozen, signal.SIGSTOP)
+said.append(error_of("with a frozen rank"))
+os.kill(frozen, signal.SIGCONT)
+communicator.stop(broken=True)
+"""
+    assert run_ranks(START + body, worlds(stores, 3)) == [["told"]] * 3
+
+
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_a_shutdown_reaches_a_rank_that_waits_and_one_that_sleeps(
     waiting: int, stores: Any
