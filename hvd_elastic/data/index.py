@@ -110,7 +110,12 @@ def load_index(folder: Path) -> Index:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        what = "has no index.json" if folder.is_dir() else "is no folder"
+        if inside := sorted(path.parent.name for path in folder.glob(f"*/{INDEX}")):
+            raise DataError(
+                f"{folder} has no {INDEX}, but its folders {', '.join(inside)} have one; name one "
+                "of these"
+            ) from None
+        what = f"has no {INDEX}" if folder.is_dir() else "is no folder"
         raise DataError(
             f"{folder} {what}; prepare data with the scripts of datasets_prep/, or index shards "
             "that you have: python datasets_prep/index_shards.py FOLDER"

@@ -277,6 +277,8 @@ def test_no_index_and_other_indexes_are_explained(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=said):
             ShardDataset(folder)
     path = write_numbers(tmp_path / "d", [2]) / "index.json"
+    with pytest.raises(DataError, match="but its folders d have one; name one of these"):
+        ShardDataset(tmp_path)
     whole = json.loads(path.read_text())
     for text, said in (
         ("{", "is damaged"),
