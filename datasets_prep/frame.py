@@ -211,9 +211,17 @@ def _done_before(folder: Path, made_from: dict[str, Any]) -> dict[int, _Done] | 
     try:
         was, *entries = map(json.loads, lines[:-1])
         _require_same(folder, was, made_from)
-        return {entry.pop("number"): _Done(**entry) for entry in entries}
+        done = {entry.pop("number"): _Done(**entry) for entry in entries}
+        return {number: each for number, each in done.items() if _is_there(folder, each)}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise DataError(f"{folder / JOURNAL} is damaged; remove {folder} and begin anew") from None
+
+
+def _is_there(folder: Path, done: _Done) -> bool:
+    try:
+        return (folder / done.shard["name"]).stat().st_size == done.shard["bytes"]
+    except FileNotFoundError:  # somebody has removed it
+        return False
 
 
 def _require_same(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> None:

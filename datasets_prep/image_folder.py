@@ -27,6 +27,10 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     source: Path = given.source
     if not source.is_dir():
         raise DataError(f"there is no folder {source}")
+    if source.resolve() in (given.out.resolve(), *given.out.resolve().parents):
+        raise DataError(
+            f"--out {given.out} is in the source, {source}; name a folder outside of it"
+        )
     settings = frame.settings_of(given, ("jpg",), pictures.ToJpeg(given.resize, given.quality))
     splits = [name for name in SPLITS if (source / name).is_dir()] or [""]
     if given.classes is not None:

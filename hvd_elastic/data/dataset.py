@@ -71,6 +71,11 @@ class ShardDataset:
         fields: Sequence[str] | None = None,
         shuffle_window: int = _WINDOW,
     ) -> None:
+        if "://" in str(folder):
+            raise DataError(
+                f"{folder}: shards are read from folders only; copy them to every host, for "
+                "example with copyclust, and name the folder there"
+            )
         self.folder = Path(folder)
         self.transform = transform
         index = load_index(self.folder)

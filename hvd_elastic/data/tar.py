@@ -6,12 +6,17 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import BinaryIO
 
 from hvd_elastic.data.example import Example
 from hvd_elastic.errors import DataError
 
 _BLOCK = tarfile.BLOCKSIZE
 _NAME_BYTES = 100  # of a header's first field; the whole name, where it is this short
+
+
+_TEMPLATE = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+_SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # of a header
 
 
 class Tar:
@@ -33,9 +38,7 @@ class Tar:
         offsets = []
         at = 0
         for field, value in zip(fields, values, strict=True):
-            member = tarfile.TarInfo(f"{key}.{field}")
-            member.size = len(value)
-            header = member.tobuf(tarfile.USTAR_FORMAT)
+            header = _header(f"{key}.{field}", len(value))
             offsets.append(at + len(header))
             pieces += header, value, bytes(-len(value) % _BLOCK)
             at = offsets[-1] + len(value) + len(pieces[-1])
@@ -64,7 +67,10 @@ class Tar:
         if size == 0:
             raise DataError(f"{path} is empty (0 bytes); copy or make it again")
         try:
-            with tarfile.open(path, mode="r:", encoding="utf-8") as file:
+            with (
+                path.open("rb") as raw,
+                tarfile.open(fileobj=raw, mode="r:", encoding="utf-8") as file,
+            ):
                 before: set[str] = set()
                 for key, members in groupby(_files(file, path, size), key=_key):
                     if key in before:
@@ -73,7 +79,7 @@ class Tar:
                             "have this name; each example needs a name of its own"
                         )
                     before.add(key)
-                    yield _example(file, path, key, list(members))
+                    yield _example(raw, path, key, list(members))
                 _require_end(path, file.offset)
         except tarfile.ReadError as error:
             with path.open("rb") as raw:
@@ -84,6 +90,21 @@ class Tar:
                 else f"is not a whole tar file ({error}); copy or make it again"
             )
             raise DataError(f"{path} {what}") from error
+
+
+def _header(name: str, size: int) -> bytes:
+    """Return the header of a member; tarfile needs five times as long for a short name."""
+    short = name.encode()
+    if len(short) > _NAME_BYTES or size >= 1 << 33:
+        member = tarfile.TarInfo(name)
+        member.size = size
+        return member.tobuf(tarfile.PAX_FORMAT)
+    header = bytearray(_TEMPLATE)
+    header[: len(short)] = short
+    header[_SIZE] = b"%011o" % size
+    header[_CHECKSUM] = b" " * 8
+    header[_CHECKSUM] = b"%06o\0 " % sum(header)
+    return bytes(header)
 
 
 def _key(member: tarfile.TarInfo) -> str:
@@ -114,9 +135,7 @@ def _require_end(path: Path, offset: int) -> None:
             )
 
 
-def _example(
-    file: tarfile.TarFile, path: Path, key: str, members: Sequence[tarfile.TarInfo]
-) -> Example:
+def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarInfo]) -> Example:
     fields = tuple(member.name[len(key) + 1 :].lower() for member in members)
     if not all(fields) or len(set(fields)) < len(fields):
         raise DataError(
@@ -126,8 +145,9 @@ def _example(
     start, last = members[0].offset, members[-1]
     label = -1
     if "cls" in fields:
-        stored = file.extractfile(members[fields.index("cls")])
-        text = stored.read() if stored else b""
+        stored = members[fields.index("cls")]
+        raw.seek(stored.offset_data)
+        text = raw.read(stored.size)
         try:
             label = int(text)
         except ValueError:

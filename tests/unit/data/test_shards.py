@@ -194,6 +194,24 @@ def test_records_are_the_messages_of_protobuf() -> None:
     assert values[:2] == [picture, b"t"]
 
 
+def test_tarfile_and_tar_read_names_of_every_length(tmp_path: Path) -> None:
+    keys = ["a", "k" * 96, "k" * 97, "k" * 300, "für"]
+    with ShardWriter(tmp_path / "a.tar", "tar", ("txt",)) as writer:
+        for key in keys:
+            writer.add(key, (key.encode(),))
+        writer.finish()
+    with tarfile.open(tmp_path / "a.tar") as file:
+        for key in keys:
+            stored = file.extractfile(f"{key}.txt")
+            assert stored is not None
+            assert stored.read().decode() == key
+            assert oct(file.getmember(f"{key}.txt").mode) == "0o644"
+    listed = subprocess.run(["tar", "-tf", tmp_path / "a.tar"], capture_output=True, check=True)
+    assert listed.stderr == b""
+    build_index(tmp_path)
+    assert list(ShardDataset(tmp_path)) == keys
+
+
 def test_tars_of_other_people_are_indexed(tmp_path: Path) -> None:
     """As ``tar --sort=name -cf`` writes them: folders, long names, upper case."""
     folder = tmp_path / "files"
@@ -273,7 +291,11 @@ def change(path: Path, at: int, data: bytes) -> None:
 
 
 def test_no_index_and_other_indexes_are_explained(tmp_path: Path) -> None:
-    for folder, said in ((tmp_path / "no", "is no folder"), (tmp_path, "has no index.json")):
+    for folder, said in (
+        (tmp_path / "no", "is no folder"),
+        (tmp_path, "has no index.json"),
+        ("https://data/x", "https://data/x: shards are read from folders only"),
+    ):
         with pytest.raises(DataError, match=said):
             ShardDataset(folder)
     path = write_numbers(tmp_path / "d", [2]) / "index.json"
