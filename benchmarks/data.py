@@ -245,7 +245,7 @@ def _preparing(
         way(paths, out, options.processes)
         shutil.rmtree(out, ignore_errors=True)
 
-    ways = {name: partial(run, way) for name, way in PREPARING.items() if _available(name)}
+    ways = {name: partial(run, way) for name, way in PREPARING.items() if _wanted(options, name)}
     return rounds(ways, options.rounds, len(paths), say)
 
 
@@ -253,7 +253,7 @@ def _reading(
     options: argparse.Namespace, paths: Sequence[Path], shards: Path, say: Say
 ) -> dict[str, list[float]]:
     ways = {"ours": read_ours, "full decode of files": read_files}
-    if _available("webdataset"):
+    if _wanted(options, "webdataset"):
         ways["webdataset"] = read_webdataset
     return rounds(
         {name: partial(way, paths, shards, options.processes) for name, way in ways.items()},
@@ -263,8 +263,10 @@ def _reading(
     )
 
 
-def _available(name: str) -> bool:
-    return name not in NEEDS or _installed(NEEDS[name])
+def _wanted(options: argparse.Namespace, name: str) -> bool:
+    if name in NEEDS:
+        return name in options.peers and _installed(NEEDS[name])
+    return name != "bare loop" or name in options.peers
 
 
 def _installed(module: str) -> bool:
@@ -285,6 +287,9 @@ def main() -> int:
     parts = ("prepare", "read", "read_small")
     told = "what to measure (default: all)"
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help=told)
+    peers = ("bare loop", *NEEDS)
+    told = "beside what preparing and reading are measured (default: all)"
+    parser.add_argument("--peers", nargs="+", choices=peers, default=peers, help=told)
     parser.add_argument("--pictures", type=at_least_one, default=2000, help="(default: 2000)")
     parser.add_argument("--rounds", type=at_least_one, default=12, help="(default: 12)")
     parser.add_argument("--processes", type=at_least_one, default=2, help="(default: 2)")
