@@ -18,6 +18,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -126,7 +127,7 @@ scaler = hvd.GradScaler(init_scale=8.0, growth_interval=20, enabled=args.grad_sc
 generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(args.examples, 8, generator=generator)
 targets = torch.randint(3, (args.examples,), generator=generator)
-dataset = TensorDataset(inputs, targets)
+dataset: Any = TensorDataset(inputs, targets)
 if args.shards is not None:
     dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2)
 loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
