@@ -362,7 +362,10 @@ def test_a_tokenizer_is_trained_on_the_text(
 
 
 def started(birds: Path, out: Path) -> subprocess.Popen[str]:
-    """A call that stands still in its last picture, a pipe that nobody writes to."""
+    """A call of which one process stands still in the first picture, a pipe without a writer.
+
+    So the other one has done all the rest, and both have begun.
+    """
     names = sorted(birds.rglob("*.jpg"))
     words = [sys.executable, image_folder.__file__, "--source", birds, "--out", out]
     process = subprocess.Popen(
@@ -383,8 +386,8 @@ def started(birds: Path, out: Path) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def stuck(birds: Path) -> Path:
-    (birds / "tit" / "tit3.jpg").unlink()
-    os.mkfifo(birds / "tit" / "tit3.jpg")
+    (birds / "tit" / "tit5.jpg").unlink()
+    os.mkfifo(birds / "tit" / "tit5.jpg")
     return birds
 
 
@@ -395,8 +398,8 @@ def test_a_killed_call_goes_on_and_gives_the_same(
     process = started(stuck, out)
     process.kill()
     process.communicate(timeout=START_S)  # ends when the last process has ended
-    (stuck / "tit" / "tit3.jpg").unlink()
-    Image.new("RGB", (43, 30), BLUE).save(stuck / "tit" / "tit3.jpg", quality=95)
+    (stuck / "tit" / "tit5.jpg").unlink()
+    Image.new("RGB", (45, 30), BLUE).save(stuck / "tit" / "tit5.jpg", quality=95)
     with (out / ".prepared.jsonl").open("a") as journal:
         journal.write('{"number": 1, "sha')  # killed in the middle of a line
     assert len(list(out.glob("*.tar"))) == 11
@@ -415,7 +418,7 @@ def test_a_killed_call_goes_on_and_gives_the_same(
 def test_ctrl_c_ends_it_in_a_sentence(stuck: Path, tmp_path: Path) -> None:
     process = started(stuck, tmp_path / "out")
     os.killpg(process.pid, signal.SIGINT)
-    with (stuck / "tit" / "tit3.jpg").open("wb") as pipe:
+    with (stuck / "tit" / "tit5.jpg").open("wb") as pipe:
         pipe.write(b"")  # the shard in hand is ended first
     said, _ = process.communicate(timeout=START_S)
     assert process.returncode == 130, said
