@@ -129,6 +129,8 @@ def prepare(
         "sources": len(sources),
         "sources_sha256": _digest(sources),
     }
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     with sole_writer(folder):
         done = _done_before(folder, made_from)

@@ -40,6 +40,11 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     archives = [source / name for name in PUBLISHED_MD5]
     there = [path for path in archives if path.exists()]
     if not there:
+        if not (source / "train").is_dir():
+            raise DataError(
+                f"{source} holds neither {TRAIN}, {VAL} and {DEVKIT} nor a folder train/ with one "
+                "for each class"
+            )
         given.classes = None
         return image_folder.run(given)
     if lacking := [path.name for path in archives if path not in there]:

@@ -269,6 +269,9 @@ def test_imagenet_is_read_straight_from_its_archives(
         assert all(near(picture, (9, 9), (RED, BLUE)[label]) for picture, label in dataset)
         assert dataset[0][0].size == (25, 20)
     capsys.readouterr()
+    words = ["--source", tmp_path, "--out", tmp_path / "x"]
+    assert call(monkeypatch, imagenet, *words) == 1
+    assert "holds neither ILSVRC2012_img_train.tar, " in capsys.readouterr().err
     words = ["--source", source, "--out", tmp_path / "x"]
     assert call(monkeypatch, imagenet, *words, "--checksum") == 1
     assert "and the published file 1d675b47d978889d74fa0da5fadfb00e" in capsys.readouterr().err
@@ -454,6 +457,7 @@ def test_other_folders_settings_and_sources_are_refused(
     capsys.readouterr()
     same = ("--source", birds, "--out", out)
     assert "holds other files (diary)" in refused("--source", birds, "--out", mine)
+    assert "diary is a file" in refused("--source", birds, "--out", mine / "diary")
     assert "made from resize 0 instead of 20" in refused(*same, "--resize", 20)
     assert "made from layout tar instead of tfrecord" in refused(*same, "--format", "tfrecord")
     assert "made from sources 12 instead of 3" in refused(*same, "--sample", 3)
