@@ -12,22 +12,15 @@ here draws it). A call that was interrupted goes on where it stopped when it is 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import json
 import os
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -36,7 +29,9 @@ if str(ROOT) not in sys.path:
 try:
     from PIL import Image, UnidentifiedImageError
 
+    from datasets_prep.processes import in_processes, progress_bar, sole_writer, whole_number
     from datasets_prep.shapes import DRAWING, MOST_CLASSES, draw_picture, look_of
+    from hvd_elastic.errors import DataError
 except ModuleNotFoundError as lacking:
     sys.exit(f"error: {lacking.name} is not installed; run: pip install pillow numpy")
 
@@ -46,12 +41,6 @@ NAMES, SETTINGS = "LOC_synset_mapping.txt", "made_from.json"
 VAL_SHARE = 5  # a fifth as many for validation as for training
 CHUNK = 32  # pictures that a process takes on at once
 SPARE = 1.1  # how much more space than reckoned must be free
-
-Work = TypeVar("Work")
-
-
-class LayoutError(Exception):
-    """What cannot be done, in words for the user."""
 
 
 # ---- which files there are to be
@@ -186,16 +175,16 @@ def require_own_folder(out: Path, settings: Settings) -> None:
     """Refuse a folder that holds something else.
 
     Raises:
-        LayoutError: says what.
+        DataError: says what.
     """
     if not out.exists():
         return
     if not out.is_dir():
-        raise LayoutError(f"{out} is a file; name a folder")
+        raise DataError(f"{out} is a file; name a folder")
     made_from = out / SETTINGS
     if not made_from.exists():
         if any(not path.name.startswith(".") for path in out.iterdir()):
-            raise LayoutError(
+            raise DataError(
                 f"{out} holds other files ({SETTINGS} is not among them); name a new or empty "
                 f"folder, or look through this one with --verify {out}"
             )
@@ -205,28 +194,14 @@ def require_own_folder(out: Path, settings: Settings) -> None:
         kept = json.loads(made_from.read_text(encoding="utf-8"))
         other = [name for name in wanted if kept[name] != wanted[name]]
     except (ValueError, KeyError, TypeError):
-        raise LayoutError(f"{made_from} is damaged; remove {out} and begin anew") from None
+        raise DataError(f"{made_from} is damaged; remove {out} and begin anew") from None
     if other:
         was = ", ".join(f"{name.replace('_', '-')} {kept[name]}" for name in other)
         now = ", ".join(f"{wanted[name]}" for name in other)
-        raise LayoutError(
+        raise DataError(
             f"{out} was made with {was} instead of {now}; name another folder, remove this one, "
             "or use its settings"
         )
-
-
-@contextlib.contextmanager
-def sole_writer(out: Path) -> Iterator[None]:
-    """Let one call at a time write to the folder."""
-    descriptor = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LayoutError(f"another call is writing to {out}; wait for its end") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def prepare(
@@ -244,7 +219,7 @@ def prepare(
         What was done, for ``--json``.
 
     Raises:
-        LayoutError: the folder holds something else, is being written to, or has too little space.
+        DataError: the folder holds something else, is being written to, or has too little space.
         OSError: it cannot be written to.
     """
     require_own_folder(out, settings)
@@ -259,12 +234,12 @@ def prepare(
         "bytes": needed, "free_bytes": free,
     }  # fmt: skip
     if needed * SPARE > free:
-        raise LayoutError(
+        raise DataError(
             f"{out}: {count} pictures need about {megabytes(needed * SPARE)} and "
             f"{megabytes(free)} are free; choose fewer or smaller ones, or another disk"
         )
     if disk.f_files and count > disk.f_favail:
-        raise LayoutError(
+        raise DataError(
             f"{out}: {count} files are to be written, and the file system has room for "
             f"{disk.f_favail} more; choose fewer, or another disk"
         )
@@ -308,12 +283,12 @@ def verify(folder: Path, *, processes: int = 1) -> dict[str, Any]:
         and ``reason``; ``problems`` of the layout in words.
 
     Raises:
-        LayoutError: it is no folder, or not in this layout.
+        DataError: it is no folder, or not in this layout.
     """
     if not folder.is_dir():
-        raise LayoutError(f"there is no folder {folder}")
+        raise DataError(f"there is no folder {folder}")
     if not (folder / "train").is_dir():
-        raise LayoutError(
+        raise DataError(
             f"{folder} has no folder train: pictures must lie in train/CLASS/ and val/CLASS/, with "
             f"names that end in {', '.join(SUFFIXES)}"
         )
@@ -372,86 +347,7 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-# ---- processes, and what the terminal shows
-
-
-def in_processes(
-    work: Callable[[Any], Work], pieces: Sequence[Any], processes: int
-) -> Iterator[Work]:
-    """What the work gives for each piece, as they get done; in this process where one is enough.
-
-    Raises:
-        LayoutError: a process was killed.
-    """
-    if min(processes, len(pieces)) <= 1:
-        yield from map(work, pieces)
-        return
-    # Not forked, since the bar has a thread.
-    pool = ProcessPoolExecutor(
-        min(processes, len(pieces)), mp_context=get_context("spawn"), initializer=_end_with_parent
-    )
-    try:
-        jobs: list[Future[Work]] = [pool.submit(work, piece) for piece in pieces]
-        for job in as_completed(jobs):
-            yield job.result()
-    except BrokenProcessPool:
-        raise LayoutError(
-            "a process was killed (is there enough memory?); the same call goes on where this "
-            "one stopped, with --processes 1 if need be"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _end_with_parent() -> None:
-    """Leave Ctrl-C to the parent, and do not outlive it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def wait() -> None:
-        parent = parent_process()
-        if parent is not None:
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-@contextlib.contextmanager
-def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; elsewhere a line for each tenth. Gives what moves it."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        columns = (label, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            bar = progress.add_task(label, total=total)
-            yield lambda count: progress.advance(bar, count)
-        return
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        before, done = done, done + count
-        if 10 * before // total < 10 * done // total:
-            print(f"{label}: {done} of {total}", file=sys.stderr, flush=True)
-
-    yield advance
-
-
 # ---- command line
-
-
-def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < low or (high is not None and value > high):
-            limits = f"{low} to {high}" if high is not None else f"{low} or more"
-            raise argparse.ArgumentTypeError(f"{value}: it must be {limits}")
-        return value
-
-    number.__name__ = "whole number"  # argparse: invalid whole number value
-    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -464,16 +360,18 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--verify", type=Path, metavar="FOLDER", help="open every picture of it")
     making = parser.add_argument_group("with --out")
     making.add_argument(
-        *("--classes",), type=_whole(2, MOST_CLASSES), help=f"2 to {MOST_CLASSES} (10)"
+        *("--classes",), type=whole_number(2, MOST_CLASSES), help=f"2 to {MOST_CLASSES} (10)"
     )
-    making.add_argument("--per-class", type=_whole(1), help="for training (500)")
-    making.add_argument("--val-per-class", type=_whole(1), help="for validation (a fifth of that)")
-    making.add_argument("--size", type=_whole(16, 1024), help="pixels of both sides (224)")
-    making.add_argument("--seed", type=_whole(0), help="(0)")
+    making.add_argument("--per-class", type=whole_number(1), help="for training (500)")
+    making.add_argument(
+        "--val-per-class", type=whole_number(1), help="for validation (a fifth of that)"
+    )
+    making.add_argument("--size", type=whole_number(16, 1024), help="pixels of both sides (224)")
+    making.add_argument("--seed", type=whole_number(0), help="(0)")
     making.add_argument("--dry-run", action="store_true", default=None, help="write nothing")
     processors = len(os.sched_getaffinity(0))
     parser.add_argument(
-        *("--processes",), type=_whole(1), default=processors, help="one for each processor"
+        *("--processes",), type=whole_number(1), default=processors, help="one for each processor"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -489,7 +387,7 @@ def main() -> int:
                 parser.error(f"--{name.replace('_', '-')} goes with --out, not with --verify")
     try:
         return _verify(given) if given.verify is not None else _prepare(given)
-    except LayoutError as error:
+    except DataError as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         where = error.filename or given.out or given.verify

@@ -12,6 +12,7 @@
     ├── RunError               a run cannot start, be found or go on
     ├── ScriptError            the user's training script is used in a way that cannot work
     ├── CheckpointError        a checkpoint cannot be written or read
+    ├── DataError              a data set cannot be prepared, indexed or read
     ├── VirtualClusterError    a virtual cluster cannot be made or found
     └── BuildError             Horovod cannot be built or installed
 
@@ -97,6 +98,10 @@ class ScriptError(HvdElasticError):
 
 class CheckpointError(HvdElasticError):
     """A checkpoint cannot be written or read."""
+
+
+class DataError(HvdElasticError):
+    """A data set cannot be prepared, indexed or read; the message names file and example."""
 
 
 class VirtualClusterError(HvdElasticError):

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,18 @@ are equally likely, which a cipher cannot guarantee for few examples."""
 _CIPHER_ROUNDS = 8
 """With 4 rounds a chi-squared test finds that examples one row apart are related, with 6 it
 sometimes does; with 8 it finds no difference from a sorted table."""
+
+
+class Blocks(NamedTuple):
+    """Blocks of a dataset, such as files, a few of which an epoch reads at a time.
+
+    Attributes:
+        sizes: number of examples of each block, in the order of the dataset.
+        window: number of blocks that are mixed with each other.
+    """
+
+    sizes: Sequence[int]
+    window: int
 
 
 def epoch_order(

@@ -64,6 +64,9 @@ class DataLoader(Generic[_Batch]):
     Args:
         dataset: map-style data set, with ``__getitem__`` and ``__len__`` (and ``__getitems__``,
             which is used if present). All ranks must see the same examples at the same indices.
+            If it has ``blocks`` (:class:`hvd_elastic.model.sharding.Blocks`), as a
+            :class:`hvd_elastic.data.ShardDataset` has, the order of an epoch is random within a
+            few blocks at a time.
         batch_size: examples in a step over all ranks together, >= 1.
         shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
         seed: seed of the order, >= 0, the same on all ranks.
@@ -176,6 +179,7 @@ class DataLoader(Generic[_Batch]):
             seed=seed,
             drop_last=drop_last,
             planner=self.planner,
+            blocks=getattr(dataset, "blocks", None),
         )
         self._worker_start = _WorkerStart(worker_init_fn)
         self._next_passes = _NextPasses()

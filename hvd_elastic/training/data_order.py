@@ -15,7 +15,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.sharding import Order, Slice, epoch_order, step_slice, steps_left
+from hvd_elastic.model.sharding import (
+    Blocks,
+    Order,
+    Slice,
+    block_order,
+    epoch_order,
+    step_slice,
+    steps_left,
+)
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
@@ -69,6 +77,10 @@ class DataOrder:
         seed: >= 0, the same on all ranks.
         drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
         planner: divides the steps.
+        blocks: blocks of the data set (files), by which it is shuffled; None: it has none.
+
+    Raises:
+        ScriptError: the blocks do not have ``examples`` examples.
     """
 
     def __init__(
@@ -80,13 +92,20 @@ class DataOrder:
         seed: int,
         drop_last: bool,
         planner: Planner,
+        blocks: Blocks | None = None,
     ) -> None:
+        if blocks is not None and sum(blocks.sizes) != examples:
+            raise ScriptError(
+                f"the dataset has {examples} examples, and its blocks have {sum(blocks.sizes)} "
+                "together; its attribute `blocks` must give the size of each, or be None"
+            )
         self.examples = examples
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
         self.planner = planner
+        self.blocks = blocks
         # (epoch, version), and the order of that epoch.
         self._order: tuple[tuple[int, int], Order] | None = None
         # (epoch, generation) in which this loader was last read to its end.
@@ -264,9 +283,12 @@ class DataOrder:
         now = (epoch, version)
         if self._order is None or self._order[0] != now:
             self._order = None  # frees memory first: an order of version 1 is a whole array
-            order = epoch_order(
-                self.seed, epoch, self.examples, shuffle=self.shuffle, version=version
-            )
+            if self.blocks is not None and self.shuffle:
+                order = block_order(self.seed, epoch, *self.blocks)
+            else:
+                order = epoch_order(
+                    self.seed, epoch, self.examples, shuffle=self.shuffle, version=version
+                )
             self._order = (now, order)
         return self._order[1]
 

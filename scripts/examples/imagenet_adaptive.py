@@ -1,7 +1,7 @@
 """Train a ResNet on JPEG files in the layout of ImageNet with a batch that adapts.
 
 The files are DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG: ImageNet itself, pictures of your
-own, or what datasets_prep/imagenet_layout.py draws.
+own, or what datasets_prep/imagenet_layout.py draws; or shards of them (datasets_prep/imagenet.py).
 """
 
 import argparse
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.data import CentreCrop, RandomCrop, ShardDataset
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
 STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
@@ -109,6 +110,24 @@ class Pictures(Dataset):
         return left, top, left + across, top + down
 
 
+def to_tensor(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def read(args):
+    """Training and validation pictures, and the names of their classes."""
+    train, val = args.data / "train", args.data / "val"
+    if (train / "index.json").exists():
+        examples = ShardDataset(
+            train, to_tensor, decode=RandomCrop(args.image_size, scale=(args.crop, 1))
+        )
+        held_out = ShardDataset(val, to_tensor, decode=CentreCrop(args.image_size))
+        return examples, held_out, examples.classes
+    classes = sorted(entry.name for entry in train.iterdir() if entry.is_dir())
+    examples = Pictures(train, classes, args.image_size, args.crop)
+    return examples, Pictures(val, classes, args.image_size), classes
+
+
 class Block(nn.Module):
     """A few convolutions beside a way round them; the stride is in that of 3 x 3."""
 
@@ -155,9 +174,7 @@ class ResNet(nn.Sequential):
 
 def main():
     args = parse()
-    classes = sorted(entry.name for entry in (args.data / "train").iterdir() if entry.is_dir())
-    examples = Pictures(args.data / "train", classes, args.image_size, args.crop)
-    held_out = Pictures(args.data / "val", classes, args.image_size)
+    examples, held_out, classes = read(args)
     if not args.batch_size <= min(len(examples), args.max_batch_size):
         sys.exit(
             f"error: --batch-size {args.batch_size}: it must be at most --max-batch-size "

@@ -16,7 +16,7 @@ LEVELS = (
     {"model"},
     {"policy"},
     {"control"},
-    {"sim", "wire", "records", "checkpoint", "hosts"},
+    {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
     {"torch", "cluster", "virtual", "views", "install"},
     {"bench", "cli"},

@@ -108,6 +108,25 @@ def test_imagenet_adaptive(
     assert float(best[1]) > 0.7, "a coin reaches a half"
 
 
+def test_imagenet_adaptive_reads_shards(
+    two_shapes: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from datasets_prep import imagenet
+
+    data = tmp_path / "shards"
+    words = ("--source", two_shapes, "--out", data, "--processes", 1, "--per-shard", 25)
+    monkeypatch.setattr(sys, "argv", ["", *map(str, words)])
+    assert imagenet.main() == 0
+    small = ("--depth", 18, "--width", 8, "--image-size", 32, "--workers", 1, "--epochs", 1)
+    quick = ("--batch-size", 20, "--max-batch-size", 20, "--warmup", 0)
+    found = run(EXAMPLES / "imagenet_adaptive.py", monkeypatch, "--data", data, *small, *quick)
+    assert found["ShardDataset"](data / "train").classes == ("n00000000", "n00000001")
+    assert "on 40 pictures" in capsys.readouterr().out
+
+
 def classes_of_imagenet_adaptive() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLES / "imagenet_adaptive.py"), run_name="not started")
 

@@ -18,6 +18,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,11 +26,13 @@ from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.ring import HorovodCommunicator
+from hvd_elastic.data import ShardDataset
 from hvd_elastic.training import context
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--examples", type=int, default=150)
+parser.add_argument("--shards", type=Path, help="read arrays of 8 numbers from this folder")
 parser.add_argument("--batch-size", type=int, default=12)
 parser.add_argument("--max-batch-size", type=int, help="adapt the batch up to this size")
 parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
@@ -124,7 +127,9 @@ scaler = hvd.GradScaler(init_scale=8.0, growth_interval=20, enabled=args.grad_sc
 generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(args.examples, 8, generator=generator)
 targets = torch.randint(3, (args.examples,), generator=generator)
-dataset = TensorDataset(inputs, targets)
+dataset: Any = TensorDataset(inputs, targets)
+if args.shards is not None:
+    dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2)
 loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     dataset,
     args.batch_size,

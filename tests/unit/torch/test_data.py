@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.sharding import epoch_order, permutation
+from hvd_elastic.model.sharding import Blocks, block_order, epoch_order, permutation
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training.planning.planner import Planner
@@ -142,8 +142,9 @@ def fake(*args: Any, **options: Any) -> Any:
 class World:
     """Ranks in lockstep: each has its context, loader and iterator; ranks come and go."""
 
-    def __init__(self, n: int, batch_size: int, **options: Any) -> None:
-        self.n, self.batch_size, self.options = n, batch_size, options
+    def __init__(self, n: int, batch_size: int, dataset: Any = None, **options: Any) -> None:
+        self.batch_size, self.options = batch_size, options
+        self.dataset = Numbers(n) if dataset is None else dataset
         self.progress = Progress()
         self.generation = 0
         self.ranks: list[tuple[Any, Any, Iterator[Any]]] = []
@@ -161,9 +162,7 @@ class World:
         for rank in range(len(self.ranks), size):
             # A newcomer takes its progress from the others.
             context = fake(rank, size, self.generation, progress=replace(self.progress))
-            loader: Any = DataLoader(
-                Numbers(self.n), self.batch_size, context=context, **self.options
-            )
+            loader: Any = DataLoader(self.dataset, self.batch_size, context=context, **self.options)
             self.ranks.append((context, loader, iter(loader)))
 
     def step(self) -> bool:
@@ -244,6 +243,34 @@ def test_each_epoch_is_read_exactly_once_whatever_the_world_does(
         assert world.progress.position == n
         world.next_epoch()
     assert world.progress.examples == 2 * n
+
+
+class NumbersInBlocks(Numbers):
+    blocks = Blocks((20, 0, 31, 9, 40), 2)
+
+
+def test_blocks_are_read_in_the_same_order_at_every_world_size_from_the_middle_too() -> None:
+    dataset = NumbersInBlocks(100)
+    order = block_order(5, 0, dataset.blocks.sizes, 2)(np.arange(100)).tolist()
+    for sizes in ((1,), (2,), (3,), (7,), (1, 2, 3, 7), (7, 3, 2, 1)):
+        world = World(100, 12, dataset, seed=5, shuffle=True)
+        schedule = iter(sizes)
+        world.resize(next(schedule))
+        while world.step():
+            if (size := next(schedule, None)) is not None:
+                world.resize(size)
+        assert world.read == order
+        world.close()
+    plain = World(100, 12, dataset)
+    plain.resize(2)
+    while plain.step():
+        pass
+    assert plain.read == list(range(100)), "shuffle=False reads in the order of the data set"
+
+
+def test_blocks_that_are_not_the_data_set_are_explained() -> None:
+    with pytest.raises(ScriptError, match="has 101 examples, and its blocks have 100 together"):
+        DataLoader(NumbersInBlocks(101), 12, shuffle=True, context=fake())
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

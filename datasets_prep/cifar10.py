@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Write CIFAR-10 as shards of PNG files, from its binary archive.
+
+python datasets_prep/cifar10.py --archive cifar-10-binary.tar.gz --out /data/cifar10
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tarfile
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from PIL import Image
+
+from datasets_prep import frame, imagenet
+from datasets_prep.frame import Source
+from hvd_elastic.errors import DataError
+
+PUBLISHED_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+INSIDE = "cifar-10-batches-bin"
+SPLITS = {
+    "train": [f"data_batch_{number}.bin" for number in range(1, 6)],
+    "val": ["test_batch.bin"],
+}
+NAMES = "batches.meta.txt"
+SIDE = 32
+RECORD = 1 + 3 * SIDE * SIDE  # the class, then the red, green and blue planes
+
+
+@dataclass(frozen=True)
+class ToPng:
+    """Encodes the planes of a picture as PNG."""
+
+    def __call__(self, data: bytes) -> list[tuple[bytes]]:
+        planes = np.frombuffer(data, np.uint8, offset=1).reshape(3, SIDE, SIDE)
+        out = BytesIO()
+        Image.fromarray(planes.transpose(1, 2, 0)).save(out, "PNG")
+        return [(out.getvalue(),)]
+
+
+def run(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Write the shards of both splits."""
+    if given.checksum:
+        imagenet.require_md5(given.archive, PUBLISHED_MD5)
+    given.out.mkdir(parents=True, exist_ok=True)
+    raw = given.out / ".raw"
+    classes = unpack(given.archive, raw)
+    found = []
+    for name, files in SPLITS.items():
+        sources = [source for file in files for source in list_batch(raw / file, len(classes))]
+        settings = frame.settings_of(given, ("png",), ToPng())
+        found.append(frame.prepare(given.out / name, sources, classes, settings))
+    shutil.rmtree(raw)
+    return found
+
+
+def unpack(archive: Path, folder: Path) -> list[str]:
+    """Write the files of the archive to a folder; return the names of the classes."""
+    folder.mkdir(exist_ok=True)
+    wanted = [NAMES, *(name for files in SPLITS.values() for name in files)]
+    try:
+        with tarfile.open(archive, "r:gz") as file:
+            for name in wanted:
+                inside = file.extractfile(f"{INSIDE}/{name}")
+                assert inside is not None
+                with (folder / name).open("wb") as out:
+                    shutil.copyfileobj(inside, out)
+    except (tarfile.TarError, EOFError, KeyError) as error:
+        raise DataError(
+            f"{archive} is not CIFAR-10's binary archive ({error}); get cifar-10-binary.tar.gz: "
+            "the other editions are Python pickles and MATLAB files"
+        ) from None
+    return (folder / NAMES).read_text(encoding="utf-8").split()
+
+
+def list_batch(path: Path, classes: int) -> list[Source]:
+    """Return the pictures of a batch."""
+    data = np.fromfile(path, np.uint8)
+    if len(data) % RECORD or not len(data):
+        raise DataError(f"{path.name} has {len(data)} bytes, which is no multiple of {RECORD}")
+    labels = data[::RECORD].tolist()
+    if max(labels) >= classes:
+        raise DataError(f"{path.name} has class {max(labels)}, and {NAMES} names {classes}")
+    return [
+        Source(str(path), f"{path.stem}_{number}", label, number * RECORD, RECORD)
+        for number, label in enumerate(labels)
+    ]
+
+
+def main() -> int:
+    """Command line."""
+    parser = frame.options((__doc__ or "").split("\n")[0])
+    parser.add_argument("--archive", type=Path, required=True, help="cifar-10-binary.tar.gz")
+    parser.add_argument(
+        "--checksum", action="store_true", help="compare the archive with the published MD5 first"
+    )
+    return frame.main(parser, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

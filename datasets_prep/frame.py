@@ -1,0 +1,373 @@
+"""The frame of the scripts that write shards: options, processes, resuming, errors.
+
+A script lists where its raw examples lie (:class:`Source`) and gives a function that turns the
+bytes of one into the values of its examples; :func:`prepare` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets_prep.processes import in_processes, progress_bar, sole_writer, whole_number
+from hvd_elastic.data.index import INDEX, VERSION, Index, Shard, load_index, write_whole
+from hvd_elastic.data.writer import ShardWriter
+from hvd_elastic.errors import DataError, HvdElasticError
+from hvd_elastic.model.sharding import permutation
+
+JOURNAL, SKIPPED = ".prepared.jsonl", "skipped.txt"
+_STEM = 48  # most characters of a source's name in a key
+_SHOWN = 5
+
+Convert = Callable[[bytes], Sequence[tuple[bytes, ...]]]
+
+
+class Source(NamedTuple):
+    """Where a raw example lies.
+
+    Attributes:
+        path: of a file.
+        name: for messages and keys.
+        label: number of its class; -1: none.
+        offset, size: its bytes in the file; size -1: the whole file.
+    """
+
+    path: str
+    name: str
+    label: int = -1
+    offset: int = 0
+    size: int = -1
+
+    def read(self) -> bytes:
+        """Return its bytes; raises DataError if the file is shorter."""
+        with Path(self.path).open("rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise DataError(f"{self.path} ends before it: cut off, or changed meanwhile")
+        return data
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How shards are written.
+
+    Attributes:
+        layout: "tar" or "tfrecord".
+        fields: of an example without its class.
+        sources_per_shard: raw examples of a shard.
+        convert: turns the bytes of a source into examples, each the values of ``fields``; it is
+            sent to processes. It raises DataError for a source that is damaged.
+        made_from: what the data depend on, for comparison when a call goes on.
+        strict: a damaged source ends the call.
+        shuffle: whether the sources are mixed, in an order that is always the same.
+        sample: use this many of the sources; None: all.
+        processes: number of processes.
+    """
+
+    layout: str
+    fields: tuple[str, ...]
+    sources_per_shard: int
+    convert: Convert
+    made_from: dict[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    shuffle: bool = True
+    sample: int | None = None
+    processes: int = 1
+
+
+class _Task(NamedTuple):
+    path: Path
+    number: int
+    sources: list[Source]
+
+
+class _Done(NamedTuple):
+    shard: dict[str, Any]
+    sources: int
+    skipped: list[str]
+
+
+def prepare(
+    folder: Path, sources: Sequence[Source], classes: Sequence[str], settings: Settings
+) -> dict[str, Any]:
+    """Write what is missing of a folder of shards, and its index when all is there.
+
+    Returns:
+        For ``--json``: ``folder``, ``examples``, ``shards``, ``bytes``, ``there`` (shards of an
+        earlier call) and ``skipped`` (a line for each damaged source).
+
+    Raises:
+        DataError: there is nothing to prepare, the folder holds something else, or with ``strict``
+            a source is damaged.
+        OSError: it cannot be written to.
+    """
+    if not sources:
+        raise DataError(f"there is nothing to prepare for {folder}")
+    if twice := [name for name, count in Counter(classes).items() if count > 1]:
+        raise DataError(f"two classes have the name {twice[0]!r}; each needs a name of its own")
+    if settings.shuffle:
+        sources = [sources[place] for place in permutation(0, 0, len(sources)).tolist()]
+    sources = sources[: settings.sample]
+    labelled = sources[0].label >= 0
+    fields = (*settings.fields, "cls") if labelled else settings.fields
+    made_from = {
+        **settings.made_from,
+        "version": VERSION,
+        "layout": settings.layout,
+        "sources_per_shard": settings.sources_per_shard,
+        "sources": len(sources),
+        "sources_sha256": _digest(sources),
+    }
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file; name a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with sole_writer(folder):
+        done = _done_before(folder, made_from)
+        if done is None:
+            index = load_index(folder)
+            return _found(folder, index, len(index.shards), _skipped_before(folder))
+        tasks = _tasks(folder, sources, settings)
+        there = len(done)
+        with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
+            if journal.tell() == 0:
+                _note(journal, made_from)
+            work = partial(_write_shard, settings, fields)
+            missing = [task for task in tasks if task.number not in done]
+            left = sum(len(task.sources) for task in missing)
+            with progress_bar(f"{folder.name}: preparing", max(1, left)) as advance:
+                for number, result in in_processes(work, missing, settings.processes):
+                    _note(journal, {"number": number, **result._asdict()})
+                    done[number] = result
+                    advance(result.sources)
+        shards = [Shard(**done[task.number].shard) for task in tasks]
+        skipped = [line for task in tasks for line in done[task.number].skipped]
+        if not any(shard.examples for shard in shards):
+            why = f"; the first: {skipped[0]}" if skipped else ": the data are too short for one"
+            raise DataError(f"none of {len(sources)} sources gave an example{why}")
+        if skipped:
+            write_whole(folder / SKIPPED, "".join(f"{line}\n" for line in skipped).encode())
+        index = Index(settings.layout, fields, tuple(shards), tuple(classes), made_from)
+        index.save(folder)
+        (folder / JOURNAL).unlink()
+    return _found(folder, index, there, skipped)
+
+
+def _digest(sources: Sequence[Source]) -> str:
+    found = hashlib.sha256()
+    for source in sources:
+        found.update(f"{source.name}\0{source.label}\0{source.size}\n".encode())
+    return found.hexdigest()
+
+
+def _found(folder: Path, index: Index, there: int, skipped: list[str]) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "examples": sum(shard.examples for shard in index.shards),
+        "shards": len(index.shards),
+        "bytes": sum(shard.bytes for shard in index.shards),
+        "there": there,
+        "skipped": skipped,
+    }
+
+
+def _skipped_before(folder: Path) -> list[str]:
+    try:
+        return (folder / SKIPPED).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _done_before(folder: Path, made_from: dict[str, Any]) -> dict[int, _Done] | None:
+    """Return the shards of an earlier call by number; None: it has written all.
+
+    Raises:
+        DataError: the folder holds something else.
+    """
+    if (folder / INDEX).exists():
+        _require_same(folder, load_index(folder).made_from, made_from)
+        return None
+    try:
+        lines = (folder / JOURNAL).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        if other := [path.name for path in folder.iterdir() if path.name[0] != "."]:
+            raise DataError(
+                f"{folder} holds other files ({other[0]}); name a new or empty folder"
+            ) from None
+        return {}
+    if len(lines) < 2:  # killed while it wrote the first line
+        (folder / JOURNAL).unlink()
+        return {}
+    # Killed while it wrote the last line; the next one must not be appended to that.
+    os.truncate(folder / JOURNAL, sum(len(line) + 1 for line in lines[:-1]))
+    try:
+        was, *entries = map(json.loads, lines[:-1])
+        _require_same(folder, was, made_from)
+        done = {entry.pop("number"): _Done(**entry) for entry in entries}
+        return {number: each for number, each in done.items() if _is_there(folder, each)}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise DataError(f"{folder / JOURNAL} is damaged; remove {folder} and begin anew") from None
+
+
+def _is_there(folder: Path, done: _Done) -> bool:
+    try:
+        return (folder / done.shard["name"]).stat().st_size == done.shard["bytes"]
+    except FileNotFoundError:  # somebody has removed it
+        return False
+
+
+def _require_same(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
+    other = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
+    if other:
+        name = "sources" if other == ["sources_sha256"] else other[0]
+        difference = (
+            "files that have changed since"
+            if other == ["sources_sha256"]
+            else f"{name.replace('_', ' ')} {was.get(name)} instead of {now.get(name)}"
+        )
+        raise DataError(
+            f"{folder} was made from {difference}; name another folder, remove this one, or use "
+            "its settings"
+        )
+
+
+def _note(journal: Any, entry: dict[str, Any]) -> None:
+    journal.write(json.dumps(entry) + "\n")
+    journal.flush()
+    os.fsync(journal.fileno())
+
+
+def _tasks(folder: Path, sources: Sequence[Source], settings: Settings) -> list[_Task]:
+    size = settings.sources_per_shard
+    count = -(-len(sources) // size)
+    name = f"{folder.name}-%06d.tar"
+    if settings.layout == "tfrecord":
+        name = f"{folder.name}.tfrecord-%05d-of-{count:05d}"
+    return [
+        _Task(folder / (name % number), number, list(sources[number * size : (number + 1) * size]))
+        for number in range(count)
+    ]
+
+
+def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tuple[int, _Done]:
+    skipped = []
+    with ShardWriter(task.path, settings.layout, fields) as writer:
+        for place, source in enumerate(task.sources, task.number * settings.sources_per_shard):
+            try:
+                examples = settings.convert(source.read())
+            except (DataError, OSError) as error:
+                reason = f"{source.name}: {getattr(error, 'strerror', None) or error}"
+                if settings.strict:
+                    raise DataError(reason) from None
+                skipped.append(reason)
+                continue
+            label = () if source.label < 0 else (str(source.label).encode(),)
+            stem = re.sub(r"[^A-Za-z0-9_-]", "_", Path(source.name).stem)[-_STEM:]
+            for number, values in enumerate(examples):
+                part = f"_{number:06d}" if len(examples) > 1 else ""
+                writer.add(f"{place:08d}_{stem}{part}", (*values, *label))
+        shard = writer.finish()
+    return task.number, _Done(_as_dict(shard), len(task.sources), skipped)
+
+
+def _as_dict(shard: Shard) -> dict[str, Any]:
+    return {name: getattr(shard, name) for name in shard.__struct_fields__}
+
+
+# ---- command line
+
+
+def options(description: str, *, per_shard: int = 1000) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts have."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog="Exit status: 0 all well, 1 something is wrong and was named, 2 wrong usage, 130 "
+        "interrupted. The same call goes on where an interrupted or killed one stopped.",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument(
+        "--format", choices=("tar", "tfrecord"), default="tar", help="of the shards (tar)"
+    )
+    parser.add_argument(
+        "--per-shard",
+        type=whole_number(1),
+        default=per_shard,
+        help=f"files of the source in a shard ({per_shard})",
+    )
+    parser.add_argument("--sample", type=whole_number(1), help="use this many of them, for a trial")
+    parser.add_argument("--strict", action="store_true", help="stop at a damaged one")
+    parser.add_argument(
+        "--processes",
+        type=whole_number(1),
+        default=len(os.sched_getaffinity(0)),
+        help="one for each processor",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def picture_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of scripts that encode pictures."""
+    parser.add_argument(
+        "--resize", type=whole_number(0), default=0, help="shorter side, if longer (0: as it is)"
+    )
+    parser.add_argument("--quality", type=whole_number(1, 100), default=92, help="of JPEG (92)")
+
+
+def settings_of(
+    given: argparse.Namespace, fields: tuple[str, ...], convert: Convert, **more: Any
+) -> Settings:
+    """Return the settings that the common options ask for."""
+    made_from = asdict(convert) if hasattr(convert, "__dataclass_fields__") else {}  # type: ignore[call-overload]
+    return Settings(
+        given.format,
+        fields,
+        given.per_shard,
+        convert,
+        made_from,
+        strict=given.strict,
+        sample=given.sample,
+        processes=given.processes,
+        **more,
+    )
+
+
+def main(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], list[dict[str, Any]]]
+) -> int:
+    """Parse the command line, run, and print what was done or what is wrong; exit status."""
+    given = parser.parse_args()
+    try:
+        found = run(given)
+    except HvdElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or given.out}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same call goes on where this one stopped", file=sys.stderr)
+        return 130
+    if given.json:
+        print(json.dumps(found))
+        return 0
+    for each in found:
+        for line in each["skipped"][:_SHOWN]:
+            print(f"skipped {line}")
+        if len(each["skipped"]) > _SHOWN:
+            print(f"and {len(each['skipped']) - _SHOWN} more, in {each['folder']}/{SKIPPED}")
+        print(
+            f"{each['folder']}: {each['examples']} examples in {each['shards']} shards, "
+            f"{each['bytes'] / 1e6:,.1f} MB; {len(each['skipped'])} skipped"
+        )
+    return 0

@@ -1,0 +1,151 @@
+"""Turns pictures of any kind into the JPEG files of a data set."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from datasets_prep.frame import Source
+from hvd_elastic.errors import DataError
+
+SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+_ORIENTATION = 0x0112  # of EXIF
+
+
+@dataclass(frozen=True)
+class ToJpeg:
+    """Resizes and encodes a picture.
+
+    A JPEG in RGB that lies upright and is small enough is kept as it is.
+
+    Attributes:
+        resize: of the shorter side, if it is longer [pixels]; 0: as it is.
+        quality: of JPEG, 1 to 100.
+    """
+
+    resize: int
+    quality: int
+
+    def __call__(self, data: bytes) -> list[tuple[bytes]]:
+        """Return the picture as a JPEG in RGB, as one example with one value.
+
+        Raises:
+            DataError: it is damaged or no picture; says how.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # damaged EXIF; what matters raises
+                return [(self._encode(data),)]
+        except Exception as error:  # noqa: BLE001  Pillow raises whatever a damaged file leads to
+            if not data:
+                raise DataError("it is empty (0 bytes)") from None
+            if isinstance(error, UnidentifiedImageError):
+                raise DataError("no picture that Pillow knows") from None
+            raise DataError(str(error) or type(error).__name__) from None
+
+    def _encode(self, data: bytes) -> bytes:
+        picture = Image.open(BytesIO(data))
+        turned = picture.getexif().get(_ORIENTATION, 1) not in (0, 1)
+        shrinks = 0 < self.resize < min(picture.size)
+        if picture.format == "JPEG" and picture.mode == "RGB" and not turned and not shrinks:
+            picture.load()  # raises if it is damaged
+            return data
+        if shrinks and picture.format == "JPEG" and picture.mode == "RGB":
+            # Decoding at a fraction of the size; twice the result, so that nothing is lost.
+            share = 2 * self.resize / min(picture.size)
+            picture.draft("RGB", (int(picture.width * share), int(picture.height * share)))
+        picture.load()
+        upright = to_rgb(ImageOps.exif_transpose(picture) if turned else picture)
+        if shrinks:
+            share = self.resize / min(upright.size)
+            width, height = (max(self.resize, round(side * share)) for side in upright.size)
+            upright = upright.resize((width, height), Image.Resampling.BICUBIC)
+        out = BytesIO()
+        upright.save(out, "JPEG", quality=self.quality)
+        return out.getvalue()
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """Return a picture in RGB: 16 bits scaled to 8, transparent parts on white.
+
+    Raises:
+        DataError: its numbers have no known range.
+    """
+    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
+        wide = picture.convert("I").point(lambda value: value / 257)
+        return wide.convert("L").convert("RGB")
+    if picture.mode in ("I", "F"):
+        raise DataError(f"pixels of 32 bits (mode {picture.mode}) have no known range")
+    if "A" in picture.getbands() or "transparency" in picture.info:
+        whole = picture.convert("RGBA")
+        ground = Image.new("RGBA", whole.size, "white")
+        return Image.alpha_composite(ground, whole).convert("RGB")
+    return picture.convert("RGB")
+
+
+def classes_in(folder: Path) -> list[str]:
+    """Return the names of the classes of a folder, which has one for each; [] if it has none."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+
+
+def list_folder(folder: Path, classes: Sequence[str]) -> list[Source]:
+    """Return the pictures in a folder, in the order of their names.
+
+    Args:
+        folder: with pictures, at any depth; with ``classes`` a folder for each.
+        classes: names of these folders by label; empty: there are no labels.
+
+    Raises:
+        DataError: a class has no folder, or a folder no class.
+    """
+    if not classes:
+        return _pictures(folder, folder, -1)
+    found = classes_in(folder)
+    for here, there, what in (
+        (classes, found, f"class {{}} has no folder in {folder}"),
+        (found, classes, f"{folder}/{{}} is no class; the classes are {', '.join(classes[:5])}…"),
+    ):
+        if lacking := sorted(set(here) - set(there)):
+            raise DataError(what.format(lacking[0]))
+    sources = []
+    for label, name in enumerate(classes):
+        sources += _pictures(folder, folder / name, label)
+    return sources
+
+
+def _pictures(root: Path, folder: Path, label: int) -> list[Source]:
+    return [
+        Source(str(path), str(path.relative_to(root)), label)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in SUFFIXES and path.name[0] != "." and not path.is_dir()
+    ]
+
+
+def read_classes(path: Path) -> list[str]:
+    """Return the names in a file with a class in each line: its first word.
+
+    Raises:
+        DataError: the file cannot be read, has no names, or one twice.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise DataError(
+            f"{path}, the file with the names of the classes, cannot be read: {reason}; it needs "
+            "one class in each line, in the order of the labels"
+        ) from None
+    names: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if words := line.split():
+            if words[0] in names:
+                raise DataError(f"{path}, line {number}: class {words[0]!r} is there twice")
+            names.append(words[0])
+    if not names:
+        raise DataError(f"{path} names no class; it needs one in each line")
+    return names

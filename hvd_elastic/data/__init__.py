@@ -1,0 +1,20 @@
+"""Data sets in shards, read by index: for every frontend, without PyTorch or TensorFlow.
+
+>>> from hvd_elastic.data import ShardDataset, RandomCrop  # doctest: +SKIP
+>>> train = ShardDataset("/data/imagenet/train", decode=RandomCrop(224))  # doctest: +SKIP
+"""
+
+from hvd_elastic.data.dataset import ShardDataset
+from hvd_elastic.data.images import CentreCrop, RandomCrop
+from hvd_elastic.data.index import build_index, load_index, verify
+from hvd_elastic.data.writer import ShardWriter
+
+__all__ = [
+    "CentreCrop",
+    "RandomCrop",
+    "ShardDataset",
+    "ShardWriter",
+    "build_index",
+    "load_index",
+    "verify",
+]

@@ -1,0 +1,165 @@
+"""Examples in tar files, in WebDataset's layout: members ``KEY.FIELD``, those of a key together."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO
+
+from hvd_elastic.data.example import Example
+from hvd_elastic.errors import DataError
+
+_BLOCK = tarfile.BLOCKSIZE
+_NAME_BYTES = 100  # of a header's first field; the whole name, where it is this short
+
+
+_TEMPLATE = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
+_SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # of a header
+
+
+class Tar:
+    """The layout; see :class:`hvd_elastic.data.index.Layout`."""
+
+    suffix = ".tar"
+    end = bytes(2 * _BLOCK)
+
+    def encode(
+        self, key: str, fields: Sequence[str], values: Sequence[bytes]
+    ) -> tuple[bytes, Example]:
+        """Return the members of an example, and where in them each value lies.
+
+        >>> record, example = Tar().encode("a", ["txt"], [b"hello"])
+        >>> len(record), record[:5], record[example.offsets[0]:][:5]
+        (1024, b'a.txt', b'hello')
+        """
+        pieces: list[bytes] = []
+        offsets = []
+        at = 0
+        for field, value in zip(fields, values, strict=True):
+            header = _header(f"{key}.{field}", len(value))
+            offsets.append(at + len(header))
+            pieces += header, value, bytes(-len(value) % _BLOCK)
+            at = offsets[-1] + len(value) + len(pieces[-1])
+        sizes = tuple(map(len, values))
+        label = int(values[fields.index("cls")]) if "cls" in fields else -1
+        length = offsets[-1] + sizes[-1]
+        place = Example(key, 0, length, tuple(fields), tuple(offsets), sizes, label)
+        return b"".join(pieces), place
+
+    def require_key(self, record: bytes, key: str, fields: Sequence[str]) -> None:
+        """Raise ValueError unless the record begins with the header of its first member."""
+        name = f"{key}.{fields[0]}".encode()
+        found = record[:_NAME_BYTES].rstrip(b"\0")
+        # A longer name is in a header of its own before it, or divided; fields are lower case.
+        if len(name) <= _NAME_BYTES and found.lower() != name.lower():
+            shown = found[:40].decode(errors="replace")
+            raise ValueError(f"there is {shown!r} in its place")
+
+    def scan(self, path: Path) -> Iterator[Example]:
+        """Yield the examples of a shard.
+
+        Raises:
+            DataError: it is no tar file, compressed, cut off, or not in the layout; names where.
+        """
+        size = path.stat().st_size
+        if size == 0:
+            raise DataError(f"{path} is empty (0 bytes); copy or make it again")
+        try:
+            with (
+                path.open("rb") as raw,
+                tarfile.open(fileobj=raw, mode="r:", encoding="utf-8") as file,
+            ):
+                before: set[str] = set()
+                for key, members in groupby(_files(file, path, size), key=_key):
+                    if key in before:
+                        raise DataError(
+                            f"{path}: the members of {key!r} do not lie together, or two examples "
+                            "have this name; each example needs a name of its own"
+                        )
+                    before.add(key)
+                    yield _example(raw, path, key, list(members))
+                _require_end(path, file.offset)
+        except tarfile.ReadError as error:
+            with path.open("rb") as raw:
+                compressed = raw.read(2) == b"\x1f\x8b"
+            what = (
+                "is compressed, which allows no random access; unpack it: gunzip"
+                if compressed
+                else f"is not a whole tar file ({error}); copy or make it again"
+            )
+            raise DataError(f"{path} {what}") from error
+
+
+def _header(name: str, size: int) -> bytes:
+    """Return the header of a member; tarfile needs five times as long for a short name."""
+    short = name.encode()
+    if len(short) > _NAME_BYTES or size >= 1 << 33:
+        member = tarfile.TarInfo(name)
+        member.size = size
+        return member.tobuf(tarfile.PAX_FORMAT)
+    header = bytearray(_TEMPLATE)
+    header[: len(short)] = short
+    header[_SIZE] = b"%011o" % size
+    header[_CHECKSUM] = b" " * 8
+    header[_CHECKSUM] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def _key(member: tarfile.TarInfo) -> str:
+    folder, slash, name = member.name.rpartition("/")
+    return folder + slash + name.partition(".")[0]
+
+
+def _files(file: tarfile.TarFile, path: Path, size: int) -> Iterator[tarfile.TarInfo]:
+    for member in file:
+        if member.isfile():
+            if member.sparse is not None:
+                raise DataError(f"{path}: {member.name} is a sparse file; make the shard again")
+            if member.offset_data + member.size > size:
+                raise DataError(
+                    f"{path} is cut off in {member.name}: it has {size} bytes and needs "
+                    f"{member.offset_data + member.size}; copy it again"
+                )
+            yield member
+
+
+def _require_end(path: Path, offset: int) -> None:
+    with path.open("rb") as file:
+        file.seek(offset)
+        if file.read(_BLOCK) != bytes(_BLOCK):
+            raise DataError(
+                f"{path} is cut off: it does not end with empty blocks, as a tar file does; "
+                "copy it again"
+            )
+
+
+def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarInfo]) -> Example:
+    fields = tuple(member.name[len(key) + 1 :].lower() for member in members)
+    if not all(fields) or len(set(fields)) < len(fields):
+        raise DataError(
+            f"{path}: the members of {key!r} are {', '.join(m.name for m in members)}; each needs "
+            "an ending of its own, such as .jpg and .cls"
+        )
+    start, last = members[0].offset, members[-1]
+    label = -1
+    if "cls" in fields:
+        stored = members[fields.index("cls")]
+        raw.seek(stored.offset_data)
+        text = raw.read(stored.size)
+        try:
+            label = int(text)
+        except ValueError:
+            raise DataError(
+                f"{path}: {key}.cls holds {text[:20]!r} instead of the number of a class"
+            ) from None
+    return Example(
+        key,
+        start,
+        last.offset_data + last.size - start,
+        fields,
+        tuple(member.offset_data - start for member in members),
+        tuple(member.size for member in members),
+        label,
+    )

@@ -1,0 +1,450 @@
+"""Folders of shards: read by index, by other people's readers, and what is wrong with them."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import io
+import json
+import pickle
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_elastic.data import (
+    CentreCrop,
+    RandomCrop,
+    ShardDataset,
+    ShardWriter,
+    build_index,
+    load_index,
+    tfrecord,
+    verify,
+)
+from hvd_elastic.data import dataset as dataset_module
+from hvd_elastic.data.index import sha256_of, table_path
+from hvd_elastic.data.tfrecord import TFRecord
+from hvd_elastic.errors import DataError
+from tests.unit.data.shards import npy, write_numbers
+
+pytest.importorskip("google_crc32c", reason="TFRecord needs its checksums")
+from PIL import Image
+
+LAYOUTS = pytest.mark.parametrize("layout", ["tar", "tfrecord"])
+
+
+def numbers(dataset: ShardDataset) -> list[tuple[float, int]]:
+    return [(float(array[0]), label) for array, label in dataset]
+
+
+@LAYOUTS
+def test_examples_are_read_by_index_in_the_order_of_the_shards(tmp_path: Path, layout: str) -> None:
+    dataset = ShardDataset(write_numbers(tmp_path / "d", [4, 1, 5], layout))
+    assert len(dataset) == 10
+    assert dataset.classes == ("a", "b", "c")
+    assert dataset.blocks == ((4, 1, 5), 16)
+    assert [(float(dataset[i][0][0]), dataset[i][1]) for i in (9, 4, 0, 3, -1)] == [
+        *((9.0, 0), (4.0, 1), (0.0, 0), (3.0, 0), (9.0, 0)),
+    ]
+    several = dataset.__getitems__([7, 0, 4, 7])
+    assert [float(array[0]) for array, _ in several] == [7, 0, 4, 7]
+    for outside in (10, -11):
+        with pytest.raises(IndexError, match="of 10"):
+            dataset[outside]
+
+
+def test_a_pickled_data_set_reads_the_same(tmp_path: Path) -> None:
+    dataset = ShardDataset(write_numbers(tmp_path / "d", [3, 3]))
+    assert dataset[4][0][0] == 4  # has a shard open
+    again = pickle.loads(pickle.dumps(dataset))
+    assert numbers(again) == numbers(dataset)
+
+
+def test_a_process_keeps_a_limited_number_of_shards_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_module, "_OPEN_SHARDS", 2)
+    dataset = ShardDataset(write_numbers(tmp_path / "d", [1] * 6))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    order = [0, 5, 1, 4, 2, 3, 0]
+    assert [float(dataset[i][0][0]) for i in order] == order
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 4, "two shards, two tables"
+
+
+def test_fields_transform_and_decode(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "a.tar", "tar", ("npy", "txt", "json", "bin")) as writer:
+        writer.add("x", (npy(np.arange(3)), "für".encode(), b'{"n": 1}', b"\0\1"))
+        writer.finish()
+    build_index(tmp_path)
+    array, *rest = ShardDataset(tmp_path)[0]
+    assert array.tolist() == [0, 1, 2]
+    assert rest == ["für", {"n": 1}, b"\0\1"]
+    assert ShardDataset(tmp_path, fields=("txt",))[0] == "für"
+    assert ShardDataset(tmp_path, str.upper, fields=("txt", "bin"))[0] == ("FÜR", b"\0\1")
+    assert ShardDataset(tmp_path, decode=len, fields=("bin",))[0] == 2
+    with pytest.raises(DataError, match="has no field cls; its fields are npy, txt, json, bin"):
+        ShardDataset(tmp_path, fields=("cls",))
+    with pytest.raises(DataError, match="shuffle_window is 0, it must be 1 or more"):
+        ShardDataset(tmp_path, shuffle_window=0)
+
+
+def test_importing_it_imports_no_framework() -> None:
+    code = "import sys, hvd_elastic.data; print({'torch', 'tensorflow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+# -- readers of other people
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_webdatasets_own_reader_reads_the_same(tmp_path: Path) -> None:
+    web = pytest.importorskip("webdataset", reason="pip install webdataset")
+    folder = write_numbers(tmp_path / "d", [4, 3])
+    urls = [str(path) for path in sorted(folder.glob("*.tar"))]
+    read = web.WebDataset(urls, shardshuffle=False).decode().to_tuple("__key__", "npy", "cls")
+    found = [(key, float(array[0]), label) for key, array, label in read]
+    assert found == [(f"k{i:04d}", float(i), i % 3) for i in range(7)]
+    del read
+    gc.collect()  # it leaves its files open
+
+
+def test_tensorflows_own_reader_reads_the_same(tmp_path: Path) -> None:
+    tf = pytest.importorskip("tensorflow", reason="pip install tensorflow-cpu")
+    folder = write_numbers(tmp_path / "d", [4, 3], "tfrecord")
+    files = [str(path) for path in sorted(folder.glob("*-of-99"))]
+    kinds = {
+        "npy": tf.io.FixedLenFeature([], tf.string),
+        "image/class/label": tf.io.FixedLenFeature([], tf.int64),
+        "image/filename": tf.io.FixedLenFeature([], tf.string),
+    }
+    for number, record in enumerate(tf.data.TFRecordDataset(files)):
+        found = tf.io.parse_single_example(record, kinds)
+        assert found["image/filename"].numpy() == b"k%04d" % number
+        assert found["image/class/label"].numpy() == number % 3 + 1
+        assert np.load(io.BytesIO(found["npy"].numpy()))[0] == number
+
+
+def protobuf_example() -> Any:
+    """The class ``tf.train.Example``, made from its definition by protobuf itself."""
+    pool = pytest.importorskip("google.protobuf.descriptor_pool", reason="pip install protobuf")
+    from google.protobuf import descriptor_pb2, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="t", syntax="proto3")
+
+    def message(name: str, *fields: tuple[str, int, int, int, str]) -> Any:
+        made = file.message_type.add(name=name)
+        for name, number, label, kind, type_name in fields:
+            made.field.add(
+                name=name, number=number, label=label, type=kind, type_name=type_name or None
+            )
+        return made
+
+    one, many = field.LABEL_OPTIONAL, field.LABEL_REPEATED
+    message("BytesList", ("value", 1, many, field.TYPE_BYTES, ""))
+    message("Int64List", ("value", 1, many, field.TYPE_INT64, ""))
+    message(
+        "Feature",
+        ("bytes_list", 1, one, field.TYPE_MESSAGE, ".t.BytesList"),
+        ("int64_list", 3, one, field.TYPE_MESSAGE, ".t.Int64List"),
+    )
+    features = message(
+        "Features", ("feature", 1, many, field.TYPE_MESSAGE, ".t.Features.FeatureEntry")
+    )
+    entry = features.nested_type.add(name="FeatureEntry")
+    entry.options.map_entry = True
+    entry.field.add(name="key", number=1, label=one, type=field.TYPE_STRING)
+    entry.field.add(
+        name="value", number=2, label=one, type=field.TYPE_MESSAGE, type_name=".t.Feature"
+    )
+    message("Example", ("features", 1, one, field.TYPE_MESSAGE, ".t.Features"))
+    made = pool.DescriptorPool()
+    made.Add(file)
+    return message_factory.GetMessageClass(made.FindMessageTypeByName("t.Example"))
+
+
+def test_records_are_the_messages_of_protobuf() -> None:
+    """Both ways: it reads ours, and we read its, whatever the order of its features."""
+    kind, picture = protobuf_example(), b"\xff\xd8" + bytes(300)
+    record, place = TFRecord().encode("k", ("jpg", "cls"), (picture, b"299"))
+    found = kind.FromString(record[12:-4]).features.feature
+    assert found["image/filename"].bytes_list.value == [b"k"]
+    assert found["image/encoded"].bytes_list.value == [picture]
+    assert found["image/class/label"].int64_list.value == [300]
+    assert (place.label, place.fields) == (299, ("jpg", "cls"))
+
+    written = kind()
+    for name, value in (("text", b"t"), ("image/encoded", picture), ("several", None)):
+        written.features.feature[name].bytes_list.value.extend([value] if value else [b"1", b"2"])
+    written.features.feature["image/class/label"].int64_list.value.append(7)
+    written.features.feature["height"].int64_list.value.append(375)
+    data = written.SerializeToString()
+    read = tfrecord._example(data, 0, 5)
+    assert (read.key, read.label, read.fields) == ("00000005", 6, ("jpg", "text", "cls"))
+    values = [
+        (bytes(12) + data)[at:][:size] for at, size in zip(read.offsets, read.sizes, strict=True)
+    ]
+    assert values[:2] == [picture, b"t"]
+
+
+def test_tarfile_and_tar_read_names_of_every_length(tmp_path: Path) -> None:
+    keys = ["a", "k" * 96, "k" * 97, "k" * 300, "für"]
+    with ShardWriter(tmp_path / "a.tar", "tar", ("txt",)) as writer:
+        for key in keys:
+            writer.add(key, (key.encode(),))
+        writer.finish()
+    with tarfile.open(tmp_path / "a.tar") as file:
+        for key in keys:
+            stored = file.extractfile(f"{key}.txt")
+            assert stored is not None
+            assert stored.read().decode() == key
+            assert oct(file.getmember(f"{key}.txt").mode) == "0o644"
+    listed = subprocess.run(["tar", "-tf", tmp_path / "a.tar"], capture_output=True, check=True)
+    assert listed.stderr == b""
+    build_index(tmp_path)
+    assert list(ShardDataset(tmp_path)) == keys
+
+
+def test_tars_of_other_people_are_indexed(tmp_path: Path) -> None:
+    """As ``tar --sort=name -cf`` writes them: folders, long names, upper case."""
+    folder = tmp_path / "files"
+    (folder / "sub").mkdir(parents=True)
+    names = ["sub/a", "sub/" + "long" * 40]
+    for number, name in enumerate(names):
+        (folder / f"{name}.JPG").write_bytes(b"picture %d" % number)
+        (folder / f"{name}.cls").write_text(f"{number}\n")
+    subprocess.run(["tar", "--sort=name", "-cf", tmp_path / "x.tar", "-C", folder, "."], check=True)
+    index = build_index(tmp_path)
+    assert (index.layout, index.fields, index.labelled) == ("tar", ("jpg", "cls"), True)
+    dataset = ShardDataset(tmp_path, decode=bytes)
+    assert [dataset[i] for i in range(2)] == [(b"picture 0", 0), (b"picture 1", 1)]
+    assert verify(tmp_path) == index
+
+
+# -- pictures
+
+
+def jpeg(width: int, height: int) -> bytes:
+    """The left half is dark, the right half is light, smoothly."""
+    ramp = np.linspace(0, 255, width).astype(np.uint8)
+    array = np.broadcast_to(ramp[None, :, None], (height, width, 3))
+    out = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(array)).save(out, "JPEG", quality=95)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("size", [(500, 375), (1200, 900), (64, 300), (30, 20)])
+def test_a_scaled_decode_gives_nearly_the_pixels_of_a_full_one(size: tuple[int, int]) -> None:
+    data = jpeg(*size)
+    for make in (CentreCrop, RandomCrop):
+        for seed in range(5):
+            found = []
+            for scaled in (True, False):
+                random.seed(seed)
+                found.append(np.asarray(make(56, scaled=scaled)(data)).astype(int))
+            assert found[0].shape == (56, 56, 3)
+            assert np.abs(found[0] - found[1]).mean() < 1.5
+
+
+def test_a_scaled_decode_decodes_fewer_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[tuple[int, int]] = []
+    convert = Image.Image.convert
+
+    def telling(self: Any, mode: str) -> Any:
+        decoded.append(self.size)
+        return convert(self, mode)
+
+    monkeypatch.setattr(Image.Image, "convert", telling)
+    whole = {"scale": (1.0, 1.0), "ratio": (4 / 3, 4 / 3)}
+    RandomCrop(56, **whole)(jpeg(800, 600))  # type: ignore[arg-type]
+    RandomCrop(56, scaled=False, **whole)(jpeg(800, 600))  # type: ignore[arg-type]
+    RandomCrop(700, **whole)(jpeg(800, 600))  # type: ignore[arg-type]
+    assert decoded == [(100, 75), (800, 600), (800, 600)]
+
+
+def test_crops_are_inside_and_as_asked() -> None:
+    crop = RandomCrop(8, scale=(0.2, 0.5), ratio=(1.0, 1.0))
+    for _ in range(200):
+        left, top, width, height = crop._part(300, 200)
+        assert 0 <= left <= 300 - width
+        assert 0 <= top <= 200 - height
+        assert width == height
+        assert 0.19 < width * height / 60_000 < 0.51
+    with pytest.raises(DataError, match="scale two shares"):
+        RandomCrop(8, scale=(0.5, 2))
+
+
+# -- what is wrong with a folder
+
+
+def change(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def test_no_index_and_other_indexes_are_explained(tmp_path: Path) -> None:
+    for folder, said in (
+        (tmp_path / "no", "is no folder"),
+        (tmp_path, "has no index.json"),
+        ("https://data/x", "https://data/x: shards are read from folders only"),
+    ):
+        with pytest.raises(DataError, match=said):
+            ShardDataset(folder)
+    path = write_numbers(tmp_path / "d", [2]) / "index.json"
+    with pytest.raises(DataError, match="but its folders d have one; name one of these"):
+        ShardDataset(tmp_path)
+    whole = json.loads(path.read_text())
+    for text, said in (
+        ("{", "is damaged"),
+        ("[]", "is not an index of hvd_elastic"),
+        ('{"format": "other"}', "is not an index of hvd_elastic"),
+        (json.dumps({**whole, "version": 9}), "has version 9 of the index.*reads version 1"),
+        (json.dumps({**whole, "layout": "zip"}), "layout 'zip' is none of tar, tfrecord"),
+        (json.dumps({**whole, "shards": 3}), "is damaged"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            load_index(path.parent)
+
+
+@LAYOUTS
+def test_a_shard_that_has_changed_is_noticed(tmp_path: Path, layout: str) -> None:
+    folder = write_numbers(tmp_path / "d", [3, 3], layout)
+    dataset = ShardDataset(folder)
+    shards = [folder / shard.name for shard in load_index(folder).shards]
+    before = shards[1].read_bytes()
+    verify(folder)
+    # One byte of a value, which only a checksum can see.
+    change(shards[1], int(np.load(table_path(shards[1]))["start"][1]) + 600, b"\x55")
+    if layout == "tfrecord":
+        shards[1].write_bytes(before[:-30] + b"\x55" + before[-29:])
+    with pytest.raises(DataError, match="has changed since it was indexed"):
+        verify(folder)
+    # Another shard of the same size is noticed when an example is read.
+    size = len(before)
+    shards[1].write_bytes(random.Random(0).randbytes(size))
+    with pytest.raises(
+        DataError, match=r"example 'k0004' cannot be read: there is .* copy it again"
+    ):
+        dataset[4]
+    shards[1].write_bytes(before[: size - 2200 if layout == "tar" else size - 30])
+    with pytest.raises(DataError, match=f"bytes, and had {size} when it was indexed"):
+        ShardDataset(folder)
+    with pytest.raises(DataError, match="'k0005' cannot be read: the file ends after"):
+        ShardDataset.__getitem__(pickle.loads(pickle.dumps(dataset)), 5)
+    shards[1].unlink()
+    with pytest.raises(DataError, match="a shard of the index, cannot be read: No such file"):
+        ShardDataset(folder)
+
+
+def test_tables_that_do_not_fit_are_noticed(tmp_path: Path) -> None:
+    folder = write_numbers(tmp_path / "d", [3])
+    table = table_path(folder / "s-00.tar")
+    whole = np.load(table)
+    for wrong, said in (
+        (whole[:2], "2 rows instead of 3"),
+        (np.arange(3), "other columns"),
+    ):
+        np.save(table, wrong)
+        with pytest.raises(DataError, match=said):
+            ShardDataset(folder)[0]
+    table.write_bytes(b"")
+    with pytest.raises(DataError, match="cannot be used"):
+        ShardDataset(folder)[0]
+    whole["label"] = 1
+    np.save(table, whole)
+    with pytest.raises(DataError, match="does not fit the shard"):
+        verify(folder)
+
+
+def test_damaged_shards_are_not_indexed(tmp_path: Path) -> None:
+    good = write_numbers(tmp_path / "good", [3]) / "s-00.tar"
+    data = good.read_bytes()
+    record = (write_numbers(tmp_path / "r", [3], "tfrecord") / "s.tfrecord-00-of-99").read_bytes()
+    for number, (name, content, said) in enumerate(
+        (
+            ("x.tar", b"", "is empty"),
+            ("x.tar", b"no tar" * 300, "is not a whole tar file"),
+            ("x.tar", gzip.compress(data), "is compressed"),
+            ("x.tar", data[:-1024], "does not end with empty blocks"),
+            ("x.tar", data[:-1200], "is cut off|is not a whole tar file"),
+            ("x.tar", data[:700], "is cut off|is not a whole tar file"),
+            ("x.tar", data[:-1024] + data, "do not lie together"),
+            ("x.tfrecord", b"", "is empty"),
+            ("x.tfrecord", data, "it is no TFRecord file"),
+            ("x.tfrecord", record[:-3], "is cut off in record 2"),
+            ("x.tfrecord", record[:20] + b"\x99" + record[21:], "record 0 is damaged"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        with pytest.raises(DataError, match=said):
+            build_index(folder)
+        assert not (folder / "index.json").exists()
+
+
+def test_folders_and_members_that_cannot_be_indexed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds neither tar nor TFRecord files"):
+        build_index(tmp_path)
+    with pytest.raises(DataError, match="there is no folder"):
+        build_index(tmp_path / "no")
+
+    def tar(*members: tuple[str, bytes]) -> None:
+        with tarfile.open(tmp_path / "a.tar", "w") as file:
+            for name, data in members:
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                file.addfile(info, io.BytesIO(data))
+
+    for members, said in (
+        ([("a.jpg", b""), ("a.cls", b"x")], "a.cls holds b'x' instead of the number of a class"),
+        ([("a.jpg", b""), ("b.png", b"")], "example 'b' has the fields png, and others .* jpg"),
+        ([("a", b"")], "each needs an ending of its own"),
+        ([("a.jpg", b""), ("a.jpg", b"")], "each needs an ending of its own"),
+        ([("a.jpg", b""), ("b.jpg", b""), ("a.cls", b"1")], "do not lie together"),
+    ):
+        tar(*members)
+        with pytest.raises(DataError, match=said):
+            build_index(tmp_path)
+    tar(("a.jpg", b""), ("a.cls", b"2"))
+    with pytest.raises(DataError, match="label 2, and 2 classes are named"):
+        build_index(tmp_path, ["x", "y"])
+
+
+def test_an_example_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "a.tar", "tar", ("jpg",)) as writer:
+        writer.add("odd", (b"no picture",))
+        writer.finish()
+    build_index(tmp_path)
+    with pytest.raises(DataError, match=r"a\.tar: example 'odd' cannot be decoded: cannot ident"):
+        ShardDataset(tmp_path)[0]
+
+
+def test_a_shard_appears_only_whole(tmp_path: Path) -> None:
+
+    def fail() -> None:
+        with ShardWriter(tmp_path / "a.tar", "tar", ("npy",)) as writer:
+            writer.add("x", (b"1",))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not list(tmp_path.iterdir())
+    with ShardWriter(tmp_path / "a.tar", "tar", ("npy",)) as writer:
+        writer.add("x", (b"1",))
+        shard = writer.finish()
+    assert shard.sha256 == sha256_of(tmp_path / "a.tar")
+    assert shard.bytes == (tmp_path / "a.tar").stat().st_size
+    with ShardWriter(tmp_path / "b.tfrecord", "tfrecord", ("txt", "jpg", "cls")) as writer:
+        with pytest.raises(DataError, match="in the order jpg, txt, cls"):
+            writer.add("x", (b"", b"", b"1"))
+        writer.finish()

@@ -1,0 +1,522 @@
+"""Scripts that write shards: what they make of odd, damaged and missing files, and resuming."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL", reason="pip install pillow")
+pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
+from PIL import Image
+
+from datasets_prep import cifar10, image_folder, imagenet, index_shards, pictures, text
+from hvd_elastic.data import ShardDataset, load_index, verify
+from tests.small_disk import mounted
+
+START_S = 60.0
+RED, BLUE = (200, 30, 20), (20, 30, 200)
+
+
+def encoded(picture: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, kind, **options)
+    return out.getvalue()
+
+
+def call(monkeypatch: pytest.MonkeyPatch, script: ModuleType, *words: object) -> int:
+    """The command line, in this process."""
+    one = () if script is index_shards else ("--processes", "1")
+    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, words), *one])
+    status: int = script.main()
+    return status
+
+
+def write_birds(folder: Path, count: int = 6) -> Path:
+    """Two classes of small pictures, which differ by their colour."""
+    for name, colour in (("owl", RED), ("tit", BLUE)):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            picture = Image.new("RGB", (40 + number, 30), colour)
+            picture.save(folder / name / f"{name}{number}.jpg", quality=95)
+    return folder
+
+
+@pytest.fixture
+def birds(tmp_path: Path) -> Path:
+    return write_birds(tmp_path / "birds")
+
+
+# -- pictures
+
+
+def near(picture: Image.Image, place: tuple[int, int], colour: tuple[int, int, int]) -> bool:
+    found = picture.getpixel(place)
+    assert isinstance(found, tuple)
+    return all(abs(a - b) <= 12 for a, b in zip(found, colour, strict=True))
+
+
+def converted(data: bytes, resize: int = 0) -> Image.Image:
+    ((jpeg,),) = pictures.ToJpeg(resize, 95)(data)
+    found = Image.open(io.BytesIO(jpeg))
+    assert (found.format, found.mode) == ("JPEG", "RGB")
+    return found
+
+
+def test_pictures_of_every_kind_come_out_right() -> None:
+    """The left half is red and the right half blue, or dark and light."""
+    colour = Image.new("RGB", (64, 32), RED)
+    colour.paste(BLUE, (32, 0, 64, 32))
+    grey = Image.new("L", (64, 32), 50)
+    grey.paste(180, (32, 0, 64, 32))
+    wide = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    clear = Image.new("RGBA", (64, 32), (0, 0, 0, 0))
+    clear.paste((*BLUE, 255), (32, 0, 64, 32))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side: rotated by 90 degrees clockwise to be upright
+    dark, light, white = (50,) * 3, (180,) * 3, (255,) * 3
+    assert wide.mode == "I;16"
+    for name, data, left, right in (
+        ("CMYK", encoded(colour.convert("CMYK"), quality=95), RED, BLUE),
+        ("grey", encoded(grey, quality=95), dark, light),
+        ("palette", encoded(colour.convert("P", palette=Image.Palette.ADAPTIVE), "PNG"), RED, BLUE),
+        ("16 bits", encoded(wide, "PNG"), dark, light),
+        ("16 bits TIFF", encoded(wide, "TIFF"), dark, light),
+        ("PNG among JPEG", encoded(colour, "PNG"), RED, BLUE),
+        ("grey and alpha", encoded(grey.convert("LA"), "PNG"), dark, light),
+        ("transparent", encoded(clear, "PNG"), white, BLUE),
+        ("one bit", encoded(grey.convert("1", dither=Image.Dither.NONE), "PNG"), (0,) * 3, white),
+        ("GIF", encoded(colour, "GIF"), RED, BLUE),
+        ("WebP", encoded(colour, "WEBP", lossless=True), RED, BLUE),
+    ):
+        found = converted(data)
+        assert found.size == (64, 32), name
+        assert near(found, (8, 16), left), (name, found.getpixel((8, 16)))
+        assert near(found, (56, 16), right), (name, found.getpixel((56, 16)))
+    turned = converted(encoded(colour, exif=exif, quality=95))
+    assert turned.size == (32, 64)
+    assert near(turned, (16, 8), RED)
+    assert near(turned, (16, 56), BLUE)
+    assert not turned.getexif().get(0x0112)
+
+
+def test_a_picture_is_made_smaller_and_never_larger() -> None:
+    data = encoded(Image.new("RGB", (500, 375), RED))
+    assert converted(data, 256).size == (341, 256)
+    assert converted(data, 40).size == (53, 40)
+    for resize in (0, 375, 1000):
+        assert pictures.ToJpeg(resize, 50)(data) == [(data,)], "kept as it is"
+
+
+def test_damaged_pictures_are_named_and_skipped_or_stop_the_call(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = (birds / "owl" / "owl0.jpg").read_bytes()
+    (birds / "owl" / "cut.jpg").write_bytes(good[:100])
+    (birds / "owl" / "empty.jpg").write_bytes(b"")
+    (birds / "tit" / "page.jpg").write_text("<html>not found</html>")
+    (birds / "tit" / "gone.jpg").symlink_to("nowhere.jpg")
+    numbers = Image.fromarray(np.ones((4, 4), np.float32))
+    (birds / "tit" / "float.tif").write_bytes(encoded(numbers, "TIFF"))
+    out = tmp_path / "out"
+    words = ["--source", birds, "--out", out]
+    assert call(monkeypatch, image_folder, *words, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["examples"] == 12
+    expected = {
+        "owl/cut.jpg",  # each version of Pillow says it in other words
+        "owl/empty.jpg: it is empty (0 bytes)",
+        "tit/float.tif: pixels of 32 bits (mode F) have no known range",
+        "tit/gone.jpg: No such file or directory",
+        "tit/page.jpg: no picture that Pillow knows",
+    }
+    lines = {line.split(":")[0] if "/cut" in line else line for line in found["skipped"]}
+    assert lines == expected
+    assert (out / "skipped.txt").read_text().splitlines() == found["skipped"]
+    assert call(monkeypatch, image_folder, *words) == 0, "all is there"
+    said = capsys.readouterr().out
+    assert "12 examples in 1 shards" in said
+    assert "5 skipped" in said
+    words = ["--source", birds, "--out", tmp_path / "strict", "--strict"]
+    assert call(monkeypatch, image_folder, *words) == 1
+    error = capsys.readouterr().err
+    assert any(f"error: {line.split(': ')[0]}" in error for line in expected)
+    assert not (tmp_path / "strict" / "index.json").exists()
+
+
+# -- what is written
+
+
+@pytest.mark.parametrize("layout", ["tar", "tfrecord"])
+def test_a_folder_becomes_shards_in_a_mixed_order(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    out = tmp_path / "out"
+    words = ["--source", birds, "--format", layout, "--per-shard", 5]
+    assert call(monkeypatch, image_folder, *words, "--out", out) == 0
+    index = verify(out)
+    assert [shard.examples for shard in index.shards] == [5, 5, 2]
+    assert index.classes == ("owl", "tit")
+    names = {"tar": "out-000002.tar", "tfrecord": "out.tfrecord-00002-of-00003"}
+    assert index.shards[2].name == names[layout]
+    dataset = ShardDataset(out)
+    labels = [label for _, label in dataset]
+    assert sorted(labels) == [0] * 6 + [1] * 6 != labels
+    assert all(near(picture, (9, 9), (RED, BLUE)[label]) for picture, label in dataset)
+    assert {path.name[0] for path in out.iterdir()} == {"o", "i"}, "nothing else is left"
+    again = tmp_path / "again" / "out"
+    monkeypatch.setattr(sys, "argv", ["", *map(str, words), "--out", str(again), "--processes=2"])
+    assert image_folder.main() == 0
+    assert load_index(again) == index, "processes make no difference"
+
+
+def test_sample_splits_and_pictures_without_classes(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    birds.rename(source / "train")
+    write_birds(source / "val", 2)
+    out = tmp_path / "out"
+    assert call(monkeypatch, image_folder, "--source", source, "--out", out, "--sample", 3) == 0
+    assert [len(ShardDataset(out / name)) for name in ("train", "val")] == [3, 3]
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    (flat / "a.png").write_bytes(encoded(Image.new("RGB", (5, 5), RED), "PNG"))
+    assert call(monkeypatch, image_folder, "--source", flat, "--out", tmp_path / "plain") == 0
+    assert near(ShardDataset(tmp_path / "plain")[0], (2, 2), RED)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_webdatasets_own_reader_reads_them(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web = pytest.importorskip("webdataset", reason="pip install webdataset")
+    out = tmp_path / "out"
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", out, "--per-shard", 5) == 0
+    urls = [str(path) for path in sorted(out.glob("*.tar"))]
+    read = web.WebDataset(urls, shardshuffle=False).decode("pil").to_tuple("jpg", "cls")
+    ours = ShardDataset(out)
+    for (picture, label), (own, own_label) in zip(read, ours, strict=True):
+        assert label == own_label
+        assert picture.tobytes() == own.tobytes()
+    del read
+    gc.collect()  # it leaves its files open
+
+
+# -- archives in their published formats
+
+
+def add(file: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    file.addfile(info, io.BytesIO(data))
+
+
+def write_ilsvrc(folder: Path) -> Path:
+    """Two classes of three pictures; in the devkit their numbers are the other way round."""
+    scipy = pytest.importorskip("scipy.io", reason="pip install scipy")
+    folder.mkdir()
+    colours = {"n01440764": RED, "n01443537": BLUE}
+    with tarfile.open(folder / imagenet.TRAIN, "w") as outer:
+        for wnid, colour in colours.items():
+            inner = io.BytesIO()
+            with tarfile.open(fileobj=inner, mode="w") as file:
+                for number in range(3):
+                    data = encoded(Image.new("RGB", (50, 40), colour))
+                    add(file, f"{wnid}_{number}.JPEG", data)
+            add(outer, f"{wnid}.tar", inner.getvalue())
+    with tarfile.open(folder / imagenet.VAL, "w") as file:
+        for number, colour in enumerate((BLUE, RED, BLUE, BLUE), 1):
+            data = encoded(Image.new("RGB", (50, 40), colour))
+            add(file, f"ILSVRC2012_val_{number:08d}.JPEG", data)
+    kind = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
+    synsets = np.zeros(3, kind)
+    synsets[0] = (1, "n01443537", "goldfish", 0)
+    synsets[1] = (2, "n01440764", "tench", 0)
+    synsets[2] = (1001, "n00001740", "entity", 2)
+    meta = io.BytesIO()
+    scipy.savemat(meta, {"synsets": synsets})
+    with tarfile.open(folder / imagenet.DEVKIT, "w:gz") as file:
+        inside = "ILSVRC2012_devkit_t12/data/"
+        add(file, f"{inside}ILSVRC2012_validation_ground_truth.txt", b"1\n2\n1\n1\n")
+        add(file, f"{inside}meta.mat", meta.getvalue())
+    return folder
+
+
+def test_imagenet_is_read_straight_from_its_archives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = write_ilsvrc(tmp_path / "ILSVRC2012"), tmp_path / "out"
+    assert call(monkeypatch, imagenet, "--source", source, "--out", out, "--resize", 20) == 0
+    assert load_index(out / "val").classes == ("n01440764", "n01443537")
+    for split, labels in (("train", [0, 0, 0, 1, 1, 1]), ("val", [0, 1, 1, 1])):
+        dataset = ShardDataset(out / split)
+        assert sorted(label for _, label in dataset) == labels
+        assert all(near(picture, (9, 9), (RED, BLUE)[label]) for picture, label in dataset)
+        assert dataset[0][0].size == (25, 20)
+    capsys.readouterr()
+    words = ["--source", tmp_path, "--out", tmp_path / "x"]
+    assert call(monkeypatch, imagenet, *words) == 1
+    assert "holds neither ILSVRC2012_img_train.tar, " in capsys.readouterr().err
+    words = ["--source", source, "--out", tmp_path / "x"]
+    assert call(monkeypatch, imagenet, *words, "--checksum") == 1
+    assert "and the published file 1d675b47d978889d74fa0da5fadfb00e" in capsys.readouterr().err
+    for name, change, said in (
+        (imagenet.VAL, lambda data: data[: len(data) // 2], "is cut off|holds 2 pictures"),
+        (imagenet.TRAIN, lambda data: data[:9000], "cut off"),
+        (imagenet.DEVKIT, lambda _: b"", "is not the published archive"),
+        (imagenet.DEVKIT, None, "lacks ILSVRC2012_devkit_t12.tar.gz"),
+    ):
+        data = (source / name).read_bytes()
+        if change is None:
+            (source / name).unlink()
+        else:
+            (source / name).write_bytes(change(data))
+        assert call(monkeypatch, imagenet, *words) == 1
+        error = capsys.readouterr().err
+        assert any(each in error for each in said.split("|")), error
+        (source / name).write_bytes(data)
+
+
+def test_cifar10_is_read_from_its_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive, out = tmp_path / "cifar-10-binary.tar.gz", tmp_path / "out"
+    images = np.random.default_rng(0).integers(0, 256, (6, 4, 3, 32, 32), np.uint8)
+    with tarfile.open(archive, "w:gz") as file:
+        names = [name for files in cifar10.SPLITS.values() for name in files]
+        for batch, name in zip(images, names, strict=True):
+            data = b"".join(bytes([7]) + image.tobytes() for image in batch)
+            add(file, f"cifar-10-batches-bin/{name}", data)
+        classes = [f"class{number}" for number in range(10)]
+        add(file, "cifar-10-batches-bin/batches.meta.txt", "\n".join([*classes, "\n"]).encode())
+    assert call(monkeypatch, cifar10, "--archive", archive, "--out", out) == 0
+    train = ShardDataset(out / "train")
+    found = {np.asarray(picture).tobytes() for picture, label in train if label == 7}
+    assert found == {
+        image.transpose(1, 2, 0).tobytes() for image in images[:5].reshape(20, 3, 32, 32)
+    }
+    assert train.classes == tuple(classes)
+    assert len(ShardDataset(out / "val")) == 4
+    assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
+    archive.write_bytes(gzip.compress(b"other"))
+    assert call(monkeypatch, cifar10, "--archive", archive, "--out", out) == 1
+    assert "is not CIFAR-10's binary archive" in capsys.readouterr().err
+    assert call(monkeypatch, cifar10, "--archive", archive, "--out", out, "--checksum") == 1
+    assert "the published file c32a1d4ab5d03f1284b67883e8d87530" in capsys.readouterr().err
+
+
+def test_text_becomes_sequences_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(text, "PIECE_BYTES", 64)
+    source, out = tmp_path / "books", tmp_path / "out"
+    source.mkdir()
+    lines = [f"line {number} of a büchlein\n" for number in range(20)]
+    (source / "a.txt").write_text("".join(lines))
+    (source / "b.txt").write_bytes(b"\xff" * 40)
+    words = ["--source", source, "--length", 8, "--per-shard", 3]
+    assert call(monkeypatch, text, *words, "--out", out) == 0
+    assert "skipped b.txt:0: it is no UTF-8 text" in capsys.readouterr().out
+    dataset = ShardDataset(out)
+    assert {(array.dtype, array.shape) for array in dataset} == {(np.dtype(np.uint16), (8,))}
+    pieces = {bytes(array.astype(np.uint8)) for array in dataset}
+    whole = "".join(lines).encode()
+    assert all(piece in whole for piece in pieces)
+    assert len(dataset) * 8 > 0.8 * len(whole)
+    cuts = [piece for path in text.list_texts(source) for piece in text.cut(path)]
+    assert b"".join(piece.read() for piece in cuts) == whole + b"\xff" * 40
+    words = ["--source", source, "--out", tmp_path / "x", "--tokenizer", tmp_path / "no.json"]
+    assert call(monkeypatch, text, *words) == 1
+    assert "tokenizer" in capsys.readouterr().err
+
+
+def test_a_tokenizer_is_trained_on_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    source, out = tmp_path / "a.txt", tmp_path / "out"
+    source.write_text("the cat and the hat and the bat\n" * 50)
+    words = ["--source", source, "--out", out, "--length", 4, "--vocabulary", 280]
+    assert call(monkeypatch, text, *words) == 0
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_file(str(tmp_path / "out.tokenizer.json"))
+    found = "".join(made.decode(array.tolist()) for array in ShardDataset(out))
+    assert found in source.read_text()
+    assert len(ShardDataset(out)) * 4 < len(source.read_text()) / 2
+
+
+# -- calls that are interrupted, and folders that hold something else
+
+
+def started(birds: Path, out: Path) -> subprocess.Popen[str]:
+    """A call of which one process stands still in the first picture, a pipe without a writer.
+
+    So the other one has done all the rest, and both have begun.
+    """
+    names = sorted(birds.rglob("*.jpg"))
+    words = [sys.executable, image_folder.__file__, "--source", birds, "--out", out]
+    process = subprocess.Popen(
+        [*map(str, words), "--per-shard", "1", "--processes", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + START_S
+    journal = out / ".prepared.jsonl"
+    while not journal.exists() or journal.read_bytes().count(b"\n") < len(names):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+@pytest.fixture
+def stuck(birds: Path) -> Path:
+    (birds / "tit" / "tit5.jpg").unlink()
+    os.mkfifo(birds / "tit" / "tit5.jpg")
+    return birds
+
+
+def test_a_killed_call_goes_on_and_gives_the_same(
+    stuck: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    process = started(stuck, out)
+    process.kill()
+    process.communicate(timeout=START_S)  # ends when the last process has ended
+    (stuck / "tit" / "tit5.jpg").unlink()
+    Image.new("RGB", (45, 30), BLUE).save(stuck / "tit" / "tit5.jpg", quality=95)
+    with (out / ".prepared.jsonl").open("a") as journal:
+        journal.write('{"number": 1, "sha')  # killed in the middle of a line
+    assert len(list(out.glob("*.tar"))) == 11
+    next(out.glob("*.tar")).unlink()  # by somebody else
+    times = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    words = ["--source", stuck, "--per-shard", 1]
+    assert call(monkeypatch, image_folder, *words, "--out", out, "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["there"] == 10
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+    assert call(monkeypatch, image_folder, *words, "--out", tmp_path / "whole" / "out") == 0
+    assert load_index(out) == load_index(tmp_path / "whole" / "out")
+    verify(out)
+    assert not [path.name for path in out.iterdir() if path.name[0] == "."]
+
+
+def test_ctrl_c_ends_it_in_a_sentence(stuck: Path, tmp_path: Path) -> None:
+    process = started(stuck, tmp_path / "out")
+    os.killpg(process.pid, signal.SIGINT)
+    with (stuck / "tit" / "tit5.jpg").open("wb") as pipe:
+        pipe.write(b"")  # the shard in hand is ended first
+    said, _ = process.communicate(timeout=START_S)
+    assert process.returncode == 130, said
+    assert "interrupted; the same call goes on where this one stopped" in said
+    assert "Traceback" not in said
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    birds = write_birds(tmp_path / "birds", 40)
+    with mounted(tmp_path / "disk", "60k") as disk:
+        words = ["--source", birds, "--out", disk / "out", "--per-shard", 5]
+        assert call(monkeypatch, image_folder, *words) == 1
+        error = capsys.readouterr().err
+        assert f"error: {disk / 'out'}" in error
+        assert "No space left on device" in error
+        assert not list((disk / "out").glob(".*.part"))
+        assert not (disk / "out" / "index.json").exists()
+
+
+def test_other_folders_settings_and_sources_are_refused(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: object) -> str:
+        assert call(monkeypatch, image_folder, *words) == 1
+        return capsys.readouterr().err
+
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    mine.mkdir()
+    (mine / "diary").touch()
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
+    capsys.readouterr()
+    same = ("--source", birds, "--out", out)
+    assert "holds other files (diary)" in refused("--source", birds, "--out", mine)
+    assert "diary is a file" in refused("--source", birds, "--out", mine / "diary")
+    assert "made from resize 0 instead of 20" in refused(*same, "--resize", 20)
+    assert "made from layout tar instead of tfrecord" in refused(*same, "--format", "tfrecord")
+    assert "made from sources 12 instead of 3" in refused(*same, "--sample", 3)
+    (birds / "owl" / "owl0.jpg").rename(birds / "owl" / "other.jpg")
+    assert "made from files that have changed since" in refused(*same)
+    index = out / "index.json"
+    whole = json.loads(index.read_text())
+    index.write_text(json.dumps({**whole, "version": 9}))
+    assert "has version 9 of the index" in refused(*same)
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / ".prepared.jsonl").write_text('{"version": 0}\n')
+    assert "half was made from" in refused("--source", birds, "--out", half)
+    (half / ".prepared.jsonl").write_text("[1]\n")
+    assert "is damaged; remove" in refused("--source", birds, "--out", half)
+
+
+def test_sources_and_classes_that_cannot_be_used_are_explained(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, empty = tmp_path / "names.txt", tmp_path / "empty"
+    empty.mkdir()
+    out = ("--out", tmp_path / "out")
+    for source, text_of_names, said in (
+        (tmp_path / "no", None, "there is no folder"),
+        (empty, None, "holds no pictures"),
+        (birds, "missing", "the file with the names of the classes, cannot be read: No such file"),
+        (birds, "", "names no class"),
+        (birds, "owl\ntit\nowl\n", "names.txt, line 3: class 'owl' is there twice"),
+        (birds, "owl\n", "birds/tit is no class"),
+        (birds, "owl\ntit\nemu\n", "class emu has no folder in"),
+    ):
+        words = [] if text_of_names is None else ["--classes", names]
+        names.unlink(missing_ok=True)
+        if text_of_names not in (None, "missing"):
+            names.write_text(str(text_of_names))
+        assert call(monkeypatch, image_folder, "--source", source, *out, *words) == 1
+        assert said in capsys.readouterr().err
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", birds / "owl") == 1
+    assert "is in the source" in capsys.readouterr().err
+    names.write_text("tit x\nowl y\n")
+    assert call(monkeypatch, image_folder, "--source", birds, *out, "--classes", names) == 0
+    assert load_index(tmp_path / "out").classes == ("tit", "owl")
+
+
+def test_shards_are_indexed_and_verified_by_command(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
+    shards = load_index(out).shards
+    for path in out.iterdir():
+        if path.suffix != ".tar":
+            path.unlink()
+    capsys.readouterr()
+    assert call(monkeypatch, index_shards, out, "--verify") == 1
+    assert "has no index.json" in capsys.readouterr().err
+    assert call(monkeypatch, index_shards, out, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"examples": 12, "shards": 1}
+    assert load_index(out).shards == shards
+    assert call(monkeypatch, index_shards, out, "--verify") == 0
+    assert "12 examples in 1 shards fit the index" in capsys.readouterr().out
