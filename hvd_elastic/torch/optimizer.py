@@ -26,6 +26,7 @@ from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
+from hvd_elastic.torch.left_gradients import LeftGradients
 from hvd_elastic.torch.rate_scaling import checked, rates_scaled
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
@@ -38,6 +39,12 @@ from hvd_elastic.training.step import Stage
 _NO_CLOSURE = (
     "optimizer.step(closure): the gradients are averaged before a step is taken, so they have to "
     "be there; call backward() before step(). Optimizers that need a closure (LBFGS) cannot be used"
+)
+_CHANGED_BEFORE_STEP = (
+    "the script changes {!r} in the loop body before optimizer.step(). If a rank fails before that "
+    "step, the others go on with the changed values, and a checkpoint that is being copied is not "
+    "written. Change parameters right after optimizer.step(). For gradients at other values, as in "
+    "SAM, leave the parameters alone: torch.func.functional_call(model, changed_copies, inputs)"
 )
 _CANARIES = 8  # parts of the model in each of which one gradient is checked for NaN and infinity
 _CANARY_NUMBERS = 1 << 14  # larger gradients are not checked, so that the check takes no time
@@ -52,7 +59,9 @@ class GradientAverager:
         names: dict[int, str],
         rule: str | Rule | None = None,
         compression: Compression = Compression.none,
+        several_steps: bool = False,
     ) -> None:
+        self.several_steps = several_steps
         self._context = context.current()
         self._optimizer = optimizer
         if rule is None:
@@ -77,6 +86,7 @@ class GradientAverager:
         self._gain = 1.0
         self._scaling: tuple[Callable[[], None], torch.Tensor] | None = None
         self._copy = OptimizerCopy(optimizer)
+        self._left = LeftGradients()
         self._retired = ""
         """Why another optimizer trains; empty: this one does."""
         self.forgotten: list[LRScheduler] = []
@@ -224,9 +234,10 @@ class GradientAverager:
             )
         if self._context.worker.averagers.several:
             raise ScriptError(
-                "optimizer.no_sync() with several optimizers given to DistributedOptimizer(...): a "
-                "loop body is one step of all of them. Leave no_sync() out; the gradients of "
-                "several backward passes in one body are added up and averaged in step()"
+                "optimizer.no_sync() with several optimizers given to DistributedOptimizer(...), "
+                "or several_steps=True: a loop body is one step of training. Leave no_sync() out; "
+                "the gradients of several backward passes in one body are added up and averaged in "
+                "step()"
             )
         if self._context.planner.adapts:
             raise ScriptError(
@@ -259,16 +270,18 @@ class GradientAverager:
         Raises:
             ScriptError: the last backward pass was in ``with optimizer.no_sync()``.
         """
-        if self._context.step.continues:
+        if self._context.step.continues or self._context.step.in_no_sync:
             raise ScriptError(
-                "optimizer.step() or synchronize() after a backward pass in `with "
-                "optimizer.no_sync():`, which leaves the gradients of each rank as they are, so "
+                "optimizer.step() or synchronize() in `with optimizer.no_sync():`, or after a "
+                "backward pass in it, which leaves the gradients of each rank as they are, so "
                 "the ranks would go apart; leave no_sync() out around the last pass before "
                 "optimizer.step()"
             )
         if self._context.step.accumulating:
             self.absorb()
             return
+        if not self._averaged:
+            self._refuse_left(self._left.held())
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -438,7 +451,7 @@ class GradientAverager:
     def reset(self) -> None:
         """Drop a step that failed half way, with its gradients."""
         self._reductions.clear()
-        self.forget()
+        self._forget_step()
         self.stepping = self._sampling = False
         self._statistics.drop_step()
         if self._scaling is not None:
@@ -447,10 +460,20 @@ class GradientAverager:
 
     def forget(self) -> None:
         """Forget a step that ended without ``step()``, as a gradient scaler may skip it."""
+        self._forget_step()
+        # Where the batch adapts, a step that is left out leaves averages.
+        if self._left.begin(self.steps) and not self._context.planner.adapts:
+            self._left.note(_canaries(list(self._names)))
+        if self._context.worker.elastic and not self.steps & (self.steps - 1):
+            self._trained.watch()
+
+    def _forget_step(self) -> None:
         self._averaged = False
         self._absorbed = -1
 
     def _ready(self, parameter: torch.Tensor) -> None:
+        if self._left.added(parameter):
+            self._refuse_left(parameter)
         if self._context.step.in_no_sync:
             return
         self._context.step.continues = False
@@ -468,6 +491,7 @@ class GradientAverager:
 
     def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
         """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""
+        self._left.added(parameter)
         if self._averaged and parameter in self._names:
             raise ScriptError(
                 f"the gradient of {self._names[parameter]!r} was averaged by synchronize(), and "
@@ -475,9 +499,27 @@ class GradientAverager:
                 "would go apart. Take that step before the backward pass of another loss"
             )
 
+    def _refuse_left(self, parameter: torch.Tensor | None) -> None:
+        """Raise ScriptError if a parameter is given: its gradient is that of an earlier body."""
+        if parameter is None:
+            return
+        accumulate = (
+            "compute all gradients of a step in one loop body"
+            if self._context.worker.averagers.several
+            else "put every backward() of a step but the last into `with optimizer.no_sync():`"
+        )
+        raise ScriptError(
+            f"the gradient of {self._names.get(parameter)!r} holds that of an earlier batch, after "
+            "which optimizer.step() was not called. A worker that joins would not have it, and a "
+            f"failure would lose it. To accumulate gradients, {accumulate}; if the batch was to be "
+            "skipped, call optimizer.zero_grad() before the next backward()"
+        )
+
     def _before_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._refuse_what_is_not_averaged(*args[1:], **options)
         self.synchronize()
+        if name := self._trained.changed():
+            self._context.worker.warn_once(_CHANGED_BEFORE_STEP.format(name))
         self._context.checkpoints.settle()
         if self._context.rollback.keeps_aside:
             self._copy.take()
@@ -499,7 +541,7 @@ class GradientAverager:
         self.steps += 1
         if self.steps == 1:
             self.forgotten = forgotten_schedulers(self._context.worker, self._optimizer)
-        self.forget()
+        self._forget_step()
         gain = self._gain if gain is None else gain
         self._context.planner.advance(gain, self._context.step.examples)
         self._context.optimizer_stepped()
@@ -540,6 +582,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     lr_rule: str | Rule | None = None,
     sync_batch_norm: bool = False,
     compression: Compression = Compression.none,
+    several_steps: bool = False,
 ) -> torch.optim.Optimizer:
     """Make ``optimizer.step()`` use the gradient of the global batch.
 
@@ -563,6 +606,8 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             :func:`~hvd_elastic.torch.batch_norm.synchronize_batch_norm`.
         compression: ``hvd.Compression.fp16`` or ``hvd.Compression.bf16`` to send float32 and
             float64 gradients in 16 bits; they are summed in float32.
+        several_steps: whether ``step()`` is called several times in a loop body. Then a body that
+            fails between two of them is undone as a whole, as with several optimizers.
 
     Returns:
         The same object, with a method ``synchronize()`` to call before clipping, and one
@@ -602,7 +647,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             )
         synchronize_batch_norm(model)
     names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
-    averager = GradientAverager(optimizer, names, lr_rule, compression)
+    averager = GradientAverager(optimizer, names, lr_rule, compression, several_steps)
     synchronize: Callable[[], None] = averager.synchronize
     optimizer.synchronize = synchronize  # type: ignore[attr-defined]
     optimizer.no_sync = averager.no_sync  # type: ignore[attr-defined]

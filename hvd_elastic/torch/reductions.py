@@ -83,7 +83,8 @@ class Reductions:
             raise ScriptError(
                 f"the gradient of {self._names[parameter]!r} was computed twice before "
                 "optimizer.step(). Call step() after each backward(), or add gradients up: put "
-                "every backward() of a step but the last into `with optimizer.no_sync():`"
+                "every backward() of a step but the last into `with optimizer.no_sync():`. Compute "
+                "gradients that step() does not use, as SAM's first, by torch.autograd.grad()"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer are trained, as the script freezes and unfreezes them."""
+"""Which parameters of an optimizer are trained, and whether the script changes them itself."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class TrainedParameters:
         self._sizes = self._group_sizes()
         self._every = dict(names)
         self._trained: list[bool] = []
+        self._versions: dict[torch.Tensor, int] = {}
+        self._is_told = False
         self.names: dict[torch.Tensor, str] = {}
         self.follow()
 
@@ -52,6 +54,21 @@ class TrainedParameters:
             for parameter in self._every:
                 if parameter not in self.names:
                     parameter.grad = None
+
+    def watch(self) -> None:
+        """Note what the parameters are when a loop body begins, for :meth:`changed`."""
+        self._versions = {parameter: parameter._version for parameter in self.names}
+
+    def changed(self) -> str:
+        """Return once the name of a parameter that was changed in place since :meth:`watch`.
+
+        An empty text: there is none, or one was told before.
+        """
+        versions, self._versions = self._versions, {}
+        found = (p for p, version in versions.items() if p._version != version)
+        name = "" if self._is_told else next((self._every[each] for each in found), "")
+        self._is_told |= bool(name)
+        return name
 
     def shared_with(self, other: TrainedParameters) -> str:
         """Return the name of a parameter that another optimizer has too, or ""."""

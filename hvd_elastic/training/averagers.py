@@ -17,8 +17,10 @@ class Averagers:
     Then a whole loop body is one step of training: the parameters and the state of an optimizer are
     copied before its first step in a body, and restored if the body fails.
 
+    The same holds for one optimizer that steps several times in a body, if the script says so.
+
     Attributes:
-        several: whether there is more than one.
+        several: whether a whole body is one step: there is more than one, or one that says so.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,8 @@ class Averagers:
         self._set(list(chosen))
 
     def _set(self, live: list[Averager]) -> None:
-        self._live, self.several = live, len(live) > 1
+        self._live = live
+        self.several = len(live) > 1 or any(averager.several_steps for averager in live)
         for number, averager in enumerate(live):
             averager.engage(number)
 

@@ -110,11 +110,16 @@ class Context:
         if not self.planner.adapts:
             return
         if averagers.several:
+            what = (
+                f"{len(averagers)} optimizers given to DistributedOptimizer(...)"
+                if len(averagers) > 1
+                else "DistributedOptimizer(..., several_steps=True)"
+            )
             raise ScriptError(
-                f"DataLoader(max_batch_size=...) with {len(averagers)} optimizers given to "
-                "DistributedOptimizer(...): noise scale and learning-rate rules are of one "
-                "optimizer. Leave max_batch_size out (unequal_shares=True works with several), or "
-                "train all parameters with one optimizer, in parameter groups of their own"
+                f"DataLoader(max_batch_size=...) with {what}: noise scale and learning-rate rules "
+                "are of one optimizer that steps once for each batch. Leave max_batch_size out "
+                "(unequal_shares=True works with several), or train all parameters with one "
+                "optimizer, in parameter groups of their own"
             )
         for averager in averagers:
             averager.adapt()
@@ -207,6 +212,7 @@ class Context:
 
     def optimizer_stepped(self) -> None:
         """Count the step that an optimizer has taken; with several, the body's end counts it."""
+        self.rollback.optimizer_stepped()
         if not self.step.passes and self.worker.in_train:
             self._step_without_loader()
         elif not self.worker.averagers.several:

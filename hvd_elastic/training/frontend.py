@@ -57,9 +57,11 @@ class Averager(Protocol):
 
     Attributes:
         steps: number of steps that have ended on this rank, taken or left out.
+        several_steps: whether it may take several steps in a loop body.
     """
 
     steps: int
+    several_steps: bool
 
     def learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""

@@ -71,6 +71,7 @@ class Rollback:
         all ranks, so that what only rank 0 does there is done even if rank 0 is lost."""
         self._collective: tuple[str, Any, int] | None = None
         self._warned = False
+        self._warned_of_steps = False
         self.partial = False
         """Whether this rank failed in a loop body after its step, so the body's rest is missing."""
 
@@ -96,6 +97,31 @@ class Rollback:
         self._entered = True
         self._epoch_end = None
         self._save_part()
+
+    def optimizer_stepped(self) -> None:
+        """Warn once of a step that cannot be undone or repeated as others are."""
+        worker = self._worker
+        if self._warned_of_steps or not worker.elastic:
+            return
+        if worker.progress.phase in _AFTER_LOOP:
+            warning = (
+                "optimizer.step() is called after the loop over the loader has ended. If the loop "
+                "asks for a batch before it has trained on the one before (a prefetcher), the next "
+                "worker that joins ends the run: train on each batch before the next one is asked "
+                "for, and let num_workers of the loader read ahead"
+            )
+        elif worker.averagers.steps > self._steps + 1:
+            warning = (
+                "optimizer.step() is called several times in one loop body, or between two calls "
+                "of state.commit(). If a rank fails between these steps, the first of them stay, "
+                "so the result differs from that of an undisturbed training. Give "
+                "DistributedOptimizer(..., several_steps=True), which undoes and repeats the whole "
+                "body"
+            )
+        else:
+            return
+        self._warned_of_steps = True
+        worker.warn_once(warning)
 
     @property
     def newness(self) -> int:

@@ -480,6 +480,7 @@ def test_a_step_that_is_left_out_after_its_gradients_is_one_of_all_ranks(
     def goes_on(other_too: bool) -> None:
         alone.worker.communicator = LeftOut(other_too)
         hand_out(alone)
+        optimizer.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
         if gradients == "averaged":
             optimizer.synchronize()
@@ -546,3 +547,36 @@ def test_an_optimizer_that_nobody_knows_of_is_an_error_of_an_audited_run(alone: 
 
 def test_an_optimizer_in_the_wrapped_one_is_a_part_of_it(alone: Context) -> None:
     assert training(alone, Nested()) == []
+
+
+def test_parameters_that_change_before_the_step_are_warned_of_once(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SAM changes them: a failure there would leave the changed values."""
+    monkeypatch.setattr(type(alone.worker), "elastic", True)
+    warnings: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn", warnings.append)
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    State(model=model, optimizer=optimizer)
+
+    def body(before: float = 0.0, after: float = 0.0) -> None:
+        hand_out(alone)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            if before:
+                model.weight.add_(before)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.weight.add_(after)
+        alone.rollback.body_ended(voided=False)
+
+    for _ in range(4):
+        body(after=0.5)
+    assert not warnings, "after the step is the place for it"
+    for _ in range(8):
+        body(before=0.5)
+    (warning,) = warnings
+    assert "changes 'weight' in the loop body before optimizer.step()" in warning
+    assert "functional_call" in warning

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.planning.planner import Planner
@@ -468,3 +469,113 @@ def test_a_scaler_of_several_goes_back_with_the_body(monkeypatch: pytest.MonkeyP
     assert wanted[1] == [8.0, 0, [4.0] * 4]
     for call in range(1, len(calls) + 1, 3):
         assert story(call)[:2] == wanted, (call, calls[call - 1])
+
+
+class Repeating(Training):
+    """One optimizer on the first of two ranks, which steps three times for each batch."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *failing: int, says_so: bool = True
+    ) -> None:
+        super().__init__(monkeypatch, *failing)
+        monkeypatch.setattr("hvd_elastic.torch.optimizer.forgotten_schedulers", lambda *_: [])
+        communicator = self.context.worker.communicator
+        monkeypatch.setattr(communicator, "size", 2)
+        reduce_async = communicator.reduce_async
+
+        def failing_reduce(tensor: Any, name: str) -> Any:
+            if name.startswith("gradient"):
+                self.fail(name)
+            return reduce_async(tensor, name)
+
+        monkeypatch.setattr(communicator, "reduce_async", failing_reduce)
+        adam = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        self.optimizer = hvd.DistributedOptimizer(adam, self.model, several_steps=says_so)
+
+    def end(self, *, with_loader: bool) -> list[Any]:
+        """Train, and return the state at the end."""
+        data = torch.arange(24.0).reshape(8, 3).double()
+
+        def body(state: hvd.State, batch: torch.Tensor) -> None:
+            for _ in range(3):
+                self.step(batch)
+            state.bodies += 1
+            state.commit()
+
+        def train(state: hvd.State) -> None:
+            if with_loader:
+                for _ in hvd.epochs(1):
+                    for (batch,) in self.loader:
+                        body(state, batch)
+            else:
+                while state.bodies < 4:
+                    body(state, data[state.bodies :: 4])
+
+        state = hvd.State(model=self.model, optimizer=self.optimizer, bodies=0)
+        self.context._has_loader = with_loader
+        self.run(train, state)
+        moments = [v.tolist() for values in self.optimizer.state.values() for v in values.values()]
+        return [state.bodies, moments, *(p.tolist() for p in self.model.parameters())]
+
+
+@pytest.mark.parametrize("with_loader", [True, False])
+def test_several_steps_of_one_optimizer_are_undone_together(
+    monkeypatch: pytest.MonkeyPatch, with_loader: bool
+) -> None:
+    undisturbed = Repeating(monkeypatch)
+    wanted = undisturbed.end(with_loader=with_loader)
+    for call in range(1, len(undisturbed.calls) + 1):
+        disturbed = Repeating(monkeypatch, call)
+        assert disturbed.end(with_loader=with_loader) == wanted, (call, undisturbed.calls[call - 1])
+        assert not disturbed.warnings
+
+
+@pytest.mark.parametrize("with_loader", [True, False])
+def test_several_steps_that_are_not_declared_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, with_loader: bool
+) -> None:
+    training = Repeating(monkeypatch, says_so=False)
+    training.end(with_loader=with_loader)
+    found = [each for each in training.warnings if "several_steps=True" in each]
+    assert len(found) == 1
+    assert "called several times in one loop body" in found[0]
+
+
+def test_a_batch_that_is_taken_ahead_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works until a worker joins, which has no batch of before."""
+    training = Training(monkeypatch)
+
+    def train(state: hvd.State) -> None:
+        batches = iter(training.loader)
+        ahead = next(batches)
+        while ahead is not None:
+            (inputs,), ahead = ahead, next(batches, None)
+            training.step(inputs)
+
+    training.run(train, hvd.State(model=training.model, optimizer=training.optimizer))
+    (warning,) = training.warnings
+    assert "prefetcher" in warning
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number in its state that is no tensor, as many optimizers of users do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                taken = self.state[parameter]["taken"] = self.state[parameter].get("taken", 0) + 1
+                parameter.data.sub_(parameter.grad / taken)
+
+
+def test_numbers_in_the_state_of_an_optimizer_are_undone(alone: Context) -> None:
+    model = linear()
+    optimizer = Counting(model.parameters(), lr=1.0)
+    copied = OptimizerCopy(optimizer)
+    model.weight.grad = torch.ones(1, 1)
+    optimizer.step()
+    copied.take()
+    optimizer.step()
+    optimizer.step()
+    copied.restore()
+    assert model.weight.item() == 0.0
+    assert optimizer.state[model.weight] == {"taken": 1}

@@ -104,6 +104,20 @@ def test_steps_go_over_the_data_as_epochs_do(monkeypatch: pytest.MonkeyPatch) ->
     assert steps["progress"] == Progress(step=12, epoch=3, examples=24, phase=Phase.DONE)
 
 
+def test_steps_of_a_batch_that_adapts_count_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three times the progress in a step, a third of the steps is enough."""
+
+    def script(training: Training, state: hvd.State) -> None:
+        def is_enough(done: int, count: int, unit: str = "epoch") -> bool:
+            return unit == "step" and 3 * done >= count
+
+        monkeypatch.setattr(training.context.planner, "is_enough", is_enough)
+        for (inputs,) in hvd.steps(18, training.loader):
+            training.step(inputs)
+
+    assert outcome(script, monkeypatch)["progress"].step == 6
+
+
 class Alone:
     """A process without a launcher that keeps its records and checkpoints in a folder."""
 
@@ -380,6 +394,10 @@ def test_a_step_whose_last_pass_is_not_averaged_is_refused(alone: Context) -> No
             model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(ScriptError, match=r"leave no_sync\(\) out around the last pass"):
             take()
+        with optimizer.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+            with pytest.raises(ScriptError, match=r"in `with optimizer.no_sync"):
+                take()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 
@@ -557,7 +575,10 @@ def test_a_run_that_was_ended_early_tells_why_and_goes_on_when_resumed(
 
 
 class OtherAsks(LocalCommunicator):
-    """The first of two ranks; the second asks for the end of training, from call ``at`` on."""
+    """The first of two ranks; the second asks for the end of training, from call ``at`` on.
+
+    It answers for a third one too, which asks for it in other words.
+    """
 
     size = 2
 
@@ -574,7 +595,7 @@ class OtherAsks(LocalCommunicator):
 
     def gather(self, array: Any, name: str) -> Any:
         if name == "hvd_elastic.stop":
-            return np.concatenate([array, np.frombuffer(b"it is late\n", np.uint8)])
+            return np.concatenate([array, np.frombuffer(b"it is late\nme too\n", np.uint8)])
         return array
 
 
