@@ -2,13 +2,16 @@
 
 Run it: ``python benchmarks/step_time.py --out benchmarks/results/step_time.json``. Each round
 starts every launcher once for each row, so a disturbance of the machine meets all. A row's figure
-is the median over the rounds of ours / DDP, where each is the median step of its job.
+is the median over the rounds of ours / DDP, where each is the median step of its job. With
+``--in-turn`` one job trains with ours and DDP in turn, in blocks of steps, and a round is a block
+of each: a disturbance of the machine meets both alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 import os
 import random
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 RANKS = 2
 WARM_STEPS = 15
+BLOCK = 10
+"""Steps of a block with ``--in-turn``."""
+WARM_BLOCKS = 4
 START_LIMIT_S = 300.0
 LAUNCHERS = {"ddp": TORCHRUN, "horovod": STATIC, "ours": OURS}
 
@@ -131,9 +137,8 @@ def train(args: argparse.Namespace) -> None:
     model = chosen.build()
     examples = TensorDataset(torch.randn(chosen.share * RANKS * 64, *chosen.example))
     sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
-    {"ddp": _train_ddp, "horovod": _train_horovod, "ours": _train_ours}[args.launcher](
-        args, model, sgd, examples, chosen.share
-    )
+    how = {"ddp": _train_ddp, "horovod": _train_horovod, "ours": _train_ours}[args.launcher]
+    how(args, model, sgd, examples, chosen.share)
 
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> Any:
@@ -181,6 +186,7 @@ def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> N
 
     hvd.init()
     batch = share * RANKS
+    steps = itertools.count(1)
     compression = hvd.Compression[args.compression]
     optimizer = hvd.DistributedOptimizer(sgd, model, compression=compression)
     largest = batch if args.adaptive else None
@@ -188,11 +194,34 @@ def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> N
 
     @hvd.run
     def loop(state: hvd.State) -> None:
+        train_block = _ddp_blocks(args, examples, hvd.rank()) if args.in_turn else None
         for _ in hvd.epochs(sys.maxsize):
             for (inputs,) in loader:
                 state.commit(loss=_step(model, optimizer, inputs))
+                if train_block is not None and next(steps) % BLOCK == 0:
+                    train_block()
 
     loop(hvd.State(model=model, optimizer=optimizer))
+
+
+def _ddp_blocks(args: Any, examples: Any, rank: int) -> Callable[[], None]:
+    """Return a function that trains another model with DDP for a block of steps."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    chosen = MODELS[args.model]
+    # All hosts see the folder of the job.
+    dist.init_process_group("gloo", f"file://{Path.cwd()}/ddp", rank=rank, world_size=RANKS)
+    model = DistributedDataParallel(chosen.build())
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    batches = _sampled(examples, chosen.share, rank)
+
+    def train_block() -> None:
+        for (inputs,) in itertools.islice(batches, BLOCK):
+            _step(model, sgd, inputs)
+
+    return train_block
 
 
 # -- the measurement -------------------------------------------------------------------------
@@ -253,6 +282,46 @@ def step_cost(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> 
         return max(costs, key=lambda cost: cost.step_s)
 
 
+def costs_in_turn(
+    bed: Testbed, name: str, variant: Variant, rounds: int
+) -> tuple[list[Cost], list[Cost]]:
+    """Start a job that trains with ours and DDP in turn; return the costs of each one's blocks.
+
+    Raises:
+        FailedPlayError: the job ended, or took too long.
+    """
+    script = [__file__, "--train", "--launcher", "ours", "--model", name, "--in-turn"]
+    order = Order(
+        slots=dict.fromkeys(bed.hosts[:RANKS], 1),
+        training=[*script, *variant.arguments],
+        min_np=RANKS,
+        options=variant.options,
+        environment={"GLOO_SOCKET_IFNAME": "eth0"},  # the only interface to the other host
+    )
+    blocks = 2 * rounds + WARM_BLOCKS
+
+    def ranks_are_done(job: Job) -> bool:
+        done = [each for each in job.marks.processes if len(each.steps) >= blocks * BLOCK]
+        return len(done) == RANKS
+
+    with bed.job(OURS, order) as job:
+        job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
+        found = in_blocks([each.steps for each in job.marks.processes], blocks)[WARM_BLOCKS:]
+        return found[::2], found[1::2]
+
+
+def in_blocks(ranks: Sequence[Sequence[Step]], blocks: int) -> list[Cost]:
+    """Return the cost of each block of steps, of the rank whose steps take longest in it.
+
+    >>> steps = [Step(float(second), 2) for second in range(2 * BLOCK)]
+    >>> [cost.step_s for cost in in_blocks([steps, steps], 2)]
+    [1.0, 1.0]
+    """
+    spans = [slice(first, first + BLOCK) for first in range(0, blocks * BLOCK, BLOCK)]
+    by_block = [[Cost.of(steps[span]) for steps in ranks] for span in spans]
+    return [max(costs, key=lambda cost: cost.step_s) for costs in by_block]
+
+
 def interval(samples: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the median, from the order statistics.
 
@@ -283,6 +352,13 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     for rate in options.rates:
         with make_testbed(RANKS, rate=None if rate == "none" else rate) as bed:
             for name in options.models:
+                for variant in options.variants if options.in_turn else ():
+                    turns = costs_in_turn(bed, name, VARIANTS[variant], options.rounds)
+                    pair = dict(zip([("ours", variant), ("ddp", "plain")], turns, strict=True))
+                    rows += _rows(name, rate, pair)
+                    say(f"{name}, rate {rate}, {variant} / DDP: {rows[-2]['to_ddp']}")
+                if options.in_turn:
+                    continue
                 found: dict[tuple[str, str], list[Cost]] = {job: [] for job in jobs}
                 for number in range(1, options.rounds + 1):
                     for job in random.Random(number).sample(jobs, len(jobs)):
@@ -295,6 +371,8 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                     say(f"{name}, rate {rate}, round {number} of {options.rounds} [ms]: {latest}")
                 rows += _rows(name, rate, found)
     note = "Two ranks with one thread each; every job's figure is the slower rank's median step."
+    if options.in_turn:
+        note += f" Ours and DDP in turn in one job, {BLOCK} steps each."
     hosts = f"{RANKS} virtual hosts (namespaces)"
     return Result("step_time", conditions(hosts, note, load_before), {"steps": rows})
 
@@ -326,6 +404,7 @@ def main() -> int:
         parser.add_argument("--model", choices=MODELS)
         parser.add_argument("--adaptive", action="store_true")
         parser.add_argument("--compression", default="none")
+        parser.add_argument("--in-turn", action="store_true")
         train(parser.parse_known_args()[0])  # torchrun's launcher adds an option of its own
         return 0
     told = "rows, separated by commas"
@@ -337,6 +416,8 @@ def main() -> int:
     parser.add_argument("--peers", type=names, default=["ddp", "horovod"], help="ddp, horovod")
     told = "jobs of each launcher; 12 at least decide a ratio"
     parser.add_argument("--rounds", type=at_least_one, default=12, help=told)
+    told = "train with ours and DDP in turn in one job; --peers does not matter"
+    parser.add_argument("--in-turn", action="store_true", help=told)
     return run_benchmark(parser, measure)
 
 
