@@ -84,6 +84,9 @@ def make_site(folder: Path, versions: dict[str, str]) -> Path:
         described = folder / f"{name}-{version}.dist-info"
         described.mkdir()
         (described / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        if name == "horovod":
+            build = f"horovod-{version}-cp311-torch-{versions['torch']}-patch-0123456789ab\n"
+            (described / "HVD_ELASTIC_BUILD").write_text(build)
     return folder
 
 
@@ -267,6 +270,13 @@ def test_nothing_is_found_on_a_healthy_cluster(cluster: VirtualCluster, healthy:
         pytest.param(
             3, "torch", "failed", "2.9.0, the leader has 2.13.0", id="other torch version"
         ),
+        pytest.param(
+            3,
+            "horovod build",
+            "failed",
+            "torch 2.9.0, patch 0123456789ab, the leader has torch 2.13.0, patch",
+            id="Horovod for another torch",
+        ),
         pytest.param(3, "code", "failed", "1 file of other content", id="other code"),
         pytest.param(3, "ports", "failed", "cannot connect to {2}", id="blocked port"),
         pytest.param(4, "clock", "warning", "Start NTP there", id="clock skew"),
@@ -309,7 +319,7 @@ def test_nothing_else_is_found(cluster: VirtualCluster, faulty: Checked) -> None
     assert names == [
         [],
         ["folder /data/logs", "names", "open files", "ports"],
-        ["code", "ports", "torch"],
+        ["code", "horovod build", "ports", "torch"],
         ["clock", "folder /data/checkpoints", "horovod"],
         ["interface", "network", "strays"],
         [],
