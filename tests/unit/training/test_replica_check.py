@@ -111,6 +111,16 @@ def test_one_parameter_that_differs_by_a_percent_is_named() -> None:
     assert "in model.3.weight (1 of 6 parameters" in str(error.value)
 
 
+def test_parameters_that_are_frozen_may_differ() -> None:
+    """Keras keeps the running averages of its layers as parameters without a gradient."""
+    mine, other = network(), network()
+    for model in (mine, other):
+        model[3].weight.requires_grad_(False)
+    with torch.no_grad():
+        other[3].weight.mul_(2)
+    assert check(mine, other, 4) == ["hvd_elastic.replicas"]
+
+
 def test_a_model_of_many_large_tensors_is_seen_through_in_turns() -> None:
     """A check looks at a part of it, and the parts change."""
     sizes = [10_000] * 40
