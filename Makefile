@@ -3,10 +3,11 @@
 
 # the Python that makes .venv/
 PYTHON ?= python3
-# what pip is asked for; Horovod is compiled against it
-TORCH  ?= torch==2.13.0
-# extras of pyproject.toml to install
-EXTRAS ?= torch,dev
+# what pip is asked for where EXTRAS has the framework; Horovod is compiled against it
+TORCH      ?= torch==2.13.0
+TENSORFLOW ?= tensorflow-cpu==2.21.*
+# extras of pyproject.toml to install; for one framework alone: torch,dev or tensorflow,dev
+EXTRAS ?= torch,tensorflow,dev
 # added to the command behind test, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
 # processes that run the tests, a file of tests in one of them; more than cores are of use, since most
@@ -28,7 +29,7 @@ RUN      := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of"
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
-	@echo "Settings: PYTHON=$(PYTHON) TORCH=$(TORCH) EXTRAS=$(EXTRAS) ARGS=… TEST_JOBS=$(TEST_JOBS)"
+	@echo "Settings: PYTHON=$(PYTHON) TORCH=$(TORCH) TENSORFLOW=$(TENSORFLOW) EXTRAS=$(EXTRAS) ARGS=… TEST_JOBS=$(TEST_JOBS)"
 
 demo: $(HOROVOD)  ## train on three virtual hosts while one joins, one leaves and one dies
 	@$(RUN) $(VPYTHON) -m hvd_elastic.cli.app demo $(ARGS)
@@ -59,11 +60,12 @@ clean:  ## remove .venv/ and what tools left (kept Horovod wheels stay in the us
 # path is one: a moved environment does not work.
 $(SETTINGS): FORCE
 	@mkdir -p $(VENV)
-	@echo '$(PYTHON) $(TORCH) $(EXTRAS) $(CURDIR)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH) $(EXTRAS) $(CURDIR)' > $@
+	@echo '$(PYTHON) $(TORCH) $(TENSORFLOW) $(EXTRAS) $(CURDIR)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH) $(TENSORFLOW) $(EXTRAS) $(CURDIR)' > $@
 
 $(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py
 	@sh scripts/bootstrap.sh "$(PYTHON)"
-	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --extras "$(EXTRAS)"
+	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
+		--extras "$(EXTRAS)"
 	@touch $@
 
 $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic/install/horovod-*.patch)

@@ -1,7 +1,8 @@
-"""Make the checkout's environment: system packages, ``.venv``, torch, then everything else.
+"""Make the checkout's environment: system packages, ``.venv``, frameworks, then everything else.
 
-Run by ``make`` with whatever Python the user has; standard library only. torch is installed first
-and pinned for all later steps, since the Horovod wheel fits exactly one build of it.
+Run by ``make`` with whatever Python the user has; standard library only. The frameworks among the
+extras are installed first and pinned for all later steps, since the Horovod wheel fits exactly one
+build of each.
 
     python3 scripts/setup_env.py --venv .venv --torch torch==2.13.0 --extras torch,dev
 """
@@ -123,29 +124,49 @@ def _empty(venv: Path) -> None:
             entry.unlink()
 
 
-def install_packages(python: Path, venv: Path, torch: str, extras: str, log: Path) -> None:
-    """Install torch as asked for, then this checkout with ``extras``, with that torch pinned."""
+def install_packages(
+    python: Path, venv: Path, frameworks: dict[str, str], extras: str, log: Path
+) -> None:
+    """Install the frameworks among ``extras``, then this checkout with them pinned.
+
+    Args:
+        python: interpreter of the environment.
+        venv: folder of the environment.
+        frameworks: what pip is asked for, by the name of the extra; empty: what pip chooses.
+        extras: extras of pyproject.toml, separated by commas.
+        log: file for pip's output.
+    """
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
     run_quietly([*pip, *BASE_PACKAGES], label="Installing pip and setuptools", log=log)
-    if torch:
-        run_quietly([*pip, torch], label=f"Installing {torch}", log=log)
+    wanted = [name.strip() for name in extras.split(",")]
+    asked = {name: wish for name, wish in frameworks.items() if name in wanted and wish}
+    for wish in asked.values():
+        run_quietly([*pip, wish], label=f"Installing {wish}", log=log)
     constraints = venv / "constraints.txt"
-    pinned = _installed_torch(python)
-    constraints.write_text(f"torch=={pinned}\n" if pinned else "", encoding="utf-8")
+    pins = "".join(f"{pin}\n" for pin in _installed_frameworks(python))
+    constraints.write_text(pins, encoding="utf-8")
+    # An extra would install its own build of a framework over the one that was asked for.
+    rest = ",".join(name for name in wanted if name not in asked)
     run_quietly(
         [
             *pip, "--constraint", str(constraints), "--no-build-isolation",
-            "--editable", f"{ROOT}[{extras}]",
+            "--editable", f"{ROOT}[{rest}]",
         ],
-        label=f"Installing hvd_elastic[{extras}]",
+        label=f"Installing hvd_elastic[{rest}]",
         log=log,
     )  # fmt: skip
 
 
-def _installed_torch(python: Path) -> str | None:
-    program = "import importlib.metadata as m; print(m.version('torch'))"
+def _installed_frameworks(python: Path) -> list[str]:
+    """Return installed frameworks as requirements of exactly their versions."""
+    program = (
+        "import importlib.metadata as m\n"
+        "for name in ('torch', 'tensorflow', 'tensorflow-cpu', 'keras'):\n"
+        "    try: print(f'{name}=={m.version(name)}')\n"
+        "    except m.PackageNotFoundError: pass"
+    )
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.split()
 
 
 def _say_waiting(venv: Path) -> None:
@@ -157,7 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the checkout's Python environment.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for")
-    parser.add_argument("--extras", default="torch,dev", help="extras of pyproject.toml")
+    parser.add_argument("--tensorflow", default="tensorflow-cpu==2.21.*", help="the same")
+    parser.add_argument("--extras", default="torch,tensorflow,dev", help="extras of pyproject.toml")
     arguments = parser.parse_args(argv)
     venv = arguments.venv.absolute()
     log = venv / "setup.log"
@@ -167,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
             log.unlink(missing_ok=True)
             ensure_system_packages(log)
             python = ensure_venv(venv, log)
-            install_packages(python, venv, arguments.torch, arguments.extras, log)
+            frameworks = {"torch": arguments.torch, "tensorflow": arguments.tensorflow}
+            install_packages(python, venv, frameworks, arguments.extras, log)
     except OSError as error:
         print(f"error: {error.filename or venv}: {error.strerror}", file=sys.stderr)
         return 1

@@ -32,6 +32,8 @@ _SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that somebody sends to a process, which does not send them to itself."""
 _CALM_S = 5.0
 """Time from a worker's joining until the template may start, so that it delays no joining."""
+_TENSORFLOW_ERRORS = "2"
+"""Level of TensorFlow's messages at which errors are printed, and warnings are not."""
 _SAME_NOTICE_S = 2.0
 """Time within which a signal that is sent to all processes of a host reaches all of them."""
 
@@ -173,10 +175,13 @@ class Workers:
             self._template.warm()
 
     def _environment(self, order: msg.StartWorker) -> dict[str, str]:
-        cores = len(os.sched_getaffinity(0))
+        cores = str(max(1, len(os.sched_getaffinity(0)) // max(1, order.slots)))
         defaults = {
             # As torchrun does: if each worker used all cores, they would slow each other down.
-            "OMP_NUM_THREADS": str(max(1, cores // max(1, order.slots))),
+            "OMP_NUM_THREADS": cores,
+            "TF_NUM_INTRAOP_THREADS": cores,
+            # TensorFlow would print what it was compiled for, for every rank.
+            "TF_CPP_MIN_LOG_LEVEL": _TENSORFLOW_ERRORS,
             # The leader reports why a ring broke; Horovod would print errors for every rank.
             "HOROVOD_LOG_LEVEL": "fatal",
             # A worker that is killed by a signal then prints its Python stack.

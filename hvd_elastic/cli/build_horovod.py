@@ -31,9 +31,9 @@ def build_horovod(
 ) -> None:
     """Build Horovod for this Python environment, keep the wheel, install it.
 
-    Horovod is patched and compiled against the installed PyTorch. That takes some minutes once; the
-    wheel is kept in your cache folder, and another environment with the same PyTorch installs it in
-    seconds.
+    Horovod is patched and compiled against the installed PyTorch, TensorFlow, or both. That takes
+    some minutes once; the wheel is kept in your cache folder, and another environment with the same
+    versions installs it in seconds.
 
     Examples:
       hvd-elastic build-horovod
@@ -43,7 +43,7 @@ def build_horovod(
       hvd-elastic build-horovod --rebuild
     """
     from hvd_elastic.install.build_horovod import patch_digest, provide_horovod
-    from hvd_elastic.install.horovod_wheel import detect_inputs
+    from hvd_elastic.install.horovod_wheel import detect_inputs, why_left_out
 
     inputs = detect_inputs(
         patch_digest(),
@@ -54,6 +54,8 @@ def build_horovod(
     if print_name:
         print(inputs.name)
         return
+    if not without_tensorflow and (why := why_left_out(inputs.cuda)):
+        print(why, flush=True)
     try:
         provide_horovod(inputs, rebuild=rebuild, jobs=jobs)
     except PermissionError as error:

@@ -9,7 +9,7 @@ import typer
 
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.errors import UsageError
-from hvd_elastic.install.horovod_wheel import TORCH_REQUIREMENT
+from hvd_elastic.frameworks import TORCH_REQUIREMENT
 
 
 def demo(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import shlex
 import shutil
 import subprocess
 import sys
@@ -23,14 +22,18 @@ import typer
 from hvd_elastic import __version__
 from hvd_elastic.config import home
 from hvd_elastic.formatting import count
+from hvd_elastic.frameworks import (
+    TENSORFLOW_REQUIREMENTS,
+    TITLES,
+    TORCH_REQUIREMENT,
+    install_command,
+    tensorflow_version,
+    version_of,
+    why_no_tensorflow,
+)
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
 from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
-from hvd_elastic.install.horovod_wheel import (
-    TORCH_REQUIREMENT,
-    installed_build,
-    version_of,
-    wheel_cache,
-)
+from hvd_elastic.install.horovod_wheel import installed_build, wheel_cache
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
     Prerequisite,
@@ -44,13 +47,10 @@ _LOW_DISK_BYTES = 2_000_000_000
 _HOROVOD_TIMEOUT_S = 120
 
 _ASK_HOROVOD = """
-import json, pathlib
-import horovod.torch as hvd
-import horovod
-tensorflow = pathlib.Path(horovod.__file__).parent.glob("tensorflow/mpi_lib*.so")
+import importlib, json, sys
+hvd = importlib.import_module("horovod." + sys.argv[1])
 print(json.dumps({
     "gloo": bool(hvd.gloo_built()), "mpi": bool(hvd.mpi_built()), "nccl": bool(hvd.nccl_built()),
-    "torch": True, "tensorflow": any(tensorflow),
 }))
 """
 
@@ -90,9 +90,8 @@ def diagnose() -> list[Finding]:
         ),
         _python(),
         *(_package(name) for name in ("fabric", "paramiko", "numpy", "psutil")),
-        _package("torch", TORCH_REQUIREMENT),
+        *_frameworks(),
         _horovod(),
-        _tensorflow(),
         *(_prerequisite(item) for item in PREREQUISITES),
         _gpu(),
         _wheels(),
@@ -159,19 +158,36 @@ def _python() -> Finding:
     return Finding("python", Health.GOOD, f"{version} ({sys.executable})")
 
 
-def _package(name: str, requirement: str = "") -> Finding:
+def _package(name: str) -> Finding:
     version = version_of(name)
     if version is None:
-        mend = f"{sys.executable} -m pip install {shlex.quote(requirement or name)}"
-        return Finding(name, Health.MISSING, "not installed", mend)
+        return Finding(name, Health.MISSING, "not installed", install_command(name))
     return Finding(name, Health.GOOD, version)
 
 
-def _tensorflow() -> Finding:
-    version = version_of("tensorflow", "tensorflow-cpu")
-    if version is None:
-        return Finding("tensorflow", Health.OPTIONAL, "not installed (PyTorch needs none)")
-    return Finding("tensorflow", Health.GOOD, version)
+def _versions() -> dict[str, str]:
+    """Return the versions of installed frameworks that scripts can train with, by module name."""
+    found = {"torch": version_of("torch")}
+    if why_no_tensorflow(tensorflow_version(), version_of("keras"), os.environ) is None:
+        found["tensorflow"] = tensorflow_version()
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _frameworks() -> list[Finding]:
+    """Return a line for each framework; one of them is enough."""
+    usable = _versions()
+    health = Health.OPTIONAL if usable else Health.MISSING
+    torch = Finding("torch", health, "not installed", install_command(TORCH_REQUIREMENT))
+    if "torch" in usable:
+        torch = Finding("torch", Health.GOOD, usable["torch"])
+    version, keras = tensorflow_version(), version_of("keras")
+    if "tensorflow" in usable:
+        tensorflow = Finding("tensorflow", Health.GOOD, f"{version} with Keras {keras}")
+    else:
+        why = why_no_tensorflow(version, keras, os.environ) if version else "not installed"
+        mend = install_command(*TENSORFLOW_REQUIREMENTS)
+        tensorflow = Finding("tensorflow", health, str(why), mend)
+    return [torch, tensorflow]
 
 
 def _horovod() -> Finding:
@@ -179,14 +195,20 @@ def _horovod() -> Finding:
     if build is None:
         return Finding("horovod", Health.MISSING, "not installed", _BUILD_WITH)
     version = version_of("horovod")
-    built, why = _built_with(sys.executable)
-    if built is None:
-        return Finding("horovod", Health.MISSING, f"{version} does not import: {why}", _BUILD_WITH)
-    names = ("gloo", "mpi", "nccl", "torch", "tensorflow")
-    parts = ", ".join(f"{name} {'yes' if built.get(name) else 'no'}" for name in names)
-    found = f"{version} built with {parts}"
-    if not built.get("gloo"):
-        return Finding("horovod", Health.MISSING, f"{found}; elastic runs need gloo", _BUILD_WITH)
+    parts, failures = [], []
+    for name in _versions():
+        built, why = _built_with(sys.executable, name)
+        if built is None:
+            failures.append(f"{TITLES[name]}: {why}")
+        elif not built.get("gloo"):
+            failures.append(f"{TITLES[name]}: built without gloo, which elastic runs need")
+        else:
+            has = ", ".join(f"{part} {'yes' if yes else 'no'}" for part, yes in built.items())
+            parts.append(f"{TITLES[name]} ({has})")
+    found = f"{version} built for {' and '.join(parts)}" if parts else f"{version} is of no use"
+    if failures:
+        health = Health.OPTIONAL if parts else Health.MISSING
+        return Finding("horovod", health, f"{found}; not for {'; '.join(failures)}", _BUILD_WITH)
     if not build:
         # It works, but a process whose initialisation failed once cannot join again.
         return Finding("horovod", Health.OPTIONAL, f"{found}; not our patched build", _BUILD_WITH)
@@ -194,12 +216,14 @@ def _horovod() -> Finding:
 
 
 def _built_with(
-    python: str, run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
+    python: str,
+    framework: str,
+    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run,
 ) -> tuple[dict[str, bool] | None, str]:
     """Return what the installed Horovod was built with, or None and the reason of its failure."""
     try:
         done = run(
-            [python, "-c", _ASK_HOROVOD],
+            [python, "-c", _ASK_HOROVOD, framework],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

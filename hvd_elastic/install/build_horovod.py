@@ -24,6 +24,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.errors import BuildError
+from hvd_elastic.frameworks import (
+    TENSORFLOW_REQUIREMENTS,
+    TORCH_REQUIREMENT,
+    install_command,
+    version_of,
+)
 from hvd_elastic.install.cuda import (
     assemble_toolkit,
     find_cuda_home,
@@ -35,11 +41,9 @@ from hvd_elastic.install.file_lock import file_lock
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
-    TORCH_REQUIREMENT,
     BuildInputs,
     cached_wheel,
     installed_build,
-    version_of,
     wheel_cache,
 )
 from hvd_elastic.install.prerequisites import PREREQUISITES, Purpose, apt_command, has_apt, missing
@@ -51,7 +55,7 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 RUN_REQUIREMENTS = ("packaging", "cffi", "cloudpickle", "psutil", "pyyaml")
 """Packages that Horovod imports, also during the build."""
 BUILD_REQUIREMENTS = ("setuptools", "wheel")
-"""Further packages for the build, which runs without pip's isolation so that it finds torch."""
+"""Further packages for the build, which runs without pip's isolation and so finds frameworks."""
 
 # Disk space for a build, and memory for each compiler, with a margin.
 BUILD_SPACE_BYTES = 1_500_000_000
@@ -61,10 +65,11 @@ _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"
 # The line of Horovod's CMakeLists.txt that compiles the XLA operations.
 _XLA_SOURCE = 'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n'
 _IMPORT_CHECK = (
-    "import json, horovod.torch as hvd; print(json.dumps({"
+    "import json, horovod.{} as hvd; print(json.dumps({{"
     "'gloo': bool(hvd.gloo_built()), 'mpi': bool(hvd.mpi_built()), "
-    "'nccl': bool(hvd.nccl_built())}))"
+    "'nccl': bool(hvd.nccl_built())}}))"
 )
+"""Program for each framework: one that imports both would not notice that each is of use alone."""
 
 
 def patch_digest() -> str:
@@ -72,18 +77,11 @@ def patch_digest() -> str:
     return hashlib.sha256(PATCH.read_bytes()).hexdigest()
 
 
-def without_xla_ops(tensorflow: str) -> bool:
-    """Return whether this TensorFlow lacks the headers that Horovod's XLA operations include.
-
-    >>> without_xla_ops("2.15.1"), without_xla_ops("2.21.0")
-    (False, True)
-    """
-    major, minor = (int(part) for part in tensorflow.split(".")[:2])
-    return (major, minor) >= (2, 16)
-
-
 def prepare_source(source: Path, inputs: BuildInputs) -> None:
     """Apply the patch, completely or not at all, and adapt the source to these inputs.
+
+    Horovod's XLA operations are not compiled: since version 2.16 TensorFlow does not ship the
+    headers that they include.
 
     Raises:
         BuildError: the source is not the release that the patch was made for.
@@ -101,7 +99,7 @@ def prepare_source(source: Path, inputs: BuildInputs) -> None:
             f"{PATCH.name} does not fit the source, which is not the release that it was made "
             f"for:\n{done.stderr.strip()}"
         )
-    if inputs.tensorflow is not None and without_xla_ops(inputs.tensorflow):
+    if inputs.tensorflow is not None:
         cmake = source / "horovod" / "tensorflow" / "CMakeLists.txt"
         text = cmake.read_text(encoding="utf-8")
         if text.count(_XLA_SOURCE) != 1:
@@ -143,13 +141,14 @@ def build_environment(
         [str(Path(sys.executable).parent), base.get("PATH", os.defpath)]
     )
     environment["MAKEFLAGS"] = f"-j{jobs}"
-    environment["HOROVOD_WITH_PYTORCH"] = "1"
     environment["HOROVOD_WITH_GLOO"] = "1"
     environment["HOROVOD_WITHOUT_MXNET"] = "1"
-    environment[
-        "HOROVOD_WITHOUT_TENSORFLOW" if inputs.tensorflow is None else "HOROVOD_WITH_TENSORFLOW"
-    ] = "1"
-    environment["HOROVOD_WITHOUT_MPI" if inputs.mpi is None else "HOROVOD_WITH_MPI"] = "1"
+    for part, version in (
+        ("PYTORCH", inputs.torch),
+        ("TENSORFLOW", inputs.tensorflow),
+        ("MPI", inputs.mpi),
+    ):
+        environment[f"HOROVOD_{'WITHOUT' if version is None else 'WITH'}_{part}"] = "1"
     # the bundled Gloo declares a minimum version that CMake 4 refuses
     environment["CMAKE_POLICY_VERSION_MINIMUM"] = "3.5"
     if inputs.cuda is not None:
@@ -209,10 +208,11 @@ def check_machine(inputs: BuildInputs, folder: Path) -> None:
     Raises:
         BuildError: something is missing; names it and the command that installs it.
     """
-    if inputs.torch is None:
+    if not inputs.frameworks:
         raise BuildError(
-            f"torch is not installed for {sys.executable}, and Horovod is compiled against it; "
-            f"run: {sys.executable} -m pip install '{TORCH_REQUIREMENT}'"
+            f"neither PyTorch nor TensorFlow is installed for {sys.executable}, and Horovod is "
+            f"compiled against them; run: {install_command(TORCH_REQUIREMENT)}\n"
+            f"or: {install_command(*TENSORFLOW_REQUIREMENTS)}"
         )
     if inputs.cuda is not None:
         _check_cuda(inputs.cuda, inputs.nccl)
@@ -305,11 +305,8 @@ def unpack_sdist(archive: Path, folder: Path) -> Path:
     return folder / archive.name.removesuffix(".tar.gz")
 
 
-def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> dict[str, bool]:
-    """Install ``wheel``, import it in a new process, and record which build it is.
-
-    Returns:
-        Whether the installed library has gloo, mpi and nccl.
+def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> None:
+    """Install ``wheel``, import it in new processes, and record which build it is.
 
     Raises:
         BuildError: it cannot be installed or imported.
@@ -321,25 +318,32 @@ def install_wheel(wheel: Path, inputs: BuildInputs, log: Path) -> dict[str, bool
         label="Installing Horovod",
         log=log,
     )  # fmt: skip
+    for framework in inputs.frameworks:
+        _check_import(framework, inputs, wheel.parent, log)
+    site = Path(sysconfig.get_path("platlib"))
+    note = site / f"horovod-{inputs.horovod}.dist-info" / INSTALLED_BUILD_FILE
+    note.write_text(inputs.name + "\n", encoding="utf-8")
+
+
+def _check_import(framework: str, inputs: BuildInputs, folder: Path, log: Path) -> None:
+    """Import Horovod for one framework in a new process; check that it has all of ``inputs``."""
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORT_CHECK],
+        [sys.executable, "-c", _IMPORT_CHECK.format(framework)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        cwd=wheel.parent,
+        cwd=folder,
     )
     if done.returncode != 0:
         end = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-8:])
-        raise BuildError(f"the installed Horovod does not import:\n{end}")
+        raise BuildError(f"the installed Horovod does not import for {framework}:\n{end}")
     built: dict[str, bool] = json.loads(done.stdout.strip().splitlines()[-1])
     wanted = {"gloo": True, "mpi": inputs.mpi is not None, "nccl": inputs.nccl is not None}
     lacking = [name for name, want in wanted.items() if want and not built[name]]
     if lacking:
-        raise BuildError(f"Horovod was built without {', '.join(lacking)}; the log: {log}")
-    site = Path(sysconfig.get_path("platlib"))
-    note = site / f"horovod-{inputs.horovod}.dist-info" / INSTALLED_BUILD_FILE
-    note.write_text(inputs.name + "\n", encoding="utf-8")
-    return built
+        raise BuildError(
+            f"Horovod was built for {framework} without {', '.join(lacking)}; the log: {log}"
+        )
 
 
 def keep_wheel(wheel: Path, inputs: BuildInputs, seconds: float) -> Path:

@@ -1,12 +1,11 @@
 """Describe the Horovod wheel that fits this environment, and find it in the cache.
 
-A wheel that was compiled for one version of torch does not work with another. So a cached wheel is
-in a folder named after everything that it was compiled against (:class:`BuildInputs`).
+A wheel that was compiled for one version of a framework does not work with another. So a cached
+wheel is in a folder named after everything that it was compiled against (:class:`BuildInputs`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -18,13 +17,11 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hvd_elastic.frameworks import TITLES, tensorflow_version, version_of, why_no_tensorflow
 from hvd_elastic.install.cuda import find_nccl_header
 from hvd_elastic.install.prerequisites import find_program
 
 HOROVOD_VERSION = "0.28.1"
-
-TORCH_REQUIREMENT = "torch>=2.2,<2.15"
-"""Versions that the patched Horovod compiles with; the same as in the extra of setup.py."""
 
 INSTALLED_BUILD_FILE = "HVD_ELASTIC_BUILD"
 """File in Horovod's .dist-info folder with the :attr:`BuildInputs.name` of the installed build."""
@@ -57,6 +54,11 @@ class BuildInputs:
     patch: str
 
     @property
+    def frameworks(self) -> list[str]:
+        """Names of the frameworks that it is built for, the module of each."""
+        return [name for name in TITLES if getattr(self, name) is not None]
+
+    @property
     def name(self) -> str:
         """Name of the folder in the cache: readable, and different for any other inputs.
 
@@ -74,11 +76,7 @@ class BuildInputs:
 
     def describe(self) -> str:
         """Return a line of text that says what is compiled in."""
-        frameworks = [
-            f"{key} {getattr(self, key)}"
-            for key in ("torch", "tensorflow")
-            if getattr(self, key) is not None
-        ]
+        frameworks = [f"{name} {getattr(self, name)}" for name in self.frameworks]
         transports = ["Gloo"]
         if self.mpi is not None:
             transports.append(f"Open MPI {self.mpi}")
@@ -98,7 +96,10 @@ def detect_inputs(
     with_mpi: bool = True,
     with_nccl: bool = True,
 ) -> BuildInputs:
-    """Return the inputs of a build in this environment; avoids importing heavy packages."""
+    """Return the inputs of a build in this environment; avoids importing heavy packages.
+
+    A TensorFlow that :func:`why_left_out` tells of is left out.
+    """
     torch = _torch_facts()
     cuda = torch["cuda"] if with_nccl else None
     return BuildInputs(
@@ -106,7 +107,7 @@ def detect_inputs(
         python=f"cp{sys.version_info.major}{sys.version_info.minor}",
         platform=f"{platform.machine()}-{_libc()}",
         torch=torch["__version__"],
-        tensorflow=_tensorflow_version() if with_tensorflow else None,
+        tensorflow=tensorflow_version() if with_tensorflow and not why_left_out(cuda) else None,
         mpi=_openmpi_version() if with_mpi else None,
         cuda=cuda,
         nccl=_nccl_version() if cuda is not None else None,
@@ -164,18 +165,22 @@ def _torch_facts() -> dict[str, str | None]:
     return {name: None if value is None else str(value) for name, value in wanted.items()}
 
 
-def version_of(*distributions: str) -> str | None:
-    """Return the version of the first of these distributions that is installed, or None."""
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
+def why_left_out(cuda: str | None) -> str | None:
+    """Return why Horovod is not built for the installed TensorFlow; None: it is, or there is none.
 
-
-def _tensorflow_version() -> str | None:
-    if _package_folder("tensorflow") is None:
+    Args:
+        cuda: CUDA version of the build.
+    """
+    version = tensorflow_version()
+    if version is None:
         return None
-    return version_of("tensorflow", "tensorflow-cpu", "tensorflow_cpu", "tf-nightly")
+    if cuda is not None:
+        return (
+            f"TensorFlow {version} is left out: what Horovod has for it on GPUs includes headers "
+            "that it no longer ships; --without-nccl builds for both frameworks on CPUs"
+        )
+    why = why_no_tensorflow(version, version_of("keras"), {})
+    return None if why is None else f"TensorFlow is left out: {why}"
 
 
 def _openmpi_version() -> str | None:

@@ -16,9 +16,11 @@ from hvd_elastic.cluster.check.network import Link, slow_links
 from hvd_elastic.formatting import count, hosts_named
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.kill_run import OURS
+from hvd_elastic.hosts.programs.look_at_host import HOROVOD_BUILD
 
 REQUIRED = ("hvd_elastic", "horovod")
 FRAMEWORKS = ("torch", "tensorflow")
+COMPARED = (*REQUIRED, HOROVOD_BUILD, *FRAMEWORKS, "keras")
 # A clock that differs by more than this from the leader's is a warning.
 CLOCK_SKEW_S = 1.0
 # Less free disk space or memory than LITTLE_… is a warning, less than NO_… a failure.
@@ -366,6 +368,8 @@ def _check_package(
     if there is None:
         why = f"not installed there, {whose}" if wanted else "not installed there"
         how = "Run 'make' there, or pip install" if package in REQUIRED else "Install"
+        if package == HOROVOD_BUILD:
+            how = "Run 'hvd-elastic build-horovod' there, for"
         return Check(package, Level.FAILED, f"{why}. {how} the same version everywhere")
     if there.startswith("broken"):
         return Check(package, Level.FAILED, f"{there}. Install it anew there")

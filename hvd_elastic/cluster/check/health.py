@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.cluster.check.checks import (
-    FRAMEWORKS,
-    REQUIRED,
+    COMPARED,
     Check,
     CheckSettings,
     HostHealth,
@@ -70,7 +69,7 @@ def check_cluster(
     tell = on_step or (lambda _: None)
     python = settings.python or sys.executable
     request = {
-        "packages": [*REQUIRED, *FRAMEWORKS],
+        "packages": [*COMPARED],
         "folders": settings.folders,
         "names": [host.name for host in hosts],
         "code": settings.code,
@@ -144,7 +143,7 @@ def _leader_facts(settings: CheckSettings) -> dict[str, Any]:
     """Return the facts of this machine that the hosts are compared with."""
     from hvd_elastic import __version__
 
-    packages = {package: version_of(package) for package in (*REQUIRED, *FRAMEWORKS)}
+    packages = {package: version_of(package) for package in COMPARED}
     packages["hvd_elastic"] = __version__
     return {
         "python": platform.python_version(),

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -36,12 +37,15 @@ GPU_FIELDS = (
 )  # fmt: skip
 # Maximum number of files of code that are compared.
 MOST_FILES = 2000
+HOROVOD_BUILD = "horovod build"
 NOT_CODE = ("node_modules", "__pycache__", "site-packages")
 
 
 def version_of(package: str) -> str | None:
     """Return the version of an installed package, or None; avoids importing heavy packages."""
     try:
+        if package == HOROVOD_BUILD:
+            return horovod_build()
         if util.find_spec(package) is None:
             return None
         # Its import is fast, and also finds the version of a source tree that is not installed.
@@ -50,11 +54,26 @@ def version_of(package: str) -> str | None:
         # importlib.metadata needs Python 3.8; the leader reports an older Python anyway.
         from importlib import metadata
 
-        return metadata.version(package.replace("_", "-"))
+        try:
+            return metadata.version(package.replace("_", "-"))
+        except metadata.PackageNotFoundError:
+            return metadata.version(f"{package}-cpu")  # as for TensorFlow
     except ImportError:
         return "unknown"
     except Exception as error:  # noqa: BLE001  # whatever error a broken package raises is reported
         return f"broken ({type(error).__name__}: {error})"
+
+
+def horovod_build() -> str | None:
+    """Return what the installed Horovod was compiled for, where ``build-horovod`` has made it."""
+    from importlib import metadata
+
+    try:
+        name = metadata.distribution("horovod").read_text("HVD_ELASTIC_BUILD") or ""
+    except metadata.PackageNotFoundError:
+        return None
+    parts = re.findall(r"-(torch|tensorflow|cuda|patch)-([^-\s]+)", name)
+    return ", ".join(" ".join(part) for part in parts) or None
 
 
 def cuda_of_torch() -> str | None:

@@ -307,20 +307,26 @@ def test_a_generation_is_announced_with_its_own_store(start_agent: StartAgent) -
     assert ask("GET")[0] == 410
 
 
-@pytest.mark.parametrize(("given", "wanted"), [({}, "=lo"), ({"NCCL_SOCKET_IFNAME": "ib0"}, "ib0")])
-def test_nccl_takes_the_ring_s_interface_unless_the_user_names_others(
-    start_agent: StartAgent, given: dict[str, str], wanted: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, {"NCCL_SOCKET_IFNAME": "=lo", "TF_CPP_MIN_LOG_LEVEL": "2"}),
+        ({"NCCL_SOCKET_IFNAME": "ib0"}, {"NCCL_SOCKET_IFNAME": "ib0"}),
+        ({"TF_CPP_MIN_LOG_LEVEL": "0"}, {"TF_CPP_MIN_LOG_LEVEL": "0"}),
+    ],
+)
+def test_what_libraries_read_once_is_set_unless_the_user_sets_it(
+    start_agent: StartAgent, given: dict[str, str], wanted: dict[str, str], tmp_path: Path
 ) -> None:
-    """From the start of the process: NCCL looks once."""
+    """From the start of the process: NCCL and TensorFlow look once."""
     agent = start_agent(env={"TMPDIR": str(tmp_path), **given})
     agent.start_worker()
     agent.said_by_worker("ready")
     (found,) = [
-        process.environ()["NCCL_SOCKET_IFNAME"]
-        for process in agent.marked()
-        if "HVD_ELASTIC_WORKER" in process.environ()
+        process.environ() for process in agent.marked() if "HVD_ELASTIC_WORKER" in process.environ()
     ]
-    assert found == wanted
+    assert wanted.items() <= found.items()
+    assert "TF_NUM_INTRAOP_THREADS" in found
 
 
 @pytest.mark.parametrize("slot", [0, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import importlib.util
 import json
 import os
 import signal
@@ -20,8 +21,12 @@ from hvd_elastic.agent.template.command import UnsuitableError, parse_python_com
 from hvd_elastic.agent.template.template import Template
 from hvd_elastic.agent.worker_start import WorkerStart, start_process
 from hvd_elastic.hosts.programs.hold_command import SUBREAPER, become_subreaper
+from tests.paths import COSTLY
 
 ROOT = Path(__file__).resolve().parents[3]
+needs_tensorflow = pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
+)
 
 PROBE = """
 import atexit, ctypes, gc, json, os, random, resource, signal, subprocess, sys, threading, time
@@ -222,6 +227,41 @@ def test_forks_draw_different_random_numbers(tmp_path: Path) -> None:
     assert not {*first.split()} & {*second.split()}
 
 
+TENSORFLOW = """
+import sys
+forked = "tensorflow" in sys.modules
+import keras, numpy, tensorflow as tf
+inputs = numpy.random.rand(64, 4).astype("float32")
+dataset = tf.data.Dataset.from_tensor_slices((inputs, inputs.sum(1))).batch(16).prefetch(2)
+layers = [keras.layers.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+model = keras.Sequential(layers)
+model.compile("adam", "mse")
+model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+total = tf.function(tf.reduce_sum)(tf.ones(10))
+print(forked, model.optimizer.iterations.numpy(), total.numpy(), *model.get_weights()[0].ravel())
+"""
+
+
+@needs_tensorflow
+def test_forks_train_with_tensorflow_and_draw_different_weights(tmp_path: Path) -> None:
+    """TensorFlow starts its threads when the first operation runs, not when it is imported."""
+    (tmp_path / "train.py").write_text(TENSORFLOW)
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+    start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), variables(**quiet))
+
+    async def main() -> list[tuple[str, int]]:
+        source = await ready(start, ["tensorflow", "keras"])
+        try:
+            return [await run(start, source) for _ in range(2)]
+        finally:
+            source.close()
+
+    first, second = asyncio.run(main())
+    assert first[0].startswith("True 8 10.0 "), first
+    assert second[0].startswith("True 8 10.0 "), second
+    assert first[0] != second[0]
+
+
 def refusal(folder: Path, module: str, command: Sequence[str] = ("train.py",)) -> str:
     """What the log of the next worker tells when this is in an imported module."""
     (folder / "imported.py").write_text(module)
@@ -259,6 +299,13 @@ def test_imports_that_cannot_live_with_a_fork_are_told(
     tmp_path: Path, module: str, told: str
 ) -> None:
     assert told in refusal(tmp_path, module)
+
+
+@needs_tensorflow
+@COSTLY
+def test_imports_that_run_tensorflow_are_told(tmp_path: Path) -> None:
+    module = "import tensorflow\ntensorflow.constant(1)\n"
+    assert "the imports start threads (" in refusal(tmp_path, module)
 
 
 def test_imports_that_use_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_the_real_diagnosis_names_every_part():
 def test_a_user_to_whom_sshd_gives_no_commands_is_told_so(monkeypatch):
     account = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/usr/sbin/nologin"))
     monkeypatch.setattr(pwd, "getpwuid", lambda _: account)
-    monkeypatch.setattr(doctor, "_built_with", lambda _: ({"gloo": True}, ""))
+    monkeypatch.setattr(doctor, "_built_with", lambda *_: ({"gloo": True}, ""))
     found = {finding.name: finding for finding in doctor.diagnose()}
     assert found["login shell"].health is Health.OPTIONAL
     assert "user ann has the login shell /usr/sbin/nologin" in found["login shell"].found
@@ -79,22 +79,78 @@ def answer(status: int, out: str = "", err: str = ""):
 
 
 def test_a_horovod_that_crashes_on_import_is_reported_with_its_last_line():
-    built, why = doctor._built_with("python", answer(1, err="Trace\nImportError: libmpi.so\n\n"))
+    built, why = doctor._built_with(
+        "python", "torch", answer(1, err="Trace\nImportError: libmpi.so\n\n")
+    )
     assert (built, why) == (None, "ImportError: libmpi.so")
-    assert doctor._built_with("python", answer(-11)) == (None, "status -11")
+    assert doctor._built_with("python", "torch", answer(-11)) == (None, "status -11")
 
 
 def test_a_horovod_that_hangs_is_reported():
     def run(*_, **__):
         raise subprocess.TimeoutExpired("python", 1)
 
-    built, why = doctor._built_with("python", run)
+    built, why = doctor._built_with("python", "torch", run)
     assert built is None
     assert "no answer" in why
 
 
+def has(monkeypatch, **versions: str) -> None:
+    """Set the versions of installed frameworks."""
+    monkeypatch.setattr(doctor, "version_of", versions.get)
+    monkeypatch.setattr(doctor, "tensorflow_version", lambda: versions.get("tensorflow"))
+
+
+@pytest.mark.parametrize(
+    ("versions", "torch", "tensorflow", "told"),
+    [
+        ({"torch": "2.13.0"}, Health.GOOD, Health.OPTIONAL, "not installed"),
+        ({"tensorflow": "2.21.0", "keras": "3.15.1"}, Health.OPTIONAL, Health.GOOD, "Keras 3.15.1"),
+        ({}, Health.MISSING, Health.MISSING, "not installed"),
+        (
+            {"tensorflow": "2.15.1", "keras": "2.15.0"},
+            *[Health.MISSING] * 2,
+            "TensorFlow 2.15.1 is",
+        ),
+    ],
+)
+def test_one_framework_that_fits_is_enough(monkeypatch, versions, torch, tensorflow, told):
+    has(monkeypatch, **versions)
+    found = doctor._frameworks()
+    assert [finding.health for finding in found] == [torch, tensorflow]
+    assert told in found[1].found
+    assert all(
+        ("pip install" in finding.mend) is (finding.health is not Health.GOOD) for finding in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("works", "health", "told"),
+    [
+        (
+            {"torch", "tensorflow"},
+            Health.GOOD,
+            "0.28.1 built for PyTorch (gloo yes, mpi no) and Tens",
+        ),
+        ({"torch"}, Health.OPTIONAL, "PyTorch (gloo yes, mpi no); not for TensorFlow: no library"),
+        (set(), Health.MISSING, "of no use; not for PyTorch: no library; TensorFlow: no library"),
+    ],
+)
+def test_what_horovod_is_built_for_is_told_for_each_framework(monkeypatch, works, health, told):
+    has(monkeypatch, torch="2.13.0", tensorflow="2.21.0", keras="3.15.1", horovod="0.28.1")
+    monkeypatch.setattr(doctor, "installed_build", lambda: "horovod-0.28.1-patch-0123")
+    answers = {name: ({"gloo": True, "mpi": False}, "") for name in works}
+    monkeypatch.setattr(
+        doctor, "_built_with", lambda _, name: answers.get(name, (None, "no library"))
+    )
+    finding = doctor._horovod()
+    assert finding.health is health
+    assert told in finding.found
+    assert bool(finding.mend) is (health is not Health.GOOD)
+
+
 def test_what_horovod_prints_before_its_answer_is_ignored():
-    built, _ = doctor._built_with("python", answer(0, 'a banner\n{"gloo": true}\n'))
+    built, _ = doctor._built_with("python", "torch", answer(0, 'a banner\n{"gloo": true}\n'))
     assert built == {"gloo": True}
 
 

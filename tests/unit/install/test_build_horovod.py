@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic import frameworks
 from hvd_elastic.cli import app
 from hvd_elastic.errors import BuildError
 from hvd_elastic.install import build_horovod, cuda, horovod_wheel
@@ -102,6 +104,27 @@ def test_cuda_counts_with_a_torch_that_was_compiled_for_it(tmp_path, monkeypatch
     assert (found.cuda, found.nccl) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("version", "cuda", "built", "told"),
+    [
+        ("2.21.0", None, "2.21.0", None),
+        ("2.15.1", None, None, "left out: TensorFlow 2.15.1 is installed"),
+        ("2.21.0", "13.0", None, "--without-nccl"),
+        (None, "13.0", None, None),
+    ],
+)
+def test_a_tensorflow_that_horovod_cannot_serve_is_left_out_with_the_reason(
+    monkeypatch, version, cuda, built, told
+):
+    monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: {"__version__": "2", "cuda": cuda})
+    monkeypatch.setattr(horovod_wheel, "tensorflow_version", lambda: version)
+    monkeypatch.setattr(horovod_wheel, "version_of", lambda _: "3.15.1")
+    assert horovod_wheel.detect_inputs("x").tensorflow == built
+    assert horovod_wheel.detect_inputs("x", with_tensorflow=False).tensorflow is None
+    why = horovod_wheel.why_left_out(cuda)
+    assert why is None if told is None else told in str(why)
+
+
 def test_a_toolkit_that_pip_cannot_bring_must_be_there(tmp_path, monkeypatch):
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -167,6 +190,9 @@ def test_what_is_there_is_demanded_and_what_is_not_is_switched_off():
     other = variables(dataclasses.replace(INPUTS, mpi=None, tensorflow="2.21.0"))
     assert other["HOROVOD_WITHOUT_MPI"] == other["HOROVOD_WITH_TENSORFLOW"] == "1"
     assert "HOROVOD_WITH_MPI" not in other
+    alone = variables(dataclasses.replace(INPUTS, torch=None, tensorflow="2.21.0"))
+    assert alone["HOROVOD_WITHOUT_PYTORCH"] == alone["HOROVOD_WITH_TENSORFLOW"] == "1"
+    assert "HOROVOD_WITH_PYTORCH" not in alone
 
 
 def test_the_outer_make_and_the_user_s_switches_do_not_reach_the_build():
@@ -233,10 +259,8 @@ def test_the_patch_raises_the_standard_and_lets_a_failed_process_initialise_agai
     assert "410" in (source / "horovod/common/gloo/http_store.cc").read_text()
 
 
-@pytest.mark.parametrize(("tensorflow", "kept"), [("2.15.1", True), ("2.21.0", False)])
-def test_xla_ops_are_dropped_where_tensorflow_no_longer_ships_their_headers(
-    tmp_path, tensorflow, kept
-):
+@pytest.mark.parametrize(("tensorflow", "kept"), [(None, True), ("2.21.0", False)])
+def test_a_build_for_tensorflow_has_no_xla_ops(tmp_path, tensorflow, kept):
     source = source_before_the_patch(tmp_path)
     cmake = source / "horovod" / "tensorflow" / "CMakeLists.txt"
     cmake.parent.mkdir(parents=True)
@@ -306,9 +330,12 @@ def test_the_release_is_unpacked(tmp_path, monkeypatch):
 # --- what is checked before anything is compiled --------------------------------------------------
 
 
-def test_without_torch_the_way_to_it_is_named(tmp_path):
-    with pytest.raises(BuildError, match="pip install"):
+def test_without_a_framework_the_ways_to_one_are_named(tmp_path, monkeypatch):
+    with pytest.raises(BuildError, match=r"install 'torch>=(.|\n)*install 'tensorflow-cpu>="):
         build_horovod.check_machine(dataclasses.replace(INPUTS, torch=None), tmp_path)
+    monkeypatch.setattr(build_horovod, "missing", lambda _: [])
+    alone = dataclasses.replace(INPUTS, torch=None, tensorflow="2.21.0")
+    build_horovod.check_machine(alone, tmp_path)
 
 
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
@@ -476,6 +503,10 @@ def test_the_name_is_printed_for_scripts(capsys):
     assert os.sep not in printed
 
 
-def test_the_required_torch_is_that_of_the_extra():
-    settings = Path(__file__).resolve().parents[3] / "pyproject.toml"
-    assert f'torch = ["{horovod_wheel.TORCH_REQUIREMENT}"]' in settings.read_text(encoding="utf-8")
+def test_required_frameworks_are_those_of_the_extras():
+    settings = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    for name, needs in (
+        ("torch", [frameworks.TORCH_REQUIREMENT]),
+        ("tensorflow", frameworks.TENSORFLOW_REQUIREMENTS),
+    ):
+        assert f"\n{name} = {json.dumps(list(needs))}\n" in settings

@@ -18,7 +18,13 @@ from hvd_elastic.cluster.check.checks import (
 from hvd_elastic.cluster.check.network import Link, all_pairs_in_rounds, slow_links
 from hvd_elastic.hosts.hostfile import Host
 
-VERSIONS = {"hvd_elastic": "0.1.0", "horovod": "0.28.1", "torch": "2.13.0", "tensorflow": None}
+VERSIONS = {
+    "hvd_elastic": "0.1.0",
+    "horovod": "0.28.1",
+    "horovod build": "torch 2.13.0, patch 0123456789ab",
+    "torch": "2.13.0",
+    "tensorflow": None,
+}
 LEADER: dict[str, Any] = {
     "python": "3.11.4",
     "packages": VERSIONS,
@@ -95,6 +101,8 @@ ON_ETH0 = CheckSettings(interface="eth0")
         ({"packages": {**VERSIONS, "torch": None}}, {"torch": FAILED, "framework": FAILED}),
         ({"packages": {**VERSIONS, "horovod": "broken (X)"}}, {"horovod": FAILED}),
         ({"packages": {**VERSIONS, "tensorflow": "2.21.0"}}, {}),
+        ({"packages": {**VERSIONS, "horovod build": "torch 2.9.0"}}, {"horovod build": FAILED}),
+        ({"packages": {**VERSIONS, "horovod build": None}}, {"horovod build": FAILED}),
         ({"cuda": "11.8"}, {"cuda": FAILED}),
         ({"cuda": None}, {"cuda": FAILED}),
         ({"gpus": [GPU]}, {"gpus": FAILED}),

@@ -1,0 +1,139 @@
+"""Which frameworks this release trains with, judged by their versions; imports none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import ScriptError
+
+TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+"""Names of the frameworks for users, by the name of their module."""
+TORCH_REQUIREMENT = "torch>=2.2,<2.15"
+"""Versions that the patched Horovod compiles with; the same as in pyproject.toml, as the next."""
+TENSORFLOW_REQUIREMENTS = ("tensorflow-cpu>=2.21,<2.22", "keras>=3.12,<4")
+_TENSORFLOW = (2, 21)
+_OLDEST_KERAS, _NO_KERAS = (3, 12), (4, 0)
+_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
+
+
+def version_of(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed, or None."""
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def tensorflow_version() -> str | None:
+    """Return the version of the installed TensorFlow, or None."""
+    return version_of(*_DISTRIBUTIONS)
+
+
+def install_command(*requirements: str) -> str:
+    """Return the command that installs requirements for this interpreter.
+
+    >>> install_command("keras>=3.12,<4").partition(" -m ")[2]
+    "pip install 'keras>=3.12,<4'"
+    """
+    return f"{sys.executable} -m pip install {shlex.join(requirements)}"
+
+
+def why_no_tensorflow(
+    tensorflow: str | None, keras: str | None, environment: Mapping[str, str]
+) -> str | None:
+    """Return why this TensorFlow cannot train with this release; None: it can.
+
+    Args:
+        tensorflow: version of TensorFlow, or None.
+        keras: version of Keras, or None.
+        environment: variables that choose another Keras.
+
+    >>> why_no_tensorflow("2.21.0", "3.15.1", {})
+    >>> why_no_tensorflow("2.15.1", "2.15.0", {})
+    'TensorFlow 2.15.1 is installed, and hvd_elastic needs TensorFlow 2.21 with Keras 3'
+    """
+    wanted = "hvd_elastic needs TensorFlow 2.21 with Keras 3"
+    if tensorflow is None:
+        return f"TensorFlow is not installed, and {wanted}"
+    if _numbers(tensorflow) != _TENSORFLOW:
+        return f"TensorFlow {tensorflow} is installed, and {wanted}"
+    if keras is None:
+        return f"Keras is not installed, and {wanted}"
+    if not _OLDEST_KERAS <= _numbers(keras) < _NO_KERAS:
+        oldest = ".".join(map(str, _OLDEST_KERAS))
+        return f"Keras {keras} does not fit TensorFlow {tensorflow}, which needs {oldest} to 3.x"
+    if environment.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        return f"TF_USE_LEGACY_KERAS selects tf_keras (Keras 2), and {wanted}; unset the variable"
+    return None
+
+
+def check_tensorflow() -> None:
+    """Refuse a TensorFlow or Keras that does not fit; call it before the import of TensorFlow.
+
+    Raises:
+        ScriptError: names what is installed, what fits, and the command that installs it.
+    """
+    why = why_no_tensorflow(tensorflow_version(), version_of("keras"), os.environ)
+    if why is not None:
+        raise ScriptError(f"{why}. {install_command(*TENSORFLOW_REQUIREMENTS)} installs what fits")
+
+
+def check_keras_backend() -> None:
+    """Refuse a Keras whose backend is not TensorFlow; it is chosen before Keras is imported.
+
+    Raises:
+        ScriptError: names the backend, and what trains with it instead.
+    """
+    backend = _keras_backend()
+    if backend == "tensorflow":
+        return
+    if backend == "torch":
+        instead = (
+            "a model of that backend is a torch.nn.Module: train it with hvd_elastic.torch in a "
+            "loop of PyTorch, or set KERAS_BACKEND=tensorflow for model.fit"
+        )
+    else:
+        instead = "set KERAS_BACKEND=tensorflow"
+    raise ScriptError(
+        f"Keras has the backend {backend}, and hvd_elastic.keras trains with TensorFlow; {instead}"
+    )
+
+
+def check_keras_model(model: Any) -> None:
+    """Refuse a model or optimizer of tf_keras.
+
+    Raises:
+        ScriptError: names its class, and what fits.
+    """
+    kind = next((c for c in type(model).__mro__ if c.__module__.startswith("tf_keras.")), None)
+    if kind is not None:
+        raise ScriptError(
+            f"{type(model).__name__} is of tf_keras (Keras 2), and hvd_elastic needs Keras 3: "
+            "`import keras` instead of tf_keras, and save weights anew with it"
+        )
+
+
+def _keras_backend() -> str:
+    """Return Keras's backend as Keras itself chooses it, without importing its backend."""
+    if loaded := sys.modules.get("keras.src.backend.config"):
+        return str(loaded.backend())
+    named = os.environ.get("KERAS_BACKEND")
+    if not named:
+        home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            named = json.loads((home / "keras.json").read_text(encoding="utf-8")).get("backend")
+    return named or "tensorflow"
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
