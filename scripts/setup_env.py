@@ -146,13 +146,14 @@ def install_packages(
     pins = "".join(f"{pin}\n" for pin in _installed_frameworks(python))
     constraints.write_text(pins, encoding="utf-8")
     # An extra would install its own build of a framework over the one that was asked for.
-    rest = ",".join(name for name in wanted if name not in asked)
+    rest = ",".join(name for name in wanted if name and name not in asked)
+    checkout = f"{ROOT}[{rest}]" if rest else str(ROOT)
     run_quietly(
         [
             *pip, "--constraint", str(constraints), "--no-build-isolation",
-            "--editable", f"{ROOT}[{rest}]",
+            "--editable", checkout,
         ],
-        label=f"Installing hvd_elastic[{rest}]",
+        label=f"Installing hvd_elastic{f'[{rest}]' if rest else ''}",
         log=log,
     )  # fmt: skip
 

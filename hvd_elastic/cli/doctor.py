@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -196,8 +197,10 @@ def _horovod() -> Finding:
         return Finding("horovod", Health.MISSING, "not installed", _BUILD_WITH)
     version = version_of("horovod")
     parts, failures = [], []
-    for name in _versions():
-        built, why = _built_with(sys.executable, name)
+    names = list(_versions())
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda name: _built_with(sys.executable, name), names))
+    for name, (built, why) in zip(names, answers, strict=True):
         if built is None:
             failures.append(f"{TITLES[name]}: {why}")
         elif not built.get("gloo"):

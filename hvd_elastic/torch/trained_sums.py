@@ -34,7 +34,7 @@ def _parameters(modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch
     for module_name, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point() and parameter.numel() and not parameter.is_sparse:
-                # Frozen ones may differ, such as running averages of Keras, but count as one number,
+                # Frozen ones may differ, such as running averages of Keras, but count as a number,
                 # so that a collective has the same shape on a rank that has unfrozen one.
                 values = parameter.detach() if parameter.requires_grad else parameter.new_zeros(1)
                 found.setdefault(id(parameter), (f"{module_name}.{name}", values))

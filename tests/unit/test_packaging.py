@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import signal
@@ -99,6 +99,22 @@ print(ran.answer.text, copied.answer.files, killed.answer.processes, "python" in
     done = fresh(program, str(tmp_path / "file"), str(tmp_path / "copy"))
     assert done.stdout == "it works|1|()|True\n", done.stderr
     assert (tmp_path / "copy").read_bytes() == b"data"
+
+
+@pytest.mark.parametrize(
+    ("framework", "others"),
+    [("torch", ("tensorflow", "keras")), ("tensorflow", ("torch",))],
+)
+def test_a_frontend_imports_no_other_framework(framework, others):
+    frontend = f"hvd_elastic.{framework}"
+    if not importlib.util.find_spec(framework) or not importlib.util.find_spec(frontend):
+        pytest.skip(f"there is no {framework} or no frontend for it")
+    done = fresh(
+        f"import sys, {frontend}, horovod.{framework}, hvd_elastic.records.tensorboard as t\n"
+        "t.check_tensorboard('a test')\n"
+        f"print({{*{others!r}}} & sys.modules.keys())"
+    )
+    assert done.stdout == "set()\n", done.stderr
 
 
 @pytest.mark.parametrize(

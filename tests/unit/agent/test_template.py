@@ -228,17 +228,22 @@ def test_forks_draw_different_random_numbers(tmp_path: Path) -> None:
 
 
 TENSORFLOW = """
-import sys
-forked = "tensorflow" in sys.modules
-import keras, numpy, tensorflow as tf
+import os, sys
+forked = "horovod.tensorflow" in sys.modules
+import horovod.tensorflow as hvd, keras, numpy, tensorflow as tf
+one = {"RANK": 0, "SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+os.environ.update({f"HOROVOD_{name}": str(value) for name, value in one.items()})
+os.environ.update(HOROVOD_CONTROLLER="gloo", HOROVOD_CPU_OPERATIONS="gloo")
+hvd.init()
 inputs = numpy.random.rand(64, 4).astype("float32")
 dataset = tf.data.Dataset.from_tensor_slices((inputs, inputs.sum(1))).batch(16).prefetch(2)
 layers = [keras.layers.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
 model = keras.Sequential(layers)
 model.compile("adam", "mse")
 model.fit(dataset, epochs=2, shuffle=False, verbose=0)
-total = tf.function(tf.reduce_sum)(tf.ones(10))
-print(forked, model.optimizer.iterations.numpy(), total.numpy(), *model.get_weights()[0].ravel())
+total = tf.function(lambda: tf.reduce_sum(hvd.allreduce(tf.ones(10), name="ones")))()
+print(forked, "torch" in sys.modules, model.optimizer.iterations.numpy(), total.numpy())
+print(*model.get_weights()[0].ravel())
 """
 
 
@@ -250,15 +255,15 @@ def test_forks_train_with_tensorflow_and_draw_different_weights(tmp_path: Path) 
     start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), variables(**quiet))
 
     async def main() -> list[tuple[str, int]]:
-        source = await ready(start, ["tensorflow", "keras"])
+        source = await ready(start, ["tensorflow", "keras", "horovod.tensorflow"])
         try:
             return [await run(start, source) for _ in range(2)]
         finally:
             source.close()
 
     first, second = asyncio.run(main())
-    assert first[0].startswith("True 8 10.0 "), first
-    assert second[0].startswith("True 8 10.0 "), second
+    assert first[0].startswith("True False 8 10.0\n"), first
+    assert second[0].startswith("True False 8 10.0\n"), second
     assert first[0] != second[0]
 
 
