@@ -14,6 +14,11 @@ Outline of a script::
 
 from __future__ import annotations
 
+from hvd_elastic.frameworks import check_keras_backend, check_tensorflow
+
+check_tensorflow()
+check_keras_backend()
+
 from hvd_elastic.keras.callback import ElasticCallback
 from hvd_elastic.tensorflow import (
     DistributedOptimizer,

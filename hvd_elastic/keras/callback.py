@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.frameworks import check_keras_model
 from hvd_elastic.tensorflow.data import ElasticDataset
 from hvd_elastic.tensorflow.elastic import check_optimizer, rehearse
 from hvd_elastic.tensorflow.optimizer import averager_of
@@ -219,11 +220,7 @@ class Batches:
 def _check(model: Any) -> None:
     """Raise ScriptError for a model whose ``fit`` cannot be made elastic; say why."""
     optimizer = model.optimizer
-    if keras.config.backend() != "tensorflow":
-        raise ScriptError(
-            f"ElasticCallback with the {keras.config.backend()} backend of Keras; it is for the "
-            "TensorFlow backend (KERAS_BACKEND=tensorflow)"
-        )
+    check_keras_model(model)
     if not model.built:
         raise ScriptError(
             f"model.fit: this {type(model).__name__} is not built, so it has no variables yet that "

@@ -30,6 +30,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvd_elastic.frameworks import check_tensorflow
+
+check_tensorflow()
+
 import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError

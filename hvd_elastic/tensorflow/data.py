@@ -181,7 +181,7 @@ class _Shares:
             self._pipeline = self._next_place = None
 
 
-class ElasticDataset(UnaryUnchangedStructureDataset):  # type: ignore[misc]
+class ElasticDataset(UnaryUnchangedStructureDataset):
     """A dataset of TensorFlow that gives this rank's batches of the epoch when it is iterated.
 
     Args:
@@ -301,8 +301,10 @@ def _reader(source: Any) -> tuple[Callable[[list[int]], Any], int]:
     if not len(source):
         raise ScriptError("hvd.dataset(source): the source has no examples")
 
+    at_once = getattr(source, "__getitems__", None)
+
     def read(indices: Sequence[int]) -> Any:
-        return _collated([source[index] for index in indices])
+        return _collated(at_once(indices) if at_once else [source[index] for index in indices])
 
     return read, len(source)
 

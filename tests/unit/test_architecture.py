@@ -19,7 +19,7 @@ LEVELS = (
     {"sim", "wire", "records", "checkpoint", "hosts"},
     {"agent", "leader", "communicator", "training"},
     {"torch", "tensorflow", "cluster", "virtual", "views", "install"},
-    {"bench", "cli"},
+    {"keras", "bench", "cli"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""
 

@@ -1,0 +1,23 @@
+"""A training process for the tests of this folder, which need TensorFlow."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from tests.paths import HAS_TENSORFLOW
+
+collect_ignore_glob = [] if HAS_TENSORFLOW else ["test_*.py"]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
+    """As ``python train.py`` makes it, with nobody else, in its training function."""
+    from hvd_elastic.tensorflow.frontend import TensorFlowFrontend
+
+    made = Context(Mode.ALONE, TensorFlowFrontend())
+    made.worker.in_train = True
+    monkeypatch.setattr(context, "_context", made)
+    return made
