@@ -25,7 +25,7 @@ from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import LiveVariable, variable_of
 from hvd_elastic.training import context
-from hvd_elastic.training.progress import Phase
+from hvd_elastic.training.progress import AFTER_LOOP, Phase
 from hvd_elastic.training.session import Session
 
 _FOREVER = 1 << 62
@@ -54,6 +54,8 @@ class ElasticCallback(keras.callbacks.Callback):
         self._logs: dict[str, float] = {}
         self._examples = 0
         self._train: Any = None
+        self._batches: Batches | None = None
+        self._began = False
         self.state: State | None = None
 
     # -- what Keras calls ------------------------------------------------------------------
@@ -81,11 +83,19 @@ class ElasticCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to count the examples of this rank."""
         self._examples = 0
+        if not self._began and epoch != self._ctx.worker.progress.epoch:
+            raise ScriptError(
+                f"model.fit(initial_epoch={epoch}): a run that is resumed goes on in the epoch "
+                "where training stands by itself; leave initial_epoch out"
+            )
+        self._began = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average the metrics, and turn the epoch."""
         if logs is None:
             logs = {}
+        if self._batches is not None:
+            self._batches.restart()  # a callback may have ended the epoch early
         self._logs = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
         logs.update(self._finish_tail())
         self._ctx.report(logs)
@@ -95,7 +105,7 @@ class ElasticCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Leave together with the other ranks."""
         ElasticDataset.as_input = None
-        self.model.train_function = self._train
+        self.model.train_function, self.model._initial_epoch = self._train, None
         self._session.end()
 
     # -- steps -----------------------------------------------------------------------------
@@ -117,6 +127,7 @@ class ElasticCallback(keras.callbacks.Callback):
                 "batch_size, shuffle=True), which gives each rank its share; map and prefetch may "
                 f"follow it. This is a {type(batches).__name__}"
             )
+        self._batches = batches
         worker = self._ctx.worker
         logs: Any = None
         while True:
@@ -134,8 +145,9 @@ class ElasticCallback(keras.callbacks.Callback):
             except (GenerationBrokenError, tf.errors.OpError) as error:
                 for variable, value in kept:
                     variable.assign(value)
-                self._session.recover(error)
+                worker.in_train = False  # the loop that is closed has not ended the epoch
                 batches.restart()
+                self._session.recover(error)
                 if logs is not None and not kept and worker.progress.step > done:
                     return logs
 
@@ -153,11 +165,12 @@ class ElasticCallback(keras.callbacks.Callback):
                 return averaged
             except GenerationBrokenError as error:
                 self._session.recover(error, in_tail=True)
-                if self._ctx.worker.progress.phase is not Phase.TAIL:
+                if self._ctx.worker.progress.phase not in AFTER_LOOP:
                     return self._logs  # another rank has turned the epoch already
 
     def _averaged(self) -> dict[str, float]:
         """Return the metrics averaged over the ranks, those of training by examples."""
+        self._ctx.rollback.collective_begins("the metrics of the epoch")
         own = json.dumps([self._examples, self._logs]) + "\n"
         communicator = self._ctx.worker.communicator
         told = communicator.gather(

@@ -245,7 +245,6 @@ class GradientAverager:
         """Drop a step that failed, and follow the world."""
         self._told = self.raised = None
         self._waits = False
-        self._context.worker.communicator.graph_ends(failed=False)
         self.prepare()
 
 

@@ -7,8 +7,8 @@ every survivor of a failure holds the state before or after the step in flight.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -29,15 +29,8 @@ from hvd_elastic.tensorflow.variables import (
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
 from hvd_elastic.training.rollback import SnapshotSource
-from hvd_elastic.training.script_state import ScriptState
-from hvd_elastic.training.value_copies import dump_value, load_value, put_back
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+from hvd_elastic.training.script_state import Everything, ScriptState, Stateful
+from hvd_elastic.training.value_copies import differing, dump_value, load_value, put_back
 
 
 class State(ScriptState):
@@ -64,7 +57,7 @@ class State(ScriptState):
     def _is_object(self, name: str, value: Any) -> bool:
         if isinstance(value, tf.GradientTape):
             raise ScriptError(f"State({name}=...): a tape is of one step and has no state")
-        return has_variables(value) or isinstance(value, _Stateful)
+        return has_variables(value) or isinstance(value, Stateful)
 
     def _check_plain(self, name: str, value: Any) -> None:
         try:
@@ -180,7 +173,7 @@ class State(ScriptState):
         return {"objects": objects, "plain": self._plain}
 
     def _live_content(self) -> TensorFlowContent:
-        return TensorFlowContent(self._values(), _Everything(), copy_own=False)
+        return TensorFlowContent(self._values(), Everything(), copy_own=False)
 
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()
@@ -269,13 +262,7 @@ class Snapshot:
 
     def differences(self, later: Snapshot) -> set[str]:
         """Return the names of the values that differ in another snapshot."""
-        pairs = ((self._plain, later._plain), (self._dumped, later._dumped))
-        return {
-            name
-            for mine, theirs in pairs
-            for name in {**mine, **theirs}
-            if mine.get(name) != theirs.get(name)
-        }
+        return differing((self._plain, later._plain), (self._dumped, later._dumped))
 
 
 def _copy_array(present: Any, saved: Any) -> bool:
@@ -287,10 +274,3 @@ def _copy_array(present: Any, saved: Any) -> bool:
 
 def _encode_array(value: Any, _: tuple[Any, ...]) -> Any:
     return {} if isinstance(value, np.ndarray) and value.dtype != object else NotImplemented
-
-
-class _Everything(Container[int]):
-    """Contains every variable, so that every one is sent from its live memory."""
-
-    def __contains__(self, key: object) -> bool:
-        return True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvd_elastic.training.rollback import SnapshotSource
-from hvd_elastic.training.value_copies import dump_value, load_value, put_back
+from hvd_elastic.training.value_copies import differing, dump_value, load_value, put_back
 
 _LARGE_BYTES = 1 << 20
 """Helper objects with a larger state (such as a copy of the model) are copied at the end of an
@@ -89,13 +89,7 @@ class Snapshot:
 
     def differences(self, later: Snapshot) -> set[str]:
         """Return the names of the values that differ in another snapshot."""
-        pairs = ((self._plain, later._plain), (self._dumped, later._dumped))
-        return {
-            name
-            for mine, theirs in pairs
-            for name in {**mine, **theirs}
-            if mine.get(name) != theirs.get(name)
-        }
+        return differing((self._plain, later._plain), (self._dumped, later._dumped))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

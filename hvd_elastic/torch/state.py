@@ -8,9 +8,9 @@ never between; the one furthest ahead sends its live tensors to the others.
 from __future__ import annotations
 
 import io
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +23,7 @@ from hvd_elastic.torch.schedule import counting_schedules
 from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
 from hvd_elastic.torch.trained_sums import trained_sums
 from hvd_elastic.training.frontend import Schedule, TrainedSums
-from hvd_elastic.training.script_state import ScriptState
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+from hvd_elastic.training.script_state import Everything, ScriptState, Stateful
 
 
 class State(ScriptState):
@@ -62,7 +55,7 @@ class State(ScriptState):
                 "before they are averaged; make it hvd_elastic.torch.GradScaler(...), which is "
                 "used in the same way"
             )
-        return isinstance(value, _Stateful)
+        return isinstance(value, Stateful)
 
     def _check_plain(self, name: str, value: Any) -> None:
         try:
@@ -137,7 +130,7 @@ class State(ScriptState):
         return {tensor.untyped_storage().data_ptr() for tensor in found}
 
     def _live_content(self) -> TorchContent:
-        return TorchContent(self._values(), _Everything(), copy_own=False)
+        return TorchContent(self._values(), Everything(), copy_own=False)
 
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()
@@ -252,10 +245,3 @@ def dump_plain(value: Any) -> bytes:
 def load_plain(data: bytes) -> Any:
     """Return the value that :func:`dump_plain` serialised; refuses data that would run code."""
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-
-
-class _Everything(Container[int]):
-    """Contains every address, so that every tensor is sent from its live memory."""
-
-    def __contains__(self, address: object) -> bool:
-        return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.communicator.interface import Communicator
@@ -15,6 +15,22 @@ from hvd_elastic.training import context
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.spread import Content as Pieces
 from hvd_elastic.training.spread import spread
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state is a dict of plain values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class Everything(Container[int]):
+    """Contains the key of every tensor, so that every one is sent from its live memory."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
 
 
 class ScriptState(ABC):

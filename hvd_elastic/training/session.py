@@ -14,7 +14,7 @@ from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.elastic import all_returned, end_training, start_static
 from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.progress import Phase
+from hvd_elastic.training.progress import AFTER_LOOP, Phase
 from hvd_elastic.wire import messages as msg
 
 
@@ -102,7 +102,7 @@ class Session:
         if worker.progress.phase is Phase.DONE:
             all_returned(self._ctx, True)
         self._enter()
-        if worker.progress.phase is Phase.TAIL and not in_tail:
+        if worker.progress.phase in AFTER_LOOP and not in_tail:
             self._repeat_tail()
 
     def end(self) -> None:

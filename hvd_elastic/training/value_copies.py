@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvd_elastic.errors import ScriptError
@@ -47,3 +47,13 @@ def put_back(present: Any, saved: Any, copy_tensor: Callable[[Any, Any], bool]) 
     elif not copy_tensor(present, saved):
         return saved
     return present
+
+
+def differing(*pairs: tuple[Mapping[str, bytes], Mapping[str, bytes]]) -> set[str]:
+    """Return the names of values whose copies differ, in any pair of sets of copies."""
+    return {
+        name
+        for mine, theirs in pairs
+        for name in {**mine, **theirs}
+        if mine.get(name) != theirs.get(name)
+    }
