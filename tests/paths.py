@@ -16,6 +16,7 @@ __all__ = [
     "NEEDS_TENSORFLOW",
     "ROOT",
     "WORKER_PYTHONPATH",
+    "skip_module_without_tensorflow",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +37,15 @@ def _horovod_has_tensorflow() -> bool:
 
 
 HAS_TENSORFLOW = _horovod_has_tensorflow()
+WHY_NO_TENSORFLOW = "TensorFlow, or Horovod's binding of it, is not installed: make horovod"
 NEEDS_TENSORFLOW = pytest.mark.skipif(
     not HAS_TENSORFLOW,
-    reason="TensorFlow, or Horovod's binding of it, is not installed: make horovod",
+    reason=WHY_NO_TENSORFLOW,
 )
 """For a test of hvd_elastic.tensorflow or hvd_elastic.keras."""
+
+
+def skip_module_without_tensorflow() -> None:
+    """Skip the module of tests that is being imported; called before it imports TensorFlow."""
+    if not HAS_TENSORFLOW:
+        pytest.skip(WHY_NO_TENSORFLOW, allow_module_level=True)

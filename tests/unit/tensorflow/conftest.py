@@ -7,9 +7,6 @@ import pytest
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.launch import Mode
-from tests.paths import HAS_TENSORFLOW
-
-collect_ignore_glob = [] if HAS_TENSORFLOW else ["test_*.py"]
 
 
 @pytest.fixture

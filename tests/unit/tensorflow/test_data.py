@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from tests.paths import skip_module_without_tensorflow
+
+skip_module_without_tensorflow()
+
 from typing import Any
 
 import numpy as np

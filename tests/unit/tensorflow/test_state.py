@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from tests.paths import ROOT, skip_module_without_tensorflow
+
+skip_module_without_tensorflow()
+
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +22,6 @@ from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.tensorflow.content import load_checkpoint
 from hvd_elastic.training.context import Context
-from tests.paths import ROOT
 
 
 def model_of(width: int) -> keras.Model:
