@@ -45,7 +45,9 @@ class GradientAverager:
         self._context = context.current()
         self.rate = rate
         self._in_ring = self._context.worker.mode is not Mode.ALONE
-        self._factor = tf.Variable(1.0, trainable=False, name="hvd_elastic_factor")
+        self._factor = tf.Variable(
+            1.0, trainable=False, dtype=tf.float64, name="hvd_elastic_factor"
+        )
         self._alone = tf.Variable(True, trainable=False, name="hvd_elastic_alone")
         self._set: tuple[float, bool] = (1.0, True)
         self._told: np.ndarray | None = None
