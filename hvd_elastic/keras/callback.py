@@ -48,6 +48,9 @@ class ElasticCallback(keras.callbacks.Callback):
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
+        # An epoch of a worker that joins is short, and the dataset is shuffled by hvd.dataset.
+        warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
+        warnings.filterwarnings("ignore", ".shuffle=True. was passed", UserWarning)
         self._values = values
         self._ctx = context.current()
         self._session = Session(self._ctx, "model.fit", self._finish_tail)
@@ -78,7 +81,6 @@ class ElasticCallback(keras.callbacks.Callback):
         done = progress.phase is Phase.DONE
         self.model._initial_epoch = _FOREVER if done else progress.epoch
         self.model.train_function = self._step
-        warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to count the examples of this rank."""

@@ -65,7 +65,9 @@ def DistributedOptimizer(optimizer: Optimizer) -> Optimizer:  # noqa: N802  (Hor
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         known = self._trainable_variables if trainable_variables is None else trainable_variables
         averaged = averager.average(list(grads), list(known))
-        return kind.apply(self, averaged, trainable_variables)
+        # The optimizer's count of steps has no gradient, and must not change before them either.
+        with tf.control_dependencies([each for each in averaged if each is not None]):
+            return kind.apply(self, averaged, trainable_variables)
 
     optimizer.__class__ = type(kind.__name__, (kind,), {"apply": apply, "__doc__": kind.__doc__})
     optimizer.__dict__[_AVERAGER] = averager

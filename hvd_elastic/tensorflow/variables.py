@@ -28,6 +28,8 @@ def variables_of(item: Any) -> dict[str, tf.Variable]:
     """
     if isinstance(item, (tf.Variable, keras.Variable)):
         return {"value": variable_of(item)}
+    if is_optimizer(item):  # whose names contain those that Keras numbers models by
+        return {str(number): variable_of(each) for number, each in enumerate(item.variables)}
     found = item.weights if isinstance(item, keras.Layer) else item.variables
     named: dict[str, tf.Variable] = {}
     root = f"{getattr(item, 'name', '')}/"
