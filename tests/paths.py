@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 
-__all__ = ["ALL", "COSTLY", "LITTLE_WORK", "ROOT", "WORKER_PYTHONPATH"]
+__all__ = [
+    "ALL",
+    "COSTLY",
+    "HAS_TENSORFLOW",
+    "LITTLE_WORK",
+    "NEEDS_TENSORFLOW",
+    "ROOT",
+    "WORKER_PYTHONPATH",
+    "skip_module_without_tensorflow",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER_PYTHONPATH = f"{ROOT / 'tests/quick_torch'}{os.pathsep}{ROOT}"
@@ -17,3 +27,25 @@ LITTLE_WORK = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "5"}
 ALL = os.environ.get("HVD_ELASTIC_TEST_ALL") == "1"
 COSTLY = pytest.mark.skipif(not ALL, reason="a costly variant: HVD_ELASTIC_TEST_ALL=1 runs it")
 """For a variant that starts real processes, where another one tries almost the same."""
+
+
+def _horovod_has_tensorflow() -> bool:
+    found = importlib.util.find_spec("horovod")
+    folders = [Path(each) for each in (found and found.submodule_search_locations) or ()]
+    built = any([*folder.glob("tensorflow/mpi_lib*")] for folder in folders)
+    return built and importlib.util.find_spec("tensorflow") is not None
+
+
+HAS_TENSORFLOW = _horovod_has_tensorflow()
+WHY_NO_TENSORFLOW = "TensorFlow, or Horovod's binding of it, is not installed: make horovod"
+NEEDS_TENSORFLOW = pytest.mark.skipif(
+    not HAS_TENSORFLOW,
+    reason=WHY_NO_TENSORFLOW,
+)
+"""For a test of hvd_elastic.tensorflow or hvd_elastic.keras."""
+
+
+def skip_module_without_tensorflow() -> None:
+    """Skip the module of tests that is being imported; called before it imports TensorFlow."""
+    if not HAS_TENSORFLOW:
+        pytest.skip(WHY_NO_TENSORFLOW, allow_module_level=True)

@@ -6,7 +6,7 @@ assignment to slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 BUCKET_BYTES = 16 << 20
@@ -54,3 +54,30 @@ def scatter(message: Any, bucket: Sequence[Any]) -> None:
     for array in bucket:
         array[:] = message[offset : offset + len(array)]
         offset += len(array)
+
+
+def divide(kinds: Sequence[Hashable], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Divide things into buckets of one kind each, in order; return the indices in each.
+
+    Args:
+        kinds: kind of each thing.
+        sizes: size of each thing.
+        most: most that a bucket holds; a thing of at least this size has a bucket to itself.
+
+    >>> divide("aabaa", [1, 2, 5, 9, 2], 4)
+    [[0, 1], [4], [2], [3]]
+    """
+    found: list[list[int]] = []
+    large: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, int] = {}
+    for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        if size >= most:
+            large.append([index])
+            continue
+        if kind not in filling or room[kind] < size:
+            filling[kind], room[kind] = [], most
+            found.append(filling[kind])
+        filling[kind].append(index)
+        room[kind] -= size
+    return [*found, *large]

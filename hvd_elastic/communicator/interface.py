@@ -106,6 +106,15 @@ class Communicator(Protocol):
         optimizer. Thread-safe.
         """
 
+    def graph_waits(self, names: Sequence[str]) -> None:
+        """Note that a graph of the framework waits for its own reductions under these names."""
+
+    def graph_ends(self, *, failed: bool = False) -> None:
+        """Note that the reductions of :meth:`graph_waits` have ended."""
+
+    def translated(self, message: str) -> Exception:
+        """Return what to raise for a reduction of a graph that has failed with a message."""
+
     def reduce_async(self, array: Array, name: str) -> Any:
         """Begin averaging ``array`` over all ranks and return a handle for `wait`.
 

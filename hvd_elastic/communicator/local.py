@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_elastic.communicator.interface import Array
+from hvd_elastic.communicator.interface import Array, GenerationBrokenError
 
 
 class LocalCommunicator:
@@ -42,6 +42,15 @@ class LocalCommunicator:
 
     def begun(self) -> dict[str, int]:
         return {}
+
+    def graph_waits(self, names: Sequence[str]) -> None:
+        pass
+
+    def graph_ends(self, *, failed: bool = False) -> None:
+        pass
+
+    def translated(self, message: str) -> Exception:
+        return GenerationBrokenError(message)
 
     def reduce_async(self, array: Array, name: str) -> Any:
         return array

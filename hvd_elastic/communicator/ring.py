@@ -175,6 +175,24 @@ class HorovodCommunicator:
         )
         return self._collectives.to_numpy(result) if handle.is_numpy else result
 
+    def graph_waits(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name.startswith(GRADIENT_PREFIX):
+                self._gradients[name] = self._gradients.get(name, 0) + 1
+        self.waiting_for, self.waiting_since = GRADIENTS, time.monotonic()
+
+    def graph_ends(self, *, failed: bool = False) -> None:
+        began, self.waiting_since = self.waiting_since, None
+        if failed:
+            self.broken = True
+        elif began is not None:
+            waited_s = time.monotonic() - began
+            self.longest_wait_s = max(self.longest_wait_s, waited_s)
+            self.waited_s += waited_s
+
+    def translated(self, message: str) -> GenerationBrokenError | ScriptError:
+        return self._translated(RuntimeError(message))
+
     def _waited(
         self, name: str, wait: Callable[..., Any], *args: Any, is_usual: bool = True
     ) -> Any:

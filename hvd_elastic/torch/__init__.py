@@ -21,14 +21,10 @@ Outline of a script::
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
-from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
@@ -42,6 +38,7 @@ from hvd_elastic.torch.state import State
 from hvd_elastic.training import context as _context
 from hvd_elastic.training.elastic import epochs, steps, stop
 from hvd_elastic.training.launch import local_rank as _local_rank
+from hvd_elastic.training.script_collectives import script_collective
 
 __all__ = [
     "Accumulator",
@@ -110,7 +107,7 @@ def report(**metrics: Any) -> None:
 
 def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
     """Return the mean (or sum) of ``tensor`` over all ranks; all ranks must call it."""
-    with _collective("allreduce", name) as communicator:
+    with script_collective("allreduce", name) as communicator:
         handle = communicator.reduce_async(tensor.detach().clone(), f"user.{name}")
         result: torch.Tensor = communicator.wait(handle)
         return result if average else result * communicator.size
@@ -118,24 +115,6 @@ def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch
 
 def allgather(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension in rank order."""
-    with _collective("allgather", name) as communicator:
+    with script_collective("allgather", name) as communicator:
         result: torch.Tensor = communicator.gather(tensor.detach(), f"user.{name}")
         return result
-
-
-@contextlib.contextmanager
-def _collective(kind: str, name: str) -> Iterator[Communicator]:
-    """Register a collective of the script; turn its failure after training into a ScriptError."""
-    ctx = _context.current()
-    ctx.rollback.collective_begins(name)
-    try:
-        yield ctx.worker.communicator
-    except GenerationBrokenError as error:
-        if ctx.worker.in_train:
-            raise
-        why = str(error).partition(". ")[0]
-        raise ScriptError(
-            f"hvd.{kind}(..., {name!r}) was called after training, and another rank has ended "
-            f"without it ({why}). Ranks may end at any time once the training function has "
-            "returned: call it on all ranks, best at the end of that function"
-        ) from None

@@ -268,7 +268,7 @@ def _read_values(reader: CheckpointReader, header: Header, encoded: Any) -> Any:
             return opaque
         if info.name not in wanted:
             return None
-        tensors[info.name] = torch.empty(info.shape, dtype=_dtype(info.dtype))
+        tensors[info.name] = torch.empty(info.shape, dtype=dtype_named(info.dtype))
         return _bytes_of(tensors[info.name]).numpy()
 
     reader.read_tensors(header, place)
@@ -301,7 +301,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """Return PyTorch's type of a name such as ``float32``."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this version of PyTorch has no type {name!r}")

@@ -30,6 +30,9 @@ class TorchFrontend:
         """See :func:`~hvd_elastic.torch.checkpoint.load_checkpoint`."""
         return load_checkpoint(path)
 
+    def failed_collective(self, error: BaseException) -> None:
+        """Return None: PyTorch runs no collective of ours in a graph."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether an error means out of memory; on the CPU PyTorch has no type for it."""
         return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or (

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from hvd_elastic.communicator.buckets import divide as cut_into_kinds
+
 BUCKET_BYTES = 4 << 20
 """Largest bucket. A smaller one begins to be reduced earlier in the backward pass, and a larger one
 takes less time for each byte."""
@@ -160,25 +162,17 @@ def divide(
     Returns:
         The buckets; the first is never one of a large parameter, and may have no parameter.
     """
-    small: list[list[torch.Tensor]] = []
-    large: list[list[torch.Tensor]] = []
-    filling: dict[tuple[object, ...], list[torch.Tensor]] = {}
-    room: dict[tuple[object, ...], int] = {}
-    for parameter in reversed(names):
-        if is_large(parameter):
-            large.append([parameter])
-            continue
-        kind = (group_of[parameter], parameter.device, _gradient_type(parameter))
-        if room.get(kind, 0) < _bytes(parameter) or kind not in filling:
-            filling[kind], room[kind] = [], BUCKET_BYTES
-            small.append(filling[kind])
-        filling[kind].append(parameter)
-        room[kind] -= _bytes(parameter)
+    order = [*reversed(names)]
+    kinds = [(group_of[each], each.device, _gradient_type(each)) for each in order]
+    found = cut_into_kinds(kinds, [*map(_bytes, order)], BUCKET_BYTES)
+    several = [[order[index] for index in indices] for indices in found]
+    small = [each for each in several if not is_large(each[0])]
+    large = [each for each in several if is_large(each[0])]
     first, *others = small if small and not apart else [[], *small]
     described = "\n".join(f"{name} {text}" for name, text in description(names, group_of).items())
     padding = 1 + zlib.crc32(described.encode()) % _PADDINGS
-    found = Bucket(first, next(iter(first or group_of)), padding)
-    return [found, *(Bucket(each, each[0]) for each in [*others, *large])]
+    head = Bucket(first, next(iter(first or group_of)), padding)
+    return [head, *(Bucket(each, each[0]) for each in [*others, *large])]
 
 
 def description(

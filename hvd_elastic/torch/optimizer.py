@@ -351,6 +351,12 @@ class GradientAverager:
             self._refuse_left_out()
             raise
 
+    def prepare(self) -> None:
+        """Do nothing: the step is no graph."""
+
+    def collect(self, *, collectives: bool = True) -> None:
+        """Do nothing: steps are counted when they are taken."""
+
     def absorb(self) -> None:
         """Add the gradients of a pass that is not the step's last to the sum."""
         step = self._context.step

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.rollback import SnapshotSource
+from hvd_elastic.training.value_copies import differing, dump_value, load_value, put_back
 
 _LARGE_BYTES = 1 << 20
 """Helper objects with a larger state (such as a copy of the model) are copied at the end of an
@@ -43,7 +42,7 @@ class Snapshot:
         tensors: bool = False,
         parts: bool = False,
     ) -> None:
-        self._plain = {name: _dump(name, value) for name, value in plain.items()}
+        self._plain = {name: dump_value(name, value) for name, value in plain.items()}
         self._dumped: dict[str, bytes] = {}
         self._own: dict[str, Any] = {}
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -52,9 +51,11 @@ class Snapshot:
                 if isinstance(item, SnapshotSource):
                     self._own[name] = item.snapshot()
             elif isinstance(item, torch.optim.Optimizer):
-                self._dumped[name] = _dump(name, [_options(group) for group in item.param_groups])
+                self._dumped[name] = dump_value(
+                    name, [_options(group) for group in item.param_groups]
+                )
             elif not isinstance(item, torch.nn.Module) and (tensors or name not in large):
-                dumped = _dump(name, item.state_dict())
+                dumped = dump_value(name, item.state_dict())
                 if len(dumped) > _LARGE_BYTES:
                     large.add(name)
                 if tensors or name not in large:
@@ -71,65 +72,36 @@ class Snapshot:
         for name in [name for name in plain if name not in self._plain]:
             del plain[name]
         for name, dumped in self._plain.items():
-            plain[name] = _put_back(plain.get(name), _load(dumped))
+            plain[name] = put_back(plain.get(name), load_value(dumped), _copy_tensor)
         for name, item in objects.items():
             if name in self._own:
                 item.roll_back(self._own[name])
             elif name not in self._dumped:
                 continue
             elif isinstance(item, torch.optim.Optimizer):
-                saved = _load(self._dumped[name])
+                saved = load_value(self._dumped[name])
                 for group, options in zip(item.param_groups, saved, strict=False):
                     _set_options(group, options)
             else:
-                item.load_state_dict(_load(self._dumped[name]))
+                item.load_state_dict(load_value(self._dumped[name]))
         for tensor, copied in self._tensors:
             _copy(tensor, copied)
 
     def differences(self, later: Snapshot) -> set[str]:
         """Return the names of the values that differ in another snapshot."""
-        pairs = ((self._plain, later._plain), (self._dumped, later._dumped))
-        return {
-            name
-            for mine, theirs in pairs
-            for name in {**mine, **theirs}
-            if mine.get(name) != theirs.get(name)
-        }
-
-
-def _dump(name: str, value: Any) -> bytes:
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # pickle and what it calls raise many kinds
-        raise ScriptError(
-            f"State: {name!r} cannot be copied ({type(error).__name__}: {error}), which is needed "
-            "to undo a step that fails. Keep numbers, strings, lists, dicts and tensors in it"
-        ) from error
-
-
-def _load(dumped: bytes) -> Any:
-    return pickle.loads(dumped)  # noqa: S301  (it never left this process)
-
-
-def _put_back(present: Any, saved: Any) -> Any:
-    """Return the saved value, if possible in the present object, which the script may refer to."""
-    if type(present) is not type(saved):
-        return saved
-    if isinstance(saved, list):
-        present[:] = saved
-    elif isinstance(saved, (dict, set)):
-        present.clear()
-        present.update(saved)
-    elif isinstance(saved, torch.Tensor) and present.shape == saved.shape:
-        _copy(present, saved)
-    else:
-        return saved
-    return present
+        return differing((self._plain, later._plain), (self._dumped, later._dumped))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
+
+
+def _copy_tensor(present: Any, saved: Any) -> bool:
+    if not (isinstance(saved, torch.Tensor) and present.shape == saved.shape):
+        return False
+    _copy(present, saved)
+    return True
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,16 @@ class Averagers:
             for averager in self._live:
                 averager.leave_out(over=over)
 
+    def prepare(self) -> None:
+        """See :meth:`Averager.prepare`."""
+        for averager in self._live:
+            averager.prepare()
+
+    def collect(self, *, collectives: bool = True) -> None:
+        """See :meth:`Averager.collect`."""
+        for averager in self._live:
+            averager.collect(collectives=collectives)
+
     def absorb(self) -> None:
         """See :meth:`Averager.absorb`."""
         for averager in self._live:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.agent_link import installed_modules
 from hvd_elastic.training.audit import Audit
@@ -201,14 +203,51 @@ class Context:
         self.begin_exchange()
         if worker.audit and step.passes:
             self._audit.gather(step.passes)
-        change, stop, *checkpoint = step.finish_exchange(worker, self._exchange_checks_steps)
-        self._change_agreed |= change
-        self.checkpoints.agree(checkpoint)
+        stop = self._finish_exchange()
         if step.stage is Stage.VOIDED:
             self.planner.want_review()
         elif stop:
             agree_on_stop(worker, worker.progress.step + 1)
         check_replicas(worker)
+
+    def _finish_exchange(self) -> bool:
+        """Note what the ranks wish at the next step boundary; return whether training is to end."""
+        told = self.step.finish_exchange(self.worker, self._exchange_checks_steps)
+        change, stop, *checkpoint = told
+        self._change_agreed |= change
+        self.checkpoints.agree(checkpoint)
+        return stop
+
+    def own_flags(self) -> np.ndarray:
+        """Return what this rank tells the others in a step whose graph reduces it.
+
+        Called while the graph runs, in a thread of the framework, when all gradients are computed.
+        """
+        worker, step = self.worker, self.step
+        if worker.communicator.size == 1:
+            worker.refuse_aborted()  # a single rank has no collective that would fail
+        if worker.audit and step.passes:
+            self._audit.gather(step.passes)
+        return step.flags(self._wishes, place=self.reading.place_hash() if step.passes else 0)
+
+    def graph_stepped(self, told: np.ndarray, *, collectives: bool = True) -> None:
+        """Count a step that a graph has taken.
+
+        It comes before anything that can fail, since parameters have changed already.
+
+        Args:
+            told: average of all ranks' :meth:`own_flags`.
+            collectives: whether the other ranks call this too, so that they can be asked.
+        """
+        worker = self.worker
+        self.end_uncommitted()
+        self.step.receive(told, shared=worker.communicator.size > 1)
+        stop = self._finish_exchange()
+        self.optimizer_stepped()
+        if collectives:
+            if stop:
+                agree_on_stop(worker, worker.progress.step)
+            check_replicas(worker)
 
     def optimizer_stepped(self) -> None:
         """Count the step that an optimizer has taken; with several, the body's end counts it."""
@@ -496,6 +535,7 @@ class Context:
         worker = self.worker
         worker.communicator.stop(broken=True)
         self.checkpoints.settle()
+        worker.averagers.collect(collectives=False)
         self.step_failed()
         self.rollback.fail()
         self._audit.send_again()
@@ -569,5 +609,8 @@ def current() -> Context:
     """
     if _context is None:
         tell_uncaught()
-        raise ScriptError("call hvd_elastic.torch.init() first, before anything else of it")
+        raise ScriptError(
+            "call hvd_elastic.torch.init() first, before anything else of it; with TensorFlow "
+            "hvd_elastic.tensorflow.init()"
+        )
     return _context

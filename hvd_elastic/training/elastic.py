@@ -73,7 +73,10 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
                 if begun:
                     error.args = (f"{error}. {_AFTER_A_FAILURE}",)
                 raise
-            except (MemoryError, RuntimeError) as error:
+            except Exception as error:
+                failed = frontend.failed_collective(error)
+                if failed is not None:
+                    raise failed from error
                 if not (frontend.is_out_of_memory(error) and ctx.out_of_memory()):
                     raise
             finally:
@@ -229,7 +232,7 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
             if pending:
                 ctx.follow()
                 pending = False
-            if not _all_returned(ctx, bool(returned)):
+            if not all_returned(ctx, bool(returned)):
                 returned = [train()]
                 phase = ctx.rollback.function_returned()
             worker.communicator.barrier()  # no rank exits while another may still need it
@@ -239,12 +242,12 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
             continue
         worker.progress.phase = phase
         ended = msg.Finished(worker.position)
-        _end(ctx)
+        end_training(ctx)
         worker.sink.send(ended)
         return returned[0]
 
 
-def _all_returned(ctx: Context, returned: bool) -> bool:
+def all_returned(ctx: Context, returned: bool) -> bool:
     """Return whether the function has returned on all ranks: only what follows it failed."""
     if ctx.worker.progress.phase is not Phase.DONE:
         return False
@@ -252,7 +255,7 @@ def _all_returned(ctx: Context, returned: bool) -> bool:
     return bool(ctx.worker.communicator.gather(own, "hvd_elastic.returned").all())
 
 
-def _end(ctx: Context) -> None:
+def end_training(ctx: Context) -> None:
     """Write the last checkpoint, so that a resumed run does not repeat the end of the epoch.
 
     A resumed run continues a training that was stopped, in the middle of the epoch.
@@ -267,10 +270,15 @@ def _end(ctx: Context) -> None:
     ctx.checkpoints.close()
 
 
-def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
+def start_static(ctx: Context) -> None:
+    """Begin training on ranks that stay the same, from the newest checkpoint if there is one."""
     _restore_newest(ctx)
     ctx.synchronize_state(0)
     ctx.start_alone()
+
+
+def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
+    start_static(ctx)
     try:
         result = train()
     except GenerationBrokenError as error:
@@ -279,7 +287,7 @@ def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
             f"cannot be reached ({error}). What that one said before tells why; with ranks that "
             "stay the same the job ends with it"
         ) from error
-    _end(ctx)
+    end_training(ctx)
     return result
 
 

@@ -45,6 +45,9 @@ class Frontend(Protocol):
     def load_checkpoint(self, path: str) -> dict[str, Any]:
         """Return the content of a checkpoint, as :meth:`State.load` takes it."""
 
+    def failed_collective(self, error: BaseException) -> BaseException | None:
+        """Return what to raise for an error of a collective in a graph; None: it is another."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether an error means that a pass did not fit into memory."""
 
@@ -90,6 +93,16 @@ class Averager(Protocol):
 
     def forget(self) -> None:
         """Forget a step that ended without ``step()``; called when the next one begins."""
+
+    def prepare(self) -> None:
+        """Set what a graph depends on before the script runs it: weight and number of ranks."""
+
+    def collect(self, *, collectives: bool = True) -> None:
+        """Count the step that a graph has taken, if it has.
+
+        Args:
+            collectives: whether the other ranks do so too, at the same place.
+        """
 
     def absorb(self) -> None:
         """Add up the gradients of a pass that is followed by others in the same step."""

@@ -30,6 +30,10 @@ class Phase(IntEnum):
     """After a loop that ended within the epoch: that of ``steps()``, or one ended by ``stop()``."""
 
 
+AFTER_LOOP = (Phase.TAIL, Phase.PAUSE)
+"""Phases after a loop over the loader."""
+
+
 @dataclass
 class Progress:
     """Progress of training, which advances only when a step was taken on every rank.

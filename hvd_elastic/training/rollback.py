@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
-from hvd_elastic.training.progress import Phase, Progress
+from hvd_elastic.training.progress import AFTER_LOOP, Phase, Progress
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
 
@@ -42,8 +42,6 @@ A rank that failed between its optimizer's step and the end of the loop body com
 rest of that body is never run. Of ranks that went back to different parts of an epoch, the one
 that is least advanced comes first, so that no part is skipped that another rank has not finished.
 """
-
-_AFTER_LOOP = (Phase.TAIL, Phase.PAUSE)
 
 
 class Rollback:
@@ -184,7 +182,7 @@ class Rollback:
     def steps_begin(self) -> None:
         """Let a loop of ``steps()`` follow an earlier one of the same function."""
         progress = self._worker.progress
-        if progress.phase in _AFTER_LOOP:
+        if progress.phase in AFTER_LOOP:
             progress.phase = Phase.HEAD
 
     def loop_begins(self, *, in_step: bool = False) -> int:
@@ -289,7 +287,7 @@ class Rollback:
 
     def _save_part(self, snapshot: Any = None) -> None:
         worker = self._worker
-        if worker.progress.phase in _AFTER_LOOP and worker.state is not None:
+        if worker.progress.phase in AFTER_LOOP and worker.state is not None:
             snapshot = snapshot or worker.state.take_snapshot(tensors=True)
             self._epoch_end = (replace(worker.progress), worker.stop_reason, snapshot)
         self.save(snapshot)

@@ -100,7 +100,7 @@ class Step:
         self.continues = False
         self.ahead: Progress | None = None
         self._told: Any = None
-        self._is_shared = False
+        self._is_shared = self._is_received = False
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +162,7 @@ class Step:
     def forget(self) -> None:
         """Drop the step: it failed, or has been counted."""
         self.stage, self.passes, self._told = Stage.NONE, [], None
+        self._is_received = False
         self.ahead, self.continues, self.in_no_sync = None, False, False
 
     def begin_exchange(
@@ -181,10 +182,21 @@ class Step:
         """
         if self.is_exchanged or self._told is not None:
             return
-        own = [place, place * place, self.is_too_large, self.is_left_out, *wishes()]
-        self._told, self._is_shared = np.array(own, np.float32), shared
+        self._told, self._is_shared = self._own(place, wishes), shared
         if shared:
             self._told = worker.communicator.reduce_async(self._told, FLAGS_NAME)
+
+    def _own(self, place: int, wishes: Callable[[], Sequence[bool]]) -> np.ndarray:
+        own = [place, place * place, self.is_too_large, self.is_left_out, *wishes()]
+        return np.array(own, np.float32)
+
+    def flags(self, wishes: Callable[[], Sequence[bool]], *, place: int) -> np.ndarray:
+        """Return what :meth:`begin_exchange` would send, for a graph that reduces it itself."""
+        return self._own(place, wishes)
+
+    def receive(self, told: np.ndarray, *, shared: bool) -> None:
+        """Take over the average of all ranks' :meth:`flags` that a graph has computed."""
+        self._told, self._is_shared, self._is_received = told, shared, True
 
     def finish_exchange(self, worker: Worker, adapts: bool, *, turn: bool = False) -> list[bool]:
         """Wait for the exchange that :meth:`begin_exchange` began; return the combined wishes.
@@ -199,7 +211,8 @@ class Step:
             ScriptError: the ranks are in different places, or some of them leave the step out.
         """
         told, self._told = self._told, None
-        if self._is_shared:
+        received, self._is_received = self._is_received, False
+        if self._is_shared and not received:
             told = worker.communicator.wait(told)
         place, square, too_large, left_out, *wishes = told.tolist()
         if square - place * place > _PLACE_TOLERANCE:

@@ -17,22 +17,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hvd_elastic.checkpoint.files import newest_valid
+from hvd_elastic.checkpoint.header import TensorInfo, decode_values
+from hvd_elastic.checkpoint.reader import open_checkpoint
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
-from hvd_elastic.torch.checkpoint import load_checkpoint
 from tests.dist.jobs import Job, environment
-from tests.paths import ALL, COSTLY, ROOT
+from tests.paths import ALL, COSTLY, NEEDS_TENSORFLOW, ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 STYLES = ROOT / "tests/dist/styles/elastic"
 DISTURBED = ROOT / "tests/dist/scripts/disturbed.py"
 SEED = int(os.environ.get("HVD_ELASTIC_TEST_KILL_SEED", "0"))
-ALWAYS = ("accumulation", "gan", "transformer")
+ALWAYS = ("accumulation", "gan", "transformer", "keras_fit")
+TENSORFLOW = ("keras_fit", "tensorflow_loop")
 WITHIN_EPOCH = ("n_steps",)
 """Styles whose training ends within a pass over the data."""
 TOLERANCE = 1e-8
@@ -40,7 +43,13 @@ SIZES = (2, 3)
 
 
 EVERY = [
-    pytest.param(path.stem, marks=[] if path.stem in ALWAYS else [COSTLY])
+    pytest.param(
+        path.stem,
+        marks=[
+            *([] if path.stem in ALWAYS else [COSTLY]),
+            *([NEEDS_TENSORFLOW] if path.stem in TENSORFLOW else []),
+        ],
+    )
     for path in sorted(STYLES.glob("*.py"))
 ]
 
@@ -106,7 +115,26 @@ def final_state(run: Path) -> dict[str, Any]:
     saved = {
         path.name: torch.load(path, weights_only=True) for path in (run / "saved").glob("*.pt")
     }
-    return {**load_checkpoint(newest.path), "saved": saved}
+    return {**load_tensors(newest.path), "saved": saved}
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint of any framework, with tensors of PyTorch."""
+    with open_checkpoint(path) as reader:
+        header = reader.read_header()
+        if header.frontend == "torch":
+            from hvd_elastic.torch.checkpoint import load_checkpoint
+
+            return load_checkpoint(path)
+        arrays: dict[str, Any] = {}
+
+        def place(info: TensorInfo) -> Any:
+            arrays[info.name] = np.empty(info.shape, info.array_dtype)
+            return arrays[info.name].reshape(-1).view(np.uint8)
+
+        reader.read_tensors(header, place)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {**decode_values(header.values, tensors, ()), "progress": header.progress}
 
 
 def differences(here: Any, there: Any, exact: bool, place: str = "") -> Iterator[str]:

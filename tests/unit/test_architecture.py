@@ -18,8 +18,8 @@ LEVELS = (
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
-    {"torch", "cluster", "virtual", "views", "install"},
-    {"bench", "cli"},
+    {"torch", "tensorflow", "cluster", "virtual", "views", "install"},
+    {"keras", "bench", "cli"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""
 
@@ -75,7 +75,7 @@ def test_rooms_do_not_import_each_other_in_a_circle():
         raise AssertionError(f"a circle of rooms: {' -> '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize("name", ["training", "torch"])
+@pytest.mark.parametrize("name", ["training", "torch", "tensorflow"])
 def test_modules_of_a_room_do_not_import_each_other_in_a_circle(name: str) -> None:
     """Imports for type checkers count as well."""
     inside = {module: targets for module, targets in modules().items() if room(module) == name}

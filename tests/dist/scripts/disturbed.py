@@ -20,16 +20,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-import hvd_elastic.torch as hvd
+import hvd_elastic
 from hvd_elastic.training import context
+from hvd_elastic.training.metrics import Metrics
 
 plan = json.loads(Path(sys.argv[1]).read_text())
 script = str(Path(sys.argv[2]).resolve())
 folder = Path(plan["folder"])
-LIBRARY = str(Path(hvd.__file__).parents[1])
+LIBRARY = str(Path(hvd_elastic.__file__).parent)
 LINES = {False: 25, True: 250}
 """Lines in which the victim dies on average: about two steps."""
 STEPS = 3
@@ -37,7 +35,7 @@ STEPS = 3
 WAIT_S = 60.0
 
 
-def join(*_):
+def join():
     """Have a worker join after a step, and wait until it is about to."""
     worker, joined = context.current().worker, folder / "joined"
     if worker.progress.step < plan["join"] or joined.exists():
@@ -88,21 +86,26 @@ class Death:
 
 def tell_end():
     """Write a digest of what the optimizers train."""
-    state: Any = context.current().worker.state
+    worker = context.current().worker
+    state: Any = worker.state
     found = hashlib.sha256()
-    for _, optimizer in sorted(state.named_optimizers().items()):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                kept = [v for _, v in sorted(optimizer.state.get(parameter, {}).items())]
-                for value in [parameter.detach(), *filter(torch.is_tensor, kept)]:
-                    found.update(value.numpy().tobytes())
-    line = json.dumps({"rank": hvd.rank(), "digest": found.hexdigest()}) + "\n"
+    content = state._live_content()
+    for tensor, trained in zip(content.tensors, state._known(content), strict=True):
+        for piece in state._pieces(tensor) if trained else ():
+            found.update(piece().tobytes())
+    rank = worker.communicator.rank
+    line = json.dumps({"rank": rank, "digest": found.hexdigest()}) + "\n"
     with (folder / "ends.jsonl").open("a") as file:
         file.write(line)
 
 
+def count_and_join(metrics, planned, *, count=Metrics.step_finished):
+    count(metrics, planned)
+    join()
+
+
 if "join" in plan:
-    register_optimizer_step_post_hook(join)
+    setattr(Metrics, "step_finished", count_and_join)  # noqa: B010
 if "die" in plan:
     sys.settrace(Death(**plan["die"]).trace)
 sys.argv[:] = sys.argv[2:]

@@ -38,7 +38,8 @@ def test_a_mistake_is_its_message_alone_in_a_real_script() -> None:
     done = run("-c", program)
     assert done.returncode == 1
     assert done.stderr == (
-        "error: call hvd_elastic.torch.init() first, before anything else of it\n"
+        "error: call hvd_elastic.torch.init() first, before anything else of it; with TensorFlow "
+        "hvd_elastic.tensorflow.init()\n"
     )
 
 

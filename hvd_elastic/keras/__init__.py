@@ -1,0 +1,48 @@
+"""The module that a training script with ``model.fit`` of Keras 3 imports.
+
+Outline of a script::
+
+    import hvd_elastic.keras as hvd
+
+    hvd.init()
+    model = keras.Sequential([keras.Input((8, 8, 1)), ...])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    dataset = hvd.dataset((images, labels), batch_size=64, shuffle=True)
+    model.fit(dataset, epochs=10, callbacks=[hvd.ElasticCallback()])
+"""
+
+from __future__ import annotations
+
+from hvd_elastic.frameworks import check_keras_backend, check_tensorflow
+
+check_tensorflow()
+check_keras_backend()
+
+from hvd_elastic.keras.callback import ElasticCallback
+from hvd_elastic.tensorflow import (
+    DistributedOptimizer,
+    allgather,
+    allreduce,
+    dataset,
+    init,
+    local_rank,
+    rank,
+    report,
+    size,
+    stop,
+)
+
+__all__ = [
+    "DistributedOptimizer",
+    "ElasticCallback",
+    "allgather",
+    "allreduce",
+    "dataset",
+    "init",
+    "local_rank",
+    "rank",
+    "report",
+    "size",
+    "stop",
+]

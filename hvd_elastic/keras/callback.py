@@ -1,0 +1,260 @@
+"""The callback that makes ``model.fit`` elastic.
+
+``fit`` cannot be entered in the middle, so it does not learn of a failure: the callback replaces
+the model's training function by one that joins the next generation and repeats the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.frameworks import check_keras_model
+from hvd_elastic.tensorflow.data import ElasticDataset
+from hvd_elastic.tensorflow.elastic import check_optimizer, rehearse
+from hvd_elastic.tensorflow.optimizer import averager_of
+from hvd_elastic.tensorflow.state import State
+from hvd_elastic.tensorflow.variables import LiveVariable, variable_of
+from hvd_elastic.training import context
+from hvd_elastic.training.progress import AFTER_LOOP, Phase
+from hvd_elastic.training.session import Session
+
+_FOREVER = 1 << 62
+
+
+class ElasticCallback(keras.callbacks.Callback):
+    """Makes ``model.fit`` elastic; put it first in ``callbacks``.
+
+    Hosts join and leave between two batches, a batch that fails is repeated, and a resumed run goes
+    on in the epoch where it was. At the end of an epoch the metrics in ``logs`` are averaged over
+    the ranks by examples, before the callbacks that follow see them (EarlyStopping,
+    ReduceLROnPlateau, ModelCheckpoint).
+
+    Args:
+        values: further values of the state, as for :class:`hvd_elastic.tensorflow.State`.
+
+    Attributes:
+        state: the state, once ``fit`` has begun.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        # An epoch of a worker that joins is short, and the dataset is shuffled by hvd.dataset.
+        warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
+        warnings.filterwarnings("ignore", ".shuffle=True. was passed", UserWarning)
+        self._values = values
+        self._ctx = context.current()
+        self._session = Session(self._ctx, "model.fit", self._finish_tail)
+        self._logs: dict[str, float] = {}
+        self._examples = 0
+        self._train: Any = None
+        self._batches: Batches | None = None
+        self._began = False
+        self.state: State | None = None
+
+    # -- what Keras calls ------------------------------------------------------------------
+
+    def set_model(self, model: Any) -> None:
+        """Check the model before Keras makes its training function."""
+        super().set_model(model)
+        _check(model)
+        model.jit_compile = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Have the step traced, and join the other ranks."""
+        self.state = State(model=self.model, optimizer=self.model.optimizer, **self._values)
+        check_optimizer(self.state)
+        self._train = self.model.train_function
+        rehearse(self.state, self._trace)
+        ElasticDataset.as_input = self._input
+        self._session.begin()
+        progress = self._ctx.worker.progress
+        done = progress.phase is Phase.DONE
+        self.model._initial_epoch = _FOREVER if done else progress.epoch
+        self.model.train_function = self._step
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count the examples of this rank."""
+        self._examples = 0
+        if not self._began and epoch != self._ctx.worker.progress.epoch:
+            raise ScriptError(
+                f"model.fit(initial_epoch={epoch}): a run that is resumed goes on in the epoch "
+                "where training stands by itself; leave initial_epoch out"
+            )
+        self._began = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Average the metrics, and turn the epoch."""
+        if logs is None:
+            logs = {}
+        if self._batches is not None:
+            self._batches.restart()  # a callback may have ended the epoch early
+        self._logs = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
+        logs.update(self._finish_tail())
+        self._ctx.report(logs)
+        if self._ctx.worker.progress.stopped:
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Leave together with the other ranks."""
+        ElasticDataset.as_input = None
+        self.model.train_function, self.model._initial_epoch = self._train, None
+        self._session.end()
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def _trace(self) -> None:
+        """Have the step traced for batches of any size: two sizes generalise the shape."""
+        if ElasticDataset.latest is not None:
+            for batch in itertools.islice(ElasticDataset.latest.examples(), 2):
+                self._train([batch])
+
+    def _input(self, dataset: ElasticDataset) -> Batches:
+        return Batches(dataset)
+
+    def _step(self, batches: Any) -> Any:
+        """Train on the next batch; in place of the model's training function."""
+        if not isinstance(batches, Batches):
+            raise ScriptError(
+                "model.fit(x): with ElasticCallback the data has to come from hvd.dataset(source, "
+                "batch_size, shuffle=True), which gives each rank its share; map and prefetch may "
+                f"follow it. This is a {type(batches).__name__}"
+            )
+        self._batches = batches
+        worker = self._ctx.worker
+        logs: Any = None
+        while True:
+            done = worker.progress.step
+            kept = self._metrics()
+            try:
+                data = next(batches)
+                logs = self._train([data])
+                worker.averagers.collect()
+                self._examples += len(tf.nest.flatten(data)[0])
+                kept = []
+                self._ctx.commit(logs)
+                batches.end_if_last()
+                return logs
+            except (GenerationBrokenError, tf.errors.OpError) as error:
+                for variable, value in kept:
+                    variable.assign(value)
+                worker.in_train = False  # the loop that is closed has not ended the epoch
+                batches.restart()
+                self._session.recover(error)
+                if logs is not None and not kept and worker.progress.step > done:
+                    return logs
+
+    def _metrics(self) -> list[tuple[Any, Any]]:
+        """Return the values of the metrics, which a step that fails may have changed."""
+        found = [variable_of(variable) for variable in self.model.metrics_variables]
+        return [(variable, LiveVariable(variable).view()) for variable in found]
+
+    def _finish_tail(self) -> dict[str, float]:
+        """Average the metrics of the epoch over the ranks and turn it; again where it fails."""
+        while True:
+            try:
+                averaged = self._averaged()
+                self._ctx.turn_epoch(self._ctx.worker.progress.epoch)
+                return averaged
+            except GenerationBrokenError as error:
+                self._session.recover(error, in_tail=True)
+                if self._ctx.worker.progress.phase not in AFTER_LOOP:
+                    return self._logs  # another rank has turned the epoch already
+
+    def _averaged(self) -> dict[str, float]:
+        """Return the metrics averaged over the ranks, those of training by examples."""
+        self._ctx.rollback.collective_begins("the metrics of the epoch")
+        own = json.dumps([self._examples, self._logs]) + "\n"
+        communicator = self._ctx.worker.communicator
+        told = communicator.gather(
+            np.frombuffer(own.encode(), np.uint8).copy(), "hvd_elastic.metrics"
+        )
+        rows = [json.loads(line) for line in told.tobytes().splitlines()]
+        return average_logs([(examples, logs) for examples, logs in rows])
+
+
+def average_logs(rows: list[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the metrics of all ranks, averaged by examples.
+
+    Args:
+        rows: number of examples in the epoch, and metrics, of each rank.
+
+    >>> average_logs([(3, {"loss": 1.0}), (1, {"loss": 2.0}), (0, {})])
+    {'loss': 1.25}
+    """
+    found: dict[str, float] = {}
+    for key in dict.fromkeys(key for _, logs in rows for key in logs):
+        known = [(examples, logs[key]) for examples, logs in rows if key in logs]
+        total = sum(examples for examples, _ in known)
+        if total:
+            found[key] = sum(examples * value for examples, value in known if examples) / total
+    return found
+
+
+class Batches:
+    """The batches of one epoch, as an iterator that Keras hands to the training function."""
+
+    def __init__(self, dataset: ElasticDataset) -> None:
+        self._dataset = dataset
+        self._batches: Iterator[Any] | None = None
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch; raise StopIteration where the epoch is over."""
+        if self._ended:
+            raise StopIteration
+        if self._batches is None:
+            self._batches = self._dataset.batches()
+        return next(self._batches)
+
+    def end_if_last(self) -> None:
+        """End the loop over the epoch after its last batch, which Keras counts for itself."""
+        if self._batches is not None and not self._dataset.steps_left():
+            next(self._batches, None)
+            self._ended = True
+
+    def restart(self) -> None:
+        """Begin again where training stands."""
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()  # type: ignore[attr-defined]
+
+
+def _check(model: Any) -> None:
+    """Raise ScriptError for a model whose ``fit`` cannot be made elastic; say why."""
+    optimizer = model.optimizer
+    check_keras_model(model)
+    if not model.built:
+        raise ScriptError(
+            f"model.fit: this {type(model).__name__} is not built, so it has no variables yet that "
+            "a worker that joins could receive. Give it its input shape (keras.Input), or call "
+            "model.build(shape), before fit"
+        )
+    if averager_of(optimizer) is None:
+        raise ScriptError(
+            f"model.compile(optimizer): this {type(optimizer).__name__} was not given to "
+            "hvd_elastic.keras.DistributedOptimizer, so its gradients are not averaged; write "
+            "model.compile(hvd.DistributedOptimizer(optimizer), ...)"
+        )
+    if model.steps_per_execution != 1:
+        raise ScriptError(
+            f"model.compile(steps_per_execution={model.steps_per_execution}): hosts join and leave "
+            "between two steps, and a failure repeats one; leave it at 1"
+        )
+    options = getattr(model, "_compile_config", None)
+    if options is not None and options.config.get("jit_compile") is True:
+        raise ScriptError(
+            "model.compile(jit_compile=True): XLA cannot run Horovod's reductions. Leave it out"
+        )

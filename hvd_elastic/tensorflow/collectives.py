@@ -1,0 +1,181 @@
+"""Horovod's collectives on TensorFlow tensors, which the Horovod communicator is built on."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_elastic.communicator.interface import FLAGS_NAME
+from hvd_elastic.communicator.ring import load_horovod
+from hvd_elastic.tensorflow.variables import LiveVariable
+
+_THREADS = 8
+"""Most collectives in flight outside of graphs: each blocks a thread. More than the buckets of the
+state that are sent at the same time."""
+_MESSAGE = re.compile(r"^(?:\{\{.*?\}\}|\[_Derived_\]|Graph execution error:|\s)*")
+_DETECTED = re.compile(r"\n\s*(?:\[\[\{\{|\t)")
+
+
+def reason_of(error: tf.errors.OpError) -> str:
+    """Return Horovod's message, which TensorFlow shows with the place in the graph around it."""
+    lines = [_MESSAGE.sub("", line) for line in str(error.message).splitlines()]
+    for line in lines:
+        if line.startswith("Mismatched"):
+            return line.partition(" [[{{")[0].partition(" [Op:")[0]
+    told = [line for line in lines if "orovod" in line or "gloo" in line or "onnection" in line]
+    return (told or [line for line in lines if line] or ["a reduction has failed"])[-1]
+
+
+@tf.autograph.experimental.do_not_convert
+def reduce_in_graph(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
+    """Return the sum of a tensor over all ranks, as part of the graph being traced.
+
+    Args:
+        tensor: its type is one that Horovod reduces.
+        name: name of the reduction, the same on all ranks.
+        average: return the average, whose divisor is the number of ranks when the graph runs.
+    """
+    horovod = load_horovod("tensorflow")
+    return horovod.mpi_ops.MPI_LIB.horovod_allreduce(
+        tensor,
+        name=name,
+        reduce_op=horovod.Average if average else horovod.Sum,
+        prescale_factor=1.0,
+        postscale_factor=1.0,
+        ignore_name_scope=True,
+    )
+
+
+class TensorFlowCollectives:
+    """Implements :class:`hvd_elastic.communicator.interface.Collectives` for TensorFlow tensors.
+
+    Horovod knows an operation by the name of its node, and outside of graphs TensorFlow names all
+    nodes of a kind alike. So each collective is a small graph of its own, traced once for each name
+    and type, which runs in a thread.
+    """
+
+    framework = "TensorFlow"
+
+    def __init__(self) -> None:
+        self.horovod = load_horovod("tensorflow")
+        self._operations = self.horovod.mpi_ops.MPI_LIB
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="collective")
+        self._graphs: dict[tuple[Any, ...], Any] = {}
+        from horovod.common.exceptions import HorovodInternalError
+
+        self._failure = HorovodInternalError
+
+    def warm(self) -> None:
+        """Trace the collectives that a worker needs when it joins."""
+        for kind, name, dtype in (
+            ("broadcast", "hvd_elastic.bytes", tf.uint8),
+            ("allgather", "hvd_elastic.lacking", tf.int64),
+            ("broadcast", "hvd_elastic.state.0", tf.uint8),
+            ("alltoall", "hvd_elastic.share.0", tf.uint8),
+            ("allreduce", FLAGS_NAME, tf.float32),
+        ):
+            self._graph(kind, name, dtype, 0)
+
+    def from_numpy(self, array: np.ndarray) -> tf.Tensor:
+        """Return a tensor with the content of the array."""
+        return tf.convert_to_tensor(array)
+
+    def to_numpy(self, tensor: tf.Tensor) -> np.ndarray:
+        """Return an array with the content of the tensor."""
+        array: np.ndarray = tensor.numpy()
+        return array
+
+    @contextlib.contextmanager
+    def as_bytes(self, tensors: Sequence[Any]) -> Iterator[list[list[np.ndarray]]]:
+        """Yield the bytes of variables and arrays in host memory; set them when it ends."""
+        copies = [
+            tensor.copy() if isinstance(tensor, LiveVariable) else tensor for tensor in tensors
+        ]
+        flat = [each.reshape(-1).view(np.uint8) for each in copies if each.size]
+        yield [flat] if flat else []
+        for tensor, values in zip(tensors, copies, strict=True):
+            if isinstance(tensor, LiveVariable):
+                tensor.set(values)
+
+    def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
+        """Return a new array of flat arrays, concatenated."""
+        return np.concatenate(list(pieces))
+
+    def average_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
+        """Begin to average a tensor over all ranks."""
+        return self._begin("allreduce", name, tensor, self.horovod.Average)
+
+    def sum_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
+        """Begin to add a tensor up over all ranks."""
+        return self._begin("allreduce", name, tensor, self.horovod.Sum)
+
+    def allgather_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
+        """Begin to concatenate the tensors of all ranks."""
+        return self._begin("allgather", name, tensor)
+
+    def broadcast_async(self, tensor: tf.Tensor, name: str, root_rank: int) -> Future[Any]:
+        """Begin to send the root's tensor to all ranks."""
+        return self._begin("broadcast", name, tensor, root_rank)
+
+    def alltoall_async(self, tensor: Any, name: str, splits: Sequence[int]) -> Future[Any]:
+        """Begin to send ``splits[rank]`` rows to each rank."""
+        return self._begin("alltoall", name, tensor, 0, tf.constant(splits, tf.int32))
+
+    def synchronize(self, handle: Future[Any]) -> Any:
+        """Wait for a collective and return its result."""
+        try:
+            return handle.result()
+        except tf.errors.OpError as error:
+            raise self._failure(reason_of(error)) from error
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.synchronize(self._begin("allreduce", "hvd_elastic.barrier", tf.zeros(1), 1))
+
+    def _begin(
+        self, kind: str, name: str, tensor: Any, option: int = 0, *more: tf.Tensor
+    ) -> Future[Any]:
+        tensor = tf.convert_to_tensor(tensor)
+        return self._pool.submit(self._graph(kind, name, tensor.dtype, option), tensor, *more)
+
+    def _graph(self, kind: str, name: str, dtype: tf.DType, option: int) -> Callable[..., Any]:
+        key = (kind, name, dtype, option)
+        if key not in self._graphs:
+            self._graphs[key] = self._trace(kind, _node_name(name), dtype, option)
+        return self._graphs[key]
+
+    def _trace(self, kind: str, name: str, dtype: tf.DType, option: int) -> Callable[..., Any]:
+        operations = self._operations
+
+        def run(tensor: tf.Tensor, *more: tf.Tensor) -> tf.Tensor:
+            if kind == "allreduce":
+                average = option == self.horovod.Average
+                return reduce_in_graph(tensor, name, average=average)
+            if kind == "allgather":
+                return operations.horovod_allgather(tensor, name=name, ignore_name_scope=True)
+            if kind == "broadcast":
+                return operations.horovod_broadcast(
+                    tensor, root_rank=option, name=name, ignore_name_scope=True
+                )
+            return operations.horovod_alltoall(
+                tensor, *more, name=name, ignore_name_scope=True
+            ).output
+
+        signature = [tf.TensorSpec(None, dtype)]
+        if kind == "alltoall":
+            signature.append(tf.TensorSpec([None], tf.int32))
+        return tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
+
+
+def _node_name(name: str) -> str:
+    """Return a valid name of a node, different for different names."""
+    if re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.-]*", name):
+        return name
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.{zlib.crc32(name.encode())}".lstrip("_-")

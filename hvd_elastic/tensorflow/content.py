@@ -1,0 +1,147 @@
+"""Converts the state of a TensorFlow training to the content of checkpoints and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_elastic.checkpoint.header import RESERVED, TensorInfo, decode_values, encode_values
+from hvd_elastic.checkpoint.reader import open_checkpoint
+from hvd_elastic.checkpoint.stream import Content
+from hvd_elastic.errors import CheckpointError
+from hvd_elastic.tensorflow.variables import LiveVariable
+
+_PIECE_BYTES = 16 << 20  # digests of a tensor's pieces are computed in several threads
+
+
+class TensorFlowContent(Content):
+    """Nested dicts, lists, variables, arrays and plain values at one step.
+
+    Args:
+        nested: the state.
+        shared: ``id()`` of the variables that are the same on every rank.
+        copy_own: keep the values of the other tensors; for the rank that writes them.
+
+    Attributes:
+        tensors: live variables, and arrays, of the stream, in its order.
+
+    Raises:
+        ScriptError: a value cannot be put into a checkpoint; names its place and its type.
+    """
+
+    frontend = "tensorflow"
+
+    def __init__(self, nested: Any, shared: Container[int], *, copy_own: bool = True) -> None:
+        super().__init__()
+        self.tensors: list[LiveVariable | np.ndarray] = []
+        self._shared = shared
+        self._copy_own = copy_own
+        self._own: list[np.ndarray] = []
+        self._known: dict[int, str] = {}
+        self._taken = set(RESERVED)
+        self.values = encode_values(nested, self._encode_leaf)
+
+    def _encode_leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(value, (tf.Variable, np.ndarray)) or value.dtype == object:
+            return NotImplemented
+        if id(value) in self._known:
+            return {"$tensor": self._known[id(value)]}
+        live = LiveVariable(value) if isinstance(value, tf.Variable) else value
+        name = base = ".".join(map(str, path[1:]))
+        number = 1
+        while name in self._taken:
+            number += 1
+            name = f"{base}~{number}"
+        self._taken.add(name)
+        self._known[id(value)] = name
+        info = TensorInfo(name, np.dtype(live.dtype).name, tuple(live.shape), live.nbytes)
+        if id(value) in self._shared:
+            self.stream.append(info)
+            self.tensors.append(live)
+        else:
+            self.own.append(info)
+            if self._copy_own:
+                self._own.append(_view(live) if isinstance(live, LiveVariable) else live.copy())
+        return {"$tensor": name}
+
+    def own_data(self) -> Iterator[Any]:
+        """See the base class."""
+        return map(_bytes_of, self._own)
+
+    def encode_opaque(self) -> bytes:
+        """Return nothing: there are no such values."""
+        return b""
+
+    def begin_copy(
+        self, begin: int, end: int, target: np.ndarray[Any, Any], lasting: set[int]
+    ) -> Callable[[], str | None]:
+        """See the base class; views of variables keep their values, so all is copied later."""
+        views = [
+            (_bytes_of(_view(self.tensors[number])), first, last)
+            for number, first, last in self.parts(begin, end)
+        ]
+
+        def copy_rest() -> None:
+            at = 0
+            for view, first, last in views:
+                target[at : at + last - first] = view[first:last]
+                at += last - first
+            views.clear()
+
+        return copy_rest
+
+
+def _view(tensor: LiveVariable | np.ndarray) -> np.ndarray:
+    return tensor.view() if isinstance(tensor, LiveVariable) else tensor
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def pieces_of(tensor: LiveVariable | np.ndarray) -> list[Callable[[], np.ndarray]]:
+    """Return functions that return the bytes of a tensor, piece by piece."""
+    flat = _bytes_of(_view(tensor))
+    cuts = range(0, max(1, len(flat)), _PIECE_BYTES)
+    return [partial(flat.__getitem__, slice(at, at + _PIECE_BYTES)) for at in cuts]
+
+
+def load_checkpoint(path: Path | str) -> dict[str, Any]:
+    """Return the content of a checkpoint.
+
+    Args:
+        path: its manifest; the shards are in the same folder.
+
+    Returns:
+        ``objects`` (name → values by name), ``plain`` (name → value) and ``progress``.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the checkpoint is of another framework.
+    """
+    with open_checkpoint(path) as reader:
+        if reader.is_pickled:
+            raise CheckpointError(f"checkpoint {path} was written by hvd_elastic.torch")
+        header = reader.read_header()
+        if header.frontend != "tensorflow":
+            raise CheckpointError(
+                f"checkpoint {path} was written by hvd_elastic.{header.frontend} and holds values "
+                "that TensorFlow cannot take. Resume with the script that wrote it"
+            )
+        tensors: dict[str, np.ndarray] = {}
+
+        def place(info: TensorInfo) -> Any:
+            tensors[info.name] = np.empty(info.shape, type_named(info.dtype))
+            return _bytes_of(tensors[info.name])
+
+        reader.read_tensors(header, place)
+        return {**decode_values(header.values, tensors, ()), "progress": header.progress}
+
+
+def type_named(name: str) -> np.dtype[Any]:
+    """Return the numpy type of a name such as ``bfloat16``."""
+    return np.dtype(tf.as_dtype(name).as_numpy_dtype)

@@ -1,0 +1,319 @@
+"""A ``tf.data.Dataset`` of this rank's share, each example exactly once while the world changes.
+
+:mod:`hvd_elastic.training.data_order` decides which examples a rank reads. What the script makes of
+the dataset (``map``, ``prefetch``) is a pipeline of TensorFlow, which reads ahead of training. So
+the batches that come out of it are counted, and not those that go in; where this rank's place
+changes, the pipeline is begun again from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training import context as training
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.data_order import MIN_SHARE, DataOrder, Place
+from hvd_elastic.training.planning.batch_bounds import require_whole
+from hvd_elastic.training.planning.compute_times import ComputeTimes
+from hvd_elastic.training.planning.planner import Planner, UnequalShares
+
+_CHANGES_BATCHES = frozenset(
+    [
+        "batch",
+        "concatenate",
+        "filter",
+        "flat_map",
+        "group_by_window",
+        "interleave",
+        "padded_batch",
+        "ragged_batch",
+        "rebatch",
+        "repeat",
+        "shard",
+        "shuffle",
+        "skip",
+        "sparse_batch",
+        "take",
+        "take_while",
+        "unbatch",
+        "unique",
+        "window",
+        "zip",
+        "rejection_resample",
+        "random",
+        "sample_from_datasets",
+        "bucket_by_sequence_length",
+    ]
+)
+"""Methods of a dataset after which a batch that comes out is no batch that went in."""
+
+
+def dataset(
+    source: Any,
+    batch_size: int | None = None,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    unequal_shares: bool = False,
+) -> tf.data.Dataset:
+    """Return a ``tf.data.Dataset`` of this rank's share of every global batch.
+
+    Each example is read once an epoch, whatever joins or leaves. Iterate over it inside
+    ``hvd.epochs()``, once an epoch, or give it to ``model.fit``. ``map``, ``prefetch`` and
+    ``with_options`` after it work as always; what would change the batches (``batch``, ``shuffle``,
+    ``repeat``, ``filter``) is refused. Outside of training it gives two batches of the first
+    examples, to build and trace a model with.
+
+    Args:
+        source: arrays with a common first dimension, as an array, tuple or dict; or an object with
+            ``__len__`` and ``__getitem__`` that returns an example, an array or a tuple or dict of
+            them. All ranks must see the same examples at the same indices.
+        batch_size: examples in a step over all ranks together, >= 1.
+        shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
+        seed: seed of the order, >= 0, the same on all ranks.
+        drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
+        unequal_shares: whether slow ranks get fewer examples of a step.
+
+    Raises:
+        ScriptError: the source cannot be read by index, is empty, or is batched already; or
+            batch_size or seed is out of range.
+    """
+    read, examples = _reader(source)
+    if batch_size is None:
+        raise ScriptError(
+            "hvd.dataset(source) needs a batch_size: the examples of all ranks together in one "
+            "step, hvd.dataset(source, 64)"
+        )
+    require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
+    require_whole("seed", seed, 0, "the same on all ranks")
+    if drop_last and examples < batch_size:
+        raise ScriptError(
+            f"drop_last=True leaves nothing to train on: the source has {examples} examples and "
+            f"batch_size is {batch_size}; make batch_size at most {examples}, or drop_last=False"
+        )
+    planner: Planner = Planner(batch_size)
+    if unequal_shares:
+        planner = UnequalShares(batch_size, MIN_SHARE, ComputeTimes())
+    order = DataOrder(
+        examples, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, planner=planner
+    )
+    shares = _Shares(order, read)
+    made = tf.data.Dataset.from_generator(shares.batches, output_signature=shares.signature)
+    return ElasticDataset(made.prefetch(1), shares)
+
+
+class _Shares:
+    """The batches of this rank, as the source of a pipeline.
+
+    Args:
+        order: order of the examples.
+        read: returns a batch of the examples at some indices.
+    """
+
+    def __init__(self, order: DataOrder, read: Callable[[list[int]], Any]) -> None:
+        self.order = order
+        self._read = read
+        self._example = read([0])
+        self.signature = tf.nest.map_structure(_spec, self._example)
+        self._indices: Iterator[list[int]] = iter(())
+        self._read_indices: list[list[int]] = []
+        self._pipeline: Iterator[Any] | None = None
+        self._next_place: Place | None = None
+        self._registered: Context | None = None
+        if training.is_initialized():
+            self.register()
+
+    def register(self) -> Context:
+        """Register the order with the training context once; return the context."""
+        context = training.current()
+        if self._registered is not context:
+            self._registered = context
+            self.order.register(context)
+        return context
+
+    def batches(self) -> Iterator[Any]:
+        """Yield this rank's batches from the present place on; called by the pipeline."""
+        for indices in self._indices:
+            self._read_indices.append(indices)
+            yield self._read(indices)
+
+    def loop(
+        self, begin: Callable[[], Iterator[Any]], enough: Callable[[], bool] | None
+    ) -> Iterator[Any]:
+        """Yield the remaining batches of the current epoch, of the pipeline that ``begin`` begins.
+
+        Args:
+            begin: begins the pipeline that the script has made of this source.
+            enough: go on with further epochs until it returns true; None: end with this epoch.
+        """
+        context = self.register()
+        averagers = context.worker.averagers
+
+        def read(step: Place, following: Place, *, is_first: bool) -> tuple[Any, Any]:
+            if is_first and (self._pipeline is None or self._next_place != step):
+                self._pipeline = None
+                self._indices = self.order.indices(step, context.worker.progress)
+                self._read_indices = []
+                self._pipeline = begin()
+            self._next_place = None
+            assert self._pipeline is not None
+            batch = next(self._pipeline)
+            self._next_place = following
+            indices = self._read_indices.pop(0)
+            return batch, indices if context.worker.audit else None
+
+        try:
+            for batch in self.order.loop(context, read, enough):
+                averagers.prepare()
+                yield batch
+                averagers.collect()
+        except GeneratorExit:
+            averagers.collect(collectives=False)
+            raise
+        finally:
+            self._pipeline = self._next_place = None
+
+
+class ElasticDataset(UnaryUnchangedStructureDataset):
+    """A dataset of TensorFlow that gives this rank's batches of the epoch when it is iterated.
+
+    Args:
+        made: pipeline whose source is ``shares``.
+        shares: this rank's batches.
+    """
+
+    def __init__(self, made: tf.data.Dataset, shares: _Shares) -> None:
+        self._shares = shares
+        ElasticDataset.latest = self
+        super().__init__(made, made._variant_tensor)
+
+    latest: ElasticDataset | None = None
+    """The one that was made last."""
+    as_input: Callable[[ElasticDataset], Any] | None = None
+    """Makes an iterator for a loop that belongs to another library, while it trains."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if ElasticDataset.as_input is not None:
+            made: Iterator[Any] = ElasticDataset.as_input(self)
+            return made
+        if not (training.is_initialized() and training.current().worker.in_train):
+            return self.examples()
+        return self.batches()
+
+    def batches(self, enough: Callable[[], bool] | None = None) -> Iterator[Any]:
+        """Yield the remaining batches of the current epoch; see :meth:`Loader.batches`."""
+        return self._shares.loop(super().__iter__, enough)
+
+    def examples(self) -> Iterator[Any]:
+        """Yield a batch of the first examples, and one of half of them; then refuse to go on."""
+        shares = self._shares
+        most = min(shares.order.batch_size, shares.order.examples)
+        for count in (most, max(1, most // 2)):
+            shares._indices = iter([list(range(count))])
+            yield next(super().__iter__())
+        raise ScriptError(
+            "the dataset of hvd.dataset is iterated outside of training, where this worker has no "
+            "rank. Put the loop into a function under @hvd.run, `def train(state): ...`, and call "
+            "it: train(hvd.State(model=model, optimizer=optimizer)); or give the dataset to "
+            "model.fit(dataset, callbacks=[hvd.ElasticCallback()])"
+        )
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch at the present world size."""
+        return self._steps_from(0)
+
+    def steps_left(self) -> int:
+        """Return the number of steps left in the current epoch at the present world size."""
+        return self._steps_from(self._shares.register().reading.position)
+
+    def cardinality(self) -> tf.Tensor:
+        """Return the number of steps of a whole epoch, which no change of the world changes."""
+        return tf.constant(self._shares.order.steps_from(0, 1), tf.int64)
+
+    def _steps_from(self, position: int) -> int:
+        worker = self._shares.register().worker
+        worker.check_has_ranks("the number of steps")
+        return self._shares.order.steps_from(position, worker.communicator.size)
+
+    def map(self, *args: Any, **options: Any) -> ElasticDataset:
+        """See :meth:`tf.data.Dataset.map`."""
+        return ElasticDataset(super().map(*args, **options), self._shares)
+
+    def prefetch(self, *args: Any, **options: Any) -> ElasticDataset:
+        """See :meth:`tf.data.Dataset.prefetch`."""
+        return ElasticDataset(super().prefetch(*args, **options), self._shares)
+
+    def with_options(self, *args: Any, **options: Any) -> ElasticDataset:
+        """See :meth:`tf.data.Dataset.with_options`."""
+        return ElasticDataset(super().with_options(*args, **options), self._shares)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ScriptError(
+            f"{name}() after hvd.dataset(...), whose batches are this rank's shares of the steps: "
+            "it would change them. Shuffle, and set the batch, by hvd.dataset(source, batch_size, "
+            "shuffle=True); leave examples out in the source; map, prefetch and with_options may "
+            "follow it"
+        )
+
+    return refuse
+
+
+for _name in _CHANGES_BATCHES & {*dir(tf.data.Dataset)}:
+    setattr(ElasticDataset, _name, _refused(_name))
+
+
+def _spec(batch: np.ndarray) -> tf.TensorSpec:
+    return tf.TensorSpec((None, *batch.shape[1:]), batch.dtype)
+
+
+def _reader(source: Any) -> tuple[Callable[[list[int]], Any], int]:
+    """Return a function that reads a batch by indices, and the number of examples."""
+    if isinstance(source, tf.data.Dataset):
+        batched = "is a tf.data.Dataset"
+        raise ScriptError(
+            f"hvd.dataset(source): the source {batched}, which can only be read from its "
+            "beginning to its end. Give it the arrays, or an object with __len__ and __getitem__, "
+            "and map and prefetch afterwards: hvd.dataset((images, labels), 64).map(augment)"
+        )
+    if isinstance(source, (tuple, dict)) or hasattr(source, "shape"):
+        arrays = tf.nest.map_structure(np.asarray, source)
+        lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
+        if len(lengths) != 1 or lengths == {0}:
+            raise ScriptError(
+                f"hvd.dataset(source): the arrays have {sorted(lengths)} examples; all need the "
+                "same first dimension, of at least 1"
+            )
+        return lambda indices: tf.nest.map_structure(lambda a: a[indices], arrays), lengths.pop()
+    if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        raise ScriptError(
+            f"hvd.dataset(source): a {type(source).__name__} cannot be read by index; give it "
+            "arrays, or an object with __len__ and __getitem__"
+        )
+    if not len(source):
+        raise ScriptError("hvd.dataset(source): the source has no examples")
+
+    at_once = getattr(source, "__getitems__", None)
+
+    def read(indices: Sequence[int]) -> Any:
+        return _collated(at_once(indices) if at_once else [source[index] for index in indices])
+
+    return read, len(source)
+
+
+def _collated(examples: Sequence[Any]) -> Any:
+    """Return examples as one batch: arrays, stacked, in the structure of an example."""
+    first = examples[0]
+    if isinstance(first, Mapping):
+        return {key: _collated([each[key] for each in examples]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return tuple(map(_collated, zip(*examples, strict=True)))
+    return np.stack([np.asarray(each) for each in examples])

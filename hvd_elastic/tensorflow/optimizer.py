@@ -1,0 +1,134 @@
+"""Wraps optimizers and gradient tapes so that gradients are averaged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+from typing_extensions import Self
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.tensorflow.gradients import GradientAverager
+
+Optimizer = TypeVar("Optimizer", bound=Any)
+_AVERAGER = "_hvd_elastic_averager"
+
+
+def averager_of(optimizer: Any) -> GradientAverager | None:
+    """Return the averager of an optimizer that was given to :func:`DistributedOptimizer`."""
+    found = optimizer.__dict__.get(_AVERAGER)
+    return found if isinstance(found, GradientAverager) else None
+
+
+def DistributedOptimizer(optimizer: Optimizer) -> Optimizer:  # noqa: N802  (Horovod's name)
+    """Average the gradients of an optimizer over all ranks in its ``apply``.
+
+    The object stays the same; its class becomes a subclass, of the same name. So ``model.compile``,
+    schedules of the learning rate, and a ``tf.function`` work with it as before.
+
+    Args:
+        optimizer: an optimizer of Keras 3, with the TensorFlow backend.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ScriptError: it is another kind of object, or its gradients are averaged already.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ScriptError(
+            f"DistributedOptimizer() wraps an optimizer of Keras 3 (keras.optimizers), not a "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ScriptError(
+            "DistributedOptimizer() cannot wrap LossScaleOptimizer, which looks at the gradients "
+            "of one rank before they are averaged. Use the policy mixed_bfloat16, which needs no "
+            "loss scaling, or float32"
+        )
+    if averager_of(optimizer) is not None:
+        raise ScriptError(
+            "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "
+            "by an earlier call; give it the one of Keras, once"
+        )
+    if tf.distribute.has_strategy():
+        raise ScriptError(
+            f"DistributedOptimizer() within a tf.distribute strategy "
+            f"({type(tf.distribute.get_strategy()).__name__}): both would average the gradients. "
+            "Leave the strategy out; hvd_elastic starts one process for each device"
+        )
+    averager = GradientAverager(lambda: optimizer.learning_rate)
+    kind = type(optimizer)
+
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+        known = self._trainable_variables if trainable_variables is None else trainable_variables
+        averaged = averager.average(list(grads), list(known))
+        # The optimizer's count of steps has no gradient, and must not change before them either.
+        with tf.control_dependencies([each for each in averaged if each is not None]):
+            return kind.apply(self, averaged, trainable_variables)
+
+    optimizer.__class__ = type(kind.__name__, (kind,), {"apply": apply, "__doc__": kind.__doc__})
+    optimizer.__dict__[_AVERAGER] = averager
+    return optimizer
+
+
+class DistributedGradientTape:
+    """A gradient tape whose gradients are averaged over all ranks.
+
+    ``gradient()`` may be called once in a step, for all variables that are trained, by an optimizer
+    of any kind that is not given to :func:`DistributedOptimizer`.
+
+    Args:
+        tape: a ``tf.GradientTape``; None makes one.
+    """
+
+    _averager: GradientAverager | None = None
+
+    def __init__(self, tape: tf.GradientTape | None = None) -> None:
+        self._tape = tf.GradientTape() if tape is None else tape
+
+    def __enter__(self) -> Self:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+        """Return the gradients of ``target``, averaged over the ranks, structured as ``sources``.
+
+        Raises:
+            ScriptError: the gradients are averaged by ``DistributedOptimizer`` as well.
+        """
+        gradients = self._tape.gradient(target, sources, output_gradients)
+        averager = tape_averager()
+        variables = tf.nest.flatten(sources)
+        averaged = averager.average(tf.nest.flatten(gradients), variables)
+        return tf.nest.pack_sequence_as(sources, averaged)
+
+
+def tape_averager() -> GradientAverager:
+    """Return the averager of all gradient tapes of this process; the first call makes it.
+
+    Raises:
+        ScriptError: an optimizer was given to :func:`DistributedOptimizer`.
+    """
+    from hvd_elastic.training import context
+
+    averagers: Any = context.current().worker.averagers
+    made = DistributedGradientTape._averager
+    for averager in averagers:
+        if made is not None and averager is made:
+            return made
+        raise ScriptError(
+            "DistributedGradientTape and DistributedOptimizer are both used, so gradients would be "
+            "averaged twice; use one of them"
+        )
+    with tf.init_scope():
+        DistributedGradientTape._averager = made = GradientAverager(lambda: float("nan"))
+    return made

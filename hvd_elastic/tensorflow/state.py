@@ -1,0 +1,276 @@
+"""The state that a training run must not lose: model, optimizer and the user's own values.
+
+Variables are not copied at a step. They change only after all gradients of a step are reduced, so
+every survivor of a failure holds the state before or after the step in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_elastic.checkpoint.header import encode_values
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.tensorflow.content import TensorFlowContent, pieces_of, type_named
+from hvd_elastic.tensorflow.trained_sums import trained_sums
+from hvd_elastic.tensorflow.variables import (
+    LiveVariable,
+    assign,
+    has_variables,
+    is_model,
+    trainable_of,
+    variable_of,
+    variables_of,
+)
+from hvd_elastic.training.frontend import Schedule, TrainedSums
+from hvd_elastic.training.rollback import SnapshotSource
+from hvd_elastic.training.script_state import Everything, ScriptState, Stateful
+from hvd_elastic.training.value_copies import differing, dump_value, load_value, put_back
+
+
+class State(ScriptState):
+    """State that newcomers get, that survives failures, and that checkpoints hold.
+
+    Args:
+        model: a model of Keras that is built, or a ``tf.Module``; its live variables are sent.
+        optimizer: an optimizer of Keras; it is built for the model's variables.
+        values: other values, read and set as attributes. Models, optimizers, modules, variables,
+            and objects with ``state_dict()`` and ``load_state_dict()`` are kept by reference; all
+            others must be plain data (numbers, strings, lists, dicts, arrays). When a step, or the
+            code between two epochs, is repeated after a failure, plain values are first restored.
+
+    Raises:
+        ScriptError: a value is neither, or a model is not built; names it.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        super().__init__(model, optimizer, values)
+        self._build()
+        self._saved = self.take_snapshot()
+        self._context.register_state(self)
+
+    def _is_object(self, name: str, value: Any) -> bool:
+        if isinstance(value, tf.GradientTape):
+            raise ScriptError(f"State({name}=...): a tape is of one step and has no state")
+        return has_variables(value) or isinstance(value, Stateful)
+
+    def _check_plain(self, name: str, value: Any) -> None:
+        try:
+            encode_values(value, _encode_array)
+        except ScriptError as error:
+            raise ScriptError(
+                f"State(): {name!r} is a {type(value).__name__}, which is neither plain data "
+                "(numbers, strings, lists, dicts, arrays) nor an object with variables, or with "
+                "state_dict() and load_state_dict(). Turn it into one of them."
+            ) from error
+
+    def _build(self) -> None:
+        """Build optimizers, so that all ranks have the same variables from the beginning."""
+        models = {n: i for n, i in self._objects.items() if isinstance(i, keras.Layer)}
+        for name, model in models.items():
+            if not model.built:
+                raise ScriptError(
+                    f"State({name}=...): this {type(model).__name__} is not built, so it has no "
+                    "variables yet that a worker that joins could receive. Give it its input "
+                    "shape (keras.Input), or call it once, or model.build(shape), before"
+                )
+        trainable = [v for item in models.values() for v in item.trainable_variables]
+        for item in self._objects.values():
+            if isinstance(item, keras.optimizers.Optimizer) and not item.built and trainable:
+                item.build(trainable)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Set everything that has changed in the block back at its end, for a rehearsal."""
+        every: list[tf.Variable] = []
+        for item in self._with_variables().values():
+            every += variables_of(item).values()
+            more = [*item.variables, *item.metrics_variables] if is_model(item) else []
+            every += [variable_of(variable) for variable in more]
+        before = [(variable, LiveVariable(variable).view()) for variable in every]
+        snapshot = self.take_snapshot()
+        try:
+            yield
+        finally:
+            snapshot.restore(self._plain, self._objects)
+            for variable, value in before:
+                variable.assign(value)
+
+    # -- for the library -------------------------------------------------------------------
+
+    def schedules(self) -> dict[str, Schedule]:
+        """Return none: schedules of Keras follow the optimizer's count of steps."""
+        return {}
+
+    def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
+        """Return a copy that :meth:`roll_back` can restore."""
+        return Snapshot(self._plain, self._objects, self._untrained() if tensors else [])
+
+    def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
+        """Set the snapshot that :meth:`roll_back` restores; None takes one now."""
+        self._saved = snapshot or self.take_snapshot(tensors=tensors)
+
+    def roll_back(self) -> None:
+        """Restore the snapshot of the last :meth:`save_values`."""
+        self._saved.restore(self._plain, self._objects)
+
+    def module_versions(self) -> int:
+        """Return 0: TensorFlow does not count changes."""
+        return 0
+
+    def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
+        """See :class:`hvd_elastic.training.frontend.State`."""
+        lasting = self.lasting()
+        named = {
+            f"{name}.{key}": variable
+            for name, item in self._with_variables().items()
+            if not isinstance(item, keras.optimizers.Optimizer)
+            for key, variable in variables_of(item).items()
+            if id(variable) in lasting
+        }
+        return trained_sums(named, signs, number)
+
+    def content(self, *, copy_own: bool = True) -> TensorFlowContent:
+        """Return the present state for a checkpoint; ``copy_own``: keep what differs by rank."""
+        return TensorFlowContent(self._values(), self.lasting(), copy_own=copy_own)
+
+    def lasting(self) -> set[int]:
+        """Return ``id()`` of the variables that only an optimizer's step changes."""
+        found: set[int] = set()
+        for item in self._with_variables().values():
+            if isinstance(item, keras.optimizers.Optimizer):
+                found |= {id(variable) for variable in variables_of(item).values()}
+            else:
+                found |= {id(variable) for variable in trainable_of(item)}
+        return found
+
+    def waits_before_step(self) -> bool:
+        """Return True: the values that a checkpoint copies stay when variables change."""
+        return True
+
+    def _with_variables(self) -> dict[str, Any]:
+        return {n: i for n, i in self._objects.items() if has_variables(i)}
+
+    def _untrained(self) -> list[tf.Variable]:
+        lasting = self.lasting()
+        return [
+            variable
+            for item in self._with_variables().values()
+            for variable in variables_of(item).values()
+            if id(variable) not in lasting
+        ]
+
+    def _values(self) -> dict[str, Any]:
+        objects = {
+            name: variables_of(item) if has_variables(item) else item.state_dict()
+            for name, item in self._objects.items()
+        }
+        return {"objects": objects, "plain": self._plain}
+
+    def _live_content(self) -> TensorFlowContent:
+        return TensorFlowContent(self._values(), Everything(), copy_own=False)
+
+    def _known(self, content: Any) -> list[bool]:
+        lasting = self.lasting()
+        return [
+            isinstance(tensor, LiveVariable) and id(tensor.variable) in lasting
+            for tensor in content.tensors
+        ]
+
+    def _device(self, tensor: Any) -> str:
+        return ""
+
+    def _pieces(self, tensor: Any) -> Any:
+        return pieces_of(tensor)
+
+    def _fitting(self, own: Any, dtype: str, shape: tuple[int, ...], device: str) -> Any:
+        kind = type_named(dtype)
+        if isinstance(own, np.ndarray) and not own.flags.c_contiguous:
+            own = None
+        if own is not None and (np.dtype(own.dtype), tuple(own.shape)) == (kind, shape):
+            return own
+        return np.empty(shape, kind)
+
+    def _decode_opaque(self, data: bytes) -> Any:
+        return ()
+
+    def _check_fits(self, name: str, item: Any, found: Any, path: str) -> None:
+        if not has_variables(item):
+            return
+        own = variables_of(item)
+        for key in [*own, *(key for key in found if key not in own)]:
+            here = str(tuple(own[key].shape)) if key in own else "missing"
+            there = str(tuple(found[key].shape)) if key in found else "missing"
+            if here != there:
+                raise CheckpointError(
+                    f"checkpoint {path} is of another model: {name}.{key} is {there} in the "
+                    f"checkpoint and {here} in this script. Resume with the script and options "
+                    "that wrote it, or start a new run"
+                )
+
+    def _take(self, values: dict[str, Any], source: str) -> None:
+        for name, item in self._objects.items():
+            try:
+                if has_variables(item):
+                    assign(variables_of(item), values["objects"][name])
+                else:
+                    item.load_state_dict(values["objects"][name])
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"the state of {name!r} from {source} does not fit this script: {error}"
+                ) from error
+        self._plain.update(values["plain"])
+
+
+class Snapshot:
+    """Copy of a state at one point, except variables that an optimizer trains.
+
+    Args:
+        plain: plain values by name.
+        objects: objects by name; those of the library are copied if they are a SnapshotSource.
+        untrained: variables to copy as well.
+    """
+
+    def __init__(self, plain: dict[str, Any], objects: dict[str, Any], untrained: Any) -> None:
+        self._plain = {name: dump_value(name, value) for name, value in plain.items()}
+        self._own: dict[str, Any] = {}
+        self._dumped: dict[str, bytes] = {}
+        for name, item in objects.items():
+            if isinstance(item, SnapshotSource):
+                self._own[name] = item.snapshot()
+            elif not (name.startswith("_") or has_variables(item)):
+                self._dumped[name] = dump_value(name, item.state_dict())
+        self._values = [(variable, LiveVariable(variable).view()) for variable in untrained]
+
+    def restore(self, plain: dict[str, Any], objects: dict[str, Any]) -> None:
+        """Restore everything in place, and remove plain values that were added since."""
+        for name in [name for name in plain if name not in self._plain]:
+            del plain[name]
+        for name, dumped in self._plain.items():
+            plain[name] = put_back(plain.get(name), load_value(dumped), _copy_array)
+        for name, values in self._own.items():
+            objects[name].roll_back(values)
+        for name, dumped in self._dumped.items():
+            objects[name].load_state_dict(load_value(dumped))
+        for variable, value in self._values:
+            variable.assign(value)
+
+    def differences(self, later: Snapshot) -> set[str]:
+        """Return the names of the values that differ in another snapshot."""
+        return differing((self._plain, later._plain), (self._dumped, later._dumped))
+
+
+def _copy_array(present: Any, saved: Any) -> bool:
+    if not (isinstance(saved, np.ndarray) and present.shape == saved.shape):
+        return False
+    present[...] = saved
+    return True
+
+
+def _encode_array(value: Any, _: tuple[Any, ...]) -> Any:
+    return {} if isinstance(value, np.ndarray) and value.dtype != object else NotImplemented

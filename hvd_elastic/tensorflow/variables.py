@@ -1,0 +1,100 @@
+"""The variables of a script's objects, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def variable_of(variable: Any) -> tf.Variable:
+    """Return the variable of TensorFlow behind one of Keras, or itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def has_variables(item: Any) -> bool:
+    """Return whether an object's state is its variables."""
+    kinds = (keras.Model, keras.Layer, keras.optimizers.Optimizer, keras.Variable)
+    return isinstance(item, (*kinds, tf.Module, tf.Variable))
+
+
+def variables_of(item: Any) -> dict[str, tf.Variable]:
+    """Return the variables that are an object's state, by names that are the same on all ranks.
+
+    States of random number generators are not among them: each rank has its own.
+    """
+    if isinstance(item, (tf.Variable, keras.Variable)):
+        return {"value": variable_of(item)}
+    if is_optimizer(item):  # whose names contain those that Keras numbers models by
+        return {str(number): variable_of(each) for number, each in enumerate(item.variables)}
+    found = item.weights if isinstance(item, keras.Layer) else item.variables
+    named: dict[str, tf.Variable] = {}
+    root = f"{getattr(item, 'name', '')}/"
+    for variable in found:
+        path = getattr(variable, "path", None) or variable.name.partition(":")[0]
+        base = path.removeprefix(root).replace("/", ".") or "value"
+        name, number = base, 1
+        while name in named:
+            number += 1
+            name = f"{base}~{number}"
+        named[name] = variable_of(variable)
+    return named
+
+
+def is_model(item: Any) -> bool:
+    """Return whether an object is a model of Keras."""
+    return isinstance(item, keras.Model)
+
+
+def is_optimizer(item: Any) -> bool:
+    """Return whether an object is an optimizer of Keras."""
+    return isinstance(item, keras.optimizers.Optimizer)
+
+
+def trainable_of(item: Any) -> list[tf.Variable]:
+    """Return the variables of a model that an optimizer may train."""
+    return [variable_of(each) for each in getattr(item, "trainable_variables", ())]
+
+
+class LiveVariable:
+    """A variable as memory that is read and overwritten.
+
+    Attributes:
+        variable: the variable.
+        nbytes: its size [bytes].
+    """
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self.variable = variable
+        self.dtype: np.dtype[Any] = variable.dtype.as_numpy_dtype
+        self.shape = tuple(variable.shape)
+        self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def view(self) -> np.ndarray:
+        """Return the present value; it does not change when the variable does.
+
+        On a CPU this copies nothing: TensorFlow writes the next value elsewhere while it is used.
+        """
+        array: np.ndarray = self.variable.read_value()._numpy()
+        return np.ascontiguousarray(array).reshape(self.shape)
+
+    def copy(self) -> np.ndarray:
+        """Return a copy of the present value."""
+        return np.array(self.view())
+
+    def set(self, values: np.ndarray) -> None:
+        """Overwrite the variable."""
+        self.variable.assign(values)
+
+
+def assign(variables: Mapping[str, tf.Variable], values: Mapping[str, Any]) -> None:
+    """Set variables to arrays, or to the live variables that hold the values already."""
+    for name, variable in variables.items():
+        value = values[name]
+        if not isinstance(value, LiveVariable):
+            variable.assign(value)
+        elif value.variable is not variable:
+            variable.assign(value.view())

@@ -1,0 +1,29 @@
+"""Collectives that the script itself calls, for every frontend."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training import context
+
+
+@contextlib.contextmanager
+def script_collective(kind: str, name: str) -> Iterator[Communicator]:
+    """Register a collective of the script; turn its failure after training into a ScriptError."""
+    ctx = context.current()
+    ctx.worker.averagers.collect()
+    ctx.rollback.collective_begins(name)
+    try:
+        yield ctx.worker.communicator
+    except GenerationBrokenError as error:
+        if ctx.worker.in_train:
+            raise
+        why = str(error).partition(". ")[0]
+        raise ScriptError(
+            f"hvd.{kind}(..., {name!r}) was called after training, and another rank has ended "
+            f"without it ({why}). Ranks may end at any time once the training function has "
+            "returned: call it on all ranks, best at the end of that function"
+        ) from None

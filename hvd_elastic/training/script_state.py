@@ -1,0 +1,207 @@
+"""The part of a script's ``State`` that all frontends share: its values, and how ranks get them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from hvd_elastic.checkpoint.header import decode_values
+from hvd_elastic.communicator.interface import Communicator
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.training import context
+from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.spread import Content as Pieces
+from hvd_elastic.training.spread import spread
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state is a dict of plain values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class Everything(Container[int]):
+    """Contains the key of every tensor, so that every one is sent from its live memory."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class ScriptState(ABC):
+    """Base class of each frontend's ``State``: objects kept by reference, and plain values.
+
+    Args:
+        model: the model, or None.
+        optimizer: the optimizer, or None.
+        values: other values.
+
+    Raises:
+        ScriptError: a name is taken, or a value is neither an object nor plain; names it.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, values: Mapping[str, Any]) -> None:
+        self._objects: dict[str, Any] = {}
+        self._plain: dict[str, Any] = {}
+        for name, value in {"model": model, "optimizer": optimizer, **values}.items():
+            if name.startswith("_") or hasattr(type(self), name):
+                raise ScriptError(
+                    f"State(): {name!r} cannot be the name of a value, choose another"
+                )
+            if self._is_object(name, value):
+                self._objects[name] = value
+            elif value is not None or name in values:
+                self._plain[name] = value
+        for name, value in self._plain.items():
+            self._check_plain(name, value)
+        self._large: set[str] = set()
+        self._context = context.current()
+
+    def __getattr__(self, name: str) -> Any:
+        for values in ("_objects", "_plain"):
+            found = self.__dict__.get(values, {})
+            if name in found:
+                return found[name]
+        raise AttributeError(f"this State has no value {name!r}; pass it to State(...)")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif name in self._objects:
+            self._objects[name] = value
+        else:
+            self._plain[name] = value
+
+    def commit(self, **metrics: Any) -> None:
+        """Add numbers (``loss=loss``) to the run's metrics; end a step that no optimizer took.
+
+        A tensor is read only when metrics are due. With our own loader nothing else happens: the
+        state is saved when the loop body ends. In a script without our loader, the step ends here
+        and the world may change here: call it once a step, at the end of the loop body, and keep
+        the position in the data as one of the state's values.
+        """
+        self._context.worker.averagers.collect()
+        self._context.commit(metrics)
+
+    # -- for the library -------------------------------------------------------------------
+
+    def keep(self, name: str, item: Any) -> None:
+        """Add an object of the library to the values; the name starts with ``_``."""
+        self._objects[name] = item
+
+    def named_objects(self) -> dict[str, Any]:
+        """Return the objects that are kept by reference, by name."""
+        return dict(self._objects)
+
+    def sync(
+        self,
+        communicator: Communicator,
+        root_rank: int,
+        progress: Progress,
+        has_state: Callable[[Progress], bool] = lambda _: False,
+    ) -> Progress:
+        """Copy the root's state to every rank; return the root's progress.
+
+        The structure is sent as plain data. Tensors are sent in a few large messages from the live
+        tensors and, where shapes agree, into live tensors (:mod:`hvd_elastic.training.spread`).
+
+        Args:
+            communicator: communicator of all ranks.
+            root_rank: rank whose state is copied.
+            progress: progress of this rank.
+            has_state: called with the root's progress before live tensors are overwritten; returns
+                whether this rank already holds the whole state at that progress.
+        """
+        own = self._live_content()
+        if communicator.rank == root_rank:
+            known = self._known(own)
+            header: dict[str, Any] = {
+                "values": own.values,
+                "opaque": base64.b64encode(own.encode_opaque()).decode("ascii"),
+                "tensors": [
+                    (info.name, info.dtype, info.shape, self._device(tensor))
+                    for info, tensor in zip(own.stream, own.tensors, strict=True)
+                ],
+                "known": known,
+                "progress": progress.as_state(),
+            }
+            communicator.broadcast_bytes(json.dumps(header).encode(), root_rank)
+            spread(own.tensors, known, True, communicator, root_rank, self._pieces)
+            return progress
+        header = json.loads(communicator.broadcast_bytes(b"", root_rank))
+        theirs = Progress.from_dict(header["progress"])
+        has = has_state(theirs)
+        live = dict(zip((info.name for info in own.stream), own.tensors, strict=True))
+        tensors = {
+            name: self._fitting(live.get(name), dtype, tuple(shape), device)
+            for name, dtype, shape, device in header["tensors"]
+        }
+        ordered = list(tensors.values())
+        spread(ordered, header["known"], has, communicator, root_rank, self._pieces)
+        opaque = self._decode_opaque(base64.b64decode(header["opaque"]))
+        self._take(decode_values(header["values"], tensors, opaque), f"rank {root_rank}")
+        return theirs
+
+    def load(self, payload: dict[str, Any], path: str) -> Progress:
+        """Load the content of a checkpoint and return its progress; ``path`` is for messages.
+
+        Raises:
+            CheckpointError: it does not fit this script's model, optimizer or values.
+        """
+        if set(payload["objects"]) != set(self._objects):
+            raise CheckpointError(
+                f"checkpoint {path} holds {sorted(payload['objects'])}, this script's State has "
+                f"{sorted(self._objects)}. Resume with the script that wrote it."
+            )
+        # All checks come before anything is overwritten.
+        for name, item in self._objects.items():
+            self._check_fits(name, item, payload["objects"][name], path)
+        self._take(payload, f"checkpoint {path}")
+        return Progress.from_dict(payload["progress"])
+
+    # -- for each framework ----------------------------------------------------------------
+
+    @abstractmethod
+    def _is_object(self, name: str, value: Any) -> bool:
+        """Return whether a value is kept by reference; raise ScriptError if it is refused."""
+
+    @abstractmethod
+    def _check_plain(self, name: str, value: Any) -> None:
+        """Raise ScriptError if a value is not plain data."""
+
+    @abstractmethod
+    def _live_content(self) -> Any:
+        """Return the Content of all of the state, with ``tensors``: those of its stream."""
+
+    @abstractmethod
+    def _known(self, content: Any) -> list[bool]:
+        """Return for each tensor whether it is the same on every rank that holds the state."""
+
+    @abstractmethod
+    def _device(self, tensor: Any) -> str:
+        """Return the kind of device that a tensor is on."""
+
+    @abstractmethod
+    def _pieces(self, tensor: Any) -> Pieces:
+        """Return functions that return the bytes of a tensor, piece by piece."""
+
+    @abstractmethod
+    def _fitting(self, own: Any, dtype: str, shape: tuple[int, ...], device: str) -> Any:
+        """Return this rank's live tensor if it is like the root's, else a new one."""
+
+    @abstractmethod
+    def _decode_opaque(self, data: bytes) -> Sequence[Any]:
+        """Return the values that only the framework can represent."""
+
+    @abstractmethod
+    def _take(self, values: dict[str, Any], source: str) -> None:
+        """Set the state to received values; ``source`` is for messages."""
+
+    @abstractmethod
+    def _check_fits(self, name: str, item: Any, found: Any, path: str) -> None:
+        """Raise CheckpointError if an object of a checkpoint does not fit this script's."""

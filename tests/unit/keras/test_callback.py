@@ -1,0 +1,101 @@
+"""`model.fit` with ElasticCallback: one line, and clear errors for what cannot be elastic."""
+
+from __future__ import annotations
+
+from tests.paths import skip_module_without_tensorflow
+
+skip_module_without_tensorflow()
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_elastic.keras as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.keras.callback import average_logs
+from hvd_elastic.training.context import Context
+
+INPUTS, TARGETS = np.ones((10, 2), np.float32), np.ones((10, 1), np.float32)
+
+
+def model_of(optimizer: Any = None, *, built: bool = True, **options: Any) -> Any:
+    layers = [keras.Input((2,))] if built else []
+    model = keras.Sequential([*layers, keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(
+        optimizer or hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", **options
+    )
+    return model
+
+
+def fit(model: Any, dataset: Any = None, *more: Any, **options: Any) -> Any:
+    if dataset is None:
+        dataset = hvd.dataset((INPUTS, TARGETS), 4)
+    callbacks = [hvd.ElasticCallback(), *more]
+    return model.fit(dataset, callbacks=callbacks, verbose=0, **options)
+
+
+def test_fit_trains_each_batch_once_and_traces_at_most_twice(alone: Context) -> None:
+    class Count(keras.callbacks.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches += 1
+
+    traces = []
+
+    class Traced(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            traces.append(data[0].shape)
+            return super().train_step(data)
+
+    model = Traced([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    count = Count()
+    history = fit(model, None, count, epochs=2)
+    assert count.batches == 2 * 3
+    assert alone.worker.progress.step == 6
+    assert int(model.optimizer.iterations) == 6
+    assert history.history["loss"][1] < history.history["loss"][0]
+    assert len(traces) <= 2, "the shares of the last step have another size"
+
+
+def test_a_callback_that_stops_training_ends_it(alone: Context) -> None:
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: hvd.stop("enough"))
+    fit(model_of(), None, stop, epochs=5)
+    assert alone.worker.progress.step == 4, "it ends after the next step"
+
+
+def test_metrics_are_averaged_by_examples() -> None:
+    rows: list[Any] = [(30, {"loss": 1.0, "lr": 0.1}), (10, {"loss": 2.0}), (0, {"loss": 9.0})]
+    assert average_logs(rows) == {"loss": 1.25, "lr": 0.1}
+    assert average_logs([(0, {})]) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: model_of(keras.optimizers.SGD()), "not given to hvd_elastic.keras.Distributed"),
+        (lambda: model_of(built=False), "not built"),
+        (lambda: model_of(jit_compile=True), "XLA"),
+        (lambda: model_of(steps_per_execution=2), "steps_per_execution=2"),
+    ],
+)
+def test_models_that_cannot_be_elastic_are_refused(alone: Context, model: Any, said: str) -> None:
+    with pytest.raises(ScriptError, match=said):
+        fit(model())
+
+
+def test_data_of_another_kind_is_refused(alone: Context) -> None:
+    own = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(4)
+    with pytest.raises(ScriptError, match=r"has to come from hvd\.dataset"):
+        fit(model_of(), own)
+
+
+def test_a_second_fit_is_refused(alone: Context) -> None:
+    model = model_of()
+    fit(model)
+    with pytest.raises(ScriptError, match="second training"):
+        fit(model)

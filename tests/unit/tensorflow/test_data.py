@@ -1,0 +1,98 @@
+"""The dataset gives each example once, whatever the script maps after it."""
+
+from __future__ import annotations
+
+from tests.paths import skip_module_without_tensorflow
+
+skip_module_without_tensorflow()
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_elastic.tensorflow as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.context import Context
+
+NUMBERS = np.arange(10)
+
+
+def read(dataset: Any) -> list[list[int]]:
+    return [batch.numpy().tolist() for batch in dataset]
+
+
+def test_batches_are_those_of_the_order_behind_map_and_prefetch(alone: Context) -> None:
+    dataset = hvd.dataset(NUMBERS, 4).map(lambda x: x * 10).prefetch(3)
+    assert read(dataset) == [[0, 10, 20, 30], [40, 50, 60, 70], [80, 90]]
+    assert isinstance(dataset, tf.data.Dataset)
+
+
+def test_a_shuffled_epoch_has_each_example_once(alone: Context) -> None:
+    dataset = hvd.dataset((NUMBERS, NUMBERS * 2), 4, shuffle=True).prefetch(2)
+    epochs = []
+    for _ in hvd.epochs(2):
+        seen: list[int] = []
+        for first, second in dataset:
+            assert (second.numpy() == 2 * first.numpy()).all()
+            seen += first.numpy().tolist()
+        epochs.append(seen)
+    assert sorted(epochs[0]) == sorted(epochs[1]) == NUMBERS.tolist()
+    assert epochs[0] != epochs[1]
+
+
+def test_a_change_of_the_world_drops_what_was_read_ahead(alone: Context) -> None:
+    dataset = hvd.dataset(np.arange(12), 4).prefetch(4)
+    communicator = alone.worker.communicator
+    seen = []
+    for batch in dataset:
+        seen.append(batch.numpy().tolist())
+        communicator.size, communicator.rank = 2, 1  # from now on the second of two
+        alone.worker.progress.advance(4)
+        if len(seen) == 2:
+            break
+    assert seen == [[0, 1, 2, 3], [6, 7]]
+
+
+def test_a_source_of_examples_is_collated(alone: Context) -> None:
+    source = [{"x": np.full(2, number), "y": number} for number in range(4)]
+    (first, second) = hvd.dataset(source, 2)
+    assert first["x"].numpy().tolist() == [[0, 0], [1, 1]]
+    assert second["y"].numpy().tolist() == [2, 3]
+
+
+def test_outside_of_training_it_gives_examples_only(alone: Context) -> None:
+    alone.worker.in_train = False
+    batches = iter(hvd.dataset(NUMBERS, 4))
+    assert next(batches).shape == (4,)
+    assert next(batches).shape == (2,)
+    with pytest.raises(ScriptError, match="outside of training"):
+        next(batches)
+
+
+@pytest.mark.parametrize("name", ["batch", "shuffle", "repeat", "take", "filter", "shard"])
+def test_what_would_change_the_batches_is_refused(alone: Context, name: str) -> None:
+    dataset = hvd.dataset(NUMBERS, 4)
+    with pytest.raises(ScriptError, match=rf"{name}\(\) after hvd.dataset"):
+        getattr(dataset, name)(2)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        (NUMBERS, {}, "needs a batch_size"),
+        (NUMBERS, {"batch_size": 0}, "batch_size"),
+        (NUMBERS, {"batch_size": 20, "drop_last": True}, "leaves nothing"),
+        ((NUMBERS, NUMBERS[:3]), {"batch_size": 2}, "same first dimension"),
+        (np.zeros((0, 2)), {"batch_size": 2}, "same first dimension"),
+        ([], {"batch_size": 2}, "no examples"),
+        (iter([1]), {"batch_size": 2}, "cannot be read by index"),
+        (tf.data.Dataset.range(3), {"batch_size": 2}, "is a tf.data.Dataset"),
+    ],
+)
+def test_bad_sources_are_refused(
+    alone: Context, source: Any, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ScriptError, match=said):
+        hvd.dataset(source, **options)

@@ -1,0 +1,153 @@
+"""Gradients are averaged in the graph, and variables change only if all reductions succeed."""
+
+from __future__ import annotations
+
+from tests.paths import skip_module_without_tensorflow
+
+skip_module_without_tensorflow()
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_elastic.tensorflow as hvd
+from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.tensorflow import gradients
+from hvd_elastic.tensorflow.optimizer import averager_of
+from hvd_elastic.training.context import Context
+
+
+class Training:
+    """Two variables, each in a bucket of its own, and a compiled step that trains them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, in_ring: bool = False) -> None:
+        monkeypatch.setattr(gradients, "BUCKET_BYTES", 8)
+        self.variables = [tf.Variable([1.0, 2.0]), tf.Variable([3.0, 4.0])]
+        self.optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        self.optimizer.build(self.variables)
+        found = averager_of(self.optimizer)
+        assert found is not None
+        self.averager = found
+        self.traces = 0
+        if in_ring:
+            found._in_ring = True
+            found._alone.assign(False)
+        self.step = tf.function(self._step, reduce_retracing=True)
+
+    def _step(self, factor: tf.Tensor) -> None:
+        self.traces += 1
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(variable) for variable in self.variables]) * factor
+        self.optimizer.apply(tape.gradient(loss, self.variables), self.variables)
+
+    @property
+    def values(self) -> list[list[float]]:
+        return [variable.numpy().tolist() for variable in self.variables]
+
+
+def test_a_step_alone_is_that_of_the_optimizer(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(monkeypatch)
+    training.step(tf.constant(1.0))
+    assert training.values == [[0.0, 1.0], [2.0, 3.0]]
+    assert training.averager.steps == 0
+    training.averager.collect()
+    assert training.averager.steps == 1
+
+
+def test_no_variable_changes_if_one_reduction_fails(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = [""]
+
+    def reduce(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
+        def fail(values: np.ndarray) -> np.ndarray:
+            if name == failing[0]:
+                raise RuntimeError(f"node {name}: Connection closed by peer")
+            return values
+
+        return tf.numpy_function(fail, [tensor], tensor.dtype)
+
+    monkeypatch.setattr(gradients, "reduce_in_graph", reduce)
+    training = Training(monkeypatch, in_ring=True)
+    for failing[0] in ("gradient.0", "gradient.1"):
+        with pytest.raises(tf.errors.OpError) as failed:
+            training.step(tf.constant(1.0))
+        assert training.values == [[1.0, 2.0], [3.0, 4.0]]
+        assert int(training.optimizer.iterations) == 0
+        raised = alone.worker.frontend.failed_collective(failed.value)
+        assert isinstance(raised, GenerationBrokenError)
+        training.averager.collect()
+        training.averager.reset()
+        assert training.averager.steps == 0
+    failing[0] = ""
+    training.step(tf.constant(1.0))
+    assert training.values == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_another_world_traces_nothing_anew(alone: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
+        return tensor
+
+    monkeypatch.setattr(gradients, "reduce_in_graph", reduce)
+    training = Training(monkeypatch, in_ring=True)
+    communicator = alone.worker.communicator
+    seen = []
+    for communicator.size in (1, 2, 4):
+        before = training.values[0][0]
+        training.averager.prepare()
+        training.step(tf.constant(1.0))
+        training.averager.collect(collectives=False)
+        seen.append(before - training.values[0][0])
+    assert seen == [1.0, 0.5, 0.25]
+    assert training.traces == 1
+
+
+def test_an_error_of_the_script_is_none_of_ours(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Training(monkeypatch)
+    error = tf.errors.InvalidArgumentError(None, None, "the script's own")
+    assert alone.worker.frontend.failed_collective(error) is None
+
+
+def test_a_step_compiled_by_xla_is_refused(alone: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch)
+    compiled = tf.function(training._step, jit_compile=True)
+    with pytest.raises(ScriptError, match="jit_compile"):
+        compiled(tf.constant(1.0))
+
+
+def test_a_padding_rank_adds_nothing_even_if_its_gradient_is_not_finite() -> None:
+    flat = gradients._flat([tf.constant([float("nan"), 1.0])], tf.constant(0.0))
+    assert flat.numpy().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: hvd.DistributedOptimizer(object()), "wraps an optimizer of Keras 3"),
+        (
+            lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD())),
+            "averaged already",
+        ),
+        (
+            lambda: hvd.DistributedOptimizer(
+                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+            ),
+            "LossScaleOptimizer",
+        ),
+    ],
+)
+def test_wrong_optimizers_are_refused(alone: Context, made: object, said: str) -> None:
+    assert callable(made)
+    with pytest.raises(ScriptError, match=said):
+        made()
+
+
+def test_a_collective_in_a_graph_is_refused(alone: Context) -> None:
+    with pytest.raises(ScriptError, match=r"in a tf\.function"):
+        tf.function(lambda x: hvd.allreduce(x, "x"), autograph=False)(tf.constant(1.0))

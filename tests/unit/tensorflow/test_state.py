@@ -1,0 +1,113 @@
+"""The state is the variables of its objects; a checkpoint of it loads again."""
+
+from __future__ import annotations
+
+from tests.paths import ROOT, skip_module_without_tensorflow
+
+skip_module_without_tensorflow()
+
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_elastic.tensorflow as hvd
+from hvd_elastic.checkpoint.files import complete_checkpoint, newest_valid
+from hvd_elastic.checkpoint.stream import new_shard
+from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.tensorflow.content import load_checkpoint
+from hvd_elastic.training.context import Context
+
+
+def model_of(width: int) -> keras.Model:
+    layers = [keras.layers.Dense(width, name="one"), keras.layers.BatchNormalization(name="norm")]
+    return keras.Sequential([keras.Input((2,)), *layers])
+
+
+def state_of(width: int = 3) -> hvd.State:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    return hvd.State(model=model_of(width), optimizer=optimizer, seen=[1], table=np.arange(3))
+
+
+def write(state: hvd.State, context: Context, folder: Path) -> str:
+    content = state.content()
+    shard = new_shard(content, context.worker.progress, 0, 1)
+    assert shard is not None
+    writer = ShardWriter(
+        str(folder),
+        finish=lambda done: complete_checkpoint(done.path.parent, [done], 1),
+        on_done=lambda *_: None,
+        on_error=lambda error: pytest.fail(str(error)),
+    )
+    writer.begin(content, context.worker.progress, shard, state.lasting(), 0.0)
+    # The writer copies while training goes on.
+    for variable in state.model.trainable_variables:
+        variable.assign(tf.zeros_like(variable))
+    writer.flush()
+    newest = newest_valid(folder)
+    assert newest is not None
+    return str(newest.path)
+
+
+def test_a_checkpoint_holds_the_state_at_its_step(alone: Context, tmp_path: Path) -> None:
+    state = state_of()
+    before = [variable.numpy() for variable in state.model.weights]
+    path = write(state, alone, tmp_path)
+    other = state_of()
+    other.seen = []
+    other.load(load_checkpoint(path), path)
+    for expected, variable in zip(before, other.model.weights, strict=True):
+        assert (variable.numpy() == expected).all()
+    assert other.seen == [1]
+    assert other.table.tolist() == [0, 1, 2]
+
+
+def test_a_checkpoint_of_another_model_is_refused(alone: Context, tmp_path: Path) -> None:
+    path = write(state_of(3), alone, tmp_path)
+    with pytest.raises(CheckpointError, match=r"model.one.kernel is \(2, 3\) in the checkpoint"):
+        state_of(4).load(load_checkpoint(path), path)
+
+
+def test_a_model_that_is_not_built_is_refused(alone: Context) -> None:
+    with pytest.raises(ScriptError, match="not built"):
+        hvd.State(model=keras.Sequential([keras.layers.Dense(1)]))
+
+
+def test_a_rehearsal_changes_nothing(alone: Context) -> None:
+    state = state_of()
+    before = [variable.numpy().copy() for variable in state.model.weights]
+    with state.unchanged():
+        for variable in state.model.weights:
+            variable.assign_add(tf.ones_like(variable))
+        state.seen.append(2)
+    for expected, variable in zip(before, state.model.weights, strict=True):
+        assert (variable.numpy() == expected).all()
+    assert state.seen == [1]
+
+
+def test_what_a_script_changes_is_rolled_back_and_the_trained_is_not(alone: Context) -> None:
+    state = state_of()
+    state.save_values()
+    state.seen.append(2)
+    state.model.weights[0].assign_add(tf.ones_like(state.model.weights[0]))
+    changed = state.model.weights[0].numpy()
+    state.roll_back()
+    assert state.seen == [1]
+    assert (state.model.weights[0].numpy() == changed).all()
+
+
+def test_tensorflow_scripts_import_no_pytorch_and_run_no_operation() -> None:
+    """An operation would start threads, and the agent's template could not be forked."""
+    program = (
+        "import sys, hvd_elastic.keras, hvd_elastic.tensorflow\n"
+        "from tensorflow.python.eager import context\n"
+        "assert context.context()._context_handle is None\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
