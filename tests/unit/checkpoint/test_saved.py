@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import queue
 import socket
 import subprocess
@@ -334,3 +335,35 @@ def test_a_full_disk_keeps_the_earlier_file_whole_and_leaves_nothing(tmp_path: P
         with pytest.raises(CheckpointError, match="is full"):
             Host(disk / "node").save("m", b"x" * 100_000)
         assert not list((disk / "node" / SAVED_FOLDER).iterdir())
+
+
+@pytest.mark.parametrize("keep", [spool_file, store_file])
+def test_a_file_is_on_the_disk_when_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Any
+) -> None:
+    """Otherwise a loss of power may leave an empty file of that name, or none."""
+    calls: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        calls.append(("synced", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def named(path: Path, target: Path) -> Path:
+        calls.append(("named", path.stat().st_ino))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", named)
+    keep(
+        tmp_path,
+        lambda file: file.write(b"weights"),
+        lambda size, sha256: saved_file("best.pt", size, sha256),
+    )
+    folder = tmp_path.stat().st_ino
+    files = [inode for what, inode in calls if what == "named"]
+    assert len(files) == 2, "the file and its description"
+    for inode in files:
+        at = calls.index(("named", inode))
+        assert ("synced", inode) in calls[:at]
+        assert calls[at + 1] == ("synced", folder)
