@@ -25,8 +25,8 @@ def training(alone: Context, request: pytest.FixtureRequest) -> Context:
     return alone
 
 
-def add_up(model: torch.nn.Module) -> None:
-    model(torch.ones(1, model.weight.shape[1])).sum().backward()  # type: ignore[index, union-attr]
+def add_up(model: torch.nn.Linear) -> None:
+    model(torch.ones(1, model.in_features)).sum().backward()
 
 
 @pytest.mark.parametrize("commits", [False, True])

@@ -16,6 +16,7 @@ import torch
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.checkpoint.files import complete_checkpoint
+from hvd_elastic.checkpoint.saved import find_spooled
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import CheckpointError, ScriptError
@@ -95,6 +96,26 @@ def test_with_a_run_folder_they_go_there_and_are_recorded(alone: Context, tmp_pa
     assert (event["kind"], event["name"], event["path"]) == ("saved", "best.pt", str(file))
     assert (event["step"], event["bytes"]) == (7, file.stat().st_size)
     assert equal(hvd.load_model(file, Net(seed=1)), Net())
+
+
+def test_the_spool_keeps_an_earlier_file_until_the_next_one_is_whole(
+    alone: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_SPOOL", str(tmp_path))
+    monkeypatch.setattr(alone.worker, "link", object())
+    monkeypatch.setattr(alone.worker.sink, "send", lambda _: None)
+
+    def spooled() -> list[tuple[str, int]]:
+        return sorted((each.name, each.step) for each in find_spooled(tmp_path / "saved"))
+
+    hvd.save("best.pt", {"accuracy": 0.1})
+    hvd.save("other.pt", {"accuracy": 0.2})
+    alone.worker.progress.step = 7
+    with pytest.raises(ScriptError):
+        hvd.save("best.pt", {"accuracy": lambda: 0.3})
+    assert spooled() == [("best.pt", 0), ("other.pt", 0)]
+    hvd.save("best.pt", {"accuracy": 0.3})
+    assert spooled() == [("best.pt", 7), ("other.pt", 0)]
 
 
 def test_other_ranks_write_nothing_and_need_no_object(
@@ -272,6 +293,18 @@ def test_a_model_may_rename_the_keys_that_it_loads(trained: Net) -> None:
     with pytest.raises(CheckpointError, match=r"is of another model: missing keys: .*head\.bias"):
         hvd.load_model("strange.pt", model)
     assert torch.equal(model.first.weight, trained.first.weight)
+
+
+def test_a_part_of_a_model_is_refused_and_changes_nothing(trained: Net) -> None:
+    """PyTorch itself loads the keys that fit before it complains of the others."""
+    part = {k: v for k, v in trained.state_dict().items() if k.startswith("first.")}
+    torch.save(part, "part.pt")
+    model = Net(seed=1)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"is of another model: missing keys: "):
+        hvd.load_model("part.pt", model)
+    assert not torch.equal(before["first.weight"], part["first.weight"])
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_model_without_memory_is_explained(trained: Net) -> None:

@@ -560,7 +560,7 @@ def test_a_batch_that_is_taken_ahead_is_warned_of(monkeypatch: pytest.MonkeyPatc
 class Counting(torch.optim.SGD):
     """Keeps a number in its state that is no tensor, as many optimizers of users do."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 taken = self.state[parameter]["taken"] = self.state[parameter].get("taken", 0) + 1
