@@ -15,7 +15,9 @@ Outline of a script::
 from __future__ import annotations
 
 from hvd_elastic.frameworks import check_keras_backend, check_tensorflow
+from hvd_elastic.training.uncaught import tell_uncaught
 
+tell_uncaught()
 check_tensorflow()
 check_keras_backend()
 

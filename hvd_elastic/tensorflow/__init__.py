@@ -31,7 +31,9 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_elastic.frameworks import check_tensorflow
+from hvd_elastic.training.uncaught import tell_uncaught
 
+tell_uncaught()
 check_tensorflow()
 
 import tensorflow as tf

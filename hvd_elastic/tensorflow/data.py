@@ -74,7 +74,8 @@ def dataset(
     Args:
         source: arrays with a common first dimension, as an array, tuple or dict; or an object with
             ``__len__`` and ``__getitem__`` that returns an example, an array or a tuple or dict of
-            them. All ranks must see the same examples at the same indices.
+            them. All ranks must see the same examples at the same indices. If it has ``blocks``, as
+            a :class:`hvd_elastic.data.ShardDataset` has, an epoch is random within a few at a time.
         batch_size: examples in a step over all ranks together, >= 1.
         shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
         seed: seed of the order, >= 0, the same on all ranks.
@@ -102,7 +103,13 @@ def dataset(
     if unequal_shares:
         planner = UnequalShares(batch_size, MIN_SHARE, ComputeTimes())
     order = DataOrder(
-        examples, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, planner=planner
+        examples,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        planner=planner,
+        blocks=getattr(source, "blocks", None),
     )
     shares = _Shares(order, read)
     made = tf.data.Dataset.from_generator(shares.batches, output_signature=shares.signature)

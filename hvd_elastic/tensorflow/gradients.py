@@ -38,6 +38,7 @@ class GradientAverager:
     Attributes:
         rate: returns the optimizer's learning rate.
         steps: number of steps that have ended on this rank.
+        several_steps: False: a loop body has one step.
         raised: error of this library in the step's graph; None: there was none.
     """
 
@@ -55,6 +56,7 @@ class GradientAverager:
         self._retired = ""
         self._waits = self._rehearses = False
         self.steps = 0
+        self.several_steps = False
         self.raised: BaseException | None = None
         self._context.register_averager(self)
 

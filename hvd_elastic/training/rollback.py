@@ -101,7 +101,7 @@ class Rollback:
         worker = self._worker
         if self._warned_of_steps or not worker.elastic:
             return
-        if worker.progress.phase in _AFTER_LOOP:
+        if worker.progress.phase in AFTER_LOOP:
             warning = (
                 "optimizer.step() is called after the loop over the loader has ended. If the loop "
                 "asks for a batch before it has trained on the one before (a prefetcher), the next "

@@ -17,11 +17,13 @@ from hvd_elastic.errors import HvdElasticError
 
 _WANTED = "HVD_ELASTIC_TRACEBACK"
 _PACKAGE = Path(__file__).parents[1]
-_ENTRIES = tuple(str(_PACKAGE / room / "elastic.py") for room in ("torch", "training"))
+_FRONTENDS = ("torch", "tensorflow", "keras")
+_ENTRIES = tuple(str(_PACKAGE / room / "elastic.py") for room in (*_FRONTENDS, "training"))
 """Files between the script and its training function, whose frames do not help the user."""
 _NOT_THE_SCRIPT = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(_PACKAGE / room) for room in ("torch", "training", "communicator", "wire", "checkpoint")),
+    *(str(_PACKAGE / room) for room in _FRONTENDS),
+    *(str(_PACKAGE / room) for room in ("training", "communicator", "wire", "checkpoint")),
     "<frozen ",
 )
 """Prefixes of file names whose code does not belong to the script."""
