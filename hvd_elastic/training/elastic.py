@@ -282,13 +282,18 @@ def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
     try:
         result = train()
     except GenerationBrokenError as error:
-        raise RunError(
-            f"rank {ctx.worker.communicator.rank} cannot go on, since another rank has ended or "
-            f"cannot be reached ({error}). What that one said before tells why; with ranks that "
-            "stay the same the job ends with it"
-        ) from error
+        raise static_rank_lost(ctx, error) from error
     end_training(ctx)
     return result
+
+
+def static_rank_lost(ctx: Context, error: Exception) -> RunError:
+    """Return the error of a training whose ranks stay the same, after one of them is lost."""
+    return RunError(
+        f"rank {ctx.worker.communicator.rank} cannot go on, since another rank has ended or "
+        f"cannot be reached ({error}). What that one said before tells why; with ranks that stay "
+        "the same the job ends with it"
+    )
 
 
 def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Result:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvd_elastic.communicator.interface import GenerationBrokenError
-from hvd_elastic.errors import RunError, ScriptError
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.elastic import all_returned, end_training, start_static
+from hvd_elastic.training.elastic import all_returned, end_training, start_static, static_rank_lost
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import AFTER_LOOP, Phase
 from hvd_elastic.wire import messages as msg
@@ -92,11 +92,7 @@ class Session:
         if not isinstance(failed, GenerationBrokenError):
             raise failed from error
         if worker.mode is not Mode.AGENT:
-            raise RunError(
-                f"rank {worker.communicator.rank} cannot go on, since another rank has ended or "
-                f"cannot be reached ({failed}). What that one said before tells why; with ranks "
-                "that stay the same the job ends with it"
-            ) from error
+            raise static_rank_lost(self._ctx, failed) from error
         worker.in_train = False
         self._join(failed)
         if worker.progress.phase is Phase.DONE:
