@@ -251,7 +251,8 @@ class Context:
 
     def optimizer_stepped(self) -> None:
         """Count the step that an optimizer has taken; with several, the body's end counts it."""
-        self.rollback.optimizer_stepped()
+        if self._has_loader or self.rollback.commits:
+            self.rollback.optimizer_stepped()
         if not self.step.passes and self.worker.in_train:
             self._step_without_loader()
         elif not self.worker.averagers.several:
@@ -391,6 +392,7 @@ class Context:
                 step.is_left_out = False
         self._count_own_step()
         self.worker.averagers.forget()
+        self.rollback.commits = True
         self.rollback.save()
         self.step_boundary()
 

@@ -72,6 +72,8 @@ class Rollback:
         self._warned_of_steps = False
         self.partial = False
         """Whether this rank failed in a loop body after its step, so the body's rest is missing."""
+        self.commits = False
+        """Whether the script, which reads its data itself, says where its steps end."""
 
     def save(self, snapshot: Any = None) -> None:
         """Make the present state, or an earlier snapshot, the point to go back to."""
