@@ -361,9 +361,8 @@ def test_a_file_is_on_the_disk_when_it_has_its_name(
         lambda size, sha256: saved_file("best.pt", size, sha256),
     )
     folder = tmp_path.stat().st_ino
-    files = [inode for what, inode in calls if what == "named"]
-    assert len(files) == 2, "the file and its description"
-    for inode in files:
-        at = calls.index(("named", inode))
-        assert ("synced", inode) in calls[:at]
+    named_at = [at for at, (what, _) in enumerate(calls) if what == "named"]
+    assert len({calls[at] for at in named_at}) == 2, "the file and its description"
+    for at in named_at:
+        assert ("synced", calls[at][1]) in calls[:at]
         assert calls[at + 1] == ("synced", folder)
