@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 def test_every_example_of_the_shards_is_used_once_through_rescales_and_a_kill(
     stage: Stage, start_job: StartJob
 ) -> None:
-    """The batch adapts, and loader processes read."""
+    """The batch adapts."""
     a, b, c, _ = stage.hosts
     shards: Path = write_numbers(stage.folder / "shards", [25, 40, 0, 31, 17, 37], width=8)
-    options = ("--shards", str(shards), "--max-batch-size", "48", "--num-workers", "1")
+    options = ("--shards", str(shards), "--max-batch-size", "48")
     job = start_job({a: 1, b: 1}, script_options=options)
     job.wait_size(2)
 
