@@ -46,8 +46,8 @@ from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, Distribute
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.training import context as _context
 from hvd_elastic.training.elastic import epochs, steps, stop
-from hvd_elastic.training.launch import local_rank as _local_rank
 from hvd_elastic.training.script_collectives import script_collective
+from hvd_elastic.training.script_ranks import local_rank, rank, report, size
 
 __all__ = [
     "DistributedGradientTape",
@@ -75,31 +75,6 @@ def init() -> None:
     if devices:
         worker.communicator.check_device(local_rank(), len(devices))
         tf.config.set_visible_devices(devices[local_rank() % len(devices)], "GPU")
-
-
-def rank() -> int:
-    """Return this process's rank in the current generation, 0 to ``size() - 1``."""
-    worker = _context.current().worker
-    worker.check_has_ranks("rank()")
-    return worker.communicator.rank
-
-
-def size() -> int:
-    """Return the number of processes that train together now."""
-    worker = _context.current().worker
-    worker.check_has_ranks("size()")
-    return worker.communicator.size
-
-
-def local_rank() -> int:
-    """Return the slot of this process on its host; constant while the process lives."""
-    _context.current()
-    return _local_rank()
-
-
-def report(**metrics: Any) -> None:
-    """Add numbers to the run's metrics, for example ``report(test_accuracy=0.98)``."""
-    _context.current().report(metrics)
 
 
 def allreduce(tensor: Any, name: str, *, average: bool = True) -> tf.Tensor:

@@ -21,8 +21,6 @@ Outline of a script::
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hvd_elastic.torch.accumulator import Accumulator
@@ -37,8 +35,8 @@ from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context as _context
 from hvd_elastic.training.elastic import epochs, steps, stop
-from hvd_elastic.training.launch import local_rank as _local_rank
 from hvd_elastic.training.script_collectives import script_collective
+from hvd_elastic.training.script_ranks import local_rank, rank, report, size
 
 __all__ = [
     "Accumulator",
@@ -73,36 +71,11 @@ def init() -> None:
         torch.cuda.set_device(device())
 
 
-def rank() -> int:
-    """Return this process's rank in the current generation, 0 to ``size() - 1``."""
-    worker = _context.current().worker
-    worker.check_has_ranks("rank()")
-    return worker.communicator.rank
-
-
-def size() -> int:
-    """Return the number of processes that train together now."""
-    worker = _context.current().worker
-    worker.check_has_ranks("size()")
-    return worker.communicator.size
-
-
-def local_rank() -> int:
-    """Return the slot of this process on its host; constant while the process lives."""
-    _context.current()
-    return _local_rank()
-
-
 def device() -> torch.device:
     """Return the GPU of this slot, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
-
-
-def report(**metrics: Any) -> None:
-    """Add numbers to the run's metrics, for example ``report(test_accuracy=0.98)``."""
-    _context.current().report(metrics)
 
 
 def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:

@@ -182,17 +182,14 @@ class Step:
         """
         if self.is_exchanged or self._told is not None:
             return
-        self._told, self._is_shared = self._own(place, wishes), shared
+        self._told, self._is_shared = self.flags(wishes, place=place), shared
         if shared:
             self._told = worker.communicator.reduce_async(self._told, FLAGS_NAME)
 
-    def _own(self, place: int, wishes: Callable[[], Sequence[bool]]) -> np.ndarray:
+    def flags(self, wishes: Callable[[], Sequence[bool]], *, place: int) -> np.ndarray:
+        """Return what this rank tells the others; a graph may reduce it itself."""
         own = [place, place * place, self.is_too_large, self.is_left_out, *wishes()]
         return np.array(own, np.float32)
-
-    def flags(self, wishes: Callable[[], Sequence[bool]], *, place: int) -> np.ndarray:
-        """Return what :meth:`begin_exchange` would send, for a graph that reduces it itself."""
-        return self._own(place, wishes)
 
     def receive(self, told: np.ndarray, *, shared: bool) -> None:
         """Take over the average of all ranks' :meth:`flags` that a graph has computed."""
