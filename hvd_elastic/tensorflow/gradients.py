@@ -98,7 +98,7 @@ class GradientAverager:
             take_step: takes the optimizer's step with averaged gradients.
         """
         adaptation = self._adaptation
-        if adaptation is None or not adaptation.active:
+        if adaptation is None or not adaptation.active or all(g is None for g in gradients):
             averaged = self.average(gradients, variables)
             # The optimizer's count of steps has no gradient, and must not change before them.
             with tf.control_dependencies([each for each in averaged if each is not None]):
@@ -247,6 +247,13 @@ class GradientAverager:
         self.steps += 1
         self._context.planner.advance(gain, self._context.step.examples)
         self._context.graph_stepped(told, collectives=collectives)
+
+    def progress(self) -> tf.Tensor | None:
+        """Return progress in whole steps at the initial batch size; None: the batch is fixed."""
+        if self._adaptation is None or not self._adaptation.active:
+            return None
+        # 1e-6 more, since rounding may leave a sum of fractions just below a whole number.
+        return tf.cast(self.controls.read().progress + 1e-6, tf.int64)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the optimizer."""

@@ -13,6 +13,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.gradients import GradientAverager
+from hvd_elastic.tensorflow.schedule import scheduled_rate
 from hvd_elastic.training import context
 
 Optimizer = TypeVar("Optimizer", bound=Any)
@@ -83,13 +84,20 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         )
 
     def current_rate(self: Any) -> Any:
-        rate = kind._get_current_learning_rate(self)
+        rate = scheduled_rate(self, averager.progress())
+        if rate is None:
+            rate = kind._get_current_learning_rate(self)
         if adaptation.rate is None:
             return rate
         rate = tf.convert_to_tensor(rate)
         return rate * tf.cast(adaptation.rate, rate.dtype)
 
-    members = {"apply": apply, "_get_current_learning_rate": current_rate, "__doc__": kind.__doc__}
+    members = {
+        "apply": apply,
+        "_get_current_learning_rate": current_rate,
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,  # by which a saved model is loaded, without this library
+    }
     optimizer.__class__ = type(kind.__name__, (kind,), members)
     optimizer.__dict__[_AVERAGER] = averager
     return optimizer

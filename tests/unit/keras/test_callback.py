@@ -110,7 +110,7 @@ def test_fit_takes_a_step_after_the_last_of_its_passes(alone: Context) -> None:
     seen: list[tuple[int, int]] = []
     model = model_of()
     look = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_: seen.append(
+        on_train_batch_end=lambda batch, logs: seen.append(
             (alone.step.passes[-1].examples, int(model.optimizer.iterations))
         )
     )

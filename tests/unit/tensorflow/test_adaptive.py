@@ -20,6 +20,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.policy.sampling import GradientNoise
+from hvd_elastic.tensorflow import gradients
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
@@ -262,3 +263,85 @@ def test_a_tape_cannot_adapt(alone: Context, monkeypatch: pytest.MonkeyPatch) ->
         loss = weights * 2
     with pytest.raises(ScriptError, match="with DistributedGradientTape"):
         tape.gradient(loss, [weights])
+
+
+def halving() -> Any:
+    return keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.4, 0.2, 0.1])
+
+
+def test_a_schedule_follows_progress(unreviewed: Context) -> None:
+    own = keras.optimizers.SGD(hvd.follow_progress(halving()))
+    training = Training(own, lr_rule=lambda _: Adjustment(1.0, gain=2.0))
+    moved: list[tuple[float, float]] = []
+    before = [float(own.learning_rate)]
+
+    def look() -> None:
+        if not unreviewed.step.accumulating:
+            moved.append((before[0], float(training.planner.progress)))
+        before[0] = float(own.learning_rate)
+
+    for batch in training.dataset:
+        training.step(*batch)
+        look()
+    rates = [round(rate, 3) for rate, _ in moved]
+    assert rates == [0.4, 0.2, 0.1, 0.1], "steps 0, 2, 4 and 6 at the initial batch size"
+    assert training.traces == 1
+    assert training.state.schedules() == {}
+
+
+def test_a_schedule_of_a_fixed_batch_counts_steps(alone: Context) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(hvd.follow_progress(halving())))
+    optimizer.iterations.assign(2)
+    assert float(optimizer.learning_rate) == pytest.approx(0.2)
+
+
+def test_a_schedule_that_counts_steps_is_known(alone: Context) -> None:
+    training = Training(keras.optimizers.SGD(halving()))
+    training.optimizer.iterations.assign(7)
+    (schedule,) = training.state.schedules().values()
+    assert schedule == (7, "PiecewiseConstantDecay")
+    with pytest.raises(ScriptError, match=r"follow_progress\(float\)"):
+        hvd.follow_progress(0.1)
+
+
+def test_a_saved_optimizer_is_one_of_keras(alone: Context) -> None:
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.Adam(hvd.follow_progress(halving())))
+    saved = keras.saving.serialize_keras_object(wrapped)
+    assert "hvd_elastic" not in str(saved)
+    assert type(keras.saving.deserialize_keras_object(saved)) is keras.optimizers.Adam
+
+
+def test_a_reduction_that_fails_after_several_passes_changes_nothing(
+    unreviewed: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = [""]
+
+    def reduce(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
+        def fail(values: np.ndarray) -> np.ndarray:
+            if name == failing[0]:
+                raise RuntimeError(f"node {name}: Connection closed by peer")
+            return values
+
+        return tf.numpy_function(fail, [tensor], tensor.dtype)
+
+    monkeypatch.setattr(gradients, "reduce_in_graph", reduce)
+    unreviewed.worker.communicator.size = 2  # the other rank adds nothing
+    training = Training(keras.optimizers.Adam(0.1), lr_rule="none")
+    training.averager._in_ring = True
+    training.planner.choice.plan = BatchPlan(16, 1)
+    for failing[0] in ("gradient.0", "hvd_elastic.change", ""):
+        batches = iter(training.dataset)
+        training.step(*next(batches))
+        assert unreviewed.step.accumulating
+        last = next(batches)
+        if failing[0]:
+            with pytest.raises(tf.errors.OpError):
+                training.step(*last)
+            assert not training.weights().any()
+            assert int(training.optimizer.iterations) == 0
+            batches.close()  # type: ignore[attr-defined]
+            unreviewed.step_failed()
+        else:
+            training.step(*last)
+    assert training.weights() == pytest.approx(0.1 * np.sign(training.weights()), rel=1e-3)
+    assert training.traces == 1
