@@ -44,7 +44,7 @@ def follow_progress(schedule: LearningRate) -> LearningRate:
 
 def scheduled_rate(optimizer: Any, progress: tf.Tensor | None) -> Any:
     """Return the learning rate at some progress; None where it does not follow progress."""
-    schedule = getattr(optimizer, "_learning_rate", None)
+    schedule: Any = getattr(optimizer, "_learning_rate", None)
     return schedule(progress) if hasattr(schedule, _FOLLOWS) and progress is not None else None
 
 

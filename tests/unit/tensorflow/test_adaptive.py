@@ -26,6 +26,7 @@ from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.progress import Progress
 
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(size=(64, 5)).astype(np.float32)
@@ -138,7 +139,7 @@ def test_the_noise_scale_is_that_of_pytorch(unreviewed: Context, name: str) -> N
     training = Training(own)
     training.train(6)
     rows = statistics_of(training).drain()
-    options = {"lr": 0.01, "eps": 1e-8} if name == "Adam" else {"lr": 0.1}
+    options: dict[str, Any] = {"lr": 0.01, "eps": 1e-8} if name == "Adam" else {"lr": 0.1}
     theirs, weights = torch_rows(getattr(torch.optim, name), 6, **options)
     assert len(rows) == (18 if name == "Adam" else 24), "two passes show the noise of one rank"
     assert training.weights() == pytest.approx(weights, abs=1e-3)
@@ -339,9 +340,47 @@ def test_a_reduction_that_fails_after_several_passes_changes_nothing(
                 training.step(*last)
             assert not training.weights().any()
             assert int(training.optimizer.iterations) == 0
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
             unreviewed.step_failed()
         else:
             training.step(*last)
     assert training.weights() == pytest.approx(0.1 * np.sign(training.weights()), rel=1e-3)
     assert training.traces == 1
+
+
+def test_the_samples_of_two_ranks_are_those_of_two_passes_of_one(
+    unreviewed: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Training(keras.optimizers.SGD(0.1))
+    batches = iter(alone.dataset)
+    for _ in range(2):
+        alone.step(*next(batches))
+    next(batches)  # counts the step
+    (expected,) = statistics_of(alone).drain()
+    sent: dict[tuple[int, str], np.ndarray] = {}
+
+    def reduce(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
+        def exchange(values: np.ndarray) -> np.ndarray:
+            rank = unreviewed.worker.communicator.rank
+            sent[rank, name] = np.array(values)
+            return values if average else values + sent.get((1 - rank, name), np.zeros(1, "f4"))
+
+        return tf.numpy_function(exchange, [tensor], tensor.dtype)
+
+    monkeypatch.setattr(gradients, "reduce_in_graph", reduce)
+    communicator = unreviewed.worker.communicator
+    communicator.size = 2
+    rows = {}
+    for communicator.rank in (0, 1, 0):  # in the second turn it gets what the other one has sent
+        unreviewed.step_failed()
+        unreviewed.worker.progress = Progress()
+        unreviewed.last_reader = None
+        training = Training(keras.optimizers.SGD(0.1))
+        training.averager._in_ring = True
+        batch = next(iter(training.dataset))
+        training.step(*batch)
+        training.averager.collect(collectives=False)
+        (rows[communicator.rank],) = statistics_of(training).drain()
+    both = rows[0][3:] + rows[1][3:]
+    assert rows[0][:3].tolist() == rows[1][:3].tolist() == [0, 16, 1]
+    assert both == pytest.approx(expected[3:], rel=1e-4)
