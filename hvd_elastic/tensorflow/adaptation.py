@@ -20,6 +20,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas
 from hvd_elastic.tensorflow.controls import Control
 from hvd_elastic.tensorflow.gradient_statistics import GradientStatistics
+from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.planning.canaries import canaries
@@ -88,7 +89,7 @@ class Adaptation:
             alone=control.alone,
             last=not step.accumulating,
             sampled=self._sampling,
-            progress=planner.progress,
+            progress=planner.progress if follows_progress(self._optimizer) else 0.0,
         )
 
     def undisturbed(self, adjustment: Adjustment | None = None) -> Control:
@@ -125,7 +126,7 @@ class Adaptation:
             ScriptError: too many consecutive steps were not finite.
         """
         planner, step = self._planner, self._context.worker.progress.step
-        self._added = False
+        self._free()
         self.pass_ended(norm, norm_s)
         if self._sampling and finite:
             planner.sampling_cost.add(total_s)
@@ -142,9 +143,14 @@ class Adaptation:
     def drop(self) -> None:
         """Drop the passes of a step that was not taken."""
         self.statistics.samples.drop_step()
+        self._free()
+
+    def _free(self) -> None:
+        """Drop what the graph has added up."""
         if self._added:
             self._added = False
-            self.free()
+            for each in self._sums:
+                each.assign(tf.zeros([0], each.dtype))
 
     # -- in the graph ----------------------------------------------------------------------
 
@@ -176,11 +182,6 @@ class Adaptation:
             each.set_shape(flat.shape)
         return list(found)
 
-    def free(self) -> None:
-        """Drop what :meth:`add` has added up; in a graph or outside of one."""
-        for each in self._sums:
-            each.assign(tf.zeros([0], each.dtype))
-
     def _sums_like(self, flats: Sequence[tf.Tensor]) -> list[tf.Variable]:
         """Return a variable for each flat tensor, empty until a step has a second pass."""
         kinds = [flat.dtype for flat in flats]
@@ -203,7 +204,8 @@ class Adaptation:
         numbers = [*gradients]
         chosen = canaries([int(gradients[each].shape.num_elements() or 0) for each in numbers])
         checked = [gradients[numbers[index]] for index in chosen]
-        return tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in checked])
+        flat = [tf.cast(tf.reshape(each, [-1]), checked[0].dtype) for each in checked]
+        return tf.reduce_all(tf.math.is_finite(tf.concat(flat, 0)))
 
     @contextlib.contextmanager
     def rates_scaled(self, control: Control) -> Iterator[None]:

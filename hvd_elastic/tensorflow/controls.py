@@ -18,7 +18,8 @@ class Control(NamedTuple):
         sampled: whether the gradients of the step are sampled.
         rate: factor on the learning rate.
         beta_1, beta_2, epsilon: those of Adam.
-        progress: scale-invariant progress [steps at the initial batch size].
+        progress: scale-invariant progress [steps at the initial batch size]; 0 where no schedule
+            follows it.
     """
 
     factor: Any = 1.0
@@ -46,7 +47,7 @@ class Controls:
     def set(self, control: Control) -> None:
         """Set the numbers of the next pass."""
         if control != self.now:
-            self._variable.assign(np.array(control, np.float64))
+            self._variable.assign(np.array(control, np.float64), read_value=False)
             self.now = control
 
     def read(self) -> Control:

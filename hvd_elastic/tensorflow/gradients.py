@@ -121,7 +121,6 @@ class GradientAverager:
             mean = adaptation.statistics.measure(control.sampled, dense, variables)
             ended = tf.numpy_function(self._end, [told, norm, seconds, *mean, finite], tf.bool)
             with tf.control_dependencies([ended]):
-                adaptation.free()
 
                 def take() -> tf.Tensor:
                     with adaptation.rates_scaled(control):

@@ -84,7 +84,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         )
 
     def current_rate(self: Any) -> Any:
-        rate = scheduled_rate(self, averager.progress())
+        rate = scheduled_rate(self, averager.progress)
         if rate is None:
             rate = kind._get_current_learning_rate(self)
         if adaptation.rate is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -42,17 +43,21 @@ def follow_progress(schedule: LearningRate) -> LearningRate:
     return schedule
 
 
-def scheduled_rate(optimizer: Any, progress: tf.Tensor | None) -> Any:
+def follows_progress(optimizer: Any) -> bool:
+    """Return whether an optimizer's learning rate follows progress."""
+    return hasattr(getattr(optimizer, "_learning_rate", None), _FOLLOWS)
+
+
+def scheduled_rate(optimizer: Any, progress: Callable[[], tf.Tensor | None]) -> Any:
     """Return the learning rate at some progress; None where it does not follow progress."""
-    schedule: Any = getattr(optimizer, "_learning_rate", None)
-    return schedule(progress) if hasattr(schedule, _FOLLOWS) and progress is not None else None
+    reached = progress() if follows_progress(optimizer) else None
+    return None if reached is None else optimizer._learning_rate(reached)
 
 
 def counting_schedule(optimizer: Any) -> dict[str, Schedule]:
     """Return the optimizer's schedule by name if it counts the optimizer's steps."""
     schedule = getattr(optimizer, "_learning_rate", None)
-    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        return {}
-    if hasattr(schedule, _FOLLOWS):
+    kind = keras.optimizers.schedules.LearningRateSchedule
+    if not isinstance(schedule, kind) or follows_progress(optimizer):
         return {}
     return {"schedule": Schedule(int(optimizer.iterations), type(schedule).__name__)}
