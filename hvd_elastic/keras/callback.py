@@ -29,6 +29,7 @@ from hvd_elastic.training.progress import AFTER_LOOP, Phase
 from hvd_elastic.training.session import Session
 
 _FOREVER = 1 << 62
+_LITTLE_PROGRESS = 0.9  # of what the passes over the data would be worth without larger batches
 
 
 class ElasticCallback(keras.callbacks.Callback):
@@ -39,15 +40,27 @@ class ElasticCallback(keras.callbacks.Callback):
     the ranks by examples, before the callbacks that follow see them (EarlyStopping,
     ReduceLROnPlateau, ModelCheckpoint).
 
+    If the batch adapts (``max_batch_size`` of the dataset), Keras is given one pass of a step at a
+    time, and the optimizer takes its step after the last one.
+
     Args:
+        epochs: end when training has made the progress of so many passes over the data at the
+            initial batch size; ``fit(epochs=...)`` is then the most passes. None: the number of
+            passes is that of ``fit``.
         values: further values of the state, as for :class:`hvd_elastic.tensorflow.State`.
 
     Attributes:
         state: the state, once ``fit`` has begun.
     """
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *, epochs: int | None = None, **values: Any) -> None:
         super().__init__()
+        if epochs is not None and (type(epochs) is not int or epochs < 1):
+            raise ScriptError(
+                f"ElasticCallback(epochs={epochs!r}): it must be a whole number of at least 1, the "
+                "progress in passes over the data at the initial batch size after which fit ends"
+            )
+        self._epochs = epochs
         # An epoch of a worker that joins is short, and the dataset is shuffled by hvd.dataset.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         warnings.filterwarnings("ignore", ".shuffle=True. was passed", UserWarning)
@@ -56,6 +69,7 @@ class ElasticCallback(keras.callbacks.Callback):
         self._session = Session(self._ctx, "model.fit", self._finish_tail)
         self._logs: dict[str, float] = {}
         self._examples = 0
+        self._kept: tuple[int, list[tuple[Any, Any]]] | None = None
         self._train: Any = None
         self._batches: Batches | None = None
         self._began = False
@@ -78,7 +92,7 @@ class ElasticCallback(keras.callbacks.Callback):
         ElasticDataset.as_input = self._input
         self._session.begin()
         progress = self._ctx.worker.progress
-        done = progress.phase is Phase.DONE
+        done = progress.phase is Phase.DONE or self._is_enough()
         self.model._initial_epoch = _FOREVER if done else progress.epoch
         self.model.train_function = self._step
 
@@ -101,14 +115,34 @@ class ElasticCallback(keras.callbacks.Callback):
         self._logs = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
         logs.update(self._finish_tail())
         self._ctx.report(logs)
-        if self._ctx.worker.progress.stopped:
+        if self._ctx.worker.progress.stopped or self._is_enough():
             self.model.stop_training = True
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave together with the other ranks."""
         ElasticDataset.as_input = None
+        self._warn_of_little_progress()
         self.model.train_function, self.model._initial_epoch = self._train, None
         self._session.end()
+
+    def _is_enough(self) -> bool:
+        done, enough = self._ctx.worker.progress.epoch, self._epochs
+        return enough is not None and self._ctx.planner.is_enough(done, enough)
+
+    def _warn_of_little_progress(self) -> None:
+        """Warn if larger batches have made less progress than the passes that ``fit`` was given."""
+        progress, passes = self._ctx.planner.progress_in("epoch"), self.params["epochs"]
+        done = self._ctx.worker.progress.epoch
+        ended = done < passes or self._is_enough()
+        if progress is not None and not ended and progress < _LITTLE_PROGRESS * done:
+            wanted = self._epochs or passes
+            self._ctx.worker.warn_once(
+                f"model.fit(epochs={passes}) ends after {done} passes over the data, with the "
+                f"progress of {progress:.3g} at the initial batch size: a step of a larger batch "
+                "is worth less than its share of examples. To train until the progress is that of "
+                f"{wanted} passes: hvd.ElasticCallback(epochs={wanted}), and fit with more epochs, "
+                "which are then the most passes"
+            )
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -134,29 +168,39 @@ class ElasticCallback(keras.callbacks.Callback):
         logs: Any = None
         while True:
             done = worker.progress.step
-            kept = self._metrics()
+            if not self._ctx.step.accumulating:
+                self._keep_metrics()
             try:
                 data = next(batches)
                 logs = self._train([data])
                 worker.averagers.collect()
                 self._examples += len(tf.nest.flatten(data)[0])
-                kept = []
+                if worker.progress.step > done:
+                    self._kept = None
                 self._ctx.commit(logs)
                 batches.end_if_last()
                 return logs
             except (GenerationBrokenError, tf.errors.OpError) as error:
-                for variable, value in kept:
-                    variable.assign(value)
+                taken = self._kept is None
+                self._restore_metrics()
                 worker.in_train = False  # the loop that is closed has not ended the epoch
                 batches.restart()
                 self._session.recover(error)
-                if logs is not None and not kept and worker.progress.step > done:
+                if taken and worker.progress.step > done:
                     return logs
 
-    def _metrics(self) -> list[tuple[Any, Any]]:
-        """Return the values of the metrics, which a step that fails may have changed."""
+    def _keep_metrics(self) -> None:
+        """Keep the metrics from before a step, which may fail after some of its passes."""
         found = [variable_of(variable) for variable in self.model.metrics_variables]
-        return [(variable, LiveVariable(variable).view()) for variable in found]
+        values = [(variable, LiveVariable(variable).view()) for variable in found]
+        self._kept = (self._examples, values)
+
+    def _restore_metrics(self) -> None:
+        """Set the metrics back if the step that was begun last was not taken."""
+        if self._kept is not None:
+            self._examples, values = self._kept
+            for variable, value in values:
+                variable.assign(value)
 
     def _finish_tail(self) -> dict[str, float]:
         """Average the metrics of the epoch over the ranks and turn it; again where it fails."""

@@ -18,10 +18,8 @@ from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDatase
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.data_order import MIN_SHARE, DataOrder, Place
-from hvd_elastic.training.planning.batch_bounds import require_whole
-from hvd_elastic.training.planning.compute_times import ComputeTimes
-from hvd_elastic.training.planning.planner import Planner, UnequalShares
+from hvd_elastic.training.data_order import DataOrder, Place
+from hvd_elastic.training.planning.choice import planner_for
 
 _CHANGES_BATCHES = frozenset(
     [
@@ -61,7 +59,10 @@ def dataset(
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
-    unequal_shares: bool = False,
+    max_batch_size: int | None = None,
+    atomic_batch_size_bounds: tuple[int, int | None] | None = None,
+    accumulation: bool = True,
+    unequal_shares: bool | None = None,
 ) -> tf.data.Dataset:
     """Return a ``tf.data.Dataset`` of this rank's share of every global batch.
 
@@ -80,28 +81,31 @@ def dataset(
         shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
         seed: seed of the order, >= 0, the same on all ranks.
         drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
-        unequal_shares: whether slow ranks get fewer examples of a step.
+        max_batch_size: largest global batch to adapt to, >= batch_size; None: the batch is fixed.
+            Then a batch that comes out is one pass of a step, and ``optimizer.apply`` changes
+            nothing until the last pass.
+        atomic_batch_size_bounds: fewest and most examples in one pass on one rank; None as the
+            upper bound means no bound.
+        accumulation: whether a share may be computed in several passes.
+        unequal_shares: whether slow ranks get fewer examples of a step; None: if the batch adapts.
 
     Raises:
-        ScriptError: the source cannot be read by index, is empty, or is batched already; or
-            batch_size or seed is out of range.
+        ScriptError: the source cannot be read by index, is empty, or is batched already;
+            batch_size or seed is out of range; the bounds of the batch contradict each other.
     """
     read, examples = _reader(source)
-    if batch_size is None:
-        raise ScriptError(
-            "hvd.dataset(source) needs a batch_size: the examples of all ranks together in one "
-            "step, hvd.dataset(source, 64)"
-        )
-    require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
-    require_whole("seed", seed, 0, "the same on all ranks")
-    if drop_last and examples < batch_size:
-        raise ScriptError(
-            f"drop_last=True leaves nothing to train on: the source has {examples} examples and "
-            f"batch_size is {batch_size}; make batch_size at most {examples}, or drop_last=False"
-        )
-    planner: Planner = Planner(batch_size)
-    if unequal_shares:
-        planner = UnequalShares(batch_size, MIN_SHARE, ComputeTimes())
+    planner = planner_for(
+        "hvd.dataset",
+        batch_size,
+        examples,
+        seed=seed,
+        drop_last=drop_last,
+        max_batch_size=max_batch_size,
+        atomic_batch_size_bounds=atomic_batch_size_bounds,
+        accumulation=accumulation,
+        unequal_shares=unequal_shares,
+    )
+    assert batch_size is not None
     order = DataOrder(
         examples,
         batch_size,
@@ -241,7 +245,9 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         return self._steps_from(self._shares.register().reading.position)
 
     def cardinality(self) -> tf.Tensor:
-        """Return the number of steps of a whole epoch, which no change of the world changes."""
+        """Return the number of steps of a whole epoch; unknown if the batch adapts."""
+        if self._shares.order.planner.adapts:
+            return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64)
         return tf.constant(self._shares.order.steps_from(0, 1), tf.int64)
 
     def _steps_from(self, position: int) -> int:

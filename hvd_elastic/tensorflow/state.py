@@ -17,12 +17,14 @@ import tensorflow as tf
 from hvd_elastic.checkpoint.header import encode_values
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.tensorflow.content import TensorFlowContent, pieces_of, type_named
+from hvd_elastic.tensorflow.schedule import counting_schedule
 from hvd_elastic.tensorflow.trained_sums import trained_sums
 from hvd_elastic.tensorflow.variables import (
     LiveVariable,
     assign,
     has_variables,
     is_model,
+    is_optimizer,
     trainable_of,
     variable_of,
     variables_of,
@@ -104,8 +106,9 @@ class State(ScriptState):
     # -- for the library -------------------------------------------------------------------
 
     def schedules(self) -> dict[str, Schedule]:
-        """Return none: schedules of Keras follow the optimizer's count of steps."""
-        return {}
+        """Return the schedule that follows the optimizer's count of steps, if there is one."""
+        optimizers = filter(is_optimizer, self._objects.values())
+        return {key: each for item in optimizers for key, each in counting_schedule(item).items()}
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         """Return a copy that :meth:`roll_back` can restore."""

@@ -26,11 +26,8 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.data_order import MIN_SHARE, DataOrder, Place
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.batch_bounds import batch_limits, require_whole
-from hvd_elastic.training.planning.compute_times import ComputeTimes
-from hvd_elastic.training.planning.planner import Planner, UnequalShares
+from hvd_elastic.training.data_order import DataOrder, Place
+from hvd_elastic.training.planning.choice import planner_for
 from hvd_elastic.training.worker import Worker
 
 _Batch = TypeVar("_Batch")
@@ -115,46 +112,19 @@ class DataLoader(Generic[_Batch]):
     ) -> None:
         _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler, generator=generator)
         examples = _examples(dataset)
-        if batch_size is None:
-            raise ScriptError(
-                "DataLoader(dataset) needs a batch_size: the examples of all ranks together in one "
-                "step, DataLoader(dataset, 64)"
-            )
-        require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
-        require_whole("seed", seed, 0, "the same on all ranks")
-        if drop_last and examples < batch_size:
-            raise ScriptError(
-                f"drop_last=True leaves nothing to train on: the dataset has {examples} "
-                f"examples and batch_size is {batch_size}; make batch_size at most "
-                f"{examples}, or drop_last=False"
-            )
-        if unequal_shares not in (None, True, False):
-            raise ScriptError(
-                f"DataLoader(unequal_shares={unequal_shares!r}): it must be True, False, or None "
-                "(only where the batch adapts)"
-            )
-        self.planner = Planner(batch_size)
-        if max_batch_size is not None:
-            limits = batch_limits(
-                batch_size, max_batch_size, atomic_batch_size_bounds, accumulation, examples
-            )
-            if drop_last:
-                raise ScriptError(
-                    "DataLoader(drop_last=True, max_batch_size=...): which examples would be left "
-                    "out depends on the batch; leave drop_last out: gradients are averaged by "
-                    "examples, so a short last step is no worse"
-                )
-            self.planner = AdaptivePlanner(
-                limits, examples, unequal_shares is not False, cuda_event
-            )
-        elif atomic_batch_size_bounds is not None:
-            raise ScriptError(
-                "DataLoader(atomic_batch_size_bounds=...) is for a batch that adapts; give "
-                "max_batch_size too"
-            )
-        elif unequal_shares:
-            times = ComputeTimes(new_event=cuda_event)
-            self.planner = UnequalShares(batch_size, MIN_SHARE, times)
+        self.planner = planner_for(
+            "DataLoader",
+            batch_size,
+            examples,
+            seed=seed,
+            drop_last=drop_last,
+            max_batch_size=max_batch_size,
+            atomic_batch_size_bounds=atomic_batch_size_bounds,
+            accumulation=accumulation,
+            unequal_shares=unequal_shares,
+            new_event=cuda_event,
+        )
+        assert batch_size is not None
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle

@@ -16,6 +16,7 @@ import tensorflow as tf
 import hvd_elastic.keras as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.keras.callback import average_logs
+from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.training.context import Context
 
 INPUTS, TARGETS = np.ones((10, 2), np.float32), np.ones((10, 1), np.float32)
@@ -99,3 +100,52 @@ def test_a_second_fit_is_refused(alone: Context) -> None:
     fit(model)
     with pytest.raises(ScriptError, match="second training"):
         fit(model)
+
+
+def adaptive(**options: Any) -> Any:
+    return hvd.dataset((INPUTS, TARGETS), 4, **{"max_batch_size": 4, **options})
+
+
+def test_fit_takes_a_step_after_the_last_of_its_passes(alone: Context) -> None:
+    seen: list[tuple[int, int]] = []
+    model = model_of()
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(
+            (alone.step.passes[-1].examples, int(model.optimizer.iterations))
+        )
+    )
+    history = fit(model, adaptive(), look)
+    assert seen == [(2, 0), (2, 1), (2, 1), (2, 2), (2, 3)]
+    assert alone.worker.progress.step == 3
+    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    expected = plain.fit(INPUTS, TARGETS, 4, shuffle=False, verbose=0)
+    assert history.history["loss"] == pytest.approx(expected.history["loss"])
+    for own, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        assert own == pytest.approx(theirs)
+
+
+def test_fit_ends_with_the_progress_that_is_asked_for(alone: Context) -> None:
+    def half(_: Any) -> Adjustment:
+        return Adjustment(1.0, gain=0.5)
+
+    model = model_of(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), lr_rule=half))
+    callbacks = [hvd.ElasticCallback(epochs=2)]
+    history = model.fit(adaptive(), epochs=9, callbacks=callbacks, verbose=0)
+    assert len(history.history["loss"]) == 4
+
+
+def test_fit_warns_if_its_passes_are_worth_less(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn_once", told.append)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), lr_rule=lambda _: Adjustment(1.0, gain=0.5)
+    )
+    fit(model_of(optimizer), adaptive(), epochs=2)
+    assert [text[: text.index(",")] for text in told] == [
+        "model.fit(epochs=2) ends after 2 passes over the data"
+    ]
+    with pytest.raises(ScriptError, match=r"epochs=0"):
+        hvd.ElasticCallback(epochs=0)
