@@ -29,9 +29,11 @@ from hvd_elastic.tensorflow import (
     dataset,
     follow_progress,
     init,
+    load_model,
     local_rank,
     rank,
     report,
+    save,
     size,
     stop,
 )
@@ -44,9 +46,11 @@ __all__ = [
     "dataset",
     "follow_progress",
     "init",
+    "load_model",
     "local_rank",
     "rank",
     "report",
+    "save",
     "size",
     "stop",
 ]

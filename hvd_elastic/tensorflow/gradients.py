@@ -23,6 +23,7 @@ from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.collectives import reduce_in_graph
 from hvd_elastic.tensorflow.controls import Control, Controls
 from hvd_elastic.training import context
+from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
 
 BUCKET_BYTES = 4 << 20
@@ -31,8 +32,8 @@ _REDUCED_AS = {tf.bfloat16: tf.float32}
 """Types that Horovod's TensorFlow binding lacks, with those that they are reduced as."""
 
 
-class GradientAverager:
-    """Averages the gradients of the script's optimizer; a script has one.
+class GradientAverager(Averager):
+    """Averages the gradients of the script's optimizer; a script has one, so no step is undone.
 
     Args:
         rate: returns the optimizer's learning rate.
@@ -178,6 +179,13 @@ class GradientAverager:
         if self._rehearses:
             return np.zeros(1, np.float32)
         try:
+            if self._waits or self._told is not None:
+                raise ScriptError(
+                    "optimizer.apply, or tape.gradient of DistributedGradientTape, is called twice "
+                    "in one step. A step applies the gradients of all variables at once: add the "
+                    "losses up. In a loop that does not iterate over hvd.dataset, each step ends "
+                    "with state.commit()"
+                )
             flags = self._context.own_flags()
         except BaseException as error:
             self.raised = error
@@ -290,19 +298,10 @@ class GradientAverager:
         """Stop averaging; a later step is refused for this reason."""
         self._retired = reason
 
-    def restore(self) -> None:
-        """Do nothing: with one optimizer a step is never undone."""
-
-    def drop_copy(self) -> None:
-        """Do nothing: with one optimizer a step is never undone."""
-
     def forget(self) -> None:
         """Drop the passes of a step that was left out after some of them."""
         if self._adaptation is not None:
             self._adaptation.drop()
-
-    def absorb(self) -> None:
-        """Do nothing: the graph adds passes up."""
 
     def leave_out(self, *, over: bool) -> None:
         """Check that all ranks leave out the step; another one fails by the different shape."""
@@ -314,9 +313,6 @@ class GradientAverager:
             except ScriptError:
                 self._context.step.refuse_left_out(self._context.worker)
                 raise
-
-    def give_up(self) -> None:
-        """Do nothing: no step is called off."""
 
     def reset(self) -> None:
         """Drop a step that failed, and follow the world."""

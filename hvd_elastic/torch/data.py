@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import stat
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +25,8 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.data_order import DataOrder, Place
-from hvd_elastic.training.planning.choice import planner_for
+from hvd_elastic.training.data_order import Place
+from hvd_elastic.training.planning.choice import examples_of, order_for
 from hvd_elastic.training.worker import Worker
 
 _Batch = TypeVar("_Batch")
@@ -111,11 +110,17 @@ class DataLoader(Generic[_Batch]):
         context: Context | None = None,
     ) -> None:
         _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler, generator=generator)
-        examples = _examples(dataset)
-        self.planner = planner_for(
+        examples = examples_of(
+            dataset,
+            isinstance(dataset, IterableDataset),
+            "hvd_elastic.torch.DataLoader a map-style dataset (__getitem__ and __len__)",
+        )
+        self._order = order_for(
             "DataLoader",
+            dataset,
             batch_size,
             examples,
+            shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
             max_batch_size=max_batch_size,
@@ -125,6 +130,7 @@ class DataLoader(Generic[_Batch]):
             new_event=cuda_event,
         )
         assert batch_size is not None
+        self.planner = self._order.planner
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -142,15 +148,6 @@ class DataLoader(Generic[_Batch]):
             "multiprocessing_context": multiprocessing_context,
             "generator": torch.Generator(),
         }
-        self._order = DataOrder(
-            examples,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            planner=self.planner,
-            blocks=getattr(dataset, "blocks", None),
-        )
         self._worker_start = _WorkerStart(worker_init_fn)
         self._next_passes = _NextPasses()
         # Created now, so that PyTorch raises on bad options here and not in the first epoch.
@@ -392,30 +389,3 @@ def _refuse_samplers(**given: object) -> None:
                 "and each rank is given its share of every batch, so no DistributedSampler and no "
                 "set_epoch() is needed"
             )
-
-
-def _examples(dataset: Any) -> int:
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise ScriptError(
-            f"the dataset ({kind}) cannot be read by index, so its examples cannot be shared out "
-            "exactly once; give hvd_elastic.torch.DataLoader a map-style dataset "
-            "(__getitem__ and __len__)"
-        )
-    try:
-        examples = len(dataset)
-    except (TypeError, NotImplementedError) as missing:
-        raise ScriptError(
-            f"the dataset ({kind}) has no length; give it a __len__ that says how many examples "
-            "it holds"
-        ) from missing
-    except (OverflowError, ValueError) as error:
-        raise ScriptError(
-            f"the dataset ({kind}) has a length that Python refuses ({error}); __len__ must return "
-            f"a whole number from 1 to {sys.maxsize}"
-        ) from error
-    if examples == 0:
-        raise ScriptError(
-            f"the dataset ({kind}) is empty; check where it is read from on this host"
-        )
-    return examples
