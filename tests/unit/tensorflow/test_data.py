@@ -71,11 +71,19 @@ def test_outside_of_training_it_gives_examples_only(alone: Context) -> None:
         next(batches)
 
 
-@pytest.mark.parametrize("name", ["batch", "shuffle", "repeat", "take", "filter", "shard"])
+@pytest.mark.parametrize(
+    "name", ["batch", "shuffle", "repeat", "take", "filter", "shard", "cache", "enumerate"]
+)
 def test_what_would_change_the_batches_is_refused(alone: Context, name: str) -> None:
     dataset = hvd.dataset(NUMBERS, 4)
     with pytest.raises(ScriptError, match=rf"{name}\(\) after hvd.dataset"):
         getattr(dataset, name)(2)
+
+
+def test_a_pipeline_around_it_reads_nothing(alone: Context) -> None:
+    pipeline = tf.data.Dataset.zip((hvd.dataset(NUMBERS, 4), tf.data.Dataset.range(3)))
+    with pytest.raises(tf.errors.OpError, match=r"after hvd\.dataset"):
+        next(iter(pipeline))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +94,9 @@ def test_what_would_change_the_batches_is_refused(alone: Context, name: str) -> 
         (NUMBERS, {"batch_size": 20, "drop_last": True}, "leaves nothing"),
         ((NUMBERS, NUMBERS[:3]), {"batch_size": 2}, "same first dimension"),
         (np.zeros((0, 2)), {"batch_size": 2}, "same first dimension"),
-        ([], {"batch_size": 2}, "no examples"),
+        ([], {"batch_size": 2}, "is empty"),
         (iter([1]), {"batch_size": 2}, "cannot be read by index"),
-        (tf.data.Dataset.range(3), {"batch_size": 2}, "is a tf.data.Dataset"),
+        (tf.data.Dataset.range(3), {"batch_size": 2}, r"Dataset\) cannot be read by index"),
     ],
 )
 def test_bad_sources_are_refused(
