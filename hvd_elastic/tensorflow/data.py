@@ -103,13 +103,13 @@ def dataset(
     if unequal_shares:
         planner = UnequalShares(batch_size, MIN_SHARE, ComputeTimes())
     order = DataOrder(
+        source,
         examples,
         batch_size,
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
         planner=planner,
-        blocks=getattr(source, "blocks", None),
     )
     shares = _Shares(order, read)
     made = tf.data.Dataset.from_generator(shares.batches, output_signature=shares.signature)
@@ -164,6 +164,7 @@ class _Shares:
         averagers = context.worker.averagers
 
         def read(step: Place, following: Place, *, is_first: bool) -> tuple[Any, Any]:
+            self.order.prefetch(step)
             if is_first and (self._pipeline is None or self._next_place != step):
                 self._pipeline = None
                 self._indices = self.order.indices(step, context.worker.progress)
@@ -303,7 +304,8 @@ def _reader(source: Any) -> tuple[Callable[[list[int]], Any], int]:
     if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise ScriptError(
             f"hvd.dataset(source): a {type(source).__name__} cannot be read by index; give it "
-            "arrays, or an object with __len__ and __getitem__"
+            "arrays, or an object with __len__ and __getitem__; hvd_elastic.data.Stream makes one "
+            "of a generator"
         )
     if not len(source):
         raise ScriptError("hvd.dataset(source): the source has no examples")

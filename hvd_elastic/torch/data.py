@@ -173,13 +173,13 @@ class DataLoader(Generic[_Batch]):
             "generator": torch.Generator(),
         }
         self._order = DataOrder(
+            dataset,
             examples,
             batch_size,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
             planner=self.planner,
-            blocks=getattr(dataset, "blocks", None),
         )
         self._worker_start = _WorkerStart(worker_init_fn)
         self._next_passes = _NextPasses()
@@ -260,6 +260,8 @@ class DataLoader(Generic[_Batch]):
                 os.getpid() if threading.current_thread() is threading.main_thread() else None
             )
             self._batches = iter(self._inner)
+        # After the loader processes have been forked, since it may start threads.
+        self._order.prefetch(place)
         # The iterator's place is unknown if next() raises.
         self._next_place = None
         assert self._batches is not None
@@ -430,7 +432,7 @@ def _examples(dataset: Any) -> int:
         raise ScriptError(
             f"the dataset ({kind}) cannot be read by index, so its examples cannot be shared out "
             "exactly once; give hvd_elastic.torch.DataLoader a map-style dataset "
-            "(__getitem__ and __len__)"
+            "(__getitem__ and __len__), or make one of a stream: hvd_elastic.data.Stream"
         )
     try:
         examples = len(dataset)

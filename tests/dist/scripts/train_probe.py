@@ -32,7 +32,7 @@ from hvd_elastic.training import context
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--examples", type=int, default=150)
-parser.add_argument("--shards", type=Path, help="read arrays of 8 numbers from this folder")
+parser.add_argument("--shards", help="read arrays of 8 numbers from this folder or URL")
 parser.add_argument("--batch-size", type=int, default=12)
 parser.add_argument("--max-batch-size", type=int, help="adapt the batch up to this size")
 parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
@@ -129,7 +129,8 @@ inputs = torch.randn(args.examples, 8, generator=generator)
 targets = torch.randint(3, (args.examples,), generator=generator)
 dataset: Any = TensorDataset(inputs, targets)
 if args.shards is not None:
-    dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2)
+    cache = Path("/tmp/cached-shards") if "://" in args.shards else None
+    dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2, cache=cache)
 loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     dataset,
     args.batch_size,
