@@ -129,7 +129,8 @@ inputs = torch.randn(args.examples, 8, generator=generator)
 targets = torch.randint(3, (args.examples,), generator=generator)
 dataset: Any = TensorDataset(inputs, targets)
 if args.shards is not None:
-    cache = Path("/tmp/cached-shards") if "://" in args.shards else None
+    _, is_url, place = args.shards.partition("://")
+    cache = Path(place).with_name("cached-shards") if is_url else None
     dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2, cache=cache)
 loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     dataset,
