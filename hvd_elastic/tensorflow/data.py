@@ -137,6 +137,7 @@ class _Shares:
         averagers = context.worker.averagers
 
         def read(step: Place, following: Place, *, is_first: bool) -> tuple[Any, Any]:
+            self.order.prefetch(step)
             if is_first and (self._pipeline is None or self._next_place != step):
                 self._pipeline = None
                 self._indices = self.order.indices(step, context.worker.progress)

@@ -227,6 +227,8 @@ class DataLoader(Generic[_Batch]):
                 os.getpid() if threading.current_thread() is threading.main_thread() else None
             )
             self._batches = iter(self._inner)
+        # After the loader processes have been forked, since it may start threads.
+        self._order.prefetch(place)
         # The iterator's place is unknown if next() raises.
         self._next_place = None
         assert self._batches is not None

@@ -29,7 +29,7 @@ def order_for(
 
     Args:
         loader: name of the loader, for messages.
-        data: the data set, which may have ``blocks``.
+        data: the data set.
         batch_size: examples of a step over all ranks, at first.
         examples: number of examples in the data set, >= 1.
         shuffle, seed, drop_last: as given by the script.
@@ -56,13 +56,13 @@ def order_for(
             f"{examples}, or drop_last=False"
         )
     return DataOrder(
+        data,
         examples,
         batch_size,
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
         planner=_planner_for(loader, batch_size, examples, drop_last, new_event, **adapting),
-        blocks=getattr(data, "blocks", None),
     )
 
 
@@ -119,7 +119,7 @@ def examples_of(data: Any, is_stream: bool, instead: str) -> int:
     if is_stream or not hasattr(data, "__getitem__"):
         raise ScriptError(
             f"the dataset ({kind}) cannot be read by index, so its examples cannot be shared out "
-            f"exactly once; give {instead}"
+            f"exactly once; give {instead}; hvd_elastic.data.Stream makes one of a stream"
         )
     try:
         examples = len(data)

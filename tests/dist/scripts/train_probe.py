@@ -13,7 +13,7 @@ from hvd_elastic.training import context
 from tests.dist.scripts.probe import Probe, options
 
 parser = options()
-parser.add_argument("--shards", type=Path, help="read arrays of 8 numbers from this folder")
+parser.add_argument("--shards", help="read arrays of 8 numbers from this folder or URL")
 parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--grad-scaler", action="store_true", help="with a scale that grows")
@@ -57,7 +57,9 @@ inputs = torch.randn(args.examples, 8, generator=generator)
 targets = torch.randint(3, (args.examples,), generator=generator)
 dataset: Any = TensorDataset(inputs, targets)
 if args.shards is not None:
-    dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2)
+    _, is_url, place = args.shards.partition("://")
+    cache = Path(place).with_name("cached-shards") if is_url else None
+    dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2, cache=cache)
 loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     dataset,
     args.batch_size,

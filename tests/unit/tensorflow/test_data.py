@@ -13,7 +13,9 @@ import pytest
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
+from hvd_elastic.data import Mixture
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.sharding import Blocks
 from hvd_elastic.training.context import Context
 
 NUMBERS = np.arange(10)
@@ -53,6 +55,27 @@ def test_a_change_of_the_world_drops_what_was_read_ahead(alone: Context) -> None
         if len(seen) == 2:
             break
     assert seen == [[0, 1, 2, 3], [6, 7]]
+
+
+def test_a_data_set_is_told_which_blocks_come_next(alone: Context) -> None:
+    class Blocked(list[int]):
+        blocks, told = Blocks((4, 4, 2), 1), list[list[int]]()
+
+        def prefetch_blocks(self, blocks: list[int]) -> None:
+            self.told.append(blocks)
+
+    source = Blocked(range(10))
+    assert read(hvd.dataset(source, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert source.told == [[0, 1, 2, 0, 1, 2], [1, 2, 0, 1, 2], [2, 0, 1, 2]]
+
+
+def test_a_mixture_goes_on_from_epoch_to_epoch(alone: Context) -> None:
+    mixture = Mixture([(range(7), 2), (range(100, 103), 1)], length=6)
+    dataset, seen = hvd.dataset(mixture, 4), list[int]()
+    for _ in hvd.epochs(3):
+        for batch in dataset:
+            seen += batch.numpy().tolist()
+    assert seen == mixture.__getitems__(range(18))
 
 
 def test_a_source_of_examples_is_collated(alone: Context) -> None:
