@@ -224,7 +224,7 @@ class CheckpointReader:
             return buffer
 
         self.read_tensors(header, place)
-        values = decode_values(encoded, tensors, decode_opaque(opaque) if opaque else ())
+        values = decode_values(encoded, tensors, decode_opaque(bytes(opaque)) if opaque else ())
         return values if name is not None else {**values, "progress": header.progress}
 
     def take(self, size: int) -> bytes:

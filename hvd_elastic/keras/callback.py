@@ -250,8 +250,9 @@ class ElasticCallback(keras.callbacks.Callback):
     def _average(self) -> dict[str, float]:
         """Return the metrics averaged over the ranks, those of training by examples."""
         self._ctx.rollback.collective_begins("the metrics of the epoch")
-        epoch, *row = self._ended
-        examples, logs = row if epoch == self._ctx.worker.progress.epoch else (0, {})
+        epoch, examples, logs = self._ended
+        if epoch != self._ctx.worker.progress.epoch:
+            examples, logs = 0, {}
         return average_over_ranks(self._ctx.worker.communicator, examples, logs)
 
 

@@ -23,7 +23,6 @@ from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.collectives import reduce_in_graph
 from hvd_elastic.tensorflow.controls import Control, Controls
 from hvd_elastic.training import context
-from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
 
 BUCKET_BYTES = 4 << 20
@@ -32,8 +31,8 @@ _REDUCED_AS = {tf.bfloat16: tf.float32}
 """Types that Horovod's TensorFlow binding lacks, with those that they are reduced as."""
 
 
-class GradientAverager(Averager):
-    """Averages the gradients of the script's optimizer; a script has one, so no step is undone.
+class GradientAverager:
+    """Averages the gradients of the script's optimizer; a script has one.
 
     Args:
         rate: returns the optimizer's learning rate.
@@ -297,6 +296,11 @@ class GradientAverager(Averager):
     def retire(self, reason: str) -> None:
         """Stop averaging; a later step is refused for this reason."""
         self._retired = reason
+
+    def nothing(self) -> None:
+        """Do nothing: with one optimizer no step is undone, and the graph adds passes up."""
+
+    restore = drop_copy = absorb = give_up = nothing
 
     def forget(self) -> None:
         """Drop the passes of a step that was left out after some of them."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dist.conftest import EVERY_STYLE, StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob, styles
 from tests.dist.running import RunningJob, Stage
 from tests.paths import COSTLY
 
@@ -172,7 +172,7 @@ def test_below_min_np_it_waits_and_goes_on(stage: Stage, start_job: StartJob) ->
     check_ended_by_a_signal(job)
 
 
-@EVERY_STYLE
+@styles("loop")
 def test_stop_writes_a_checkpoint_and_resume_goes_on_exactly_there(
     stage: Stage, start_job: StartJob
 ) -> None:

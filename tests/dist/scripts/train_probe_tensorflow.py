@@ -1,6 +1,7 @@
 """A small training job in TensorFlow that says what it holds; see ``probe.py``."""
 
 import itertools
+from typing import Any
 
 import keras
 import numpy as np
@@ -104,6 +105,8 @@ def loop(model):
 
 class Model(keras.Sequential):
     """Has ``fit`` tell what the rank holds before each step."""
+
+    train_function: Any
 
     def make_train_function(self, force=False):
         if self.train_function is None or force:
