@@ -172,10 +172,13 @@ class Fleet:
     def cost(self, slot: SlotId) -> int:
         """Return the cost of using ``slot`` next; see :func:`membership.choose_slots`.
 
-        It is 0 for workers that hold a place already, 1 for other live ones, 2 for empty slots.
+        It is 0 for workers that hold a place already, 1 for other live ones, 2 for empty slots,
+        and for workers that are started in the place of one that died: a warm spare comes first.
         """
         worker = self.worker_at(slot)
         if worker is None or worker.leaving:
+            return 2
+        if worker.stage is Stage.STARTING and self._slot(slot).deaths:
             return 2
         return 0 if worker.stage in (Stage.MEMBER, Stage.WAITING) else 1
 

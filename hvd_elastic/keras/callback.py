@@ -76,12 +76,20 @@ class ElasticCallback(keras.callbacks.Callback):
         self._averaged: dict[str, float] = {}
         self._examples = 0
         self._kept: tuple[int, list[tuple[Any, Any]]] | None = None
+        self._steps: int | None = None
         self._train: Any = None
         self._batches: Batches | None = None
         self._began = False
         self.state: State | None = None
 
     # -- what Keras calls ------------------------------------------------------------------
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Keep the number of steps; where it is but a bound, the progress bar does without."""
+        self._steps = params["steps"]
+        if self._ctx.planner.adapts:
+            params["steps"] = None
+        super().set_params(params)
 
     def set_model(self, model: Any) -> None:
         """Check the model before Keras makes its training function."""
@@ -169,11 +177,10 @@ class ElasticCallback(keras.callbacks.Callback):
 
     def _input(self, dataset: ElasticDataset) -> Batches:
         ElasticDataset.as_input = None  # for the one dataset of this epoch
-        steps = self.params["steps"]
-        if steps not in (None, int(dataset.cardinality())) and self._batches is None:
+        if self._steps != int(dataset.cardinality()):
             raise ScriptError(
-                f"model.fit(steps_per_epoch={steps}): an epoch is a pass over the data, in which "
-                "each example is used once; leave steps_per_epoch out"
+                f"model.fit(steps_per_epoch={self._steps}): an epoch is a pass over the data, in "
+                "which each example is used once; leave steps_per_epoch out"
             )
         return Batches(dataset)
 

@@ -215,10 +215,13 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         return self._steps_from(self._shares.register().reading.position)
 
     def cardinality(self) -> tf.Tensor:
-        """Return the number of steps of a whole epoch; unknown if the batch adapts."""
-        if self._shares.order.planner.adapts:
-            return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64)
-        return tf.constant(self._shares.order.steps_from(0, 1), tf.int64)
+        """Return the number of steps of a whole epoch; if the batch adapts, the most passes.
+
+        Keras never goes on after so many, nor, if that is unknown, after those of its first epoch.
+        """
+        order = self._shares.order
+        most = order.examples if order.planner.adapts else order.steps_from(0, 1)
+        return tf.constant(most, tf.int64)
 
     def _steps_from(self, position: int) -> int:
         worker = self._shares.register().worker

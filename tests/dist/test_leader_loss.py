@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ PROGRAM = ("-m", "hvd_elastic.cli.app")
 def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """A job that trains with one process on each of the first two hosts, and has a leader."""
     # Only so many processes as slots, though another host could be had.
-    options = ("--max-np", "2", "--checkpoint-dir", str(stage.folder / "led-once"))
+    options = ("--max-np", "2", "--checkpoint-dir", str(place_of(stage, style)))
     program = (str(ROOT / "tests" / "dist" / "scripts" / "failing_leader.py"),)
     yield from trains(stage, shared_jobs, style, *options, program=program)
 
@@ -55,6 +56,11 @@ def trains(
     yield job
     job.check_equal_parameters()
     job.check_audit()
+
+
+def place_of(stage: Stage, style: str) -> Path:
+    """Where the run that is led from several machines keeps its checkpoints."""
+    return stage.folder / f"led-{style}"
 
 
 def kill_leader(job: RunningJob) -> None:
@@ -157,10 +163,12 @@ def test_the_next_leader_has_another_hostfile(stage: Stage, job: RunningJob) -> 
 
 @EVERY_STYLE
 @pytest.mark.root
-def test_another_machine_does_not_lead_a_run_that_is_led(stage: Stage, job: RunningJob) -> None:
+def test_another_machine_does_not_lead_a_run_that_is_led(
+    stage: Stage, job: RunningJob, style: str
+) -> None:
     """Nor on a host that the run does not use, and that could be had; and not even there alone."""
     a, _, c, _ = stage.hosts
-    place = stage.folder / "led-once"
+    place = place_of(stage, style)
     workers = job.workers()
     other = job.folder / "other-hosts"
     run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
@@ -190,14 +198,16 @@ def test_another_machine_does_not_lead_a_run_that_is_led(stage: Stage, job: Runn
 
 
 @EVERY_STYLE
-def test_training_that_ends_without_a_leader_ends_well(stage: Stage, job: RunningJob) -> None:
+def test_training_that_ends_without_a_leader_ends_well(
+    stage: Stage, job: RunningJob, style: str
+) -> None:
     """The end of this module's job."""
     kill_leader(job)
     (job.folder / "enough").touch()
     job.wait_for(lambda: not job.workers(), "training ends", ended_too=True)
     job.resume(alive=True)
     job.finish()
-    assert not (stage.folder / "led-once" / "leader.json").exists()
+    assert not (place_of(stage, style) / "leader.json").exists()
 
 
 @EVERY_STYLE

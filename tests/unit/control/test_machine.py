@@ -1240,6 +1240,13 @@ def test_spare_takes_the_place_of_a_lost_worker_in_the_same_rescale():
     assert is_running(play)
 
 
+def test_spare_comes_before_the_next_worker_of_the_slot_however_late_survivors_answer():
+    play = start_with_spare("a", "b", "c", members=2)
+    play.killed("b:0.1")
+    assert starts(play.tell(ev.Tick(), after=1.0)) == ["b:0.2"]
+    assert members(play.broken("a:0.1", 5)) == ["a:0.1", "c:0.1"]
+
+
 def test_too_few_slots_for_spares_are_used_for_training():
     play = start("a", "b", np=2, spares=2)
     assert play.names == ["a:0.1", "b:0.1"]

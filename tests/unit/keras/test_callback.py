@@ -221,6 +221,13 @@ def test_fit_takes_a_step_after_the_last_of_its_passes(alone: Context) -> None:
         assert own == pytest.approx(theirs)
 
 
+def test_an_epoch_may_have_more_passes_than_the_first_one(alone: Context) -> None:
+    """Keras learns how many there are from the first, which is short in a worker that joins."""
+    alone.worker.progress.position = 8
+    fit(model_of(), adaptive(), epochs=2)
+    assert alone.worker.progress.step == 1 + 3
+
+
 def test_fit_ends_with_the_progress_that_is_asked_for(alone: Context) -> None:
     def half(_: Any) -> Adjustment:
         return Adjustment(1.0, gain=0.5)
