@@ -37,6 +37,7 @@ from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.takeover import Takeover
 from hvd_elastic.leader.workers import Workers
+from hvd_elastic.policy.input import InputWatch
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, summarize
 from hvd_elastic.wire import messages as msg
@@ -120,6 +121,7 @@ class Leader:
         self._agents = Agents(spec, environment, self._post)
         self._workers = Workers(folder)
         self._watch = ProgressWatch(spec.failure_timeout_s)
+        self._input = InputWatch()
         store = CheckpointStore(
             folder.run_id,
             folder.checkpoints,
@@ -564,11 +566,15 @@ class Leader:
             for worker, activity in agent.take_activities().items():
                 if worker in places:
                     self._watch.note(worker, activity)
+                    self._input.note(worker, activity.reading)
         for silent in self._watch.silent():
             self._watch.forget(silent.worker)
             self._tell(silent)
         if machine.phase is not Phase.RUNNING:
             return
+        read = self._input.look([(member.worker, member.host) for member in machine.members])
+        if read is not None:
+            self._journal.emit("input", read.as_fields())
         members = [member.worker for member in machine.members if member.worker in places]
         found = self._watch.stuck(machine.generation, members)
         if isinstance(found, ev.GenerationStuck):
@@ -728,6 +734,7 @@ class Leader:
             "machine": hello.machine,
         }
         self._journal.emit("agent_started", fields)
+        self._input.machines[host] = (hello.machine or host, hello.cpus)
         if hello.swept:
             strays = count(hello.swept, "stray process")
             self._journal.warn(f"host {host}: ended {strays} of this run")

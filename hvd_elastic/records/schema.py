@@ -161,7 +161,19 @@ class Metrics(_Event, tag="metrics"):
     skipped_steps: int | UnsetType = UNSET
     rank_s: list[float | None] | UnsetType = UNSET
     passes: int | UnsetType = UNSET
+    data_wait: float | UnsetType = UNSET
     shares: list[int] | UnsetType = UNSET
+
+
+class Input(_Event, tag="input"):
+    """How long ranks wait for their data, and what would end it; recorded when that changes."""
+
+    share: float
+    shares: list[float]
+    bound: Literal["nothing", "cores", "storage", "unknown"]
+    more_cores: float | None
+    core_s: float | None
+    reason: str
 
 
 class Decision(_Event, tag="decision"):
@@ -309,6 +321,7 @@ _ALL = (
     Metrics,
     _reported(msg.BatchPlan),
     _reported(msg.Shares),
+    Input,
     Decision,
     PredictionMissed,
     Checkpoint,

@@ -157,6 +157,9 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
         case "restored":
             path = get("path") or "the start"
             return Line(f"went back to step {get('step')}, from {path}", "note")
+        case "input":
+            waits = get("bound") != "nothing"
+            return Line(str(get("reason")), "note") if waits else None
         case "shares":
             return Line(shares_words(event), "change")
         case "command_done":

@@ -260,6 +260,9 @@ class DataLoader(Generic[_Batch]):
                 os.getpid() if threading.current_thread() is threading.main_thread() else None
             )
             self._batches = iter(self._inner)
+            worker.input_times.processes = self.num_workers
+            worker.input_times.pids = self._pids
+            worker.input_times.new_event = cuda_event
         # The iterator's place is unknown if next() raises.
         self._next_place = None
         assert self._batches is not None
@@ -269,6 +272,11 @@ class DataLoader(Generic[_Batch]):
             indices, batch = read
             return batch, list(indices)
         return read, None
+
+    def _pids(self) -> list[int]:
+        """Return the process ids of the loader's live worker processes."""
+        workers = getattr(self._batches, "_workers", ())
+        return [process.pid for process in workers if process.pid is not None]
 
     def _stop_reading(self, *, keep_processes: bool) -> None:
         self._next_place = None

@@ -14,6 +14,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.averagers import Averagers
 from hvd_elastic.training.frontend import Frontend, State
+from hvd_elastic.training.input_times import InputTimes
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import Sink, open_sink
@@ -42,6 +43,7 @@ class Worker:
         options: options that the leader sets for all workers.
         sink: receiver of this worker's messages.
         audit: whether the indices that are read are reported.
+        input_times: how long this rank waits for its data.
         progress: progress of training, equal on all ranks between two steps.
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
@@ -58,6 +60,7 @@ class Worker:
         self.generation = 0
         self.life = ""
         self.progress = Progress()
+        self.input_times = InputTimes()
         self.stop_reason = ""
         self.left_epoch = ""
         self.in_train = False
@@ -142,6 +145,7 @@ class Worker:
             longest_step_s=round(self.longest_step_s, 3),
             longest_wait_s=round(communicator.longest_wait_s, 3),
             line=script_line() if max(step_s, waiting_s) >= _LONG_S else "",
+            reading=self.input_times.reading(),
         )
         if waiting_s >= _LONG_S:
             detailed = dataclasses.replace(
