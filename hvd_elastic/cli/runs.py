@@ -449,6 +449,11 @@ def _status_rows(
         rows.append(("batch", _batch_words(summary)))
     if summary.hosts:
         rows.append(("hosts", " ".join(f"{name}:{slots}" for name, slots in summary.hosts)))
+    if summary.input_hosts:
+        reading = (
+            f"{name} ({count(number, 'process')})" for name, number in summary.input_hosts.items()
+        )
+        rows.append(("input hosts", " ".join(reading)))
     if summary.input:
         rows.append(("data", summary.input))
     if summary.shares:

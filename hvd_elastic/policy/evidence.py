@@ -111,7 +111,8 @@ class Evidence:
 
     def _on_input(self, fields: Mapping[str, Any]) -> None:
         core_s = _number(fields.get("core_s"), _SHORTEST_S)
-        bound = fields.get("bound") == "cores"
+        # Input hosts have cores of their own, which bound nothing here.
+        bound = fields.get("bound") == "cores" and not fields.get("helpers")
         before, self._core_s = self._core_s, core_s if bound else None
         self.news |= (before is None) != (self._core_s is None)
 

@@ -30,9 +30,11 @@ class Reading:
     Attributes:
         loop_s: time in the loop over the loader [s].
         wait_s: part of it that waited for data [s]; on a GPU, the time that the GPU was idle.
-        cpu_s: processor time that reading took, on this host [s]; None: not known.
+        cpu_s: processor time that reading took, on input hosts too [s]; None: not known.
         examples: number of examples.
-        processes: number of processes that read; 0: the training process itself; None: not known.
+        processes: number of processes of the worker that read; 0: the training process itself;
+            None: not known.
+        helpers: number of processes of input hosts that read for it.
     """
 
     loop_s: float = 0.0
@@ -40,6 +42,7 @@ class Reading:
     cpu_s: float | None = None
     examples: int = 0
     processes: int | None = None
+    helpers: int = 0
 
     def since(self, then: Reading) -> Reading:
         """Return what was read after an earlier reading of the same process."""
@@ -50,6 +53,7 @@ class Reading:
             max(0.0, (self.cpu_s or 0.0) - (then.cpu_s or 0.0)) if known else None,
             self.examples - then.examples,
             self.processes,
+            self.helpers,
         )
 
     @property
@@ -67,8 +71,9 @@ class Reading:
         """Whether what is waited for uses the processor, and not storage or the network."""
         if self.cpu_s is None:
             return False
-        if self.processes:  # they are all busy while they are waited for
-            return self.cores >= _COMPUTES * self.processes * self.share
+        readers = (self.processes or 0) + self.helpers
+        if readers:  # they are all busy while they are waited for
+            return self.cores >= _COMPUTES * readers * self.share
         return self.cpu_s >= _COMPUTES * self.wait_s
 
 
@@ -110,6 +115,7 @@ class InputFinding:
             ``nothing``.
         more_cores: further cores that would end the wait; None: not known, or no remedy.
         core_s: processor time to read an example [s]; None: not known.
+        helpers: number of processes of input hosts that read for the ranks.
         reason: all that in words.
     """
 
@@ -118,6 +124,7 @@ class InputFinding:
     bound: str
     more_cores: float | None
     core_s: float | None
+    helpers: int
     reason: str
 
     def as_fields(self) -> dict[str, Any]:
@@ -128,6 +135,7 @@ class InputFinding:
             "bound": self.bound,
             "more_cores": None if self.more_cores is None else round(self.more_cores, 2),
             "core_s": None if self.core_s is None else float(f"{self.core_s:.4g}"),
+            "helpers": self.helpers,
             "reason": self.reason,
         }
 
@@ -152,22 +160,31 @@ more core of decoding would end it: num_workers=1'
     share, reading = shares[worst], readings[worst]
     cpu = [each.cpu_s for each in readings if each.cpu_s is not None]
     examples = sum(each.examples for each in readings)
-    core_s = sum(cpu) / examples if len(cpu) == len(readings) and examples and sum(cpu) else None
+    cpu_s = sum(cpu)
+    core_s = cpu_s / examples if len(cpu) == len(readings) and examples and cpu_s else None
+    helpers = sum(each.helpers for each in readings)
     percent = f"{100 * share:.0f} %"
     if share < _NOTABLE:
         reason = f"input is no bottleneck: ranks wait {percent} of the time for data"
-        return InputFinding(share, shares, "nothing", None, core_s, reason)
+        return InputFinding(share, shares, "nothing", None, core_s, helpers, reason)
     said = f"ranks wait {percent} of the time for data"
     if core_s is None:
         reason = (
             f"{said}; let more of it be read ahead: prefetch and num_parallel_calls of map, "
             "--input-hosts for hvd_elastic.torch, or a cheaper transform"
         )
-        return InputFinding(share, shares, "unknown", None, None, reason)
+        return InputFinding(share, shares, "unknown", None, None, helpers, reason)
     found = [_Need.of(each) for each in readings]
     more = sum(need.more for need in found)
     crowded, idle = _cores_at(hosts[worst], readings, hosts, machines)
     said = f"{said}: reading takes {_milliseconds(core_s)} of a core for each example"
+    if reading.helpers and not reading.computes:
+        reason = (
+            f"{said}, and the processes of input hosts are not busy: the link to them is the "
+            "limit, or their storage; send less (uint8, cropped pictures), or read more on this "
+            f"host: num_workers={(reading.processes or 0) + 1}"
+        )
+        return InputFinding(share, shares, "storage", None, core_s, helpers, reason)
     if not reading.computes and not crowded:
         processes = reading.processes or 0
         reason = (
@@ -175,15 +192,17 @@ more core of decoding would end it: num_workers=1'
             f"not shorten: num_workers={max(2, 2 * processes)} waits for more files at a time; "
             "keep the data on the hosts (copyclust), in shards, or smaller"
         )
-        return InputFinding(share, shares, "storage", None, core_s, reason)
+        return InputFinding(share, shares, "storage", None, core_s, helpers, reason)
     number = f"{more:.1f}" if more < 10 else f"{more:.0f}"
-    remedy = "--input-hosts with so many, or a cheaper transform such as a scaled decode"
+    further = "further " if helpers else ""
+    remedy = f"{further}--input-hosts with so many, or a cheaper transform such as a scaled decode"
     here = found[worst]
-    if here.more <= idle:
+    if here.more <= idle and not helpers:
         processes = math.ceil(here.needed - 0.01)
         remedy = f"num_workers={max(processes, (reading.processes or 0) + 1)}"
-    reason = f"{said}, and {number} more {'core' if more <= 1 else 'cores'} of decoding would end it: {remedy}"
-    return InputFinding(share, shares, "cores", more, core_s, reason)
+    cores = "core" if more <= 1 else "cores"
+    reason = f"{said}, and {number} more {cores} of decoding would end it: {remedy}"
+    return InputFinding(share, shares, "cores", more, core_s, helpers, reason)
 
 
 @dataclass(frozen=True)
@@ -198,7 +217,8 @@ class _Need:
         # Without the wait, the same examples are read in the rest of the time.
         needed = reading.cores / max(1 - reading.share, 0.01)
         # The training process is not free to read while it trains.
-        return cls(needed, needed - (reading.cores if reading.processes else 0.0))
+        reads = reading.processes or reading.helpers
+        return cls(needed, needed - (reading.cores if reads else 0.0))
 
 
 def _cores_at(

@@ -173,7 +173,22 @@ class Input(_Event, tag="input"):
     bound: Literal["nothing", "cores", "storage", "unknown"]
     more_cores: float | None
     core_s: float | None
+    helpers: int
     reason: str
+
+
+class InputHostJoined(_Event, tag="input_host_joined"):
+    """A host reads for the ranks from now on."""
+
+    host: str
+    processes: int
+
+
+class InputHostLeft(_Event, tag="input_host_left"):
+    """A host reads for the ranks no more."""
+
+    host: str
+    cause: str
 
 
 class Decision(_Event, tag="decision"):
@@ -322,6 +337,8 @@ _ALL = (
     _reported(msg.BatchPlan),
     _reported(msg.Shares),
     Input,
+    InputHostJoined,
+    InputHostLeft,
     Decision,
     PredictionMissed,
     Checkpoint,

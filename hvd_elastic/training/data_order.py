@@ -26,7 +26,7 @@ from hvd_elastic.model.sharding import (
     steps_left,
 )
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.input_bench import InputBench
+from hvd_elastic.training.input.rate import InputBench
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.step import Pass, Stage

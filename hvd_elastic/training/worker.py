@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
@@ -14,7 +15,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.averagers import Averagers
 from hvd_elastic.training.frontend import Frontend, State
-from hvd_elastic.training.input_times import InputTimes
+from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import Sink, open_sink
@@ -40,6 +41,7 @@ class Worker:
         generation: number of the current generation.
         life: term of the leader, which distinguishes generations of different leaders.
         link: link to the agent; None without one.
+        reads: whether this process reads for the ranks of other hosts and does not train.
         options: options that the leader sets for all workers.
         sink: receiver of this worker's messages.
         audit: whether the indices that are read are reported.
@@ -75,6 +77,7 @@ class Worker:
         )
         self.link: AgentLink | None = None
         self.options = msg.WorkerOptions()
+        self.reads = mode is Mode.AGENT and os.environ.get("HVD_ELASTIC_READS") == "1"
         if mode is Mode.AGENT:
             self.link = AgentLink.from_environment(self._on_abort, self.activity)
             self.options = worker_options()

@@ -2,7 +2,8 @@
 
 Before the first step of every generation, and every few steps, each rank appends to
 ``<folder>/digests.jsonl`` a digest of its parameters, buffers and optimizer state; the tests
-compare them. Files in ``<folder>`` steer it:
+compare them. With ``--augment`` each rank appends to ``<folder>/examples.jsonl`` the bytes of each
+example that it is given. Files in ``<folder>`` steer it:
 
 ``enough``        training ends with the epoch
 ``stuck``         steps take for ever, as long as it is there
@@ -16,13 +17,16 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.ring import HorovodCommunicator
@@ -33,6 +37,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--examples", type=int, default=150)
 parser.add_argument("--shards", type=Path, help="read arrays of 8 numbers from this folder")
+parser.add_argument("--augment", type=float, help="at random, in so many seconds an example")
 parser.add_argument("--batch-size", type=int, default=12)
 parser.add_argument("--max-batch-size", type=int, help="adapt the batch up to this size")
 parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
@@ -47,6 +52,7 @@ parser.add_argument("--double", action="store_true", help="64-bit numbers")
 args = parser.parse_args()
 
 HOST, WORKER = os.environ["HVD_ELASTIC_HOST"], os.environ["HVD_ELASTIC_WORKER"]
+HOST_NUMBER = zlib.crc32(HOST.encode())
 LIFE = os.environ["DIST_TEST_LIFE"]
 DIGEST_EVERY = 10
 POLL_S = 0.02
@@ -130,6 +136,33 @@ targets = torch.randint(3, (args.examples,), generator=generator)
 dataset: Any = TensorDataset(inputs, targets)
 if args.shards is not None:
     dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2)
+
+
+class Augmented(Dataset[Any]):
+    """Examples with random noise of each kind, their index, and a hash of the host that read it."""
+
+    def __len__(self):
+        return args.examples
+
+    def __getitem__(self, index):
+        time.sleep(args.augment)
+        noise = torch.randn(8) + random.random() + float(np.random.rand())
+        return inputs[index] + 0.01 * noise, targets[index], index, HOST_NUMBER
+
+
+def note_examples(batch, indices, hosts):
+    epoch = context.current().worker.progress.epoch
+    rows = [
+        {"epoch": epoch, "index": index, "host": host, "bytes": row.numpy().tobytes().hex()}
+        for row, index, host in zip(batch, indices.tolist(), hosts.tolist(), strict=True)
+    ]
+    out = os.open(args.folder / "examples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    os.close(out)
+
+
+if args.augment is not None:
+    dataset = Augmented()
 loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     dataset,
     args.batch_size,
@@ -137,6 +170,7 @@ loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     num_workers=args.num_workers,
     max_batch_size=args.max_batch_size,
     unequal_shares=args.unequal_shares or None,
+    seed_examples=args.augment is not None,
 )
 told = 0
 
@@ -162,7 +196,9 @@ def enough():
 @hvd.run
 def train(state):
     for _ in hvd.epochs(args.epochs):
-        for inputs, targets in loader:
+        for inputs, targets, *read in loader:
+            if read:
+                note_examples(inputs, *read)
             if not len(context.current().step.passes) > 1:
                 tell_if_due(state)
             optimizer.zero_grad()

@@ -36,6 +36,8 @@ class InputTimes:
         new_event: creates an event on the training device; returns None where that is the CPU.
         processes: number of processes that read; 0: this one; None: not known.
         pids: returns the process ids of the live ones.
+        helpers: returns the number of processes of input hosts that read for this rank, and the
+            processor time that they took for it so far [s].
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class InputTimes:
         self.new_event: NewEvent = no_event
         self.processes: int | None = None
         self.pids: Callable[[], Sequence[int]] = tuple
+        self.helpers: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
         self._clock, self._cpu_clock = clock, cpu_clock
         self._began = self._cpu_began = 0.0
         self._mark: DeviceEvent | None = None
@@ -90,23 +93,26 @@ class InputTimes:
         """Return what was read so far; None: nothing. Any thread may call it."""
         if not self._examples:
             return None
+        helpers, helped_s = self.helpers()
+        cpu_s = self._reading_cpu_s()
         return Reading(
             loop_s=round(self._loop_s, 4),
             wait_s=round(self._wait_s, 4),
-            cpu_s=self._reading_cpu_s(),
+            cpu_s=None if cpu_s is None else round(cpu_s + helped_s, 4),
             examples=self._examples,
             processes=self.processes,
+            helpers=helpers,
         )
 
     def _reading_cpu_s(self) -> float | None:
         if self.processes is None:
             return None
         if self.processes == 0:
-            return round(self._cpu_s, 4)
+            return self._cpu_s
         # Those of an earlier epoch have ended, and count as reaped children.
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         alive = sum(_cpu_s(pid) for pid in self.pids())
-        return round(ended.ru_utime + ended.ru_stime + alive, 4)
+        return ended.ru_utime + ended.ru_stime + alive
 
 
 def _cpu_s(pid: int) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvd_elastic.policy.input import Reading
-from hvd_elastic.training.input_times import InputTimes
+from hvd_elastic.training.input.times import InputTimes
 
 SECONDS_VARIABLE = "HVD_ELASTIC_BENCH_INPUT_S"
 """Environment variable with the time to read for [s]; the script does not train if it is set."""
