@@ -8,14 +8,18 @@ rounds of ours / the other way, both in pictures per second, with its 95 % inter
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -32,13 +36,18 @@ from benchmarks.testbed.command import Say, at_least_one, run_benchmark
 from benchmarks.testbed.figures import Result, conditions
 from datasets_prep import frame, pictures
 from datasets_prep.processes import in_processes
-from hvd_elastic.data import RandomCrop, ShardDataset
+from hvd_elastic.data import RandomCrop, ShardDataset, load_index
+from hvd_elastic.model.sharding import block_order, blocks_from
 
+ROOT = Path(__file__).resolve().parents[1]
 SIZE = (500, 375)
 SHORT_SIDE, QUALITY, CROP = 256, 92, 224
 PER_SHARD = 125
 UNIQUE = 20
 BATCH = 50
+WINDOW = 4
+DELAY_S, LINK_BYTES_PER_S = 0.02, 50e6
+MANY = (20_000, 200_000)
 NEEDS = {"webdataset": "webdataset", "litdata": "litdata"}
 CONVERT = pictures.ToJpeg(SHORT_SIDE, QUALITY)
 
@@ -184,6 +193,117 @@ def read_webdataset(_: Sequence[Path], shards: Path, processes: int) -> None:
     _epoch(read.to_tuple("jpg", "cls").map(_webdataset_sample), processes, shuffle=False)
 
 
+# -- shards behind a URL -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Serve a folder from a process of its own, with a delay, at the rate of a link."""
+    command = [sys.executable, "-m", "benchmarks.testbed.file_server"]
+    command += [str(folder), str(DELAY_S), str(LINK_BYTES_PER_S)]
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        yield server.stdout.readline().strip()
+    finally:
+        server.stdin.close()
+        server.wait()
+
+
+def fetch_all(url: str, folder: Path) -> None:
+    """Get all shards and keep nothing: what the link gives to as many connections as we open."""
+
+    def get(name: str) -> None:
+        with urllib.request.urlopen(f"{url}/{name}") as file:
+            while file.read(1 << 20):
+                pass
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(get, [shard.name for shard in load_index(folder).shards]))
+
+
+def read_in_order(dataset: ShardDataset) -> None:
+    """Read the bytes of an epoch in its order, as a loader of one rank does."""
+    blocks, examples = dataset.blocks, len(dataset)
+    order = block_order(0, 0, *blocks)
+    position = told = 0
+    while position < examples:
+        if position >= told:
+            coming, told = blocks_from(0, 0, blocks, position)
+            dataset.prefetch_blocks(coming)
+        stop = min(examples, position + BATCH)
+        dataset.__getitems__(order(np.arange(position, stop)).tolist())
+        position = stop
+
+
+def read_url(url: str, cache: Path, *, fresh: bool) -> None:
+    """Read an epoch through a cache, empty at its begin or not."""
+    if fresh:
+        shutil.rmtree(cache, ignore_errors=True)
+    read_in_order(ShardDataset(url, decode=bytes, cache=cache, shuffle_window=WINDOW))
+
+
+def _from_url(
+    options: argparse.Namespace, folder: Path, shards: Path, say: Say
+) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    cache, count = folder / "cache", options.pictures
+    with serving(shards) as url:
+        ways = {
+            "ours": partial(read_url, url, cache, fresh=True),
+            "link": partial(fetch_all, url, shards),
+        }
+        yield "url", rounds(ways, options.rounds, count, say)
+        local = ShardDataset(shards, decode=bytes, shuffle_window=WINDOW)
+        ways = {
+            "ours": partial(read_url, url, cache, fresh=False),
+            "local files": partial(read_in_order, local),
+        }
+        yield "cached", rounds(ways, options.rounds, count, say)
+
+
+# -- memory of preparing many files ------------------------------------------------------------
+
+# The largest memory of this process alone; getrusage() would count that of its parent before exec.
+PREPARE_AND_TELL = """
+import re, sys
+from pathlib import Path
+from datasets_prep import image_folder
+status = image_folder.main()
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+sys.exit(status)
+"""
+
+
+def preparing_many(options: argparse.Namespace, folder: Path, say: Say) -> Iterator[dict[str, Any]]:
+    """Yield the memory of the command that prepares many tiny files, without its processes."""
+    picture = BytesIO()
+    Image.new("RGB", (8, 8)).save(picture, "JPEG")
+    for count in MANY:
+        source, out = folder / "many", folder / "out"
+        source.mkdir()
+        (source / "0.jpg").write_bytes(picture.getvalue())
+        for number in range(1, count):
+            (source / f"{number}.jpg").symlink_to("0.jpg")
+        command = [sys.executable, "-c", PREPARE_AND_TELL, "--source", source, "--out", out]
+        began = time.monotonic()
+        done = subprocess.run(
+            [*map(str, command), "--processes", str(options.processes)],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        took_s = time.monotonic() - began
+        megabytes = int(done.stdout.split()[-1]) / 1e3
+        say(f"{count} files: {megabytes:.0f} MB, {took_s:.0f} s")
+        yield {"files": count, "most_mb": round(megabytes, 1), "per_s": round(count / took_s)}
+        shutil.rmtree(source)
+        shutil.rmtree(out)
+
+
 # -- the measurement -------------------------------------------------------------------------
 
 
@@ -232,6 +352,13 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                 shards = folder / part
                 prepare_ours(paths, shards, options.processes, convert)
                 body[part] = list(rows(_reading(options, paths, shards, say)))
+        if "url" in options.parts:
+            shards = folder / "url"
+            prepare_ours(paths, shards, options.processes, pictures.ToJpeg(0, QUALITY))
+            for part, rates in _from_url(options, folder, shards, say):
+                body[part] = list(rows(rates))
+        if "memory" in options.parts:
+            body["memory"] = list(preparing_many(options, folder, say))
     finally:
         shutil.rmtree(folder)
     return Result("data", conditions("no hosts", _note(options), load_before), body)
@@ -284,7 +411,7 @@ def _note(options: argparse.Namespace) -> str:
 def main() -> int:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parts = ("prepare", "read", "read_small")
+    parts = ("prepare", "read", "read_small", "url", "memory")
     told = "what to measure (default: all)"
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help=told)
     peers = ("bare loop", *NEEDS)

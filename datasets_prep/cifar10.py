@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write CIFAR-10 as shards of PNG files, from its binary archive.
 
-python datasets_prep/cifar10.py --archive cifar-10-binary.tar.gz --out /data/cifar10
+python datasets_prep/cifar10.py --archive cifar-10-binary.tar.gz --download --out /data/cifar10
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from PIL import Image
 
-from datasets_prep import frame, imagenet
+from datasets_prep import frame
+from datasets_prep.archives import download, require_md5
 from datasets_prep.frame import Source
 from hvd_elastic.errors import DataError
 
+PUBLISHED = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 PUBLISHED_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 INSIDE = "cifar-10-batches-bin"
 SPLITS = {
@@ -48,8 +50,10 @@ class ToPng:
 
 def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     """Write the shards of both splits."""
+    if given.download:
+        download(given.download, given.archive, PUBLISHED_MD5)
     if given.checksum:
-        imagenet.require_md5(given.archive, PUBLISHED_MD5)
+        require_md5(given.archive, PUBLISHED_MD5)
     given.out.mkdir(parents=True, exist_ok=True)
     raw = given.out / ".raw"
     classes = unpack(given.archive, raw)
@@ -99,6 +103,14 @@ def main() -> int:
     """Command line."""
     parser = frame.options((__doc__ or "").split("\n")[0])
     parser.add_argument("--archive", type=Path, required=True, help="cifar-10-binary.tar.gz")
+    parser.add_argument(
+        "--download",
+        nargs="?",
+        const=PUBLISHED,
+        metavar="URL",
+        help="get the archive first, unless it is there, and compare it with the published MD5; "
+        f"without URL: {PUBLISHED}",
+    )
     parser.add_argument(
         "--checksum", action="store_true", help="compare the archive with the published MD5 first"
     )

@@ -19,14 +19,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from datasets_prep.on_hosts import ON_HOST, prepare_on_hosts
 from datasets_prep.processes import in_processes, progress_bar, sole_writer, whole_number
-from hvd_elastic.data.index import INDEX, VERSION, Index, Shard, load_index, write_whole
+from hvd_elastic.data.index import (
+    INDEX,
+    LAYOUTS,
+    VERSION,
+    Index,
+    Shard,
+    load_index,
+    save_table,
+    sha256_of,
+    table_path,
+    write_whole,
+)
 from hvd_elastic.data.writer import ShardWriter
 from hvd_elastic.errors import DataError, HvdElasticError
 from hvd_elastic.model.sharding import permutation
 
 JOURNAL, SKIPPED = ".prepared.jsonl", "skipped.txt"
 _STEM = 48  # most characters of a source's name in a key
+_PLACE_DIGITS = 8  # of a source's place in the order, with which a key begins
 _SHOWN = 5
 
 Convert = Callable[[bytes], Sequence[tuple[bytes, ...]]]
@@ -73,6 +88,8 @@ class Settings:
         shuffle: whether the sources are mixed, in an order that is always the same.
         sample: use this many of the sources; None: all.
         processes: number of processes.
+        hostfile: names hosts that share the work; None: this machine does it.
+        on_host: what this call does as one of them; see :data:`on_hosts.ON_HOST`.
     """
 
     layout: str
@@ -84,6 +101,8 @@ class Settings:
     shuffle: bool = True
     sample: int | None = None
     processes: int = 1
+    hostfile: Path | None = None
+    on_host: tuple[str, ...] = ()
 
 
 class _Task(NamedTuple):
@@ -116,9 +135,9 @@ def prepare(
         raise DataError(f"there is nothing to prepare for {folder}")
     if twice := [name for name, count in Counter(classes).items() if count > 1]:
         raise DataError(f"two classes have the name {twice[0]!r}; each needs a name of its own")
-    if settings.shuffle:
-        sources = [sources[place] for place in permutation(0, 0, len(sources)).tolist()]
-    sources = sources[: settings.sample]
+    count = len(sources)
+    order = permutation(0, 0, count) if settings.shuffle else np.arange(count)
+    sources = _Ordered(sources, order[: settings.sample])
     labelled = sources[0].label >= 0
     fields = (*settings.fields, "cls") if labelled else settings.fields
     made_from = {
@@ -129,29 +148,50 @@ def prepare(
         "sources": len(sources),
         "sources_sha256": _digest(sources),
     }
+    paths = _paths(folder, len(sources), settings)
+    if settings.hostfile is not None:
+        return prepare_on_hosts(settings.hostfile, folder, [path.name for path in paths])
+    if settings.on_host and settings.on_host[0] != str(folder.absolute()):
+        return {}  # the other splits of the data set
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    with sole_writer(folder):
-        done = _done_before(folder, made_from)
+    with sole_writer(folder, waits=bool(settings.on_host)):
+        done = _done_before(folder, made_from, shards_too=bool(settings.on_host))
         if done is None:
             index = load_index(folder)
             return _found(folder, index, len(index.shards), _skipped_before(folder))
-        tasks = _tasks(folder, sources, settings)
         there = len(done)
         with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
             if journal.tell() == 0:
                 _note(journal, made_from)
+            missing = [number for number in range(len(paths)) if number not in done]
             work = partial(_write_shard, settings, fields)
-            missing = [task for task in tasks if task.number not in done]
-            left = sum(len(task.sources) for task in missing)
+            if len(settings.on_host) == 1:
+                work = partial(_read_shard, settings)
+            elif settings.on_host:
+                listed = Path(settings.on_host[1]).read_text(encoding="utf-8").split("\n")
+                missing = [n for n, path in enumerate(paths) if path.name in listed]
+                paths = [Path(settings.on_host[2]) / path.name for path in paths]
+            size = settings.sources_per_shard
+            tasks = (
+                _Task(paths[number], number, sources[number * size : (number + 1) * size])
+                for number in missing
+            )
+            left = sum(min(size, len(sources) - number * size) for number in missing)
             with progress_bar(f"{folder.name}: preparing", max(1, left)) as advance:
-                for number, result in in_processes(work, missing, settings.processes):
+                for number, result in in_processes(work, tasks, settings.processes):
+                    if len(settings.on_host) > 1:
+                        # Only the shards themselves are exchanged.
+                        table_path(paths[number]).unlink(missing_ok=True)
+                        continue
                     _note(journal, {"number": number, **result._asdict()})
                     done[number] = result
                     advance(result.sources)
-        shards = [Shard(**done[task.number].shard) for task in tasks]
-        skipped = [line for task in tasks for line in done[task.number].skipped]
+        if len(settings.on_host) > 1:
+            return {}
+        shards = [Shard(**done[number].shard) for number in range(len(paths))]
+        skipped = [line for number in range(len(paths)) for line in done[number].skipped]
         if not any(shard.examples for shard in shards):
             why = f"; the first: {skipped[0]}" if skipped else ": the data are too short for one"
             raise DataError(f"none of {len(sources)} sources gave an example{why}")
@@ -188,8 +228,15 @@ def _skipped_before(folder: Path) -> list[str]:
         return []
 
 
-def _done_before(folder: Path, made_from: dict[str, Any]) -> dict[int, _Done] | None:
+def _done_before(
+    folder: Path, made_from: dict[str, Any], *, shards_too: bool = False
+) -> dict[int, _Done] | None:
     """Return the shards of an earlier call by number; None: it has written all.
+
+    Args:
+        folder: of the shards.
+        made_from: settings of this call.
+        shards_too: whether shards of other hosts may lie there.
 
     Raises:
         DataError: the folder holds something else.
@@ -200,7 +247,8 @@ def _done_before(folder: Path, made_from: dict[str, Any]) -> dict[int, _Done] | 
     try:
         lines = (folder / JOURNAL).read_bytes().split(b"\n")
     except FileNotFoundError:
-        if other := [path.name for path in folder.iterdir() if path.name[0] != "."]:
+        other = [path.name for path in folder.iterdir() if path.name[0] != "."]
+        if other and not shards_too:
             raise DataError(
                 f"{folder} holds other files ({other[0]}); name a new or empty folder"
             ) from None
@@ -247,16 +295,53 @@ def _note(journal: Any, entry: dict[str, Any]) -> None:
     os.fsync(journal.fileno())
 
 
-def _tasks(folder: Path, sources: Sequence[Source], settings: Settings) -> list[_Task]:
-    size = settings.sources_per_shard
-    count = -(-len(sources) // size)
+class _Ordered(Sequence[Source]):
+    """Sources in another order, each made when it is asked for."""
+
+    def __init__(self, sources: Sequence[Source], order: np.ndarray) -> None:
+        self._sources, self._order = sources, order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._order[index].tolist()
+        if isinstance(index, slice):
+            return [self._sources[place] for place in found]
+        return self._sources[found]
+
+
+def _paths(folder: Path, sources: int, settings: Settings) -> list[Path]:
+    """Return the path of each shard."""
+    count = -(-sources // settings.sources_per_shard)
     name = f"{folder.name}-%06d.tar"
     if settings.layout == "tfrecord":
         name = f"{folder.name}.tfrecord-%05d-of-{count:05d}"
-    return [
-        _Task(folder / (name % number), number, list(sources[number * size : (number + 1) * size]))
-        for number in range(count)
-    ]
+    return [folder / (name % number) for number in range(count)]
+
+
+def _read_shard(settings: Settings, task: _Task) -> tuple[int, _Done]:
+    """Make the table of a shard that a host has written, and its entry in the index."""
+    if not task.path.exists():
+        raise DataError(f"{task.path} did not arrive; the same call goes on")
+    examples = list(LAYOUTS[settings.layout].scan(task.path))
+    if examples:
+        save_table(task.path, examples)
+    found = {int(example.key[:_PLACE_DIGITS]) for example in examples}
+    skipped = []
+    for place, source in enumerate(task.sources, task.number * settings.sources_per_shard):
+        if place not in found:
+            try:
+                settings.convert(source.read())
+            except (DataError, OSError) as error:
+                skipped.append(_reason(source, error))
+    size = task.path.stat().st_size
+    shard = Shard(task.path.name, len(examples), size, sha256_of(task.path))
+    return task.number, _Done(_as_dict(shard), len(task.sources), skipped)
+
+
+def _reason(source: Source, error: Exception) -> str:
+    return f"{source.name}: {getattr(error, 'strerror', None) or error}"
 
 
 def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tuple[int, _Done]:
@@ -266,16 +351,15 @@ def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tupl
             try:
                 examples = settings.convert(source.read())
             except (DataError, OSError) as error:
-                reason = f"{source.name}: {getattr(error, 'strerror', None) or error}"
                 if settings.strict:
-                    raise DataError(reason) from None
-                skipped.append(reason)
+                    raise DataError(_reason(source, error)) from None
+                skipped.append(_reason(source, error))
                 continue
             label = () if source.label < 0 else (str(source.label).encode(),)
             stem = re.sub(r"[^A-Za-z0-9_-]", "_", Path(source.name).stem)[-_STEM:]
             for number, values in enumerate(examples):
                 part = f"_{number:06d}" if len(examples) > 1 else ""
-                writer.add(f"{place:08d}_{stem}{part}", (*values, *label))
+                writer.add(f"{place:0{_PLACE_DIGITS}d}_{stem}{part}", (*values, *label))
         shard = writer.finish()
     return task.number, _Done(_as_dict(shard), len(task.sources), skipped)
 
@@ -312,7 +396,14 @@ def options(description: str, *, per_shard: int = 1000) -> argparse.ArgumentPars
         default=len(os.sched_getaffinity(0)),
         help="one for each processor",
     )
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        help="share the work among these hosts, which see script and source at the same paths; "
+        "afterwards all have all shards",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(ON_HOST, nargs="+", default=(), help=argparse.SUPPRESS)
     return parser
 
 
@@ -338,6 +429,8 @@ def settings_of(
         strict=given.strict,
         sample=given.sample,
         processes=given.processes,
+        hostfile=given.hostfile,
+        on_host=tuple(given.on_host),
         **more,
     )
 
@@ -348,7 +441,7 @@ def main(
     """Parse the command line, run, and print what was done or what is wrong; exit status."""
     given = parser.parse_args()
     try:
-        found = run(given)
+        found = [each for each in run(given) if each]
     except HvdElasticError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

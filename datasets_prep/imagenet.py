@@ -11,7 +11,6 @@ and val/CLASS/*.JPEG. Labels follow the order of the classes' names, as in torch
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import sys
 import tarfile
@@ -21,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets_prep import frame, image_folder, pictures
+from datasets_prep.archives import require_md5
 from datasets_prep.frame import Source
 from hvd_elastic.errors import DataError
 
@@ -31,7 +31,6 @@ PUBLISHED_MD5 = {
     VAL: "29b22e2961454d5413ddabcf34fc5622",
     DEVKIT: "fa75699e90414af021442c21a62c3abf",
 }
-_BLOCK = 1 << 20
 
 
 def run(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -59,19 +58,6 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         frame.prepare(given.out / name, sources, classes, settings)
         for name, sources in (("train", train), ("val", val))
     ]
-
-
-def require_md5(path: Path, published: str) -> None:
-    """Raise DataError if a file has another MD5 than the published one."""
-    found = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
-    if found.hexdigest() != published:
-        raise DataError(
-            f"{path} has MD5 {found.hexdigest()}, and the published file {published}: it is cut "
-            "off, changed or another edition; copy it again"
-        )
 
 
 def list_train(archive: Path) -> tuple[list[Source], list[str]]:

@@ -10,9 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,25 +21,36 @@ from typing import Any, TypeVar
 from hvd_elastic.errors import DataError
 
 Work = TypeVar("Work")
+_PIECES_EACH = 3
+"""Pieces that each process has or waits for: enough that none is idle between two."""
 
 
 def in_processes(
-    work: Callable[[Any], Work], pieces: Sequence[Any], processes: int
+    work: Callable[[Any], Work], pieces: Iterable[Any], processes: int
 ) -> Iterator[Work]:
     """What the work gives for each piece, as they get done; in this process where one is enough.
+
+    Pieces are taken when they are needed, so that not all of them are in memory.
 
     Raises:
         DataError: a process was killed.
     """
-    if min(processes, len(pieces)) <= 1:
-        yield from map(work, pieces)
+    pieces = iter(pieces)
+    first = list(islice(pieces, 2))
+    if processes <= 1 or len(first) < 2:
+        yield from map(work, chain(first, pieces))
         return
     # Not forked, since the bar has a thread.
     pool = ProcessPoolExecutor(
-        min(processes, len(pieces)), mp_context=get_context("spawn"), initializer=_end_with_parent
+        processes, mp_context=get_context("spawn"), initializer=_end_with_parent
     )
     try:
-        jobs: list[Future[Work]] = [pool.submit(work, piece) for piece in pieces]
+        jobs: set[Future[Work]] = set()
+        for piece in chain(first, pieces):
+            jobs.add(pool.submit(work, piece))
+            if len(jobs) >= _PIECES_EACH * processes:
+                done, jobs = wait(jobs, return_when=FIRST_COMPLETED)
+                yield from (job.result() for job in done)
         for job in as_completed(jobs):
             yield job.result()
     except BrokenProcessPool:
@@ -108,12 +120,12 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
-def sole_writer(out: Path) -> Iterator[None]:
-    """Let one call at a time write to the folder."""
+def sole_writer(out: Path, *, waits: bool = False) -> Iterator[None]:
+    """Let one call at a time write to the folder; ``waits``: the next one waits for its turn."""
     descriptor = os.open(out, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
             raise DataError(f"another call is writing to {out}; wait for its end") from None
         yield

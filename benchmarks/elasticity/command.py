@@ -18,7 +18,7 @@ from benchmarks.testbed.figures import Result, conditions
 from benchmarks.testbed.launchers import OURS, PEERS, TORCHFT, FailedPlayError, Launcher
 from hvd_elastic.errors import RunError, UsageError
 
-_ABOUT = """What joins, leaves and failures cost: ours beside Horovod, torchrun and torchft.
+_ABOUT = """What joins, leaves and failures cost: ours, with PyTorch and Keras, beside its peers.
 
 The same workload on the same virtual hosts, seen by one clock. Needs root. Peers that are not
 installed are put into an environment in your cache folder; one that cannot be is left out.

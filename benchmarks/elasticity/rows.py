@@ -17,7 +17,6 @@ from benchmarks.elasticity.stage import SETTLE_STEPS, Stage
 from benchmarks.testbed.hosts import Testbed
 from benchmarks.testbed.launchers import (
     ELASTIC,
-    OURS,
     TORCHFT,
     TORCHRUN,
     DriverJob,
@@ -165,7 +164,7 @@ def kill_with_spare(stage: Stage, launcher: Launcher) -> Figures:
     slots = bed.slots(1, 1) if launcher in (TORCHRUN, TORCHFT) else bed.slots(1, 1, 1)
     order = Order(slots, np=2, max_np=2, options=("--spares", "1"))
     with stage.training(bed, launcher, order) as job:
-        if launcher is OURS:
+        if launcher.is_ours:
             warm = partial(job.events, "worker_standby")
             job.wait(lambda: len(warm()) >= 3, stage.limit_s, "no spare was warm")
         asked = kill(1)(job)
@@ -177,7 +176,7 @@ def kill_without_spare(stage: Stage, launcher: Launcher) -> Figures:
     """Kill a worker that has to be started again, once the hosts have their templates."""
     bed = stage.bed()
     with stage.training(bed, launcher, Order(bed.slots(1, 1), max_np=2)) as job:
-        if launcher is OURS:
+        if launcher.is_ours:
             job.wait(lambda: _templates(bed) == 2, stage.limit_s, "no template was ready")
         asked = kill(1)(job)
         full = job.wait(lambda: newcomer_step(job.marks.processes, asked, 2), stage.limit_s)
@@ -214,7 +213,7 @@ def _quiet(job: Job) -> bool:
 
 
 def _ready(job: Job, launcher: Launcher, host: str) -> float:
-    if launcher is OURS:
+    if launcher.is_ours:
         return max(e["mono"] for e in job.events("worker_standby") if e["host"] == host)
     process = job.newest((host, 0))
     assert process.ready is not None  # since it has finished a step
@@ -356,13 +355,14 @@ _COMMIT_CASES = [
     )
 ]
 _GROWTH_CASES = [Case(f"{what} {size}") for size in SIZES for what in ("join", "kill")]
-_NO_STATE = {"torchrun": "has no live state: workers start again from a file"}
+_WITH_PYTORCH = {"keras": "is measured with PyTorch"}
+_NO_STATE = {**_WITH_PYTORCH, "torchrun": "has no live state: workers start again from a file"}
 _NO_LEADER = {
     "horovod": "has no way to take a run over",
     "torchrun": "has no leader",
     "torchft": "has no leader; its lighthouse keeps no state",
 }
-_NO_COMMIT = dict.fromkeys(("torchrun", "torchft"), "has no commit")
+_NO_COMMIT = {**_WITH_PYTORCH, **dict.fromkeys(("torchrun", "torchft"), "has no commit")}
 _ROW_13 = {
     "torchrun": "starts all workers again: row 13 tells",
     "torchft": "meets through its lighthouse at every step: row 13 tells",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing_extensions import Self
 
 from benchmarks.testbed.hosts import Testbed, make_testbed
-from benchmarks.testbed.launchers import OURS, Job, Launcher, Order
+from benchmarks.testbed.launchers import Job, Launcher, Order
 from benchmarks.testbed.marks import Lane, measure_change
 
 STEP_TIME_S = 0.015
@@ -79,7 +79,7 @@ class Stage:
             *(str(launcher.workload), "--data", str(bed.data), "--step-time", str(step_time_s)),
             *("--min-np", str(order.min_np), *order.training),
         ]
-        options = order.options if launcher is OURS else ()
+        options = order.options if launcher.is_ours else ()
         with bed.job(launcher, replace(order, training=training, options=options)) as job:
             job.wait(lambda: _all_train(job, order.workers), _START_LIMIT_S, "did not begin")
             yield job

@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib.util
+import json
 import os
 import shlex
 import signal
@@ -289,11 +290,13 @@ class Launcher(abc.ABC):
         name: name for tables.
         script: name of its version of the workload in ``benchmarks/peers/``.
         needs: module that must be importable, and how to install it.
+        is_ours: whether it is ``hvd-elastic run``.
     """
 
     key: ClassVar[str]
     name: ClassVar[str]
     script: ClassVar[str]
+    is_ours: ClassVar[bool] = False
     needs: ClassVar[tuple[str, str]] = ("torch", "PyTorch is not installed; use: make env")
 
     @property
@@ -359,8 +362,8 @@ def free_port(address: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def _marked(folder: Path, order: Order) -> list[str]:
-    return ["-m", "benchmarks.testbed.marking", str(folder / "marks"), *order.training]
+def _marked(folder: Path, order: Order, *options: str) -> list[str]:
+    return ["-m", "benchmarks.testbed.marking", *options, str(folder / "marks"), *order.training]
 
 
 def _driver_environment(order: Order, **more: str) -> dict[str, str]:
@@ -374,6 +377,8 @@ class _Ours(Launcher):
     key = "ours"
     name = "hvd-elastic run"
     script = "train_ours.py"
+    is_ours = True
+    marking: ClassVar[tuple[str, ...]] = ()
 
     def launch(self, bed: Testbed, folder: Path, order: Order) -> DriverJob:
         np = () if order.np is None else ("--np", str(order.np))
@@ -381,10 +386,18 @@ class _Ours(Launcher):
             *(*OUR_PROGRAM, "run", "--run-id", "bench", *np),
             *("--hostfile", str(bed.hostfile), "--ssh-config", str(bed.cluster.ssh_config)),
             *("--min-np", str(order.min_np), *order.options, "--"),
-            *(sys.executable, *_marked(folder, order)),
+            *(sys.executable, *_marked(folder, order, *self.marking)),
         ]
         environment = _driver_environment(order, HVD_ELASTIC_HOME=str(folder / "home"))
         return DriverJob(self.name, bed, folder, order, command, environment)
+
+
+class _Keras(_Ours):
+    key = "keras"
+    name = "hvd-elastic run, model.fit"
+    script = "train_keras.py"
+    marking = ("--own-steps",)
+    needs = ("horovod.tensorflow", "Horovod is not built for TensorFlow; use: make horovod")
 
 
 class _StaticHorovod(Launcher):
@@ -392,6 +405,7 @@ class _StaticHorovod(Launcher):
     name = "horovodrun -np"
     script = "train_horovod.py"
     needs = ("horovod", "Horovod is not installed; use: make horovod")
+    marking: ClassVar[tuple[str, ...]] = ()
 
     def hosts(self, bed: Testbed, order: Order) -> list[str]:
         """Return the options that name the hosts."""
@@ -406,12 +420,17 @@ class _StaticHorovod(Launcher):
             # Saves horovodrun the search for common interfaces, whose names differ on the hosts.
             *("--network-interfaces", bed.interface, *self.hosts(bed, order)),
             *("env", f"HOROVOD_GLOO_IFACE={interface}", *variables),
-            *(sys.executable, *_marked(folder, order)),
+            *(sys.executable, *_marked(folder, order, *self.marking)),
         ]
         path = f"{bed.programs}{os.pathsep}{os.environ['PATH']}"
         # horovodrun caches in HOME for an hour which hosts it has reached over ssh.
         environment = _driver_environment(order, PATH=path, HOME=str(bed.scratch))
         return DriverJob(self.name, bed, folder, order, command, environment)
+
+
+class _TensorFlowHorovod(_StaticHorovod):
+    key = "horovod-tensorflow"
+    marking = ("--own-steps",)
 
 
 class _ElasticHorovod(_StaticHorovod):
@@ -465,6 +484,25 @@ class _Torchrun(_AgentLauncher):
         ]
 
 
+class _MultiWorkerMirrored(_AgentLauncher):
+    key = "mirrored"
+    name = "MultiWorkerMirroredStrategy"
+    script = "train_keras.py"
+    needs = ("tensorflow", "TensorFlow is not installed; use: make env")
+    workers_per_agent = 1
+
+    def variables(self, job: Job) -> dict[str, str]:
+        return {}
+
+    def agent(self, job: Job, host: str, first: int, workers: int) -> list[str]:
+        hosts = list(job.order.slots)
+        named = [f"{job.bed.cluster.address(each)}:{_STORE_PORT}" for each in hosts]
+        task = {"type": "worker", "index": hosts.index(host)}
+        told = json.dumps({"cluster": {"worker": named}, "task": task})
+        marked = _marked(job.folder, job.order, "--own-steps")
+        return ["env", f"TF_CONFIG={told}", sys.executable, *marked]
+
+
 class _Torchft(_AgentLauncher):
     key = "torchft"
     name = "torchft"
@@ -503,12 +541,15 @@ class _Torchft(_AgentLauncher):
 
 
 OURS: Launcher = _Ours()
+KERAS: Launcher = _Keras()
 STATIC: Launcher = _StaticHorovod()
+STATIC_TENSORFLOW: Launcher = _TensorFlowHorovod()
 ELASTIC: Launcher = _ElasticHorovod()
 TORCHRUN: Launcher = _Torchrun()
+MIRRORED: Launcher = _MultiWorkerMirrored()
 TORCHFT: Launcher = _Torchft()
 
 LAUNCHERS = (OURS, STATIC, ELASTIC)
 """Launchers whose start is measured."""
-PEERS = {launcher.key: launcher for launcher in (OURS, ELASTIC, TORCHRUN, TORCHFT)}
+PEERS = {launcher.key: launcher for launcher in (OURS, KERAS, ELASTIC, TORCHRUN, TORCHFT)}
 """Launchers whose elasticity is measured."""

@@ -1,7 +1,8 @@
 """Runs a training script under any launcher and records when its steps were finished.
 
 ``python -m benchmarks.testbed.marking FOLDER SCRIPT [ARG]...`` runs ``python SCRIPT [ARG]...`` and
-appends one line to a file in FOLDER for each step of any PyTorch optimizer. So all launchers are
+appends one line to a file in FOLDER for each step of any PyTorch optimizer; after ``--own-steps``
+as the first argument the script does that itself, and PyTorch is not imported. So all launchers are
 compared by the same clock: the kernel's monotonic one, which all virtual hosts share. A line costs
 one ``write``, about 10 microseconds.
 
@@ -21,7 +22,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ class LineWriter:
 def main() -> None:
     """Run the training script that the command line names, and record its steps."""
     began = time.monotonic()
-    folder, script, *arguments = sys.argv[1:]
+    own_steps = sys.argv[1] == "--own-steps"
+    folder, script, *arguments = sys.argv[1 + own_steps :]
     host = (
         os.environ.get("HVD_ELASTIC_HOST")
         or os.environ.get("HOROVOD_HOSTNAME")
@@ -60,6 +62,19 @@ def main() -> None:
     write = lines.write
     process = {"host": host, "slot": _slot(os.environ), "pid": os.getpid(), "born": _born()}
     write({"mark": "process", **process, "mono": began})
+    if not own_steps:
+        _mark_steps(write)
+    if os.environ.get("HVD_ELASTIC_BENCH_TRACE") == "1":
+        from benchmarks.testbed.tracing import install
+
+        install(write)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)  # as for a script that is run directly
+    runpy.run_path(script, run_name="__main__")
+
+
+def _mark_steps(write: Callable[[dict[str, Any]], None]) -> None:
+    """Write a line for each step of any PyTorch optimizer from now on."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     write({"mark": "torch", "mono": time.monotonic()})
@@ -82,13 +97,6 @@ def main() -> None:
         write({"mark": "step", "mono": now, "size": _world_size(optimizer), **costs})
 
     register_optimizer_step_post_hook(after_step)
-    if os.environ.get("HVD_ELASTIC_BENCH_TRACE") == "1":
-        from benchmarks.testbed.tracing import install
-
-        install(write)
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)  # as for a script that is run directly
-    runpy.run_path(script, run_name="__main__")
 
 
 def _slot(environment: Mapping[str, str]) -> int:

@@ -14,16 +14,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvd_elastic.checkpoint.files import PICKLED_FORMAT, ShardInfo, parse_manifest
-from hvd_elastic.checkpoint.header import LENGTH_BYTES, OPAQUE, Header, TensorInfo
+from hvd_elastic.checkpoint.header import (
+    LENGTH_BYTES,
+    OPAQUE,
+    Header,
+    TensorInfo,
+    decode_values,
+)
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.frameworks import TITLES
 
+Make = Callable[[TensorInfo], tuple[Any, Any]]
+"""Function that returns a new tensor of a framework, and the buffer of its data."""
 _READ_BYTES = 4 << 20  # most bytes per read; skipped data is held in memory only in such pieces
 
 
@@ -74,13 +83,40 @@ def load_arrays(
     return arrays
 
 
+def load_file(path: Path, make: Make) -> Any:
+    """Return the values in a file that is the first shard of a checkpoint, and its only one.
+
+    Args:
+        path: path of the file.
+        make: returns a new tensor, and the buffer of its data.
+
+    Raises:
+        CheckpointError: it is another file, or damaged.
+    """
+    try:
+        data = np.memmap(path, np.uint8, "r")
+        size = int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
+        body = data[LENGTH_BYTES + size :]
+        header = Header.decode(data[LENGTH_BYTES : LENGTH_BYTES + size].tobytes(), len(body))
+        tensors, at = {}, 0
+        for info in header.tensors:
+            tensors[info.name], buffer = make(info)
+            buffer[:] = body[at : at + info.bytes]
+            at += info.bytes
+        return decode_values(header.values, tensors, ())
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be loaded, it is damaged or not a file of hvd.save: {error}"
+        ) from error
+
+
 @contextlib.contextmanager
 def open_checkpoint(path: Path | str) -> Iterator[CheckpointReader]:
     """Open a checkpoint for reading; errors in its content are raised as CheckpointError."""
     path = Path(path)
     try:
         info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), path.parent)
-        with contextlib.closing(CheckpointReader(info.shards)) as reader:
+        with contextlib.closing(CheckpointReader(info.shards, path)) as reader:
             yield reader
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as why:
         said = str(why).strip().partition("\n")[0]
@@ -98,8 +134,9 @@ def open_checkpoint(path: Path | str) -> Iterator[CheckpointReader]:
 class CheckpointReader:
     """Reads the bytes of all shards in order, and verifies each shard once it was read."""
 
-    def __init__(self, shards: tuple[ShardInfo, ...]) -> None:
+    def __init__(self, shards: tuple[ShardInfo, ...], path: Path) -> None:
         self.shards = shards
+        self._path = path
         self._following = iter(shards)
         self._shard = shards[0]
         self._file: Any = None
@@ -144,6 +181,51 @@ class CheckpointReader:
                 unwanted = 0
         self.skip(unwanted)
         self.end()
+
+    def load(
+        self,
+        frontend: str,
+        make: Make,
+        *,
+        decode_opaque: Callable[[bytes], Sequence[Any]] = lambda _: (),
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Read and return what :meth:`~hvd_elastic.training.frontend.State.load` takes.
+
+        Args:
+            frontend: name of the framework that reads it, such as ``torch``.
+            make: returns a new tensor, and the buffer of its data.
+            decode_opaque: returns the values that only the framework can represent.
+            name: return the state of this object alone, and read no other tensors.
+
+        Raises:
+            CheckpointError: another framework wrote it, or there is no object of that name.
+        """
+        header = self.read_header()
+        if header.frontend != frontend:
+            raise CheckpointError(
+                f"checkpoint {self._path} was written by hvd_elastic.{header.frontend} and holds "
+                f"values that {TITLES[frontend]} cannot take. Resume with the script that wrote it"
+            )
+        encoded = header.values
+        if name is not None:
+            encoded = named(name, encoded["objects"], self._path)
+        wanted = _tensor_names(encoded)
+        tensors: dict[str, Any] = {}
+        opaque = bytearray()
+
+        def place(info: TensorInfo) -> Any:
+            if info.name == OPAQUE:
+                opaque.extend(bytes(info.bytes))
+                return opaque
+            if info.name not in wanted:
+                return None
+            tensors[info.name], buffer = make(info)
+            return buffer
+
+        self.read_tensors(header, place)
+        values = decode_values(encoded, tensors, decode_opaque(bytes(opaque)) if opaque else ())
+        return values if name is not None else {**values, "progress": header.progress}
 
     def take(self, size: int) -> bytes:
         """Read and return the next ``size`` bytes."""
@@ -206,3 +288,25 @@ class CheckpointReader:
     def _check(self) -> None:
         if self._left or self._hash.hexdigest() != self._shard.sha256:
             raise ValueError(f"{self._shard.path.name} is corrupted: its SHA-256 is another")
+
+
+def named(name: str, objects: Mapping[str, Any], path: Path | str) -> Any:
+    """Return an object of a checkpoint; raise CheckpointError that names those it has."""
+    if name in objects:
+        return objects[name]
+    there = ", ".join(known for known in objects if not known.startswith("_"))
+    raise CheckpointError(f"checkpoint {path} holds no {name!r}; it holds {there or 'no object'}")
+
+
+def _tensor_names(encoded: Any) -> set[str]:
+    """Return the names of the tensors that encoded values refer to."""
+    names: set[str] = set()
+    if isinstance(encoded, dict):
+        if isinstance(name := encoded.get("$tensor"), str):
+            names.add(name)
+        encoded = [*encoded.values()]
+    if isinstance(encoded, list):
+        for item in encoded:
+            if isinstance(item, (dict, list)):
+                names |= _tensor_names(item)
+    return names

@@ -19,7 +19,7 @@ import numpy as np
 
 from hvd_elastic import __version__
 from hvd_elastic.checkpoint.files import ShardInfo
-from hvd_elastic.checkpoint.header import OPAQUE, Header, TensorInfo
+from hvd_elastic.checkpoint.header import OPAQUE, RESERVED, Header, TensorInfo
 
 SHARD_BYTES = 16 << 20
 """Smallest size of a shard when there are several: copying this many bytes takes some milliseconds,
@@ -93,6 +93,17 @@ class Content(ABC):
         self.values: Any = None
         self.stream: list[TensorInfo] = []
         self.own: list[TensorInfo] = []
+        self._taken = set(RESERVED)
+
+    def unused_name(self, path: tuple[Any, ...]) -> str:
+        """Return a name for a tensor: its keys without the first, which is the kind of value."""
+        name = base = ".".join(map(str, path[1:]))
+        number = 1
+        while name in self._taken:
+            number += 1
+            name = f"{base}~{number}"
+        self._taken.add(name)
+        return name
 
     @property
     def names(self) -> list[str]:

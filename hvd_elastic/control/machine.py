@@ -146,6 +146,19 @@ class RunMachine:
         return self._current.members
 
     @property
+    def training(self) -> tuple[int, tuple[Member, ...]]:
+        """Return the number and members of the generation that trains; (0, ()) if none does.
+
+        While the next one is being formed, members may still be in a step of the last one.
+        """
+        number = self._current.number
+        if self._phase is Phase.RUNNING:
+            return number, self._current.members
+        if self._phase is Phase.FORMING and self._formed and self._aborted < number - 1:
+            return number - 1, self._formed
+        return 0, ()
+
+    @property
     def phase(self) -> Phase:
         """Return the phase of the run."""
         return self._phase
@@ -206,11 +219,13 @@ class RunMachine:
             case ev.AgentFailed() | ev.AgentLost():
                 self._on_agent_gone(event, now)
             case ev.GenerationStuck():
-                if event.generation == self._current.number and self._phase in _TOGETHER:
-                    if event.by_script:
-                        self._out.send(Finish("failed", event.cause))
-                    else:
-                        self._break(event.cause, now)
+                is_alive = self._phase in _TOGETHER and event.generation == self._current.number
+                if not is_alive and event.generation != self.training[0]:
+                    return  # it has ended since
+                if event.by_script:
+                    self._out.send(Finish("failed", event.cause))
+                else:
+                    self._call_off(event.generation, event.cause, now)
             case ev.StopRequested():
                 self._out.send(Finish(event.status, event.reason))
             case ev.Tick():
@@ -481,8 +496,14 @@ class RunMachine:
 
     def _fell_out(self, worker: Worker, generation: int, cause: str, now: float) -> None:
         """Abort ``generation``, which ``worker`` has left while others may wait in a collective."""
-        if not worker.joined:
-            return
+        if worker.joined:
+            self._call_off(generation, cause, now)
+
+    def _call_off(self, generation: int, cause: str, now: float) -> None:
+        """Abort the current generation, or the one before it, which its members may not have left.
+
+        They join the current one afterwards.
+        """
         if generation == self._current.number:
             self._break(cause, now)
         elif (

@@ -157,20 +157,23 @@ class ProgressWatch:
             if activity.waiting_s == 0 and activity.step_s >= hopeless and max(waits) > 0
         ]
 
-    def busy(self, members: Sequence[str]) -> list[tuple[str, float, str]]:
+    def busy(self, generation: int, members: Sequence[str]) -> list[tuple[str, float, str]]:
         """Return members that compute unusually long while others wait, each once per step.
+
+        Members that have left the generation already wait for the others in the next one.
 
         Returns:
             (worker, duration of its step so far [s], current line of the script) of each.
         """
         seen = {worker: self._activities.get(worker, Activity()) for worker in members}
-        if not any(activity.waiting_s for activity in seen.values()):
+        if not any(a.waiting_s or a.generation > generation for a in seen.values()):
             return []
         limit = self._limit(seen.values(), _BUSY_FACTOR, _BUSY_AT_LEAST_S)
         found = []
         for worker, activity in seen.items():
             if (
                 activity.waiting_s == 0
+                and activity.generation <= generation
                 and activity.step_s >= limit
                 and (worker, activity.step) not in self._named
             ):

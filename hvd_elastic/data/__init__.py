@@ -7,13 +7,17 @@
 from hvd_elastic.data.dataset import ShardDataset
 from hvd_elastic.data.images import CentreCrop, RandomCrop
 from hvd_elastic.data.index import build_index, load_index, verify
+from hvd_elastic.data.mixture import Mixture
+from hvd_elastic.data.stream import Stream
 from hvd_elastic.data.writer import ShardWriter
 
 __all__ = [
     "CentreCrop",
+    "Mixture",
     "RandomCrop",
     "ShardDataset",
     "ShardWriter",
+    "Stream",
     "build_index",
     "load_index",
     "verify",

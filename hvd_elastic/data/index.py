@@ -122,6 +122,16 @@ def load_index(folder: Path) -> Index:
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    return parse_index(text, folder)
+
+
+def parse_index(text: bytes, folder: object) -> Index:
+    """Return an index from the text of its file; ``folder``, where it lies, is for messages.
+
+    Raises:
+        DataError: it is damaged, or of another version.
+    """
+    path = f"{folder}/{INDEX}"
     try:
         head = msgspec.json.decode(text)
         if not isinstance(head, dict) or head.get("format") != _FORMAT:
@@ -134,12 +144,17 @@ def load_index(folder: Path) -> Index:
         index = msgspec.convert(head, Index)
         if index.layout not in LAYOUTS:
             raise DataError(f"{path}: layout {index.layout!r} is none of {', '.join(LAYOUTS)}")
+        for shard in index.shards:
+            if shard.name != Path(shard.name).name:
+                raise DataError(
+                    f"{path} names the shard {shard.name!r}, which would not lie in this folder"
+                )
     except msgspec.MsgspecError as error:
         raise DataError(f"{path} is damaged ({error}); {_again(folder)}") from error
     return index
 
 
-def _again(folder: Path) -> str:
+def _again(folder: object) -> str:
     return f"make it again: python datasets_prep/index_shards.py {folder}"
 
 

@@ -7,9 +7,8 @@ the model's training function by one that joins the next generation and repeats 
 from __future__ import annotations
 
 import itertools
-import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -19,16 +18,19 @@ import tensorflow as tf
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.frameworks import check_keras_model
+from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.tensorflow.data import ElasticDataset
 from hvd_elastic.tensorflow.elastic import check_optimizer, rehearse
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import LiveVariable, variable_of
 from hvd_elastic.training import context
+from hvd_elastic.training.metrics import average_over_ranks
 from hvd_elastic.training.progress import AFTER_LOOP, Phase
 from hvd_elastic.training.session import Session
 
 _FOREVER = 1 << 62
+_LITTLE_PROGRESS = 0.9  # of what the passes over the data would be worth without larger batches
 
 
 class ElasticCallback(keras.callbacks.Callback):
@@ -39,23 +41,41 @@ class ElasticCallback(keras.callbacks.Callback):
     the ranks by examples, before the callbacks that follow see them (EarlyStopping,
     ReduceLROnPlateau, ModelCheckpoint).
 
+    If the batch adapts (``max_batch_size`` of the dataset), Keras is given one pass of a step at a
+    time, and the optimizer takes its step after the last one.
+
     Args:
+        epochs: end when training has made the progress of so many passes over the data at the
+            initial batch size; ``fit(epochs=...)`` is then the most passes. None: the number of
+            passes is that of ``fit``.
         values: further values of the state, as for :class:`hvd_elastic.tensorflow.State`.
 
     Attributes:
         state: the state, once ``fit`` has begun.
     """
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *, epochs: int | None = None, **values: Any) -> None:
         super().__init__()
+        if epochs is not None and (type(epochs) is not int or epochs < 1):
+            raise ScriptError(
+                f"ElasticCallback(epochs={epochs!r}): it must be a whole number of at least 1, the "
+                "progress in passes over the data at the initial batch size after which fit ends"
+            )
+        self._epochs = epochs
         # An epoch of a worker that joins is short, and the dataset is shuffled by hvd.dataset.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         warnings.filterwarnings("ignore", ".shuffle=True. was passed", UserWarning)
         self._values = values
         self._ctx = context.current()
-        self._session = Session(self._ctx, "model.fit", self._finish_tail)
-        self._logs: dict[str, float] = {}
+        self._session = Session(self._ctx, "model.fit", self._repeat_tail)
+        self._monitors: Monitors | None = None
+        self._ended: tuple[int, int, dict[str, float]] = (-1, 0, {})
+        """The epoch that has ended last, examples of this rank in it, and their metrics."""
+        self._head: Any = None
+        """Snapshot after all callbacks have ended an epoch, until the next one ends."""
+        self._averaged: dict[str, float] = {}
         self._examples = 0
+        self._kept: tuple[int, list[tuple[Any, Any]]] | None = None
         self._train: Any = None
         self._batches: Batches | None = None
         self._began = False
@@ -72,13 +92,14 @@ class ElasticCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Have the step traced, and join the other ranks."""
         self.state = State(model=self.model, optimizer=self.model.optimizer, **self._values)
+        self._monitors = Monitors(self)
+        self.state.keep("_monitors", self._monitors)
         check_optimizer(self.state)
         self._train = self.model.train_function
         rehearse(self.state, self._trace)
-        ElasticDataset.as_input = self._input
         self._session.begin()
         progress = self._ctx.worker.progress
-        done = progress.phase is Phase.DONE
+        done = progress.phase is Phase.DONE or self._is_enough()
         self.model._initial_epoch = _FOREVER if done else progress.epoch
         self.model.train_function = self._step
 
@@ -90,7 +111,13 @@ class ElasticCallback(keras.callbacks.Callback):
                 f"model.fit(initial_epoch={epoch}): a run that is resumed goes on in the epoch "
                 "where training stands by itself; leave initial_epoch out"
             )
+        assert self.state is not None
+        assert self._monitors is not None
+        if not self._began:
+            self._monitors.begin()
         self._began = True
+        self._head = self.state.take_snapshot()
+        ElasticDataset.as_input = self._input
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average the metrics, and turn the epoch."""
@@ -98,17 +125,39 @@ class ElasticCallback(keras.callbacks.Callback):
             logs = {}
         if self._batches is not None:
             self._batches.restart()  # a callback may have ended the epoch early
-        self._logs = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
-        logs.update(self._finish_tail())
+        numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
+        self._ended, self._head = (epoch, self._examples, numbers), None
+        if self._ctx.worker.progress.epoch == epoch:  # else a repeated step has ended the epoch
+            self._averaged = self._finish_tail()
+        logs.update(self._averaged)
         self._ctx.report(logs)
-        if self._ctx.worker.progress.stopped:
+        if self._ctx.worker.progress.stopped or self._is_enough():
             self.model.stop_training = True
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave together with the other ranks."""
-        ElasticDataset.as_input = None
+        self._warn_of_little_progress()
         self.model.train_function, self.model._initial_epoch = self._train, None
         self._session.end()
+
+    def _is_enough(self) -> bool:
+        done, enough = self._ctx.worker.progress.epoch, self._epochs
+        return enough is not None and self._ctx.planner.is_enough(done, enough)
+
+    def _warn_of_little_progress(self) -> None:
+        """Warn if larger batches have made less progress than the passes that ``fit`` was given."""
+        progress, passes = self._ctx.planner.progress_in("epoch"), self.params["epochs"]
+        done = self._ctx.worker.progress.epoch
+        ended = done < passes or self._is_enough()
+        if progress is not None and not ended and progress < _LITTLE_PROGRESS * done:
+            wanted = self._epochs or passes
+            self._ctx.worker.warn_once(
+                f"model.fit(epochs={passes}) ends after {done} passes over the data, with the "
+                f"progress of {progress:.3g} at the initial batch size: a step of a larger batch "
+                "is worth less than its share of examples. To train until the progress is that of "
+                f"{wanted} passes: hvd.ElasticCallback(epochs={wanted}), and fit with more epochs, "
+                "which are then the most passes"
+            )
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -119,6 +168,13 @@ class ElasticCallback(keras.callbacks.Callback):
                 self._train([batch])
 
     def _input(self, dataset: ElasticDataset) -> Batches:
+        ElasticDataset.as_input = None  # for the one dataset of this epoch
+        steps = self.params["steps"]
+        if steps not in (None, int(dataset.cardinality())) and self._batches is None:
+            raise ScriptError(
+                f"model.fit(steps_per_epoch={steps}): an epoch is a pass over the data, in which "
+                "each example is used once; leave steps_per_epoch out"
+            )
         return Batches(dataset)
 
     def _step(self, batches: Any) -> Any:
@@ -134,70 +190,70 @@ class ElasticCallback(keras.callbacks.Callback):
         logs: Any = None
         while True:
             done = worker.progress.step
-            kept = self._metrics()
+            if not self._ctx.step.accumulating:
+                self._keep_metrics()
             try:
                 data = next(batches)
                 logs = self._train([data])
                 worker.averagers.collect()
                 self._examples += len(tf.nest.flatten(data)[0])
-                kept = []
+                if worker.progress.step > done:
+                    self._kept = None
                 self._ctx.commit(logs)
                 batches.end_if_last()
                 return logs
             except (GenerationBrokenError, tf.errors.OpError) as error:
-                for variable, value in kept:
-                    variable.assign(value)
+                taken = self._kept is None
+                self._restore_metrics()
                 worker.in_train = False  # the loop that is closed has not ended the epoch
                 batches.restart()
                 self._session.recover(error)
-                if logs is not None and not kept and worker.progress.step > done:
+                if taken and worker.progress.step > done:
                     return logs
 
-    def _metrics(self) -> list[tuple[Any, Any]]:
-        """Return the values of the metrics, which a step that fails may have changed."""
+    def _keep_metrics(self) -> None:
+        """Keep the metrics from before a step, which may fail after some of its passes."""
         found = [variable_of(variable) for variable in self.model.metrics_variables]
-        return [(variable, LiveVariable(variable).view()) for variable in found]
+        values = [(variable, LiveVariable(variable).view()) for variable in found]
+        self._kept = (self._examples, values)
+
+    def _restore_metrics(self) -> None:
+        """Set the metrics back if the step that was begun last was not taken."""
+        if self._kept is not None:
+            self._examples, values = self._kept
+            for variable, value in values:
+                variable.assign(value)
 
     def _finish_tail(self) -> dict[str, float]:
         """Average the metrics of the epoch over the ranks and turn it; again where it fails."""
         while True:
             try:
-                averaged = self._averaged()
+                averaged = self._average()
                 self._ctx.turn_epoch(self._ctx.worker.progress.epoch)
                 return averaged
             except GenerationBrokenError as error:
                 self._session.recover(error, in_tail=True)
                 if self._ctx.worker.progress.phase not in AFTER_LOOP:
-                    return self._logs  # another rank has turned the epoch already
+                    return self._ended[2]  # another rank has turned the epoch already
 
-    def _averaged(self) -> dict[str, float]:
+    def _repeat_tail(self) -> None:
+        """End an epoch again together with others, some of which have not ended it before.
+
+        The state has gone back to before the callbacks ended the epoch, which newcomers do. Those
+        of this rank have done so, and do not again.
+        """
+        self._averaged = self._finish_tail()
+        if self._head is not None and self.state is not None:
+            self.state.save_values(self._head)
+            self.state.roll_back()
+
+    def _average(self) -> dict[str, float]:
         """Return the metrics averaged over the ranks, those of training by examples."""
         self._ctx.rollback.collective_begins("the metrics of the epoch")
-        own = json.dumps([self._examples, self._logs]) + "\n"
-        communicator = self._ctx.worker.communicator
-        told = communicator.gather(
-            np.frombuffer(own.encode(), np.uint8).copy(), "hvd_elastic.metrics"
-        )
-        rows = [json.loads(line) for line in told.tobytes().splitlines()]
-        return average_logs([(examples, logs) for examples, logs in rows])
-
-
-def average_logs(rows: list[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the metrics of all ranks, averaged by examples.
-
-    Args:
-        rows: number of examples in the epoch, and metrics, of each rank.
-
-    >>> average_logs([(3, {"loss": 1.0}), (1, {"loss": 2.0}), (0, {})])
-    {'loss': 1.25}
-    """
-    found: dict[str, float] = {}
-    for key in dict.fromkeys(key for _, logs in rows for key in logs):
-        known = [(examples, logs[key]) for examples, logs in rows if key in logs]
-        total = sum(examples for examples, _ in known)
-        if total:
-            found[key] = sum(examples * value for examples, value in known if examples) / total
-    return found
+        epoch, examples, logs = self._ended
+        if epoch != self._ctx.worker.progress.epoch:
+            examples, logs = 0, {}
+        return average_over_ranks(self._ctx.worker.communicator, examples, logs)
 
 
 class Batches:
@@ -241,6 +297,12 @@ def _check(model: Any) -> None:
             f"model.fit: this {type(model).__name__} is not built, so it has no variables yet that "
             "a worker that joins could receive. Give it its input shape (keras.Input), or call "
             "model.build(shape), before fit"
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ScriptError(
+            "model.compile: the policy mixed_float16 puts the optimizer into LossScaleOptimizer, "
+            "which looks at the gradients of one rank before they are averaged. Use the policy "
+            "mixed_bfloat16, which needs no loss scaling, or float32"
         )
     if averager_of(optimizer) is None:
         raise ScriptError(

@@ -584,16 +584,16 @@ class Leader:
         for silent in self._watch.silent():
             self._watch.forget(silent.worker)
             self._tell(silent)
-        if machine.phase is not Phase.RUNNING:
-            return
-        self._readers.watch_ranks([(member.worker, member.host) for member in machine.members])
-        members = [member.worker for member in machine.members if member.worker in places]
-        found = self._watch.stuck(machine.generation, members)
+        generation, ranks = machine.training
+        if machine.phase is Phase.RUNNING:
+            self._readers.watch_ranks([(member.worker, member.host) for member in ranks])
+        members = [member.worker for member in ranks if member.worker in places]
+        found = self._watch.stuck(generation, members)
         if isinstance(found, ev.GenerationStuck):
             self._progress.note_if_further(self._watch.furthest(members))
         for event in found if isinstance(found, list) else [found]:
             self._tell(event)
-        for worker, step_s, line in self._watch.busy(members):
+        for worker, step_s, line in self._watch.busy(generation, members):
             place = f", which is at {line}" if line else ""
             name = self._workers.name(worker)
             message = f"the others wait for worker {name}{place}, {step_s:.0f} s into its step"

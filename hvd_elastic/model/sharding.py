@@ -105,9 +105,8 @@ def block_order(seed: int, epoch: int, sizes: Sequence[int], window: int = 1) ->
     if window < 1:
         raise ValueError(f"window is {window}, it must be 1 or more")
     lengths = np.asarray(sizes, dtype=np.int64)
-    blocks = epoch_order(seed, epoch, len(lengths))(np.arange(len(lengths)))
+    blocks, ends = _shuffled_blocks(seed, epoch, lengths)
     first_index = (np.cumsum(lengths) - lengths)[blocks]
-    ends = np.cumsum(lengths[blocks])
     starts = ends - lengths[blocks]
     group_starts = starts[::window]
 
@@ -129,6 +128,42 @@ def block_order(seed: int, epoch: int, sizes: Sequence[int], window: int = 1) ->
         return first_index[place] + mixed - starts[place]
 
     return order
+
+
+def blocks_from(
+    seed: int, epoch: int, blocks: Blocks, position: int, *, shuffle: bool = True
+) -> tuple[list[int], int]:
+    """Return the blocks that an epoch of :func:`block_order` reads from a position on.
+
+    Args:
+        seed, epoch: as in :func:`epoch_order`.
+        blocks: of the dataset.
+        position: in the epoch, >= 0.
+        shuffle: False: the dataset is read in its own order, a block at a time.
+
+    Returns:
+        Numbers of the blocks, in the order in which they are read; and the position at which the
+        first ones are done with, the end of their group.
+
+    >>> blocks_from(7, 0, Blocks([4, 4, 2], 2), 0)
+    ([0, 2, 1], 6)
+    >>> blocks_from(7, 0, Blocks([4, 4, 2], 2), 6)
+    ([1], 10)
+    """
+    lengths = np.asarray(blocks.sizes, dtype=np.int64)
+    found, ends = _shuffled_blocks(seed, epoch, lengths, shuffle=shuffle)
+    window = blocks.window if shuffle else 1
+    first = int(np.searchsorted(ends, position, side="right")) // window * window
+    group = ends[first : first + window]
+    return found[first:].tolist(), int(group[-1]) if len(group) else position
+
+
+def _shuffled_blocks(
+    seed: int, epoch: int, lengths: np.ndarray, *, shuffle: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the blocks in the order in which an epoch reads them, and where each one ends."""
+    blocks = epoch_order(seed, epoch, len(lengths), shuffle=shuffle)(np.arange(len(lengths)))
+    return blocks, np.cumsum(lengths[blocks])
 
 
 def _shuffled(entropy: tuple[int, ...], n: int) -> Order:

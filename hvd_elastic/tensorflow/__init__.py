@@ -43,6 +43,8 @@ from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.elastic import run
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
+from hvd_elastic.tensorflow.saving import load_model, save
+from hvd_elastic.tensorflow.schedule import follow_progress
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.training import context as _context
 from hvd_elastic.training.elastic import epochs, steps, stop
@@ -57,11 +59,14 @@ __all__ = [
     "allreduce",
     "dataset",
     "epochs",
+    "follow_progress",
     "init",
+    "load_model",
     "local_rank",
     "rank",
     "report",
     "run",
+    "save",
     "size",
     "steps",
     "stop",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_elastic.checkpoint.header import RESERVED, TensorInfo, decode_values, encode_values
+from hvd_elastic.checkpoint.header import TensorInfo, encode_values
 from hvd_elastic.checkpoint.reader import open_checkpoint
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.errors import CheckpointError
@@ -43,7 +43,6 @@ class TensorFlowContent(Content):
         self._copy_own = copy_own
         self._own: list[np.ndarray] = []
         self._known: dict[int, str] = {}
-        self._taken = set(RESERVED)
         self.values = encode_values(nested, self._encode_leaf)
 
     def _encode_leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -52,13 +51,7 @@ class TensorFlowContent(Content):
         if id(value) in self._known:
             return {"$tensor": self._known[id(value)]}
         live = LiveVariable(value) if isinstance(value, tf.Variable) else value
-        name = base = ".".join(map(str, path[1:]))
-        number = 1
-        while name in self._taken:
-            number += 1
-            name = f"{base}~{number}"
-        self._taken.add(name)
-        self._known[id(value)] = name
+        name = self._known[id(value)] = self.unused_name(path)
         info = TensorInfo(name, np.dtype(live.dtype).name, tuple(live.shape), live.nbytes)
         if id(value) in self._shared:
             self.stream.append(info)
@@ -111,11 +104,12 @@ def pieces_of(tensor: LiveVariable | np.ndarray) -> list[Callable[[], np.ndarray
     return [partial(flat.__getitem__, slice(at, at + _PIECE_BYTES)) for at in cuts]
 
 
-def load_checkpoint(path: Path | str) -> dict[str, Any]:
+def load_checkpoint(path: Path | str, name: str | None = None) -> dict[str, Any]:
     """Return the content of a checkpoint.
 
     Args:
         path: its manifest; the shards are in the same folder.
+        name: return the values of this object alone.
 
     Returns:
         ``objects`` (name → values by name), ``plain`` (name → value) and ``progress``.
@@ -126,20 +120,13 @@ def load_checkpoint(path: Path | str) -> dict[str, Any]:
     with open_checkpoint(path) as reader:
         if reader.is_pickled:
             raise CheckpointError(f"checkpoint {path} was written by hvd_elastic.torch")
-        header = reader.read_header()
-        if header.frontend != "tensorflow":
-            raise CheckpointError(
-                f"checkpoint {path} was written by hvd_elastic.{header.frontend} and holds values "
-                "that TensorFlow cannot take. Resume with the script that wrote it"
-            )
-        tensors: dict[str, np.ndarray] = {}
+        return reader.load("tensorflow", new_array, name=name)
 
-        def place(info: TensorInfo) -> Any:
-            tensors[info.name] = np.empty(info.shape, type_named(info.dtype))
-            return _bytes_of(tensors[info.name])
 
-        reader.read_tensors(header, place)
-        return {**decode_values(header.values, tensors, ()), "progress": header.progress}
+def new_array(info: TensorInfo) -> tuple[np.ndarray, np.ndarray]:
+    """Return an array for a tensor of a checkpoint, and its memory as bytes."""
+    array = np.empty(info.shape, type_named(info.dtype))
+    return array, _bytes_of(array)
 
 
 def type_named(name: str) -> np.dtype[Any]:

@@ -18,40 +18,13 @@ from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDatase
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.data_order import MIN_SHARE, DataOrder, Place
-from hvd_elastic.training.planning.batch_bounds import require_whole
-from hvd_elastic.training.planning.compute_times import ComputeTimes
-from hvd_elastic.training.planning.planner import Planner, UnequalShares
+from hvd_elastic.training.data_order import DataOrder, Place
+from hvd_elastic.training.planning.choice import examples_of, order_for
 
-_CHANGES_BATCHES = frozenset(
-    [
-        "batch",
-        "concatenate",
-        "filter",
-        "flat_map",
-        "group_by_window",
-        "interleave",
-        "padded_batch",
-        "ragged_batch",
-        "rebatch",
-        "repeat",
-        "shard",
-        "shuffle",
-        "skip",
-        "sparse_batch",
-        "take",
-        "take_while",
-        "unbatch",
-        "unique",
-        "window",
-        "zip",
-        "rejection_resample",
-        "random",
-        "sample_from_datasets",
-        "bucket_by_sequence_length",
-    ]
+_KEEPS_BATCHES = (
+    "as_numpy_iterator cardinality element_spec fingerprint map options prefetch with_options"
 )
-"""Methods of a dataset after which a batch that comes out is no batch that went in."""
+"""Methods of a dataset after which a batch that comes out is one that went in."""
 
 
 def dataset(
@@ -61,7 +34,10 @@ def dataset(
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
-    unequal_shares: bool = False,
+    max_batch_size: int | None = None,
+    atomic_batch_size_bounds: tuple[int, int | None] | None = None,
+    accumulation: bool = True,
+    unequal_shares: bool | None = None,
 ) -> tf.data.Dataset:
     """Return a ``tf.data.Dataset`` of this rank's share of every global batch.
 
@@ -80,36 +56,31 @@ def dataset(
         shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
         seed: seed of the order, >= 0, the same on all ranks.
         drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
-        unequal_shares: whether slow ranks get fewer examples of a step.
+        max_batch_size: largest global batch to adapt to, >= batch_size; None: the batch is fixed.
+            Then a batch that comes out is one pass of a step, and ``optimizer.apply`` changes
+            nothing until the last pass.
+        atomic_batch_size_bounds: fewest and most examples in one pass on one rank; None as the
+            upper bound means no bound.
+        accumulation: whether a share may be computed in several passes.
+        unequal_shares: whether slow ranks get fewer examples of a step; None: if the batch adapts.
 
     Raises:
-        ScriptError: the source cannot be read by index, is empty, or is batched already; or
-            batch_size or seed is out of range.
+        ScriptError: the source cannot be read by index, is empty, or is batched already;
+            batch_size or seed is out of range; the bounds of the batch contradict each other.
     """
     read, examples = _reader(source)
-    if batch_size is None:
-        raise ScriptError(
-            "hvd.dataset(source) needs a batch_size: the examples of all ranks together in one "
-            "step, hvd.dataset(source, 64)"
-        )
-    require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
-    require_whole("seed", seed, 0, "the same on all ranks")
-    if drop_last and examples < batch_size:
-        raise ScriptError(
-            f"drop_last=True leaves nothing to train on: the source has {examples} examples and "
-            f"batch_size is {batch_size}; make batch_size at most {examples}, or drop_last=False"
-        )
-    planner: Planner = Planner(batch_size)
-    if unequal_shares:
-        planner = UnequalShares(batch_size, MIN_SHARE, ComputeTimes())
-    order = DataOrder(
-        examples,
+    order = order_for(
+        "hvd.dataset",
+        source,
         batch_size,
+        examples,
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
-        planner=planner,
-        blocks=getattr(source, "blocks", None),
+        max_batch_size=max_batch_size,
+        atomic_batch_size_bounds=atomic_batch_size_bounds,
+        accumulation=accumulation,
+        unequal_shares=unequal_shares,
     )
     shares = _Shares(order, read)
     made = tf.data.Dataset.from_generator(shares.batches, output_signature=shares.signature)
@@ -129,7 +100,7 @@ class _Shares:
         self._read = read
         self._example = read([0])
         self.signature = tf.nest.map_structure(_spec, self._example)
-        self._indices: Iterator[list[int]] = iter(())
+        self._indices: Iterator[list[int]] | None = None
         self._read_indices: list[list[int]] = []
         self._pipeline: Iterator[Any] | None = None
         self._next_place: Place | None = None
@@ -147,6 +118,8 @@ class _Shares:
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches from the present place on; called by the pipeline."""
+        if self._indices is None:
+            raise _refusal("A pipeline of your own, or a tf.distribute strategy,")
         for indices in self._indices:
             self._read_indices.append(indices)
             yield self._read(indices)
@@ -164,6 +137,7 @@ class _Shares:
         averagers = context.worker.averagers
 
         def read(step: Place, following: Place, *, is_first: bool) -> tuple[Any, Any]:
+            self.order.prefetch(step)
             if is_first and (self._pipeline is None or self._next_place != step):
                 self._pipeline = None
                 self._indices = self.order.indices(step, context.worker.progress)
@@ -241,7 +215,9 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         return self._steps_from(self._shares.register().reading.position)
 
     def cardinality(self) -> tf.Tensor:
-        """Return the number of steps of a whole epoch, which no change of the world changes."""
+        """Return the number of steps of a whole epoch; unknown if the batch adapts."""
+        if self._shares.order.planner.adapts:
+            return tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64)
         return tf.constant(self._shares.order.steps_from(0, 1), tf.int64)
 
     def _steps_from(self, position: int) -> int:
@@ -262,20 +238,25 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         return ElasticDataset(super().with_options(*args, **options), self._shares)
 
 
+def _refusal(what: str) -> ScriptError:
+    return ScriptError(
+        f"{what} after hvd.dataset(...), whose batches are this rank's shares of the steps: "
+        "it would change them. Shuffle, and set the batch, by hvd.dataset(source, batch_size, "
+        "shuffle=True); leave examples out in the source; map, prefetch and with_options may "
+        "follow it"
+    )
+
+
 def _refused(name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise ScriptError(
-            f"{name}() after hvd.dataset(...), whose batches are this rank's shares of the steps: "
-            "it would change them. Shuffle, and set the batch, by hvd.dataset(source, batch_size, "
-            "shuffle=True); leave examples out in the source; map, prefetch and with_options may "
-            "follow it"
-        )
+        raise _refusal(f"{name}()")
 
     return refuse
 
 
-for _name in _CHANGES_BATCHES & {*dir(tf.data.Dataset)}:
-    setattr(ElasticDataset, _name, _refused(_name))
+for _name in {*dir(tf.data.Dataset)} - {*_KEEPS_BATCHES.split()}:
+    if not _name.startswith("_"):
+        setattr(ElasticDataset, _name, _refused(_name))
 
 
 def _spec(batch: np.ndarray) -> tf.TensorSpec:
@@ -284,13 +265,6 @@ def _spec(batch: np.ndarray) -> tf.TensorSpec:
 
 def _reader(source: Any) -> tuple[Callable[[list[int]], Any], int]:
     """Return a function that reads a batch by indices, and the number of examples."""
-    if isinstance(source, tf.data.Dataset):
-        batched = "is a tf.data.Dataset"
-        raise ScriptError(
-            f"hvd.dataset(source): the source {batched}, which can only be read from its "
-            "beginning to its end. Give it the arrays, or an object with __len__ and __getitem__, "
-            "and map and prefetch afterwards: hvd.dataset((images, labels), 64).map(augment)"
-        )
     if isinstance(source, (tuple, dict)) or hasattr(source, "shape"):
         arrays = tf.nest.map_structure(np.asarray, source)
         lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
@@ -300,20 +274,17 @@ def _reader(source: Any) -> tuple[Callable[[list[int]], Any], int]:
                 "same first dimension, of at least 1"
             )
         return lambda indices: tf.nest.map_structure(lambda a: a[indices], arrays), lengths.pop()
-    if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-        raise ScriptError(
-            f"hvd.dataset(source): a {type(source).__name__} cannot be read by index; give it "
-            "arrays, or an object with __len__ and __getitem__"
-        )
-    if not len(source):
-        raise ScriptError("hvd.dataset(source): the source has no examples")
-
+    instead = (
+        "hvd.dataset arrays, or an object with __len__ and __getitem__; map and prefetch may "
+        "follow: hvd.dataset((images, labels), 64).map(augment)"
+    )
+    examples = examples_of(source, isinstance(source, tf.data.Dataset), instead)
     at_once = getattr(source, "__getitems__", None)
 
     def read(indices: Sequence[int]) -> Any:
         return _collated(at_once(indices) if at_once else [source[index] for index in indices])
 
-    return read, len(source)
+    return read, examples
 
 
 def _collated(examples: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ reductions, so if one of them fails nothing has changed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from tensorflow.python.ops import control_flow_util
 from hvd_elastic.communicator.buckets import divide
 from hvd_elastic.communicator.interface import FLAGS_NAME, gradient_prefix
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.collectives import reduce_in_graph
+from hvd_elastic.tensorflow.controls import Control, Controls
 from hvd_elastic.training import context
 from hvd_elastic.training.launch import Mode
 
@@ -34,24 +36,23 @@ class GradientAverager:
 
     Args:
         rate: returns the optimizer's learning rate.
+        adaptation: what a batch that adapts adds to the steps; None: the batch cannot adapt.
 
     Attributes:
         rate: returns the optimizer's learning rate.
         steps: number of steps that have ended on this rank.
         several_steps: False: a loop body has one step.
         raised: error of this library in the step's graph; None: there was none.
+        controls: what the graph of the step depends on.
     """
 
-    def __init__(self, rate: Any) -> None:
+    def __init__(self, rate: Any, adaptation: Adaptation | None = None) -> None:
         self._context = context.current()
         self.rate = rate
+        self._adaptation = adaptation
         self._in_ring = self._context.worker.mode is not Mode.ALONE
-        self._factor = tf.Variable(
-            1.0, trainable=False, dtype=tf.float64, name="hvd_elastic_factor"
-        )
-        self._alone = tf.Variable(True, trainable=False, name="hvd_elastic_alone")
-        self._set: tuple[float, bool] = (1.0, True)
-        self._told: np.ndarray | None = None
+        self.controls = Controls()
+        self._told: tuple[Any, ...] | None = None
         self._names: list[str] = []
         self._retired = ""
         self._waits = self._rehearses = False
@@ -75,37 +76,77 @@ class GradientAverager:
         Raises:
             ScriptError: the graph is compiled by XLA, or another optimizer trains.
         """
+        control = self._begin_graph()
+        packed = _Packed(gradients, variables, control.factor)
+        sums, told = self._exchanged(packed.flats, control.alone)
+        with tf.control_dependencies(sums):
+            ended = tf.numpy_function(self._end, [told], tf.bool)
+        with tf.control_dependencies([ended]):
+            return packed.unpacked([tf.identity(flat) for flat in sums])
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        take_step: Callable[[list[Any]], object],
+    ) -> None:
+        """Average gradients and have the optimizer take its step, after the step's last pass.
+
+        Args:
+            gradients, variables: as for :meth:`average`.
+            take_step: takes the optimizer's step with averaged gradients.
+        """
+        adaptation = self._adaptation
+        if adaptation is None or not adaptation.active or all(g is None for g in gradients):
+            averaged = self.average(gradients, variables)
+            # The optimizer's count of steps has no gradient, and must not change before them.
+            with tf.control_dependencies([each for each in averaged if each is not None]):
+                take_step(averaged)
+            return
+        control = self._begin_graph()
+        packed = _Packed(gradients, variables, control.factor)
+        norm, seconds = adaptation.statistics.measure(control.sampled, packed.dense, variables)
+
+        def add_pass() -> tf.Tensor:
+            with tf.control_dependencies([adaptation.add(packed.flats)]):
+                return tf.numpy_function(self._end_pass, [norm, seconds], tf.bool)
+
+        def end_step() -> tf.Tensor:
+            sums, told = self._exchanged(adaptation.whole(packed.flats), control.alone)
+            with tf.control_dependencies(sums):
+                averaged = packed.unpacked([tf.identity(flat) for flat in sums])
+            dense = {number: averaged[number] for number in packed.dense}
+            finite = adaptation.are_finite(dense)
+            mean = adaptation.statistics.measure(control.sampled, dense, variables)
+            ended = tf.numpy_function(self._end, [told, norm, seconds, *mean, finite], tf.bool)
+            with tf.control_dependencies([ended]):
+
+                def take() -> tf.Tensor:
+                    with adaptation.rates_scaled(control):
+                        take_step(averaged)
+                    return tf.constant(True)
+
+                return tf.cond(finite, take, lambda: tf.constant(False))
+
+        tf.cond(control.last, end_step, add_pass)
+
+    def _begin_graph(self) -> Control:
         self._check_graph()
-        dense = {
-            number: tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
-            for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-            if gradient is not None
-        }
-        order = [*reversed(dense)]
-        kinds = [_reduced_type(dense[number]) for number in order]
-        sizes = [_bytes(dense[number]) for number in order]
-        buckets = [[order[at] for at in each] for each in divide(kinds, sizes, BUCKET_BYTES)]
-        factor = self._factor.read_value()
-        flats = [_flat([dense[number] for number in bucket], factor) for bucket in buckets]
+        return self.controls.read()
+
+    def _exchanged(
+        self, flats: Sequence[tf.Tensor], alone: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Return the sums of flat gradients over the ranks, and the average of their flags."""
         prefix = gradient_prefix(0)
         self._names = [f"{prefix}{number}" for number in range(len(flats))]
-        alone = self._alone.read_value()
         sums = [
             self._reduced(flat, name, alone) for flat, name in zip(flats, self._names, strict=True)
         ]
         with tf.control_dependencies(flats):
             flags = tf.numpy_function(self._begin, [], tf.float32)
-        told = self._reduced(flags, FLAGS_NAME, alone, average=True)
-        with tf.control_dependencies(sums):
-            ended = tf.numpy_function(self._end, [told], tf.bool)
-        result = [*gradients]
-        with tf.control_dependencies([ended]):
-            for bucket, flat in zip(buckets, sums, strict=True):
-                some = [dense[number] for number in bucket]
-                parts = _parts(tf.identity(flat), some)
-                for number, part in zip(bucket, parts, strict=True):
-                    result[number] = part
-        return result
+        return sums, self._reduced(flags, FLAGS_NAME, alone, average=True)
 
     def _check_graph(self) -> None:
         if self._retired:
@@ -137,6 +178,13 @@ class GradientAverager:
         if self._rehearses:
             return np.zeros(1, np.float32)
         try:
+            if self._waits or self._told is not None:
+                raise ScriptError(
+                    "optimizer.apply, or tape.gradient of DistributedGradientTape, is called twice "
+                    "in one step. A step applies the gradients of all variables at once: add the "
+                    "losses up. In a loop that does not iterate over hvd.dataset, each step ends "
+                    "with state.commit()"
+                )
             flags = self._context.own_flags()
         except BaseException as error:
             self.raised = error
@@ -147,13 +195,20 @@ class GradientAverager:
         return flags
 
     @tf.autograph.experimental.do_not_convert
-    def _end(self, told: np.ndarray) -> bool:
+    def _end_pass(self, norm: Any, seconds: Any) -> bool:
+        """Note that the gradients of a pass are added up."""
+        if self._adaptation is not None and not self._rehearses:
+            self._adaptation.pass_ended(float(norm), float(seconds))
+        return True
+
+    @tf.autograph.experimental.do_not_convert
+    def _end(self, told: np.ndarray, *measured: Any) -> bool:
         """Note that all reductions have succeeded: the step will be taken."""
         if self._rehearses:
             return True
         self._context.worker.communicator.graph_ends()
         self._waits = False
-        self._told = np.array(told)
+        self._told = (np.array(told), *map(float, measured))
         return True
 
     def reduces(self, error: BaseException) -> bool:
@@ -167,22 +222,20 @@ class GradientAverager:
     def rehearsal(self) -> Iterator[None]:
         """Run a step on this rank alone, without counting it."""
         self._rehearses = True
-        self._alone.assign(True)
+        adaptation = self._adaptation
+        self.controls.set(Control() if adaptation is None else adaptation.undisturbed())
         try:
             yield
         finally:
             self._rehearses = False
-            self._set = (1.0, True)
-            self._factor.assign(1.0)
 
     def prepare(self) -> None:
-        """Set what the step's graph depends on: this rank's weight, and the number of ranks."""
+        """Set what the pass depends on: this rank's weight, the number of ranks, the rates."""
         size = self._context.worker.communicator.size
-        now = (self._context.step.weight / size, size == 1)
-        if now != self._set:
-            self._factor.assign(now[0])
-            self._alone.assign(now[1])
-            self._set = now
+        now = Control(self._context.step.weight / size, size == 1)
+        if self._adaptation is not None and self._adaptation.active:
+            now = self._adaptation.control(now)
+        self.controls.set(now)
 
     def collect(self, *, collectives: bool = True) -> None:
         """Count the step that the graph has taken, if it has.
@@ -190,22 +243,47 @@ class GradientAverager:
         Args:
             collectives: whether the other ranks do so too, at the same place.
         """
-        told, self._told = self._told, None
-        if told is not None:
-            self.steps += 1
-            self._context.planner.advance(1.0, self._context.step.examples)
-            self._context.graph_stepped(told, collectives=collectives)
+        ended, self._told = self._told, None
+        if ended is None:
+            return
+        told, *measured = ended
+        gain = 1.0
+        if self._adaptation is not None and self._adaptation.active:
+            gain = self._adaptation.step_ended(*measured)
+        self.steps += 1
+        self._context.planner.advance(gain, self._context.step.examples)
+        self._context.graph_stepped(told, collectives=collectives)
+
+    def progress(self) -> tf.Tensor | None:
+        """Return progress in whole steps at the initial batch size; None: the batch is fixed."""
+        if self._adaptation is None or not self._adaptation.active:
+            return None
+        # 1e-6 more, since rounding may leave a sum of fractions just below a whole number.
+        return tf.cast(self.controls.read().progress + 1e-6, tf.int64)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the optimizer."""
         return float(self.rate())
 
     def adapt(self) -> None:
-        """Refuse a batch that adapts."""
-        raise ScriptError(
-            "hvd.dataset(max_batch_size=...): the batch does not adapt with TensorFlow yet; leave "
-            "max_batch_size out"
-        )
+        """Begin to add up passes, sample gradients, and scale the learning rate.
+
+        Raises:
+            ScriptError: the optimizer takes its steps itself, or was traced already.
+        """
+        if self._adaptation is None:
+            raise ScriptError(
+                "hvd.dataset(max_batch_size=...) with DistributedGradientTape: where the batch "
+                "adapts, the optimizer takes a step after the last of several passes, at a "
+                "learning rate that follows the batch. Use an optimizer of Keras, given to "
+                "hvd.DistributedOptimizer, or leave max_batch_size out"
+            )
+        if self._names and not self._adaptation.active:
+            raise ScriptError(
+                "hvd.dataset(max_batch_size=...) is called after the training step was traced for "
+                "a batch that does not adapt; make the dataset before the first step"
+            )
+        self._adaptation.begin()
 
     def shared_with(self, other: Any) -> str:
         """Return a text: a script has one optimizer, so a later one replaces this one."""
@@ -219,17 +297,15 @@ class GradientAverager:
         """Stop averaging; a later step is refused for this reason."""
         self._retired = reason
 
-    def restore(self) -> None:
-        """Do nothing: with one optimizer a step is never undone."""
+    def nothing(self) -> None:
+        """Do nothing: with one optimizer no step is undone, and the graph adds passes up."""
 
-    def drop_copy(self) -> None:
-        """Do nothing: with one optimizer a step is never undone."""
+    restore = drop_copy = absorb = give_up = nothing
 
     def forget(self) -> None:
-        """Do nothing: a step ends when the loop body does."""
-
-    def absorb(self) -> None:
-        """Do nothing: a step has one pass."""
+        """Drop the passes of a step that was left out after some of them."""
+        if self._adaptation is not None:
+            self._adaptation.drop()
 
     def leave_out(self, *, over: bool) -> None:
         """Check that all ranks leave out the step; another one fails by the different shape."""
@@ -242,13 +318,11 @@ class GradientAverager:
                 self._context.step.refuse_left_out(self._context.worker)
                 raise
 
-    def give_up(self) -> None:
-        """Do nothing: no step is called off."""
-
     def reset(self) -> None:
         """Drop a step that failed, and follow the world."""
         self._told = self.raised = None
         self._waits = False
+        self.forget()
         self.prepare()
 
 
@@ -258,6 +332,46 @@ def _reduced_type(tensor: tf.Tensor) -> tf.DType:
 
 def _bytes(tensor: tf.Tensor) -> int:
     return int(tensor.shape.num_elements() or 0) * tensor.dtype.size
+
+
+class _Packed:
+    """The gradients of a step in flat buckets, times this rank's factor.
+
+    Args:
+        gradients: gradient of each variable, or None.
+        variables: variables.
+        factor: factor on the gradients.
+
+    Attributes:
+        dense: the gradients that are there, dense, by the number of their variable.
+        flats: a flat tensor for each bucket.
+    """
+
+    def __init__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], factor: tf.Tensor
+    ) -> None:
+        self.dense = {
+            number: tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
+            for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            if gradient is not None
+        }
+        order = [*reversed(self.dense)]
+        kinds = [_reduced_type(self.dense[number]) for number in order]
+        sizes = [_bytes(self.dense[number]) for number in order]
+        self._buckets = [[order[at] for at in each] for each in divide(kinds, sizes, BUCKET_BYTES)]
+        self._count = len(gradients)
+        self.flats = [
+            _flat([self.dense[number] for number in bucket], factor) for bucket in self._buckets
+        ]
+
+    def unpacked(self, flats: Sequence[tf.Tensor]) -> list[Any]:
+        """Return the gradients of flat tensors like :attr:`flats`; None stays None."""
+        result: list[Any] = [None] * self._count
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            parts = _parts(flat, [self.dense[number] for number in bucket])
+            for number, part in zip(bucket, parts, strict=True):
+                result[number] = part
+        return result
 
 
 def _flat(tensors: Sequence[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:

@@ -10,7 +10,11 @@ import tensorflow as tf
 from typing_extensions import Self
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.lr_rules import Rule
+from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.gradients import GradientAverager
+from hvd_elastic.tensorflow.schedule import scheduled_rate
+from hvd_elastic.training import context
 
 Optimizer = TypeVar("Optimizer", bound=Any)
 _AVERAGER = "_hvd_elastic_averager"
@@ -22,7 +26,9 @@ def averager_of(optimizer: Any) -> GradientAverager | None:
     return found if isinstance(found, GradientAverager) else None
 
 
-def DistributedOptimizer(optimizer: Optimizer) -> Optimizer:  # noqa: N802  (Horovod's name)
+def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+    optimizer: Optimizer, *, lr_rule: str | Rule | None = None
+) -> Optimizer:
     """Average the gradients of an optimizer over all ranks in its ``apply``.
 
     The object stays the same; its class becomes a subclass, of the same name. So ``model.compile``,
@@ -30,12 +36,17 @@ def DistributedOptimizer(optimizer: Optimizer) -> Optimizer:  # noqa: N802  (Hor
 
     Args:
         optimizer: an optimizer of Keras 3, with the TensorFlow backend.
+        lr_rule: how the learning rate follows an adaptive batch: ``"adascale"``, ``"linear"``,
+            ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in
+            :mod:`hvd_elastic.model.lr_rules`. By default ``"adam_sqrt"`` for Adam and related
+            optimizers, and ``"adascale"`` for all others.
 
     Returns:
         The same object.
 
     Raises:
-        ScriptError: it is another kind of object, or its gradients are averaged already.
+        ScriptError: it is another kind of object, its gradients are averaged already, or
+            ``lr_rule`` is none of these.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ScriptError(
@@ -59,17 +70,35 @@ def DistributedOptimizer(optimizer: Optimizer) -> Optimizer:  # noqa: N802  (Hor
             f"({type(tf.distribute.get_strategy()).__name__}): both would average the gradients. "
             "Leave the strategy out; hvd_elastic starts one process for each device"
         )
-    averager = GradientAverager(lambda: optimizer.learning_rate)
+    adaptation = Adaptation(context.current(), optimizer, lr_rule)
+    averager = GradientAverager(lambda: optimizer.learning_rate, adaptation)
     kind = type(optimizer)
 
-    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         known = self._trainable_variables if trainable_variables is None else trainable_variables
-        averaged = averager.average(list(grads), list(known))
-        # The optimizer's count of steps has no gradient, and must not change before them either.
-        with tf.control_dependencies([each for each in averaged if each is not None]):
-            return kind.apply(self, averaged, trainable_variables)
+        if not self.built:
+            with tf.init_scope():
+                self.build(list(known))
+        averager.apply(
+            list(grads), list(known), lambda mean: kind.apply(self, mean, trainable_variables)
+        )
 
-    optimizer.__class__ = type(kind.__name__, (kind,), {"apply": apply, "__doc__": kind.__doc__})
+    def current_rate(self: Any) -> Any:
+        rate = scheduled_rate(self, averager.progress)
+        if rate is None:
+            rate = kind._get_current_learning_rate(self)
+        if adaptation.rate is None:
+            return rate
+        rate = tf.convert_to_tensor(rate)
+        return rate * tf.cast(adaptation.rate, rate.dtype)
+
+    members = {
+        "apply": apply,
+        "_get_current_learning_rate": current_rate,
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,  # by which a saved model is loaded, without this library
+    }
+    optimizer.__class__ = type(kind.__name__, (kind,), members)
     optimizer.__dict__[_AVERAGER] = averager
     return optimizer
 
@@ -118,8 +147,6 @@ def tape_averager() -> GradientAverager:
     Raises:
         ScriptError: an optimizer was given to :func:`DistributedOptimizer`.
     """
-    from hvd_elastic.training import context
-
     averagers: Any = context.current().worker.averagers
     made = DistributedGradientTape._averager
     for averager in averagers:

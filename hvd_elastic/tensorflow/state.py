@@ -15,22 +15,23 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_elastic.checkpoint.header import encode_values
-from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.content import TensorFlowContent, pieces_of, type_named
+from hvd_elastic.tensorflow.schedule import counting_schedule
 from hvd_elastic.tensorflow.trained_sums import trained_sums
 from hvd_elastic.tensorflow.variables import (
     LiveVariable,
     assign,
     has_variables,
     is_model,
+    is_optimizer,
     trainable_of,
     variable_of,
     variables_of,
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
-from hvd_elastic.training.rollback import SnapshotSource
 from hvd_elastic.training.script_state import Everything, ScriptState, Stateful
-from hvd_elastic.training.value_copies import differing, dump_value, load_value, put_back
+from hvd_elastic.training.value_copies import ValueCopies, dump_value, load_value
 
 
 class State(ScriptState):
@@ -48,6 +49,9 @@ class State(ScriptState):
         ScriptError: a value is neither, or a model is not built; names it.
     """
 
+    plain_kinds = "numbers, strings, lists, dicts, arrays"
+    object_kinds = "variables, or with state_dict() and load_state_dict()"
+
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         super().__init__(model, optimizer, values)
         self._build()
@@ -59,15 +63,8 @@ class State(ScriptState):
             raise ScriptError(f"State({name}=...): a tape is of one step and has no state")
         return has_variables(value) or isinstance(value, Stateful)
 
-    def _check_plain(self, name: str, value: Any) -> None:
-        try:
-            encode_values(value, _encode_array)
-        except ScriptError as error:
-            raise ScriptError(
-                f"State(): {name!r} is a {type(value).__name__}, which is neither plain data "
-                "(numbers, strings, lists, dicts, arrays) nor an object with variables, or with "
-                "state_dict() and load_state_dict(). Turn it into one of them."
-            ) from error
+    def _try_plain(self, value: Any) -> None:
+        encode_values(value, _encode_array)
 
     def _build(self) -> None:
         """Build optimizers, so that all ranks have the same variables from the beginning."""
@@ -104,8 +101,9 @@ class State(ScriptState):
     # -- for the library -------------------------------------------------------------------
 
     def schedules(self) -> dict[str, Schedule]:
-        """Return none: schedules of Keras follow the optimizer's count of steps."""
-        return {}
+        """Return the schedule that follows the optimizer's count of steps, if there is one."""
+        optimizers = filter(is_optimizer, self._objects.values())
+        return {key: each for item in optimizers for key, each in counting_schedule(item).items()}
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         """Return a copy that :meth:`roll_back` can restore."""
@@ -199,70 +197,39 @@ class State(ScriptState):
     def _decode_opaque(self, data: bytes) -> Any:
         return ()
 
-    def _check_fits(self, name: str, item: Any, found: Any, path: str) -> None:
-        if not has_variables(item):
-            return
-        own = variables_of(item)
-        for key in [*own, *(key for key in found if key not in own)]:
-            here = str(tuple(own[key].shape)) if key in own else "missing"
-            there = str(tuple(found[key].shape)) if key in found else "missing"
-            if here != there:
-                raise CheckpointError(
-                    f"checkpoint {path} is of another model: {name}.{key} is {there} in the "
-                    f"checkpoint and {here} in this script. Resume with the script and options "
-                    "that wrote it, or start a new run"
-                )
+    def _tensors_of(self, item: Any) -> dict[str, tf.Variable] | None:
+        return variables_of(item) if has_variables(item) else None
 
-    def _take(self, values: dict[str, Any], source: str) -> None:
-        for name, item in self._objects.items():
-            try:
-                if has_variables(item):
-                    assign(variables_of(item), values["objects"][name])
-                else:
-                    item.load_state_dict(values["objects"][name])
-            except (RuntimeError, ValueError, KeyError) as error:
-                raise CheckpointError(
-                    f"the state of {name!r} from {source} does not fit this script: {error}"
-                ) from error
-        self._plain.update(values["plain"])
+    def _set_object(self, item: Any, values: Any) -> None:
+        if has_variables(item):
+            assign(variables_of(item), values)
+        else:
+            item.load_state_dict(values)
 
 
-class Snapshot:
+class Snapshot(ValueCopies):
     """Copy of a state at one point, except variables that an optimizer trains.
 
     Args:
         plain: plain values by name.
-        objects: objects by name; those of the library are copied if they are a SnapshotSource.
+        objects: objects by name.
         untrained: variables to copy as well.
     """
 
     def __init__(self, plain: dict[str, Any], objects: dict[str, Any], untrained: Any) -> None:
-        self._plain = {name: dump_value(name, value) for name, value in plain.items()}
-        self._own: dict[str, Any] = {}
-        self._dumped: dict[str, bytes] = {}
+        super().__init__(plain, objects)
         for name, item in objects.items():
-            if isinstance(item, SnapshotSource):
-                self._own[name] = item.snapshot()
-            elif not (name.startswith("_") or has_variables(item)):
-                self._dumped[name] = dump_value(name, item.state_dict())
+            if not (name.startswith("_") or has_variables(item)):
+                self.dumped[name] = dump_value(name, item.state_dict())
         self._values = [(variable, LiveVariable(variable).view()) for variable in untrained]
 
     def restore(self, plain: dict[str, Any], objects: dict[str, Any]) -> None:
         """Restore everything in place, and remove plain values that were added since."""
-        for name in [name for name in plain if name not in self._plain]:
-            del plain[name]
-        for name, dumped in self._plain.items():
-            plain[name] = put_back(plain.get(name), load_value(dumped), _copy_array)
-        for name, values in self._own.items():
-            objects[name].roll_back(values)
-        for name, dumped in self._dumped.items():
+        self.restore_values(plain, objects, _copy_array)
+        for name, dumped in self.dumped.items():
             objects[name].load_state_dict(load_value(dumped))
         for variable, value in self._values:
             variable.assign(value)
-
-    def differences(self, later: Snapshot) -> set[str]:
-        """Return the names of the values that differ in another snapshot."""
-        return differing((self._plain, later._plain), (self._dumped, later._dumped))
 
 
 def _copy_array(present: Any, saved: Any) -> bool:

@@ -17,17 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_elastic.checkpoint.header import (
-    OPAQUE,
-    RESERVED,
-    Header,
-    TensorInfo,
-    decode_values,
-    encode_values,
-)
-from hvd_elastic.checkpoint.reader import CheckpointReader, open_checkpoint
+from hvd_elastic.checkpoint.header import TensorInfo, encode_values
+from hvd_elastic.checkpoint.reader import CheckpointReader, named, open_checkpoint
 from hvd_elastic.checkpoint.stream import Content
-from hvd_elastic.errors import CheckpointError
 
 _PIECE_BYTES = 16 << 20  # bounds the memory for a copy of a GPU tensor's bytes on the host
 _PLACE = "__hvd_elastic_tensor__"
@@ -64,7 +56,6 @@ class TorchContent(Content):
         self._own: list[torch.Tensor] = []
         self._opaque: list[Any] = []
         self._known: dict[Any, str] = {}
-        self._taken = set(RESERVED)
         self.values = encode_values(nested, self._encode_leaf)
         self.pinned = any(tensor.is_cuda for tensor in self.tensors)
 
@@ -84,7 +75,7 @@ class TorchContent(Content):
         place = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
         if address and place in self._known:
             return self._known[place]
-        name = self._name(path)
+        name = self.unused_name(path)
         info = TensorInfo(name, _dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
         if address in self._shared:
             self.stream.append(info)
@@ -94,16 +85,6 @@ class TorchContent(Content):
             if self._copy_own:
                 self._own.append(tensor.to("cpu", copy=True))
         self._known[place] = name
-        return name
-
-    def _name(self, path: tuple[Any, ...]) -> str:
-        """Return an unused name: the path's keys without the first, which is the kind of value."""
-        name = base = ".".join(map(str, path[1:]))
-        number = 1
-        while name in self._taken:
-            number += 1
-            name = f"{base}~{number}"
-        self._taken.add(name)
         return name
 
     def own_data(self) -> Iterator[Any]:
@@ -225,8 +206,7 @@ def load_checkpoint(path: Path | str) -> dict[str, Any]:
     with open_checkpoint(path) as reader:
         if reader.is_pickled:
             return _load_pickled(reader)
-        header = _read_header(reader, path)
-        return {**_read_values(reader, header, header.values), "progress": header.progress}
+        return reader.load("torch", _new_tensor, decode_opaque=_unpickle)
 
 
 def load_object(path: Path | str, name: str) -> dict[str, Any]:
@@ -241,59 +221,13 @@ def load_object(path: Path | str, name: str) -> dict[str, Any]:
     """
     with open_checkpoint(path) as reader:
         if reader.is_pickled:
-            return _named(name, _load_pickled(reader)["objects"], path)
-        header = _read_header(reader, path)
-        return _read_values(reader, header, _named(name, header.values["objects"], path))
+            return dict(named(name, _load_pickled(reader)["objects"], path))
+        return reader.load("torch", _new_tensor, decode_opaque=_unpickle, name=name)
 
 
-def _read_header(reader: CheckpointReader, path: Path | str) -> Header:
-    header = reader.read_header()
-    if header.frontend != "torch":
-        raise CheckpointError(
-            f"checkpoint {path} was written by hvd_elastic.{header.frontend} and holds values "
-            "that PyTorch cannot take. Resume with the script that wrote it"
-        )
-    return header
-
-
-def _read_values(reader: CheckpointReader, header: Header, encoded: Any) -> Any:
-    """Return the values that ``encoded``, a part of the header, stands for."""
-    wanted = _tensor_names(encoded)
-    tensors: dict[str, torch.Tensor] = {}
-    opaque = bytearray()
-
-    def place(info: TensorInfo) -> Any:
-        if info.name == OPAQUE:
-            opaque.extend(bytes(info.bytes))
-            return opaque
-        if info.name not in wanted:
-            return None
-        tensors[info.name] = torch.empty(info.shape, dtype=dtype_named(info.dtype))
-        return _bytes_of(tensors[info.name]).numpy()
-
-    reader.read_tensors(header, place)
-    return decode_values(encoded, tensors, _unpickle(opaque) if opaque else ())
-
-
-def _tensor_names(encoded: Any) -> set[str]:
-    """Return the names of the tensors that encoded values refer to."""
-    names: set[str] = set()
-    if isinstance(encoded, dict):
-        if isinstance(name := encoded.get("$tensor"), str):
-            names.add(name)
-        encoded = [*encoded.values()]
-    if isinstance(encoded, list):
-        for item in encoded:
-            if isinstance(item, (dict, list)):
-                names |= _tensor_names(item)
-    return names
-
-
-def _named(name: str, objects: dict[str, Any], path: Path | str) -> Any:
-    if name in objects:
-        return objects[name]
-    there = ", ".join(known for known in objects if not known.startswith("_"))
-    raise CheckpointError(f"checkpoint {path} holds no {name!r}; it holds {there or 'no object'}")
+def _new_tensor(info: TensorInfo) -> tuple[torch.Tensor, Any]:
+    tensor = torch.empty(info.shape, dtype=dtype_named(info.dtype))
+    return tensor, _bytes_of(tensor).numpy()
 
 
 @cache

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import stat
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,11 +27,8 @@ from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.torch.shared_reading import SharedReading
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.data_order import MIN_SHARE, DataOrder, Place
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.batch_bounds import batch_limits, require_whole
-from hvd_elastic.training.planning.compute_times import ComputeTimes
-from hvd_elastic.training.planning.planner import Planner, UnequalShares
+from hvd_elastic.training.data_order import Place
+from hvd_elastic.training.planning.choice import examples_of, order_for
 from hvd_elastic.training.worker import Worker
 
 _Batch = TypeVar("_Batch")
@@ -120,47 +116,27 @@ class DataLoader(Generic[_Batch]):
         context: Context | None = None,
     ) -> None:
         _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler, generator=generator)
-        examples = _examples(dataset)
-        if batch_size is None:
-            raise ScriptError(
-                "DataLoader(dataset) needs a batch_size: the examples of all ranks together in one "
-                "step, DataLoader(dataset, 64)"
-            )
-        require_whole("batch_size", batch_size, 1, "examples of all ranks together in one step")
-        require_whole("seed", seed, 0, "the same on all ranks")
-        if drop_last and examples < batch_size:
-            raise ScriptError(
-                f"drop_last=True leaves nothing to train on: the dataset has {examples} "
-                f"examples and batch_size is {batch_size}; make batch_size at most "
-                f"{examples}, or drop_last=False"
-            )
-        if unequal_shares not in (None, True, False):
-            raise ScriptError(
-                f"DataLoader(unequal_shares={unequal_shares!r}): it must be True, False, or None "
-                "(only where the batch adapts)"
-            )
-        self.planner = Planner(batch_size)
-        if max_batch_size is not None:
-            limits = batch_limits(
-                batch_size, max_batch_size, atomic_batch_size_bounds, accumulation, examples
-            )
-            if drop_last:
-                raise ScriptError(
-                    "DataLoader(drop_last=True, max_batch_size=...): which examples would be left "
-                    "out depends on the batch; leave drop_last out: gradients are averaged by "
-                    "examples, so a short last step is no worse"
-                )
-            self.planner = AdaptivePlanner(
-                limits, examples, unequal_shares is not False, cuda_event
-            )
-        elif atomic_batch_size_bounds is not None:
-            raise ScriptError(
-                "DataLoader(atomic_batch_size_bounds=...) is for a batch that adapts; give "
-                "max_batch_size too"
-            )
-        elif unequal_shares:
-            times = ComputeTimes(new_event=cuda_event)
-            self.planner = UnequalShares(batch_size, MIN_SHARE, times)
+        examples = examples_of(
+            dataset,
+            isinstance(dataset, IterableDataset),
+            "hvd_elastic.torch.DataLoader a map-style dataset (__getitem__ and __len__)",
+        )
+        self._order = order_for(
+            "DataLoader",
+            dataset,
+            batch_size,
+            examples,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            max_batch_size=max_batch_size,
+            atomic_batch_size_bounds=atomic_batch_size_bounds,
+            accumulation=accumulation,
+            unequal_shares=unequal_shares,
+            new_event=cuda_event,
+        )
+        assert batch_size is not None
+        self.planner = self._order.planner
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -178,15 +154,6 @@ class DataLoader(Generic[_Batch]):
             "multiprocessing_context": multiprocessing_context,
             "generator": torch.Generator(),
         }
-        self._order = DataOrder(
-            examples,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            planner=self.planner,
-            blocks=getattr(dataset, "blocks", None),
-        )
         self._worker_start = _WorkerStart(worker_init_fn)
         source = LoaderSource(
             dataset, examples, self._collate, seed, self._worker_start, pins=pin_memory
@@ -259,7 +226,9 @@ class DataLoader(Generic[_Batch]):
                 self._stop_reading(keep_processes=False)
             self._worker_start.set_parent()
             order = functools.partial(self._order.indices, place, worker.progress)
-            return self._shared.read(worker, place, following, order, is_first=is_first)
+            batch, told = self._shared.read(worker, place, following, order, is_first=is_first)
+            self._order.prefetch(place)  # after the loader processes have been forked
+            return batch, told
         if worker.audit != self._audited:
             self.close()
             self._audited = worker.audit
@@ -279,6 +248,8 @@ class DataLoader(Generic[_Batch]):
             worker.input_times.processes = self.num_workers
             worker.input_times.pids = self._pids
             worker.input_times.new_event = cuda_event
+        # After the loader processes have been forked, since it may start threads.
+        self._order.prefetch(place)
         # The iterator's place is unknown if next() raises.
         self._next_place = None
         assert self._batches is not None
@@ -451,30 +422,3 @@ def _refuse_samplers(**given: object) -> None:
                 "and each rank is given its share of every batch, so no DistributedSampler and no "
                 "set_epoch() is needed"
             )
-
-
-def _examples(dataset: Any) -> int:
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise ScriptError(
-            f"the dataset ({kind}) cannot be read by index, so its examples cannot be shared out "
-            "exactly once; give hvd_elastic.torch.DataLoader a map-style dataset "
-            "(__getitem__ and __len__)"
-        )
-    try:
-        examples = len(dataset)
-    except (TypeError, NotImplementedError) as missing:
-        raise ScriptError(
-            f"the dataset ({kind}) has no length; give it a __len__ that says how many examples "
-            "it holds"
-        ) from missing
-    except (OverflowError, ValueError) as error:
-        raise ScriptError(
-            f"the dataset ({kind}) has a length that Python refuses ({error}); __len__ must return "
-            f"a whole number from 1 to {sys.maxsize}"
-        ) from error
-    if examples == 0:
-        raise ScriptError(
-            f"the dataset ({kind}) is empty; check where it is read from on this host"
-        )
-    return examples

@@ -1,8 +1,6 @@
 """Collects squared norms of gradients during a step, to estimate the gradient noise scale.
 
-For each sampled step a rank keeps two numbers per parameter group: the weighted sum of the squared
-norms of its passes' gradients, before these are added up and averaged, and the squared norm of its
-part of the mean over all ranks. They stay on the device until all are read at once.
+The numbers stay on the device until all are read at once.
 """
 
 from __future__ import annotations
@@ -13,14 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_elastic.training.planning.samples import MOMENT_STEPS, Samples
+
 _CHUNK_ELEMENTS = 4 << 20
 """Numbers of gradients handled at a time: for Adam they are divided in a copy, whose memory this
 bounds."""
-_MOMENT_STEPS = 6
-"""Fewest gradients in Adam's second moment before a step is sampled. The sum of k squared normal
-variables is chi-squared with k degrees of freedom, and its inverse has a finite variance only from
-k = 5 on: with fewer steps a few elements with tiny moments dominate the norm, which is then so
-large that later samples hardly matter in the average."""
 
 
 class GradientStatistics:
@@ -47,9 +42,7 @@ class GradientStatistics:
         }
         self._preconditioned = all("betas" in group for group in optimizer.param_groups)
         self._passes: list[list[torch.Tensor]] = []
-        self._own: list[torch.Tensor] = []
-        self._own_passes = 0
-        self._rows: list[tuple[int, int, int, torch.Tensor, torch.Tensor]] = []
+        self._samples = Samples(_read)
         self._ready = not self._preconditioned
         self._part_of = (0, 0)
         self._part: list[torch.Tensor] = []
@@ -70,7 +63,7 @@ class GradientStatistics:
         if not self._ready:
             states = [self._optimizer.state.get(p, {}) for p in self.group_of]
             self._ready = any(
-                "exp_avg_sq" in state and state["step"] >= _MOMENT_STEPS for state in states
+                "exp_avg_sq" in state and state["step"] >= MOMENT_STEPS for state in states
             )
         return self._ready
 
@@ -93,8 +86,7 @@ class GradientStatistics:
     def end_pass(self, share: float) -> None:
         """End a pass; ``share``: its fraction of the step's examples, 0 for padding."""
         if share > 0:
-            self._own.append(share * self._sums(self._passes))
-            self._own_passes += 1
+            self._samples.end_pass(share, self._sums(self._passes))
         self._passes = []
 
     def end_step(
@@ -115,34 +107,24 @@ class GradientStatistics:
         found: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
         self._append_norms(parameters, found)
         total = self._sums(found)
-        own = torch.stack(self._own).sum(0) if self._own else torch.zeros_like(total)
+        factor = None
         if loss_scale is not None:
             factor = loss_scale.double().reciprocal().square().to(total.device)
-            own, total = factor * own, factor * total
-        self._rows.append((step, examples, self._own_passes, own, total))
+        self._samples.end_step(step, examples, total, factor)
         self.drop_step()
 
     def drop_step(self) -> None:
         """Drop what was sampled of the step in flight."""
-        self._passes, self._own, self._own_passes = [], [], 0
+        self._passes = []
+        self._samples.drop_step()
 
     def forget_step(self, step: int) -> None:
-        """Drop the sample of ``step`` if it is the latest: the step is not taken."""
-        if self._rows and self._rows[-1][0] == step:
-            self._rows.pop()
+        """See :meth:`Samples.forget_step`."""
+        self._samples.forget_step(step)
 
     def drain(self) -> np.ndarray:
-        """Return the samples since the last call, one row for each sampled step.
-
-        Returns:
-            Shape (steps, 3 + 2 groups), float64: step, examples, passes of this rank, weighted
-            squared norms of its gradients, squared norms of its part of the mean gradient.
-        """
-        rows, self._rows = self._rows, []
-        if not rows:
-            return np.zeros((0, 3 + 2 * self.groups))
-        norms = torch.stack([torch.cat([own, total]) for *_, own, total in rows]).cpu()
-        return np.column_stack([np.array([row[:3] for row in rows], float), norms.numpy()])
+        """See :meth:`Samples.drain`."""
+        return self._samples.drain(self.groups)
 
     def _append_norms(
         self, parameters: Iterable[torch.Tensor], norms: Sequence[list[torch.Tensor]]
@@ -219,6 +201,11 @@ class GradientStatistics:
         group = self._optimizer.param_groups[self.group_of[parameter]]
         correction = 1 - group["betas"][1] ** state["step"]
         return (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])
+
+
+def _read(norms: list[torch.Tensor]) -> np.ndarray:
+    found: np.ndarray = torch.stack(norms).cpu().numpy()
+    return found
 
 
 def parts_by_size(parameters: Iterable[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:

@@ -20,19 +20,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.lr_rules import Rule, rule_named
+from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.left_gradients import LeftGradients
-from hvd_elastic.torch.rate_scaling import checked, rates_scaled
+from hvd_elastic.torch.rate_scaling import rates_scaled
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
 from hvd_elastic.torch.trained_parameters import TrainedParameters
 from hvd_elastic.training import context
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.planning.canaries import canaries
+from hvd_elastic.training.planning.rules import chosen_rule
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.step import Stage
 
@@ -46,8 +48,6 @@ _CHANGED_BEFORE_STEP = (
     "written. Change parameters right after optimizer.step(). For gradients at other values, as in "
     "SAM, leave the parameters alone: torch.func.functional_call(model, changed_copies, inputs)"
 )
-_CANARIES = 8  # parts of the model in each of which one gradient is checked for NaN and infinity
-_CANARY_NUMBERS = 1 << 14  # larger gradients are not checked, so that the check takes no time
 
 
 class GradientAverager:
@@ -64,13 +64,8 @@ class GradientAverager:
         self.several_steps = several_steps
         self._context = context.current()
         self._optimizer = optimizer
-        if rule is None:
-            adam = all("betas" in group for group in optimizer.param_groups)
-            rule = "adam_sqrt" if adam else "adascale"
-        try:
-            self._rule = checked(rule_named(rule)) if callable(rule) else rule_named(rule)
-        except ValueError as error:
-            raise ScriptError(f"DistributedOptimizer(lr_rule=...): {error}") from None
+        has_betas = all("betas" in group for group in optimizer.param_groups)
+        self._rule = chosen_rule(rule, has_betas=has_betas)
         self._statistics = GradientStatistics(optimizer)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         every = {p: names.get(id(p), f"parameter.{number}") for number, p in enumerate(parameters)}
@@ -178,7 +173,7 @@ class GradientAverager:
         if self._adapts:
             return
         self._adapts = True
-        canaries = _canaries(list(self._names))
+        checked = self._canaries()
         take_step = self._optimizer.step
 
         # Schedulers expect ``step`` to be a bound method, and set an attribute on its function.
@@ -195,7 +190,7 @@ class GradientAverager:
                 raise StepVoidedError
             adaptive = self._context.planner
             assert isinstance(adaptive, AdaptivePlanner)
-            gradients = [p.grad for p in canaries if p.grad is not None]
+            gradients = [p.grad for p in checked if p.grad is not None]
             # Gradients on a GPU are not checked, since reading a number would wait for it.
             if gradients and not any(gradient.is_cuda for gradient in gradients):
                 if not all(map(_is_finite, gradients)):
@@ -469,9 +464,13 @@ class GradientAverager:
         self._forget_step()
         # Where the batch adapts, a step that is left out leaves averages.
         if self._left.begin(self.steps) and not self._context.planner.adapts:
-            self._left.note(_canaries(list(self._names)))
+            self._left.note(self._canaries())
         if self._context.worker.elastic and not self.steps & (self.steps - 1):
             self._trained.watch()
+
+    def _canaries(self) -> list[torch.Tensor]:
+        parameters = list(self._names)
+        return [parameters[index] for index in canaries([each.numel() for each in parameters])]
 
     def _forget_step(self) -> None:
         self._averaged = False
@@ -557,20 +556,6 @@ def averager_of(optimizer: torch.optim.Optimizer) -> GradientAverager | None:
     """Return the averager of an optimizer that was given to :func:`DistributedOptimizer`."""
     owner = getattr(getattr(optimizer, "synchronize", None), "__self__", None)
     return owner if isinstance(owner, GradientAverager) else None
-
-
-def _canaries(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a few parameters whose gradients show at little cost whether a step's are finite.
-
-    A NaN or infinite loss makes the gradients of all parameters that it depends on not finite, and
-    a NaN that arises in the backward pass spreads to the gradients of earlier layers. So the
-    smallest parameter in each part of the model is enough, and is left out if it is large.
-    """
-    length = -(-len(parameters) // _CANARIES)
-    parts = (parameters[at : at + length] for at in range(0, len(parameters), length))
-    smallest = [min(part, key=torch.Tensor.numel) for part in parts]
-    most = max(_CANARY_NUMBERS, min(parameter.numel() for parameter in smallest))
-    return [parameter for parameter in smallest if parameter.numel() <= most]
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:

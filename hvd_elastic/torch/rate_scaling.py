@@ -9,29 +9,7 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, scaled_betas
-
-
-def checked(rule: Rule) -> Rule:
-    """Return a script's rule with a check that raises ScriptError for an invalid result."""
-
-    def answering(now: Situation) -> Adjustment:
-        found = rule(now)
-        if not (
-            isinstance(found, Adjustment)
-            and 0 <= found.factor < math.inf
-            and 0 < found.rate < math.inf
-            and 0 < found.gain < math.inf
-        ):
-            raise ScriptError(
-                f"DistributedOptimizer(lr_rule=...): the rule answered {found!r} for {now}; it "
-                "must be a hvd_elastic.model.lr_rules.Adjustment of finite numbers: factor (0 or "
-                "more), rate and gain (above 0)"
-            )
-        return found
-
-    return answering
+from hvd_elastic.model.lr_rules import Adjustment, scaled_betas
 
 
 @contextlib.contextmanager

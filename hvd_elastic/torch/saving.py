@@ -16,7 +16,7 @@ from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_object
 from hvd_elastic.training import context
-from hvd_elastic.training.model_source import find_source
+from hvd_elastic.training.model_source import another_model, find_source, mismatches
 from hvd_elastic.training.saving import save_file
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -160,19 +160,10 @@ def _fill(model: torch.nn.Module, state: Mapping[str, Any], path: Path) -> None:
                 "loaded: call model.to_empty(device=...) first, or create the model on a device"
             )
     own, given = _plain(there), _plain(map(str, state))
-    wrong = []
-    missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
-    for what, keys in (("missing keys", missing), ("unexpected keys", unexpected)):
-        if keys:
-            named = ", ".join(sorted(keys)[:_NAMED])
-            more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-            wrong.append(f"{what}: {named}{more}")
-    if not wrong:
-        for key, full in own.items():
-            mine, value = there[full], state[given[key]]
-            if isinstance(mine, torch.Tensor) and mine.shape != getattr(value, "shape", None):
-                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-                wrong.append(f"{key} has shape {shape} there, {tuple(mine.shape)} in the model")
+    wrong = mismatches(
+        {key: there[full] for key, full in own.items()},
+        {key: state[full] for key, full in given.items()},
+    )
     if not wrong:
         model.load_state_dict({full: state[given[key]] for key, full in own.items()})
         return
@@ -181,10 +172,7 @@ def _fill(model: torch.nn.Module, state: Mapping[str, Any], path: Path) -> None:
         model.load_state_dict(state)  # a hook of the model may rename keys
     except Exception as error:
         model.load_state_dict(before, strict=False)
-        raise CheckpointError(
-            f"{path} is of another model: {'; '.join(wrong[:_NAMED])}. Create the model as the "
-            "training script does; name= chooses another object of its State"
-        ) from error
+        raise another_model(path, wrong) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_named
 from hvd_elastic.torch.copies import TensorCopies
 from hvd_elastic.torch.grad_scaler import GradScaler
@@ -57,15 +57,8 @@ class State(ScriptState):
             )
         return isinstance(value, Stateful)
 
-    def _check_plain(self, name: str, value: Any) -> None:
-        try:
-            load_plain(dump_plain(value))
-        except Exception as error:  # torch raises many kinds, all meaning the same here
-            raise ScriptError(
-                f"State(): {name!r} is a {type(value).__name__}, which is neither plain data "
-                "(numbers, strings, lists, dicts, tensors) nor an object with state_dict() and "
-                "load_state_dict(). Turn it into one of them."
-            ) from error
+    def _try_plain(self, value: Any) -> None:
+        load_plain(dump_plain(value))
 
     # -- for the library -------------------------------------------------------------------
 
@@ -184,29 +177,14 @@ class State(ScriptState):
         optimizers = self.named_optimizers().values()
         return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
 
-    def _check_fits(self, name: str, item: Any, found: dict[str, Any], path: str) -> None:
-        """Raise CheckpointError if tensors of a module differ in shape; names the first one."""
-        if not isinstance(item, torch.nn.Module):
-            return
-        own = item.state_dict()
-        for key in [*own, *(key for key in found if key not in own)]:
-            here, there = _shape(own.get(key)), _shape(found.get(key))
-            if here != there:
-                raise CheckpointError(
-                    f"checkpoint {path} is of another model: {name}.{key} is {there} in the "
-                    f"checkpoint and {here} in this script. Resume with the script and options "
-                    "that wrote it, or start a new run"
-                )
+    def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
+        return item.state_dict() if isinstance(item, torch.nn.Module) else None
+
+    def _set_object(self, item: Any, values: Any) -> None:
+        item.load_state_dict(values)
 
     def _take(self, values: dict[str, Any], source: str) -> None:
-        for name, item in self._objects.items():
-            try:
-                item.load_state_dict(values["objects"][name])
-            except (RuntimeError, ValueError, KeyError) as error:
-                raise CheckpointError(
-                    f"the state of {name!r} from {source} does not fit this script: {error}"
-                ) from error
-        self._plain.update(values["plain"])
+        super()._take(values, source)
         for name, names in values.get("frozen", {}).items():  # earlier versions did not write it
             frozen = set(names)
             for key, parameter in self.named_modules()[name].named_parameters():
@@ -227,12 +205,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _frozen(module: torch.nn.Module) -> list[str]:
     """Return the names of the parameters that require no gradient."""
     return [name for name, each in module.named_parameters() if not each.requires_grad]
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(tuple(value.shape))
-    return "missing" if value is None else "no tensor"
 
 
 def dump_plain(value: Any) -> bytes:

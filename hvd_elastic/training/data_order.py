@@ -9,7 +9,8 @@ skipped and nothing is read twice.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterator
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -21,6 +22,7 @@ from hvd_elastic.model.sharding import (
     Order,
     Slice,
     block_order,
+    blocks_from,
     epoch_order,
     step_slice,
     steps_left,
@@ -72,21 +74,35 @@ class Read(Protocol):
 class DataOrder:
     """Order in which a data set is read, and this rank's share of each step.
 
+    A data set may have these attributes beside its examples, as those of :mod:`hvd_elastic.data`
+    have:
+
+    - ``blocks``: its blocks (files), by which it is shuffled.
+    - ``prefetch_blocks``: function that is called in the process of the rank with the numbers of
+      the blocks that will be read, in order, whenever the first ones are done with.
+    - ``order_key``: what its examples depend on, beside their index (a number or text). It must
+      stay the same within an epoch.
+    - ``endless``: whether it has examples beyond its length: epoch e reads the indices
+      ``e * len(dataset)`` to ``(e + 1) * len(dataset) - 1``.
+    - ``ordered``: whether it can only be read in its own order.
+
     Args:
-        examples: number of examples in the data set.
+        dataset: what is read.
+        examples: number of examples of an epoch.
         batch_size: examples of a step over all ranks together.
         shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
         seed: >= 0, the same on all ranks.
         drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
         planner: divides the steps.
-        blocks: blocks of the data set (files), by which it is shuffled; None: it has none.
 
     Raises:
-        ScriptError: the blocks do not have ``examples`` examples.
+        ScriptError: the blocks do not have ``examples`` examples, or an ordered data set is to be
+            shuffled.
     """
 
     def __init__(
         self,
+        dataset: Any,
         examples: int,
         batch_size: int,
         *,
@@ -94,12 +110,17 @@ class DataOrder:
         seed: int,
         drop_last: bool,
         planner: Planner,
-        blocks: Blocks | None = None,
     ) -> None:
+        blocks: Blocks | None = getattr(dataset, "blocks", None)
         if blocks is not None and sum(blocks.sizes) != examples:
             raise ScriptError(
                 f"the dataset has {examples} examples, and its blocks have {sum(blocks.sizes)} "
                 "together; its attribute `blocks` must give the size of each, or be None"
+            )
+        if shuffle and getattr(dataset, "ordered", False):
+            raise ScriptError(
+                f"a {type(dataset).__name__} can only be read in its own order; leave shuffle=True "
+                "out, and mix its examples where they are made"
             )
         self.examples = examples
         self.batch_size = batch_size
@@ -108,6 +129,18 @@ class DataOrder:
         self.drop_last = drop_last
         self.planner = planner
         self.blocks = blocks
+        self._prefetch: Callable[[Sequence[int]], None] | None = getattr(
+            dataset, "prefetch_blocks", None
+        )
+        # (epoch, first position, position after the last) for which it was called.
+        self._prefetched = (0, 0, 0)
+        self._endless = bool(getattr(dataset, "endless", False))
+        self._window = blocks.window if blocks is not None and shuffle else None
+        determined_by = (
+            (examples, shuffle, seed if shuffle else None, getattr(dataset, "order_key", None)),
+            (self._window, tuple(blocks.sizes) if blocks is not None and shuffle else None),
+        )
+        self._hash = zlib.crc32(repr(determined_by).encode()) or 1
         # (epoch, version), and the order of that epoch.
         self._order: tuple[tuple[int, int], Order] | None = None
         # (epoch, generation) in which this loader was last read to its end.
@@ -197,7 +230,7 @@ class DataOrder:
                         Pass(
                             step_examples=share.step_examples,
                             weight=share.weight * (stop - start) / (share.stop - share.start),
-                            indices=indices,
+                            indices=self._within_epoch(indices),
                             padding=share.padding,
                             examples=stop - start,
                             accumulating=more,
@@ -285,9 +318,28 @@ class DataOrder:
                 ahead += share.stop - share.start
                 position, step = share.step_stop, step + 1
             positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
-            found = iter(order(positions).tolist())
+            first = place.world[0] * self.examples if self._endless else 0
+            found = iter((order(positions) + first).tolist())
             for start, stop in spans:
                 yield list(islice(found, stop - start))
+
+    def _within_epoch(self, indices: list[int] | None) -> list[int] | None:
+        if indices is None or not self._endless:
+            return indices
+        return [index % self.examples for index in indices]
+
+    def prefetch(self, place: Place) -> None:
+        """Tell the data set which blocks will be read, if others than it was told last."""
+        epoch, start, stop = self._prefetched
+        now = place.world[0]
+        if self._prefetch is None or self.blocks is None:
+            return
+        if now == epoch and start <= place.start < stop:
+            return
+        following, _ = blocks_from(self.seed, now + 1, self.blocks, 0, shuffle=self.shuffle)
+        coming, stop = blocks_from(self.seed, now, self.blocks, place.start, shuffle=self.shuffle)
+        self._prefetched = (now, place.start, stop)
+        self._prefetch([*coming, *following])
 
     def _share(self, position: int, end: int, worker: Worker) -> Slice:
         rank, size = worker.communicator.rank, worker.communicator.size
@@ -339,6 +391,18 @@ class DataOrder:
                 f"{other}"
             )
         context.last_reader = (now, self)
+        if progress.position == 0:
+            progress.order_hash = self._hash
+        elif progress.order_hash not in (0, self._hash):
+            window = "" if self._window is None else f", shuffle_window={self._window}"
+            raise ScriptError(
+                f"epoch {progress.epoch} was begun in another order of the data, in which "
+                f"{progress.position} examples were read; in this one (a dataset of "
+                f"{self.examples} examples, seed={self.seed}, shuffle={self.shuffle}{window}) some "
+                "of them would come again, and others never. Go on with the dataset, seed, shuffle "
+                "and shuffle_window with which the epoch was begun (and for a Mixture its "
+                "datasets, weights and seed), or start a new run"
+            )
 
     def _warn_of_endless_step(self, context: Context) -> None:
         """Warn if a step of several batches goes on after a whole pass over the data."""

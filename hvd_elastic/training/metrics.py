@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
@@ -84,3 +88,36 @@ class Metrics:
         self._window = (now, worker.progress.examples)
         self._input = worker.input_times.waited
         worker.sink.send(msg.Metrics(worker.position, worker.communicator.size, record))
+
+
+def average_over_ranks(
+    communicator: Communicator, examples: int, values: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the numbers of all ranks, averaged by examples; all ranks must call it.
+
+    Args:
+        communicator: communicator of all ranks.
+        examples: number of examples that this rank has computed its numbers from.
+        values: numbers of this rank by name.
+    """
+    own = json.dumps([examples, values]) + "\n"
+    told = communicator.gather(np.frombuffer(own.encode(), np.uint8).copy(), "hvd_elastic.metrics")
+    return average_by_examples([json.loads(line) for line in told.tobytes().splitlines()])
+
+
+def average_by_examples(rows: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the averages of numbers that several ranks have computed.
+
+    Args:
+        rows: number of examples, and numbers by name, of each rank.
+
+    >>> average_by_examples([(3, {"loss": 1.0}), (1, {"loss": 2.0}), (0, {})])
+    {'loss': 1.25}
+    """
+    found: dict[str, float] = {}
+    for key in dict.fromkeys(key for _, logs in rows for key in logs):
+        known = [(examples, logs[key]) for examples, logs in rows if key in logs]
+        total = sum(examples for examples, _ in known)
+        if total:
+            found[key] = sum(examples * value for examples, value in known if examples) / total
+    return found

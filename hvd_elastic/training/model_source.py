@@ -1,14 +1,19 @@
-"""Finds the file that holds the trained weights which a user names."""
+"""Finds the file of trained weights that a user names, and tells if it is of another model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hvd_elastic.checkpoint.files import MANIFEST, find_checkpoints, newest_valid
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import CheckpointError, UsageError
 from hvd_elastic.records.run_folder import RunFolder, check_run_id
+
+_NAMED = 5
+"""Most names that an error lists."""
 
 
 def find_source(source: str | Path) -> Path:
@@ -42,6 +47,41 @@ def find_source(source: str | Path) -> Path:
         f"{source} is neither a file or folder nor the id of a run in {run.parent}. Runs are "
         "listed by: hvd-elastic list"
     )
+
+
+def mismatches(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return how tensors differ from those of a model, in words; empty: they fit.
+
+    Args:
+        own: tensors of the model by name; other values are not compared.
+        given: tensors of the file by name.
+    """
+    wrong = []
+    missing, unexpected = own.keys() - given.keys(), given.keys() - own.keys()
+    for what, names in (("missing keys", missing), ("unexpected keys", unexpected)):
+        if names:
+            named = ", ".join(sorted(names)[:_NAMED])
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            wrong.append(f"{what}: {named}{more}")
+    for name, mine in () if wrong else own.items():
+        here, there = _shape(mine), _shape(given[name])
+        if here is not None and here != there:
+            shape = given[name] if there is None else there
+            wrong.append(f"{name} has shape {shape} there, {here} in the model")
+    return wrong
+
+
+def another_model(path: Path, wrong: list[str]) -> CheckpointError:
+    """Return the error for a file whose :func:`mismatches` are ``wrong``."""
+    return CheckpointError(
+        f"{path} is of another model: {'; '.join(wrong[:_NAMED])}. Create the model as the "
+        "training script does; name= chooses another object of its State"
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    shape = getattr(value, "shape", None)
+    return None if shape is None else tuple(shape)
 
 
 def _newest_in(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 
 from hvd_elastic.model.sharding import LATEST_ORDER
@@ -47,6 +47,8 @@ class Progress:
         data_order: version of the order in which the run reads its epochs, fixed when the run
             began; see :func:`hvd_elastic.model.sharding.epoch_order`.
         stopped: whether the ranks have agreed to end training; see ``stop()``.
+        order_hash: of all that determines the order of the current epoch, besides its number; 0:
+            unknown.
 
     >>> progress = Progress()
     >>> progress.advance(64)
@@ -64,6 +66,7 @@ class Progress:
     phase: Phase = Phase.HEAD
     data_order: int = LATEST_ORDER
     stopped: bool = False
+    order_hash: int = field(default=0, compare=False)
 
     def advance(self, step_examples: int) -> None:
         """Count a step on ``step_examples`` examples of all ranks together (>= 0)."""
@@ -133,7 +136,12 @@ class Progress:
                 f"to {LATEST_ORDER}; a later one is of a later release of hvd_elastic"
             )
         stopped = bool(values.get("stopped", False))
-        return cls(**numbers, phase=phase, data_order=data_order, stopped=stopped)
+        order_hash = values.get("order_hash", 0)
+        if not isinstance(order_hash, int):
+            raise ValueError(f"progress field 'order_hash' is {order_hash!r}, it must be a number")
+        return cls(
+            **numbers, phase=phase, data_order=data_order, stopped=stopped, order_hash=order_hash
+        )
 
 
 _COUNTS = ("step", "epoch", "position", "examples")

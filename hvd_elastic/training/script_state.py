@@ -43,7 +43,13 @@ class ScriptState(ABC):
 
     Raises:
         ScriptError: a name is taken, or a value is neither an object nor plain; names it.
+
+    Attributes:
+        plain_kinds, object_kinds: what plain data is, and what objects have, for messages.
     """
+
+    plain_kinds = "numbers, strings, lists, dicts, tensors"
+    object_kinds = "state_dict() and load_state_dict()"
 
     def __init__(self, model: Any, optimizer: Any, values: Mapping[str, Any]) -> None:
         self._objects: dict[str, Any] = {}
@@ -58,7 +64,14 @@ class ScriptState(ABC):
             elif value is not None or name in values:
                 self._plain[name] = value
         for name, value in self._plain.items():
-            self._check_plain(name, value)
+            try:
+                self._try_plain(value)
+            except Exception as error:  # frameworks raise many kinds, all meaning the same here
+                raise ScriptError(
+                    f"State(): {name!r} is a {type(value).__name__}, which is neither plain data "
+                    f"({self.plain_kinds}) nor an object with {self.object_kinds}. Turn it into "
+                    "one of them."
+                ) from error
         self._large: set[str] = set()
         self._context = context.current()
 
@@ -160,7 +173,18 @@ class ScriptState(ABC):
             )
         # All checks come before anything is overwritten.
         for name, item in self._objects.items():
-            self._check_fits(name, item, payload["objects"][name], path)
+            found = payload["objects"][name]
+            own = self._tensors_of(item)
+            if own is None:
+                continue
+            for key in {**own, **found}:
+                here, there = self._shape(own, key), self._shape(found, key)
+                if here != there:
+                    raise CheckpointError(
+                        f"checkpoint {path} is of another model: {name}.{key} is {there} in the "
+                        f"checkpoint and {here} in this script. Resume with the script and options "
+                        "that wrote it, or start a new run"
+                    )
         self._take(payload, f"checkpoint {path}")
         return Progress.from_dict(payload["progress"])
 
@@ -171,8 +195,8 @@ class ScriptState(ABC):
         """Return whether a value is kept by reference; raise ScriptError if it is refused."""
 
     @abstractmethod
-    def _check_plain(self, name: str, value: Any) -> None:
-        """Raise ScriptError if a value is not plain data."""
+    def _try_plain(self, value: Any) -> None:
+        """Raise an error of any kind if a value is not plain data."""
 
     @abstractmethod
     def _live_content(self) -> Any:
@@ -199,9 +223,27 @@ class ScriptState(ABC):
         """Return the values that only the framework can represent."""
 
     @abstractmethod
-    def _take(self, values: dict[str, Any], source: str) -> None:
-        """Set the state to received values; ``source`` is for messages."""
+    def _set_object(self, item: Any, values: Any) -> None:
+        """Set an object to received values."""
 
     @abstractmethod
-    def _check_fits(self, name: str, item: Any, found: Any, path: str) -> None:
-        """Raise CheckpointError if an object of a checkpoint does not fit this script's."""
+    def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
+        """Return the tensors that a checkpoint must have for an object; None: it has no model's."""
+
+    def _shape(self, tensors: Mapping[str, Any], name: str) -> str:
+        """Return the shape of one of an object's values, for a comparison and a message."""
+        if name not in tensors:
+            return "missing"
+        shape = getattr(tensors[name], "shape", None)
+        return "no tensor" if shape is None else str(tuple(shape))
+
+    def _take(self, values: dict[str, Any], source: str) -> None:
+        """Set the state to received values; ``source`` is for messages."""
+        for name, item in self._objects.items():
+            try:
+                self._set_object(item, values["objects"][name])
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"the state of {name!r} from {source} does not fit this script: {error}"
+                ) from error
+        self._plain.update(values["plain"])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.rollback import SnapshotSource
 
 
 def dump_value(name: str, value: Any) -> bytes:
@@ -49,11 +50,53 @@ def put_back(present: Any, saved: Any, copy_tensor: Callable[[Any, Any], bool]) 
     return present
 
 
-def differing(*pairs: tuple[Mapping[str, bytes], Mapping[str, bytes]]) -> set[str]:
-    """Return the names of values whose copies differ, in any pair of sets of copies."""
-    return {
-        name
-        for mine, theirs in pairs
-        for name in {**mine, **theirs}
-        if mine.get(name) != theirs.get(name)
-    }
+class ValueCopies:
+    """Copies of a state's plain values, and of objects of the library.
+
+    Args:
+        plain: plain values by name.
+        objects: objects by name, of which those that are a :class:`SnapshotSource` are copied.
+
+    Attributes:
+        dumped: copies of further values by name, which a frontend adds.
+
+    Raises:
+        ScriptError: a value cannot be copied; names it.
+    """
+
+    def __init__(self, plain: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+        self._plain = {name: dump_value(name, value) for name, value in plain.items()}
+        self._own = {
+            name: item.snapshot()
+            for name, item in objects.items()
+            if name.startswith("_") and isinstance(item, SnapshotSource)
+        }
+        self.dumped: dict[str, bytes] = {}
+
+    def restore_values(
+        self,
+        plain: dict[str, Any],
+        objects: Mapping[str, Any],
+        copy_tensor: Callable[[Any, Any], bool],
+    ) -> None:
+        """Restore all but :attr:`dumped` in place, and remove plain values added since.
+
+        Args:
+            plain, objects: as they are now.
+            copy_tensor: as for :func:`put_back`.
+        """
+        for name in [name for name in plain if name not in self._plain]:
+            del plain[name]
+        for name, dumped in self._plain.items():
+            plain[name] = put_back(plain.get(name), load_value(dumped), copy_tensor)
+        for name, values in self._own.items():
+            objects[name].roll_back(values)
+
+    def differences(self, later: ValueCopies) -> set[str]:
+        """Return the names of the values that differ in a later copy."""
+        return {
+            name
+            for mine, theirs in ((self._plain, later._plain), (self.dumped, later.dumped))
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        }

@@ -12,12 +12,29 @@ import pytest
 
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import RunningJob, Stage
+from tests.paths import COSTLY, NEEDS_TENSORFLOW
 
 # Training scripts of the tests: run by workers, not to be imported for their doctests.
 collect_ignore = ["scripts", "styles"]
 
 LOOPBACK = "HVD_ELASTIC_TEST_LOOPBACK"
 """Set to 1 to run as without root: hosts on the loopback interface."""
+
+
+def styles(*always: str) -> pytest.MarkDecorator:
+    """Have a test run with PyTorch, with ``model.fit``, and with a TensorFlow loop of its own.
+
+    Args:
+        always: which of the latter two are no costly variants.
+    """
+    every: list[Any] = ["torch"]
+    for name in ("fit", "loop"):
+        marks = [NEEDS_TENSORFLOW, *([] if name in always else [COSTLY])]
+        every.append(pytest.param(name, marks=marks))
+    return pytest.mark.parametrize("style", every, indirect=True, scope="module")
+
+
+EVERY_STYLE = styles()
 
 StartJob = Callable[..., RunningJob]
 
@@ -39,20 +56,26 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture(scope="module")
+def style(request: pytest.FixtureRequest) -> str:
+    """The style of training of the probe."""
+    return str(getattr(request, "param", "torch"))
+
+
 @pytest.fixture
-def start_job(stage: Stage) -> Iterator[StartJob]:
+def start_job(stage: Stage, style: str) -> Iterator[StartJob]:
     """Start jobs that end with the test at the latest."""
     stage.boot_all()
     with contextlib.ExitStack() as jobs:
 
         def start(*arguments: Any, **options: Any) -> RunningJob:
-            return jobs.enter_context(RunningJob(stage, *arguments, **options))
+            return jobs.enter_context(RunningJob(stage, *arguments, style=style, **options))
 
         yield start
 
 
 @pytest.fixture(scope="module")
-def shared_jobs(stage: Stage) -> Iterator[list[RunningJob]]:
+def shared_jobs(stage: Stage, style: str) -> Iterator[list[RunningJob]]:
     """Holds the job that the tests of one module disturb one after the other."""
     jobs: list[RunningJob] = []
     yield jobs

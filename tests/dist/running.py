@@ -31,6 +31,13 @@ from tests.paths import LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 __all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess", "processes_with"]
 
 PROBE = ROOT / "tests" / "dist" / "scripts" / "train_probe.py"
+TENSORFLOW_PROBE = PROBE.with_name("train_probe_tensorflow.py")
+PROBES = {
+    "torch": [str(PROBE), "FOLDER"],
+    "fit": [str(TENSORFLOW_PROBE), "FOLDER", "--style", "fit"],
+    "loop": [str(TENSORFLOW_PROBE), "FOLDER", "--style", "loop"],
+}
+"""The probe script by the style of its training."""
 DEADLINE_S = 120.0
 """For what takes a few seconds on an idle machine; busy ones take many times that."""
 CLEAN_S = 15.0
@@ -96,6 +103,7 @@ class RunningJob:
         options: more options of ``run``.
         script: command instead of the probe; FOLDER stands for the job's.
         script_options: of the probe.
+        style: which probe, of :data:`PROBES`.
         program: what the interpreter is given for ``hvd-elastic``.
         stdout: where the first leader prints; None: into ``output``.
     """
@@ -107,6 +115,7 @@ class RunningJob:
         *options: str,
         script: list[str] | None = None,
         script_options: tuple[str, ...] = (),
+        style: str = "torch",
         program: tuple[str, ...] = ("-m", "hvd_elastic.cli.app"),
         stdout: int | None = None,
     ) -> None:
@@ -123,7 +132,7 @@ class RunningJob:
         self._follower = EventFollower(self._run_folder / "events.jsonl")
         self._lives = 0
         self._temporary = stage.temporary_entries()
-        command = script or [sys.executable, str(PROBE), "FOLDER", *script_options]
+        command = script or [sys.executable, *PROBES[style], *script_options]
         command = [str(self.folder) if word == "FOLDER" else word for word in command]
         self.process = self._start(
             *("run", "--run-id", self.run_id, "--hostfile", str(self.hostfile)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.conftest import StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob, Stage
 from tests.tensorboard_files import read_scalars
 
@@ -21,6 +21,7 @@ def wait_larger_batch(job: RunningJob) -> None:
     job.wait_for(lambda: max(sizes(job), default=0) > 12, "a larger batch")
 
 
+@EVERY_STYLE
 def test_the_batch_grows_and_outlives_a_join_a_departure_a_death_and_a_resume(
     stage: Stage, start_job: StartJob
 ) -> None:

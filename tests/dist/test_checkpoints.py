@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hvd_elastic.checkpoint.files import find_checkpoints, find_shards, newest_valid
-from tests.dist.conftest import StartJob
-from tests.dist.running import PROBE, RunningJob, Stage
+from tests.dist.conftest import EVERY_STYLE, StartJob
+from tests.dist.running import PROBE, PROBES, RunningJob, Stage
 from tests.paths import COSTLY, ROOT
 from tests.small_disk import mounted
 
@@ -24,35 +24,35 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 # The probe, as if its parameters were many; ``gate-write-<host>`` in its folder holds the writing
 # of shards on that host, which says so by making ``at-write-<host>``; ``gate-write-<host>.<slot>``
 # that of one worker.
-SHARDED = f"""
+SHARDED = """
 import os, pathlib, runpy, sys, time
 from hvd_elastic.checkpoint import stream, writer
 
+del sys.argv[0]
 folder, host = pathlib.Path(sys.argv[1]), os.environ["HVD_ELASTIC_HOST"]
 slot = os.environ["HVD_ELASTIC_LOCAL_RANK"]
 
 def gated(*arguments, write=writer.write_shard):
-    for place in (host, f"{{host}}.{{slot}}"):
-        while (folder / f"gate-write-{{place}}").exists():
-            (folder / f"at-write-{{place}}").touch()
+    for place in (host, f"{host}.{slot}"):
+        while (folder / f"gate-write-{place}").exists():
+            (folder / f"at-write-{place}").touch()
             time.sleep(0.02)
     return write(*arguments)
 
 writer.write_shard = gated
 stream.SHARD_BYTES = 64
-sys.argv[0] = {str(PROBE)!r}
-runpy.run_path({str(PROBE)!r}, run_name="__main__")
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.fixture
-def start_sharded(stage: Stage, start_job: StartJob) -> Any:
+def start_sharded(stage: Stage, start_job: StartJob, style: str) -> Any:
     """Start the probe so that every rank writes a shard."""
 
     def start(hosts: dict[str, int], *options: str) -> RunningJob:
         script = stage.folder / "sharded.py"
         script.write_text(SHARDED)
-        return start_job(hosts, *options, script=[sys.executable, str(script), "FOLDER"])
+        return start_job(hosts, *options, script=[sys.executable, str(script), *PROBES[style]])
 
     return start
 
@@ -65,6 +65,7 @@ def spool_of(job: RunningJob, host: str) -> Path:
     return job.home / "spool" / job.run_id / host
 
 
+@EVERY_STYLE
 def test_every_rank_writes_a_shard_and_any_number_goes_on_from_them(
     stage: Stage, start_sharded: Any
 ) -> None:
@@ -102,6 +103,7 @@ def test_every_rank_writes_a_shard_and_any_number_goes_on_from_them(
     job.finish()
 
 
+@EVERY_STYLE
 @COSTLY
 def test_ranks_killed_while_shards_are_written_cost_that_checkpoint_alone(
     stage: Stage, start_sharded: Any

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hvd_elastic.virtual.plan import interface_name
-from tests.dist.conftest import StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import DEADLINE_S, RunningJob, Stage
 from tests.paths import COSTLY, ROOT
 
@@ -22,27 +22,31 @@ PROGRAM = ("-m", "hvd_elastic.cli.app")
 
 
 @pytest.fixture
-def job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """A job that trains with one process on each of the first two hosts, and has a leader."""
     # Only so many processes as slots, though another host could be had.
     options = ("--max-np", "2", "--checkpoint-dir", str(stage.folder / "led-once"))
     program = (str(ROOT / "tests" / "dist" / "scripts" / "failing_leader.py"),)
-    yield from trains(stage, shared_jobs, *options, program=program)
+    yield from trains(stage, shared_jobs, style, *options, program=program)
 
 
 @pytest.fixture
-def quick_job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+def quick_job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """The next one, in which silence is soon noticed."""
-    yield from trains(stage, shared_jobs, "--failure-timeout", "2")
+    yield from trains(stage, shared_jobs, style, "--failure-timeout", "2")
 
 
 def trains(
-    stage: Stage, jobs: list[RunningJob], *options: str, program: tuple[str, ...] = PROGRAM
+    stage: Stage,
+    jobs: list[RunningJob],
+    style: str,
+    *options: str,
+    program: tuple[str, ...] = PROGRAM,
 ) -> Iterator[RunningJob]:
     stage.boot_all()
     baseline = dict.fromkeys(stage.hosts[:2], 1)
     if not jobs or jobs[-1].process.poll() is not None:
-        jobs.append(RunningJob(stage, baseline, *options, program=program))
+        jobs.append(RunningJob(stage, baseline, *options, program=program, style=style))
         jobs[-1].wait_size(2)
     job = jobs[-1]
     job.use(baseline)
@@ -70,6 +74,7 @@ def left(job: RunningJob) -> Callable[[], bool]:
     return lambda: not job.workers()
 
 
+@EVERY_STYLE
 def test_a_leader_that_fails_leaves_training_alone(job: RunningJob) -> None:
     workers, voided = job.workers(), job.check_audit().voided_steps
     (job.folder / "FAIL").touch()
@@ -84,6 +89,7 @@ def test_a_leader_that_fails_leaves_training_alone(job: RunningJob) -> None:
     assert job.check_audit().voided_steps == voided
 
 
+@EVERY_STYLE
 def test_the_next_leader_goes_on_in_the_same_processes(stage: Stage, job: RunningJob) -> None:
     _, b, *_ = stage.hosts
     workers, voided = job.workers(), job.check_audit().voided_steps
@@ -103,12 +109,14 @@ def test_the_next_leader_goes_on_in_the_same_processes(stage: Stage, job: Runnin
     assert job.check_audit().voided_steps <= voided + 1, "at most the step in flight of the kill"
 
 
+@EVERY_STYLE
 def test_a_run_that_is_led_is_not_led_twice(job: RunningJob) -> None:
     with pytest.raises(AssertionError, match="has a live leader"):
         job.command("run", "--resume", job.run_id)
     job.wait_steps(5)
 
 
+@EVERY_STYLE
 def test_what_happens_without_a_leader_is_mended_by_the_next(stage: Stage, job: RunningJob) -> None:
     a, b, *_ = stage.hosts
     killed, others = job.worker(b), job.workers(a)
@@ -121,6 +129,7 @@ def test_what_happens_without_a_leader_is_mended_by_the_next(stage: Stage, job: 
     assert job.worker(b) != killed
 
 
+@EVERY_STYLE
 def test_a_host_that_crashes_without_a_leader(stage: Stage, job: RunningJob) -> None:
     a, b, *_ = stage.hosts
     survivor = job.worker(a)
@@ -133,6 +142,7 @@ def test_a_host_that_crashes_without_a_leader(stage: Stage, job: RunningJob) -> 
     job.wait_size(2, since)
 
 
+@EVERY_STYLE
 def test_the_next_leader_has_another_hostfile(stage: Stage, job: RunningJob) -> None:
     a, _, c, _ = stage.hosts
     kept = job.worker(a)
@@ -145,6 +155,7 @@ def test_the_next_leader_has_another_hostfile(stage: Stage, job: RunningJob) -> 
     assert job.worker(a) == kept
 
 
+@EVERY_STYLE
 @pytest.mark.root
 def test_another_machine_does_not_lead_a_run_that_is_led(stage: Stage, job: RunningJob) -> None:
     """Nor on a host that the run does not use, and that could be had; and not even there alone."""
@@ -178,6 +189,7 @@ def test_another_machine_does_not_lead_a_run_that_is_led(stage: Stage, job: Runn
     job.wait_steps(5)
 
 
+@EVERY_STYLE
 def test_training_that_ends_without_a_leader_ends_well(stage: Stage, job: RunningJob) -> None:
     """The end of this module's job."""
     kill_leader(job)
@@ -188,6 +200,7 @@ def test_training_that_ends_without_a_leader_ends_well(stage: Stage, job: Runnin
     assert not (stage.folder / "led-once" / "leader.json").exists()
 
 
+@EVERY_STYLE
 @pytest.mark.root
 @pytest.mark.alone
 def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
@@ -211,6 +224,7 @@ def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
         assert not job.kinds(kind, since), "nobody noticed"
 
 
+@EVERY_STYLE
 @pytest.mark.root
 @pytest.mark.alone
 def test_a_frozen_leader_goes_on_after_the_one_that_took_over_has_ended(
@@ -283,6 +297,7 @@ def test_nobody_reads_what_the_leader_prints(
     job.finish()
 
 
+@EVERY_STYLE
 @pytest.mark.parametrize("when", [pytest.param("starting", marks=COSTLY), "forming"])
 def test_the_leader_is_killed_before_training_or_while_the_world_changes(
     stage: Stage, start_job: StartJob, when: str
@@ -307,6 +322,7 @@ def test_the_leader_is_killed_before_training_or_while_the_world_changes(
     job.finish()
 
 
+@EVERY_STYLE
 @pytest.mark.parametrize(
     ("broken", "forgotten"),
     [

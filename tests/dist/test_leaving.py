@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dist.conftest import StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob, styles
 from tests.dist.running import RunningJob, Stage
 from tests.paths import COSTLY
 
@@ -20,11 +20,11 @@ SOON_S = 12.0
 
 
 @pytest.fixture
-def job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """A job that trains with one process on each of the first two hosts."""
     baseline = dict.fromkeys(stage.hosts[:2], 1)
     if not shared_jobs or shared_jobs[-1].process.poll() is not None:
-        shared_jobs.append(RunningJob(stage, baseline))
+        shared_jobs.append(RunningJob(stage, baseline, style=style))
         shared_jobs[-1].wait_size(2)
     job = shared_jobs[-1]
     job.use(baseline)
@@ -44,6 +44,7 @@ def check_steps_never_fall(job: RunningJob, since: int = 0) -> None:
     assert not job.kinds("restored", since)
 
 
+@EVERY_STYLE
 def test_a_host_joins_when_it_is_added_to_the_hostfile(stage: Stage, job: RunningJob) -> None:
     a, b, c, _ = stage.hosts
     before, since = job.workers(), job.mark()
@@ -63,6 +64,7 @@ def test_a_host_joins_when_it_is_added_to_the_hostfile(stage: Stage, job: Runnin
     check_steps_never_fall(job, since)
 
 
+@EVERY_STYLE
 def test_a_host_leaves_when_it_is_taken_out_of_the_hostfile(stage: Stage, job: RunningJob) -> None:
     a, b, *_ = stage.hosts
     stays, since = job.worker(b), job.mark()
@@ -77,6 +79,7 @@ def test_a_host_leaves_when_it_is_taken_out_of_the_hostfile(stage: Stage, job: R
     check_steps_never_fall(job, since)
 
 
+@EVERY_STYLE
 def test_a_host_gets_and_loses_slots(stage: Stage, job: RunningJob) -> None:
     a, b, *_ = stage.hosts
     before, since = job.workers(), job.mark()
@@ -90,6 +93,7 @@ def test_a_host_gets_and_loses_slots(stage: Stage, job: RunningJob) -> None:
     check_steps_never_fall(job, since)
 
 
+@EVERY_STYLE
 def test_scale_takes_processes_away_and_brings_them_back(stage: Stage, job: RunningJob) -> None:
     since = job.mark()
     job.command("scale", job.run_id, "1")
@@ -101,6 +105,7 @@ def test_scale_takes_processes_away_and_brings_them_back(stage: Stage, job: Runn
     check_steps_never_fall(job, since)
 
 
+@EVERY_STYLE
 def test_all_hosts_are_replaced_by_others_in_one_edit(stage: Stage, job: RunningJob) -> None:
     a, b, c, d = stage.hosts
     since = job.mark()
@@ -112,6 +117,7 @@ def test_all_hosts_are_replaced_by_others_in_one_edit(stage: Stage, job: Running
     job.check_nothing_left([a, b])
 
 
+@EVERY_STYLE
 def test_a_hostfile_that_cannot_be_read_changes_nothing(stage: Stage, job: RunningJob) -> None:
     before, since = job.workers(), job.mark()
     job.hostfile.write_text(f"{stage.hosts[0]} slots=many\n")
@@ -127,11 +133,13 @@ def test_a_hostfile_that_cannot_be_read_changes_nothing(stage: Stage, job: Runni
     assert not job.kinds("rescale_started", since)
 
 
+@EVERY_STYLE
 def test_the_run_that_was_changed_all_the_time_ends_well(job: RunningJob) -> None:
     audit = job.finish()
     assert audit.complete_epochs == len(audit.epochs) > 3
 
 
+@EVERY_STYLE
 def test_below_min_np_it_waits_and_goes_on(stage: Stage, start_job: StartJob) -> None:
     """By the hostfile, and by the crash of a host; then a signal to its leader ends it."""
     a, b, c, _ = stage.hosts
@@ -164,6 +172,7 @@ def test_below_min_np_it_waits_and_goes_on(stage: Stage, start_job: StartJob) ->
     check_ended_by_a_signal(job)
 
 
+@styles("loop")
 def test_stop_writes_a_checkpoint_and_resume_goes_on_exactly_there(
     stage: Stage, start_job: StartJob
 ) -> None:

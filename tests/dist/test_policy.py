@@ -7,7 +7,6 @@ whatever the number of cores here; gradients, all-reduce and rescales are real.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.records.json_lines import Record
-from tests.dist.conftest import StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob
 from tests.paths import COSTLY
 
@@ -25,45 +24,14 @@ pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
 BATCH = 24
 DEADLINE_S = 120.0
 
-SCRIPT = f"""
-import sys, time
-from pathlib import Path
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-import hvd_elastic.torch as hvd
-
-folder, constant_s, example_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-hvd.init()
-torch.manual_seed(0)
-model = nn.Linear(8, 3)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
-data = TensorDataset(torch.randn(2400, 8), torch.randint(3, (2400,)))
-loader = hvd.DataLoader(data, {BATCH}, shuffle=True)
-
-
-@hvd.run
-def train(state):
-    for _ in hvd.epochs(10**9):
-        for inputs, targets in loader:
-            time.sleep(constant_s + example_s * len(inputs))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-
-
-train(hvd.State(model, optimizer))
-"""
-
 
 @pytest.fixture
-def start(start_job: StartJob, stage: Any, tmp_path: Path) -> Any:
+def start(start_job: StartJob, stage: Any) -> Any:
     def begin(constant_s: float, example_s: float, *options: str) -> RunningJob:
-        script = stage.folder / f"{tmp_path.name}.py"
-        script.write_text(SCRIPT, encoding="utf-8")
-        command = [sys.executable, str(script), "FOLDER", str(constant_s), str(example_s)]
+        device = ("--step-time", str(constant_s), "--example-time", str(example_s))
+        data = ("--examples", "2400", "--batch-size", str(BATCH))
         hosts = {stage.hosts[0]: 2, stage.hosts[1]: 2}
-        return start_job(hosts, "--policy", "goodput", *options, script=command)
+        return start_job(hosts, "--policy", "goodput", *options, script_options=(*device, *data))
 
     return begin
 
@@ -80,6 +48,7 @@ def wait_decision(job: RunningJob, action: str, np: int | None = None) -> Record
     return job.wait_for(find, f"decision {action} {np or ''}", DEADLINE_S)
 
 
+@EVERY_STYLE
 def test_slots_are_added_where_examples_take_the_time(start: Any) -> None:
     job = start(0.002, 0.01, "--leader-grace", "0")
     grown = wait_decision(job, "grow")

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.dist.conftest import EVERY_STYLE
 from tests.dist.running import RunningJob, Stage
 from tests.dist.schedules import Act, make_schedule
 from tests.paths import ALL
@@ -20,12 +21,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def job(stage: Stage, shared_jobs: list[RunningJob]) -> RunningJob:
+def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> RunningJob:
     """A job that trains, and is to have one process on each of the first two hosts."""
     stage.boot_all()
     baseline = dict.fromkeys(stage.hosts[:2], 1)
     if not shared_jobs or shared_jobs[-1].process.poll() is not None:
-        shared_jobs.append(RunningJob(stage, baseline))
+        shared_jobs.append(RunningJob(stage, baseline, style=style))
         shared_jobs[-1].wait_size(2)
     job = shared_jobs[-1]
     job.use(baseline)
@@ -53,6 +54,7 @@ def play(stage: Stage, job: RunningJob, act: Act) -> None:
             worker.kill()
 
 
+@EVERY_STYLE
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + SCHEDULES))
 def test_every_example_is_used_exactly_once(stage: Stage, job: RunningJob, seed: int) -> None:
     schedule = make_schedule(seed, stage.hosts[:3])
@@ -68,6 +70,7 @@ def test_every_example_is_used_exactly_once(stage: Stage, job: RunningJob, seed:
         job.finish()
 
 
+@EVERY_STYLE
 def test_the_last_run_of_the_schedules_ends_well(shared_jobs: list[RunningJob]) -> None:
     if shared_jobs and shared_jobs[-1].process.poll() is None:
         shared_jobs[-1].finish()

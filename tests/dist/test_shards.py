@@ -8,18 +8,21 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
+from tests.paths import COSTLY
 from tests.unit.data.shards import write_numbers
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 
+@pytest.mark.parametrize("place", ["folder", pytest.param("url", marks=COSTLY)])
 def test_every_example_of_the_shards_is_used_once_through_rescales_and_a_kill(
-    stage: Stage, start_job: StartJob
+    stage: Stage, start_job: StartJob, place: str
 ) -> None:
     """The batch adapts."""
     a, b, c, _ = stage.hosts
     shards: Path = write_numbers(stage.folder / "shards", [25, 40, 0, 31, 17, 37], width=8)
-    options = ("--shards", str(shards), "--max-batch-size", "48")
+    where = shards.as_uri() if place == "url" else str(shards)
+    options = ("--shards", where, "--max-batch-size", "48")
     job = start_job({a: 1, b: 1}, script_options=options)
     job.wait_size(2)
 

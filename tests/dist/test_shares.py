@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from tests.dist.conftest import StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob, Stage
 from tests.paths import COSTLY
 
@@ -44,6 +44,7 @@ def slow_one_gets_less(job: RunningJob, ranks: int, slow: int, since: int) -> li
     return shares
 
 
+@EVERY_STYLE
 def test_shares_follow_a_host_that_is_slow_and_recovers(stage: Stage, start_job: StartJob) -> None:
     fast, slow = stage.hosts[:2]
     options = (*DATA, *DEVICE, "--max-batch-size", str(BATCH))
@@ -72,6 +73,7 @@ def test_shares_follow_a_host_that_is_slow_and_recovers(stage: Stage, start_job:
     job.finish()
 
 
+@EVERY_STYLE
 @COSTLY
 def test_unequal_shares_through_a_join_and_a_death(stage: Stage, start_job: StartJob) -> None:
     one, slow, three = stage.hosts[:3]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.dist.conftest import StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob, Stage
 
 pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
@@ -24,12 +24,12 @@ FAST = ("--failure-timeout", str(TIMEOUT_S))
 
 
 @pytest.fixture
-def job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """A job that trains with one process on each of the first two hosts."""
     stage.boot_all()
     baseline = dict.fromkeys(stage.hosts[:2], 1)
     if not shared_jobs or shared_jobs[-1].process.poll() is not None:
-        shared_jobs.append(RunningJob(stage, baseline, *FAST))
+        shared_jobs.append(RunningJob(stage, baseline, *FAST, style=style))
         shared_jobs[-1].wait_size(2)
     job = shared_jobs[-1]
     job.wait_for(lambda: job.settled_on(baseline), "training on the first two hosts")
@@ -63,6 +63,7 @@ def check_pause(job: RunningJob, since: int) -> None:
     assert not job.kinds("restored", since)
 
 
+@EVERY_STYLE
 def test_a_frozen_worker_is_replaced(stage: Stage, job: RunningJob) -> None:
     _, b, *_ = stage.hosts
     since, worker = job.mark(), job.worker(b)
@@ -77,6 +78,7 @@ def test_a_frozen_worker_is_replaced(stage: Stage, job: RunningJob) -> None:
     assert not job.kinds("host_lost", since), "its agent is alive"
 
 
+@EVERY_STYLE
 def test_a_frozen_agent_costs_its_host_and_comes_back_as_a_new_one(
     stage: Stage, job: RunningJob
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_frozen_agent_costs_its_host_and_comes_back_as_a_new_one(
     assert job.worker(b) != old
 
 
+@EVERY_STYLE
 def test_a_frozen_leader_blames_nobody(job: RunningJob) -> None:
     since, digests = job.mark(), len(job.digests())
     with frozen(job.process.pid):
@@ -101,6 +104,7 @@ def test_a_frozen_leader_blames_nobody(job: RunningJob) -> None:
     assert not job.kinds("worker_left", since)
 
 
+@EVERY_STYLE
 @pytest.mark.root
 def test_a_pulled_cable_costs_the_host_until_it_is_mended(stage: Stage, job: RunningJob) -> None:
     if stage.cluster.loopback:
@@ -119,6 +123,7 @@ def test_a_pulled_cable_costs_the_host_until_it_is_mended(stage: Stage, job: Run
     assert job.worker(b) != old, "it comes back as a newcomer"
 
 
+@EVERY_STYLE
 def test_a_slow_worker_is_not_taken_for_a_dead_one(stage: Stage, job: RunningJob) -> None:
     """The last of these."""
     _, b, *_ = stage.hosts
@@ -132,6 +137,7 @@ def test_a_slow_worker_is_not_taken_for_a_dead_one(stage: Stage, job: RunningJob
     job.finish()
 
 
+@EVERY_STYLE
 def test_a_spare_takes_the_place_of_a_killed_worker_in_one_pause(
     stage: Stage, start_job: StartJob
 ) -> None:

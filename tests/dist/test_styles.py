@@ -35,7 +35,7 @@ STYLES = ROOT / "tests/dist/styles/elastic"
 DISTURBED = ROOT / "tests/dist/scripts/disturbed.py"
 SEED = int(os.environ.get("HVD_ELASTIC_TEST_KILL_SEED", "0"))
 ALWAYS = ("accumulation", "gan", "transformer", "keras_fit")
-TENSORFLOW = ("keras_fit", "tensorflow_loop")
+TENSORFLOW = ("keras_adaptive", "keras_fit", "tensorflow_adaptive", "tensorflow_loop")
 WITHIN_EPOCH = ("n_steps",)
 """Styles whose training ends within a pass over the data."""
 TOLERANCE = 1e-8

@@ -1,11 +1,15 @@
-"""copyclust --pull over hosts in namespaces that fetch from a web server of this machine."""
+"""copyclust --pull over hosts that fetch from a web server of this machine; who builds on it."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
+import re
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.virtual import plan
-from tests.ssh.copies import HOSTS, MARKS, MB, Bed, bed, made, wait_until
+from tests.ssh.copies import CHECKOUT, HOSTS, MARKS, MB, Bed, bed, made, wait_until
 
 __all__ = ["bed", "made"]
 
@@ -206,3 +210,54 @@ def test_ctrl_c_ends_the_commands(bed: Bed, store: Store, tmp_path: Path) -> Non
     store.held.set()
     assert bed(*arguments).status == 0
     check(bed, store)
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder that all hosts see at one path, unlike /tmp."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        yield Path(name)
+
+
+def test_hosts_prepare_shards_together(bed: Bed, shared_folder: Path, tmp_path: Path) -> None:
+    """As one machine makes them, through a broken picture; a second call has nothing to do."""
+    image = pytest.importorskip("PIL.Image", reason="pip install pillow")
+    source = shared_folder / "birds"
+    for number in range(13):
+        (source / f"{number % 2}").mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (30, 20), (9 * number, 0, 0)).save(source / f"{number % 2}/{number}.jpg")
+    (source / "1/3.jpg").write_bytes(b"no picture")
+
+    def prepare(out: Path, *options: object) -> subprocess.CompletedProcess[str]:
+        script = str(CHECKOUT / "datasets_prep/image_folder.py")
+        words = ["--source", source, "--out", out, "--per-shard", 2, "--json", *options]
+        return subprocess.run(
+            [sys.executable, script, *map(str, words)],
+            capture_output=True,
+            text=True,
+            env=bed.environment,
+            timeout=90,
+        )
+
+    alone = prepare(tmp_path / "set")
+    assert alone.returncode == 0, alone.stderr
+    hosts = ("--hostfile", bed.cluster.hostfile)
+    together = prepare(Path("/data/set"), *hosts)
+    assert together.returncode == 0, together.stderr
+    told = json.loads(together.stdout)[0]
+    assert (told["examples"], told["shards"]) == (12, 7)
+    assert [line.partition(":")[0] for line in told["skipped"]] == ["1/3.jpg"]
+    written = re.findall(r"set: (\d) shards written, (\d) received", together.stderr)
+    assert sorted(written) == [("1", "6"), ("2", "5"), ("2", "5"), ("2", "5")]
+
+    def content(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    for number in range(HOSTS):
+        assert content(bed.data(number) / "set") == content(tmp_path / "set")
+    again = prepare(Path("/data/set"), *hosts)
+    assert json.loads(again.stdout)[0] == {**told, "there": 7}
+    other = prepare(Path("/data/set"), *hosts, "--resize", 9)
+    assert other.returncode == 1
+    assert "set was made from resize 0 instead of 9" in other.stderr
+    assert "Traceback" not in other.stderr

@@ -74,7 +74,7 @@ class AdaptivePlanner(ReviewedPlanner):
     """
 
     adapts = True
-    _option = "DataLoader(max_batch_size=...) adapts the batch to the gradients"
+    _option = "max_batch_size=... of the loader adapts the batch to the gradients"
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class AdaptivePlanner(ReviewedPlanner):
         return (
             f". For the batch of {size} examples, {size / initial:.3g} times the initial "
             f"{initial}, hvd_elastic has multiplied the learning rate by {scale:.3g}: a "
-            "smaller max_batch_size of the DataLoader, or lr_rule='none' (or 'sqrt') of the "
+            "smaller max_batch_size of the loader, or lr_rule='none' (or 'sqrt') of the "
             "DistributedOptimizer, keeps it lower"
         )
 

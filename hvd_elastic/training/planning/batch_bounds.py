@@ -10,12 +10,11 @@ from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import BatchLimits, nearest_plan
 
 
-def require_whole(name: str, value: Any, least: int, meaning: str) -> None:
+def require_whole(name: str, value: Any, least: int, meaning: str, loader: str) -> None:
     """Raise ScriptError unless a loader argument is a whole number of at least ``least``."""
     if not _whole(value, least):
         raise ScriptError(
-            f"DataLoader({name}={value!r}): it must be a whole number of at least {least} "
-            f"({meaning})"
+            f"{loader}({name}={value!r}): it must be a whole number of at least {least} ({meaning})"
         )
 
 
@@ -25,18 +24,20 @@ def batch_limits(
     bounds: tuple[int, int | None] | None,
     accumulation: bool,
     examples: int,
+    loader: str = "DataLoader",
 ) -> BatchLimits:
     """Return the limits of an adaptive batch from the loader's arguments.
 
-    ``batch_size`` has been checked already.
+    ``batch_size`` has been checked already; ``loader`` is the loader's name, for messages.
 
     Raises:
         ScriptError: an argument is invalid, or no number of ranks could meet the limits.
     """
-    require_whole("max_batch_size", max_batch_size, 1, "examples of all ranks in the largest step")
+    largest = "examples of all ranks in the largest step"
+    require_whole("max_batch_size", max_batch_size, 1, largest, loader)
     if max_batch_size < batch_size:
         raise ScriptError(
-            f"DataLoader(batch_size={batch_size}, max_batch_size={max_batch_size}): the largest "
+            f"{loader}(batch_size={batch_size}, max_batch_size={max_batch_size}): the largest "
             "batch is below the one to begin with; make max_batch_size at least batch_size"
         )
     if examples < batch_size:
@@ -44,7 +45,7 @@ def batch_limits(
             f"the dataset has {examples} examples, fewer than one global batch of {batch_size}; a "
             f"batch that adapts needs batch_size of at most {examples}"
         )
-    low, high = _pair(bounds)
+    low, high = _pair(bounds, loader)
     # An epoch has at least one step, so no batch is larger than the data set.
     most = min(max_batch_size, examples)
     # Fewest passes that can hold the initial batch, on any number of ranks.
@@ -57,7 +58,7 @@ def batch_limits(
             "one pass" if passes == 1 else f"{passes} passes, needed for batch_size={batch_size},"
         )
         raise ScriptError(
-            f"DataLoader(atomic_batch_size_bounds=({low}, {high})): {held} of at least {low} are "
+            f"{loader}(atomic_batch_size_bounds=({low}, {high})): {held} of at least {low} are "
             f"more than {told}, on any number of ranks; make the first bound at most "
             f"{most // passes}" + ("" if passes == 1 else ", or the second one larger")
         )
@@ -65,10 +66,10 @@ def batch_limits(
     return limits if accumulation else replace(limits, max_accumulation_steps=0)
 
 
-def _pair(bounds: Any) -> tuple[int, int | None]:
+def _pair(bounds: Any, loader: str) -> tuple[int, int | None]:
     if bounds is None:
         return 1, None
-    given = f"DataLoader(atomic_batch_size_bounds={bounds!r})"
+    given = f"{loader}(atomic_batch_size_bounds={bounds!r})"
     try:
         low, high = bounds
     except (TypeError, ValueError):

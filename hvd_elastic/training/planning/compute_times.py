@@ -216,6 +216,10 @@ class SamplingCost:
         event.record()
         self._marks.append((self._began, event))
 
+    def add(self, seconds: float) -> None:
+        """Add a piece that was measured elsewhere [s]."""
+        self._spent_s += seconds
+
     def step_ends(self) -> None:
         """End a sampled step, and store the total time of its pieces."""
         if self._marks:

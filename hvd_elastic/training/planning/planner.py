@@ -287,7 +287,7 @@ class UnequalShares(ReviewedPlanner):
         times: measures this rank's steps.
     """
 
-    _option = "DataLoader(unequal_shares=True): gradients have to be averaged by examples"
+    _option = "unequal_shares=True of the loader: gradients have to be averaged by examples"
 
     def __init__(self, batch_size: int, low: int, times: ComputeTimes) -> None:
         super().__init__(batch_size, times)

@@ -62,7 +62,7 @@ def test_what_is_no_row_is_refused_with_what_is_valid(text: str):
 
 @pytest.mark.parametrize("text", ["", "ours,ray", ","])
 def test_unknown_peers_are_refused_with_the_known_ones(text: str):
-    with pytest.raises(UsageError, match="ours, horovod, torchrun, torchft"):
+    with pytest.raises(UsageError, match="ours, keras, horovod, torchrun, torchft"):
         parse_peers(text)
 
 

@@ -788,6 +788,20 @@ def test_ranks_that_block_each_other_by_the_script_end_the_run():
     assert play.tell(stuck) == [Finish("failed", "different collectives")]
 
 
+def test_generation_that_is_stuck_before_its_members_leave_it_is_called_off():
+    play = start("a", "b")
+    first = play.machine.generation, play.machine.members
+    assert play.machine.training == first
+    play.tell(ev.HostsChanged((HostSlots("a", 1), HostSlots("b", 1), HostSlots("c", 1))))
+    play.tell(ev.AgentReady("c"))
+    assert announced(play.ready("c:0.1")).generation == first[0] + 1
+    assert play.machine.training == first
+    assert play.tell(ev.GenerationStuck(first[0], "all wait")) == [Abort(first[0], "all wait")]
+    assert play.machine.training == (0, ()), "told once"
+    play.joined("a:0.1", "b:0.1", "c:0.1")
+    assert play.machine.training == (play.machine.generation, play.machine.members)
+
+
 def test_root_whose_state_turns_out_torn_is_replaced():
     play = start("a", "b", "c")
     play.killed("c:0.1")

@@ -109,20 +109,28 @@ def test_a_worker_that_makes_no_progress_is_given_up_in_the_end(
 
 def test_a_worker_that_the_others_wait_for_is_named_once_a_step() -> None:
     monitor = watch(a=waits(6), b=computes(5, line="train.py:41 (validate)"), c=waits(6))
-    assert monitor.busy(MEMBERS) == [("b", 5, "train.py:41 (validate)")]
-    assert monitor.busy(MEMBERS) == []
+    assert monitor.busy(GENERATION, MEMBERS) == [("b", 5, "train.py:41 (validate)")]
+    assert monitor.busy(GENERATION, MEMBERS) == []
     monitor.note("b", computes(40, step=8))
-    assert monitor.busy(MEMBERS) == [("b", 40, "")]
+    assert monitor.busy(GENERATION, MEMBERS) == [("b", 40, "")]
+
+
+def test_members_that_have_left_the_generation_wait_for_those_that_have_not() -> None:
+    left = Activity(generation=GENERATION + 1, step=7)
+    monitor = watch(a=left, b=computes(5, line="train.py:30"))
+    assert monitor.busy(GENERATION, ["a", "b"]) == [("b", 5, "train.py:30")]
+    monitor = watch(a=left, b=Activity(generation=GENERATION + 1, step=7, step_s=9.0))
+    assert monitor.busy(GENERATION, ["a", "b"]) == []
 
 
 def test_a_step_of_the_usual_length_keeps_nobody_waiting() -> None:
     monitor = watch(a=waits(31), b=computes(31, longest_step_s=30))
-    assert monitor.busy(["a", "b"]) == []
+    assert monitor.busy(GENERATION, ["a", "b"]) == []
 
 
 def test_nobody_is_busy_where_nobody_waits() -> None:
-    assert watch(a=computes(31), b=computes(31)).busy(["a", "b"]) == []
-    assert watch(a=computes(31)).busy(["a"]) == []
+    assert watch(a=computes(31), b=computes(31)).busy(GENERATION, ["a", "b"]) == []
+    assert watch(a=computes(31)).busy(GENERATION, ["a"]) == []
 
 
 def waits_for(name: str, step: int = 7, generation: int = GENERATION, **begun: int) -> Activity:

@@ -294,7 +294,6 @@ def test_no_index_and_other_indexes_are_explained(tmp_path: Path) -> None:
     for folder, said in (
         (tmp_path / "no", "is no folder"),
         (tmp_path, "has no index.json"),
-        ("https://data/x", "https://data/x: shards are read from folders only"),
     ):
         with pytest.raises(DataError, match=said):
             ShardDataset(folder)

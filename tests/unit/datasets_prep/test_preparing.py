@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -23,8 +24,9 @@ pytest.importorskip("PIL", reason="pip install pillow")
 pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
 from PIL import Image
 
+from benchmarks.testbed.file_server import CUT, FileServer
 from datasets_prep import cifar10, image_folder, imagenet, index_shards, pictures, text
-from hvd_elastic.data import ShardDataset, load_index, verify
+from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from tests.small_disk import mounted
 
 START_S = 60.0
@@ -295,6 +297,7 @@ def test_imagenet_is_read_straight_from_its_archives(
 def test_cifar10_is_read_from_its_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(remote, "_PAUSES_S", (0.0,))
     archive, out = tmp_path / "cifar-10-binary.tar.gz", tmp_path / "out"
     images = np.random.default_rng(0).integers(0, 256, (6, 4, 3, 32, 32), np.uint8)
     with tarfile.open(archive, "w:gz") as file:
@@ -304,7 +307,23 @@ def test_cifar10_is_read_from_its_archive(
             add(file, f"cifar-10-batches-bin/{name}", data)
         classes = [f"class{number}" for number in range(10)]
         add(file, "cifar-10-batches-bin/batches.meta.txt", "\n".join([*classes, "\n"]).encode())
-    assert call(monkeypatch, cifar10, "--archive", archive, "--out", out) == 0
+    with FileServer(tmp_path).serving() as server:
+        there = tmp_path / "there.tar.gz"
+        url = f"{server.url}/{archive.name}"
+        get = ("--archive", there, "--download", url, "--out", out)
+        assert call(monkeypatch, cifar10, *get) == 1
+        assert f"the published file {cifar10.PUBLISHED_MD5}" in capsys.readouterr().err
+        md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+        monkeypatch.setattr(cifar10, "PUBLISHED_MD5", md5)
+        assert not there.exists()
+        server.faults = {archive.name: [404]}
+        assert call(monkeypatch, cifar10, *get) == 1
+        assert f"{url}: the server answers 404" in capsys.readouterr().err
+        server.faults = {archive.name: [CUT]}
+        assert call(monkeypatch, cifar10, *get) == 0
+        assert server.requests[archive.name] == 4
+        assert call(monkeypatch, cifar10, *get, "--checksum") == 0
+        assert server.requests[archive.name] == 4, "it is there already"
     train = ShardDataset(out / "train")
     found = {np.asarray(picture).tobytes() for picture, label in train if label == 7}
     assert found == {
@@ -317,7 +336,7 @@ def test_cifar10_is_read_from_its_archive(
     assert call(monkeypatch, cifar10, "--archive", archive, "--out", out) == 1
     assert "is not CIFAR-10's binary archive" in capsys.readouterr().err
     assert call(monkeypatch, cifar10, "--archive", archive, "--out", out, "--checksum") == 1
-    assert "the published file c32a1d4ab5d03f1284b67883e8d87530" in capsys.readouterr().err
+    assert f"the published file {md5}" in capsys.readouterr().err
 
 
 def test_text_becomes_sequences_of_tokens(

@@ -6,6 +6,7 @@ from tests.paths import skip_module_without_tensorflow
 
 skip_module_without_tensorflow()
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,9 +16,13 @@ import tensorflow as tf
 
 import hvd_elastic.keras as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.keras.callback import average_logs
+from hvd_elastic.keras.monitors import Monitors
+from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.metrics import average_by_examples
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning:keras")
+"""Keras reads variables in a way that NumPy will no longer have."""
 INPUTS, TARGETS = np.ones((10, 2), np.float32), np.ones((10, 1), np.float32)
 
 
@@ -70,8 +75,8 @@ def test_a_callback_that_stops_training_ends_it(alone: Context) -> None:
 
 def test_metrics_are_averaged_by_examples() -> None:
     rows: list[Any] = [(30, {"loss": 1.0, "lr": 0.1}), (10, {"loss": 2.0}), (0, {"loss": 9.0})]
-    assert average_logs(rows) == {"loss": 1.25, "lr": 0.1}
-    assert average_logs([(0, {})]) == {}
+    assert average_by_examples(rows) == {"loss": 1.25, "lr": 0.1}
+    assert average_by_examples([(0, {})]) == {}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,98 @@ def test_models_that_cannot_be_elastic_are_refused(alone: Context, model: Any, s
         fit(model())
 
 
+def test_what_restores_training_or_comes_too_early_is_refused(
+    alone: Context, tmp_path: Path
+) -> None:
+    with pytest.raises(ScriptError, match="BackupAndRestore"):
+        fit(model_of(), None, keras.callbacks.BackupAndRestore(tmp_path))
+    stopping = keras.callbacks.EarlyStopping("loss")
+    dataset = hvd.dataset((INPUTS, TARGETS), 4)
+    with pytest.raises(ScriptError, match="comes first in callbacks"):
+        model_of().fit(dataset, callbacks=[stopping, hvd.ElasticCallback()], verbose=0)
+
+
+def test_a_part_of_an_epoch_is_refused(alone: Context) -> None:
+    with pytest.raises(ScriptError, match="steps_per_epoch=2"):
+        fit(model_of(), steps_per_epoch=2)
+
+
+def test_loss_scaling_is_refused(alone: Context) -> None:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with pytest.raises(ScriptError, match="mixed_bfloat16"):
+            fit(model_of())
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def test_a_strategy_around_the_model_is_refused(alone: Context) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = model_of(optimizer)
+    with pytest.raises(tf.errors.OpError, match=r"a tf\.distribute strategy, after"):
+        fit(model)
+
+
+def test_fit_that_raises_leaves_the_dataset_alone(alone: Context) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    dataset = hvd.dataset((INPUTS, TARGETS), 4)
+    with pytest.raises(ZeroDivisionError):
+        fit(model_of(), dataset, keras.callbacks.LambdaCallback(on_train_batch_end=fail))
+    alone.worker.in_train = False
+    assert next(iter(dataset))[0].shape == (4, 2), "examples, as outside of training"
+
+
+def test_two_steps_for_a_batch_are_refused(alone: Context) -> None:
+    class Twice(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            super().train_step(data)
+            return super().train_step(data)
+
+    model = Twice([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    with pytest.raises(ScriptError, match="twice in one step"):
+        fit(model)
+
+
+def test_callbacks_that_follow_a_metric_go_on_in_another_worker(alone: Context) -> None:
+    class Epochs:
+        """What `fit` of a worker has done when another one joins."""
+
+        def __init__(self) -> None:
+            self.callbacks = [
+                hvd.ElasticCallback(),
+                keras.callbacks.EarlyStopping("loss", patience=9),
+                keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=3),
+            ]
+            # A list that is not referred to is gone, and the callbacks with it.
+            self.list = keras.callbacks.CallbackList(self.callbacks, model=model_of())
+            self.monitors = Monitors(self.callbacks[0])
+            for callback in self.callbacks[1:]:
+                callback.on_train_begin()
+
+        def end(self, loss: float) -> list[float]:
+            found = []
+            for callback in self.callbacks[1:]:
+                callback.on_epoch_end(1, {"loss": loss})
+                found.append(callback.wait)
+            return [*found, float(self.list.model.optimizer.learning_rate)]
+
+    here = Epochs()
+    for loss in (1.0, 2.0, 2.0):
+        here.end(loss)
+    there = Epochs()
+    there.monitors.load_state_dict(here.monitors.state_dict())
+    for callback in there.callbacks[1:]:
+        callback.on_train_begin()
+    there.monitors.begin()
+    assert here.end(3.0) == there.end(3.0) == [3, 0, pytest.approx(0.05)]
+    assert here.end(0.5) == there.end(0.5) == [0, 0, pytest.approx(0.05)]
+
+
 def test_data_of_another_kind_is_refused(alone: Context) -> None:
     own = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(4)
     with pytest.raises(ScriptError, match=r"has to come from hvd\.dataset"):
@@ -99,3 +196,52 @@ def test_a_second_fit_is_refused(alone: Context) -> None:
     fit(model)
     with pytest.raises(ScriptError, match="second training"):
         fit(model)
+
+
+def adaptive(**options: Any) -> Any:
+    return hvd.dataset((INPUTS, TARGETS), 4, **{"max_batch_size": 4, **options})
+
+
+def test_fit_takes_a_step_after_the_last_of_its_passes(alone: Context) -> None:
+    seen: list[tuple[int, int]] = []
+    model = model_of()
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(
+            (alone.step.passes[-1].examples, int(model.optimizer.iterations))
+        )
+    )
+    history = fit(model, adaptive(), look)
+    assert seen == [(2, 0), (2, 1), (2, 1), (2, 2), (2, 3)]
+    assert alone.worker.progress.step == 3
+    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    expected = plain.fit(INPUTS, TARGETS, 4, shuffle=False, verbose=0)
+    assert history.history["loss"] == pytest.approx(expected.history["loss"])
+    for own, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        assert own == pytest.approx(theirs)
+
+
+def test_fit_ends_with_the_progress_that_is_asked_for(alone: Context) -> None:
+    def half(_: Any) -> Adjustment:
+        return Adjustment(1.0, gain=0.5)
+
+    model = model_of(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), lr_rule=half))
+    callbacks = [hvd.ElasticCallback(epochs=2)]
+    history = model.fit(adaptive(), epochs=9, callbacks=callbacks, verbose=0)
+    assert len(history.history["loss"]) == 4
+
+
+def test_fit_warns_if_its_passes_are_worth_less(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn_once", told.append)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), lr_rule=lambda _: Adjustment(1.0, gain=0.5)
+    )
+    fit(model_of(optimizer), adaptive(), epochs=2)
+    assert [text[: text.index(",")] for text in told] == [
+        "model.fit(epochs=2) ends after 2 passes over the data"
+    ]
+    with pytest.raises(ScriptError, match=r"epochs=0"):
+        hvd.ElasticCallback(epochs=0)

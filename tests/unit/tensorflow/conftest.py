@@ -12,11 +12,9 @@ from hvd_elastic.training.launch import Mode
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
     """As ``python train.py`` makes it, with nobody else, in its training function."""
-    from hvd_elastic.tensorflow.data import ElasticDataset
     from hvd_elastic.tensorflow.frontend import TensorFlowFrontend
 
     made = Context(Mode.ALONE, TensorFlowFrontend())
     made.worker.in_train = True
     monkeypatch.setattr(context, "_context", made)
-    monkeypatch.setattr(ElasticDataset, "as_input", None)  # a fit that fails leaves it
     return made

@@ -13,7 +13,9 @@ import pytest
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
+from hvd_elastic.data import Mixture
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.sharding import Blocks
 from hvd_elastic.training.context import Context
 
 NUMBERS = np.arange(10)
@@ -55,6 +57,27 @@ def test_a_change_of_the_world_drops_what_was_read_ahead(alone: Context) -> None
     assert seen == [[0, 1, 2, 3], [6, 7]]
 
 
+def test_a_data_set_is_told_which_blocks_come_next(alone: Context) -> None:
+    class Blocked(list[int]):
+        blocks, told = Blocks((4, 4, 2), 1), list[list[int]]()
+
+        def prefetch_blocks(self, blocks: list[int]) -> None:
+            self.told.append(blocks)
+
+    source = Blocked(range(10))
+    assert read(hvd.dataset(source, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert source.told == [[0, 1, 2, 0, 1, 2], [1, 2, 0, 1, 2], [2, 0, 1, 2]]
+
+
+def test_a_mixture_goes_on_from_epoch_to_epoch(alone: Context) -> None:
+    mixture = Mixture([(range(7), 2), (range(100, 103), 1)], length=6)
+    dataset, seen = hvd.dataset(mixture, 4), list[int]()
+    for _ in hvd.epochs(3):
+        for batch in dataset:
+            seen += batch.numpy().tolist()
+    assert seen == mixture.__getitems__(range(18))
+
+
 def test_a_source_of_examples_is_collated(alone: Context) -> None:
     source = [{"x": np.full(2, number), "y": number} for number in range(4)]
     (first, second) = hvd.dataset(source, 2)
@@ -71,11 +94,19 @@ def test_outside_of_training_it_gives_examples_only(alone: Context) -> None:
         next(batches)
 
 
-@pytest.mark.parametrize("name", ["batch", "shuffle", "repeat", "take", "filter", "shard"])
+@pytest.mark.parametrize(
+    "name", ["batch", "shuffle", "repeat", "take", "filter", "shard", "cache", "enumerate"]
+)
 def test_what_would_change_the_batches_is_refused(alone: Context, name: str) -> None:
     dataset = hvd.dataset(NUMBERS, 4)
     with pytest.raises(ScriptError, match=rf"{name}\(\) after hvd.dataset"):
         getattr(dataset, name)(2)
+
+
+def test_a_pipeline_around_it_reads_nothing(alone: Context) -> None:
+    pipeline = tf.data.Dataset.zip((hvd.dataset(NUMBERS, 4), tf.data.Dataset.range(3)))
+    with pytest.raises(tf.errors.OpError, match=r"after hvd\.dataset"):
+        next(iter(pipeline))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +117,9 @@ def test_what_would_change_the_batches_is_refused(alone: Context, name: str) -> 
         (NUMBERS, {"batch_size": 20, "drop_last": True}, "leaves nothing"),
         ((NUMBERS, NUMBERS[:3]), {"batch_size": 2}, "same first dimension"),
         (np.zeros((0, 2)), {"batch_size": 2}, "same first dimension"),
-        ([], {"batch_size": 2}, "no examples"),
+        ([], {"batch_size": 2}, "is empty"),
         (iter([1]), {"batch_size": 2}, "cannot be read by index"),
-        (tf.data.Dataset.range(3), {"batch_size": 2}, "is a tf.data.Dataset"),
+        (tf.data.Dataset.range(3), {"batch_size": 2}, r"Dataset\) cannot be read by index"),
     ],
 )
 def test_bad_sources_are_refused(

@@ -15,6 +15,7 @@ import hvd_elastic.tensorflow as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow import gradients
+from hvd_elastic.tensorflow.controls import Control
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.training.context import Context
 
@@ -33,7 +34,7 @@ class Training:
         self.traces = 0
         if in_ring:
             found._in_ring = True
-            found._alone.assign(False)
+            found.controls.set(Control(alone=False))
         self.step = tf.function(self._step, reduce_retracing=True)
 
     def _step(self, factor: tf.Tensor) -> None:
@@ -74,6 +75,7 @@ def test_no_variable_changes_if_one_reduction_fails(
     monkeypatch.setattr(gradients, "reduce_in_graph", reduce)
     training = Training(monkeypatch, in_ring=True)
     for failing[0] in ("gradient.0", "gradient.1"):
+        training.averager.controls.set(Control(alone=False))
         with pytest.raises(tf.errors.OpError) as failed:
             training.step(tf.constant(1.0))
         assert training.values == [[1.0, 2.0], [3.0, 4.0]]

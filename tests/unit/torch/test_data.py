@@ -24,13 +24,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hvd_elastic.data import Mixture
+from hvd_elastic.data import Stream as DataStream
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import Blocks, block_order, epoch_order, permutation
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.step import Pass, Step
+from hvd_elastic.wire.messages import WorkerOptions
 from tests.paths import WORKER_PYTHONPATH
 
 
@@ -91,6 +95,10 @@ class FakeContext:
     rollback: FakeLoopWatch = field(default_factory=FakeLoopWatch)
     step: Step = field(default_factory=Step)
     last_reader: Any = None
+    input_times: InputTimes = field(default_factory=InputTimes)
+    options: WorkerOptions = field(default_factory=WorkerOptions)
+    link: None = None
+    input_source: Any = None
     has_ranks = True
     frontend = TorchFrontend()
 
@@ -165,7 +173,7 @@ class World:
             loader: Any = DataLoader(self.dataset, self.batch_size, context=context, **self.options)
             self.ranks.append((context, loader, iter(loader)))
 
-    def step(self) -> bool:
+    def step(self, *, indices_are_values: bool = True) -> bool:
         """One global step on all ranks; False if the epoch is over, which all must agree on."""
         shares = [share for _, _, it in self.ranks if (share := next(it, None)) is not None]
         if not shares:
@@ -176,7 +184,8 @@ class World:
         assert sum(b.weight for b in batches) == pytest.approx(len(batches))
         for (values, tens), batch in zip(shares, batches, strict=True):
             assert tens.tolist() == [10 * i for i in values.tolist()]
-            assert batch.indices == values.tolist()  # what was fetched is what was told
+            if indices_are_values:
+                assert batch.indices == values.tolist()  # what was fetched is what was told
             assert (batch.weight == 0.0) is batch.padding
             if not batch.padding:
                 self.read += values.tolist()
@@ -271,6 +280,122 @@ def test_blocks_are_read_in_the_same_order_at_every_world_size_from_the_middle_t
 def test_blocks_that_are_not_the_data_set_are_explained() -> None:
     with pytest.raises(ScriptError, match="has 101 examples, and its blocks have 100 together"):
         DataLoader(NumbersInBlocks(101), 12, shuffle=True, context=fake())
+
+
+class Prefetched(Numbers):
+    blocks = Blocks((20, 13, 27, 15, 25), 2)
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.told: list[list[int]] = []
+
+    def prefetch_blocks(self, blocks: list[int]) -> None:
+        self.told.append(list(blocks))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_data_set_is_told_which_blocks_come_next(shuffle: bool) -> None:
+    """Whatever the world does: those that the order reads, each before it does."""
+    dataset = Prefetched(100)
+    world = World(100, 4, dataset, seed=5, shuffle=shuffle)
+    block_of = np.repeat(np.arange(5), dataset.blocks.sizes)
+    sizes = iter((1, 3, 2))
+    world.resize(2)
+    for _ in range(2):
+        while world.step():
+            coming = dataset.told[-1]
+            read = block_of[world.read[-4:]].tolist()
+            assert {*read} <= {*coming[:4]}
+            assert len(coming) >= 6, "of the next epoch too"
+            if (size := next(sizes, None)) is not None:
+                world.resize(size)
+        world.next_epoch()
+    loaders, groups = 4, 3 if shuffle else 5
+    assert len(dataset.told) <= 2 * loaders * groups, "only when others come than before"
+    world.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_mixture_goes_on_from_epoch_to_epoch_whatever_the_world_does(num_workers: int) -> None:
+    mixture = Mixture([(Numbers(30), 2), (Numbers(50), 1)], length=40)
+    world = World(40, 12, mixture, num_workers=num_workers)
+    sizes = iter((3, 1, 2))
+    world.resize(2)
+    try:
+        for epoch in range(3):
+            used: list[int] = []
+            while world.step(indices_are_values=False):
+                used += [i for context, _, _ in world.ranks for i in context.handed[-1].indices]
+                if (size := next(sizes, None)) is not None:
+                    world.resize(size)
+            assert sorted(used) == list(range(40)), "each place once, as the audit counts"
+            expected = mixture.__getitems__(range(40 * epoch, 40 * epoch + 40))
+            assert world.read == [value for value, _ in expected]
+            world.next_epoch()
+    finally:
+        world.close()
+
+
+def numbers_of_share(epoch: int, share: int, start: int) -> Iterator[tuple[int, int]]:
+    return ((i, 10 * i) for i in range(1000 * epoch + 100 * share + start, 10**9))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_is_read_once_whatever_the_world_does(num_workers: int) -> None:
+    stream = DataStream(numbers_of_share, length=60, shares=4, chunk=3)
+    world = World(60, 12, stream, num_workers=num_workers)
+    sizes = iter((3, 1, 4, 2))
+    world.resize(2)
+    try:
+        for epoch in range(3):
+            while world.step(indices_are_values=False):
+                if (size := next(sizes, None)) is not None:
+                    world.resize(size)
+            share = np.arange(15) + 1000 * epoch
+            assert (
+                sorted(world.read) == np.concatenate([share + 100 * s for s in range(4)]).tolist()
+            )
+            world.next_epoch()
+    finally:
+        world.close()
+    with pytest.raises(ScriptError, match="a Stream can only be read in its own order; leave"):
+        DataLoader(stream, 12, shuffle=True, context=fake())
+
+
+def test_another_order_in_the_middle_of_an_epoch_is_refused() -> None:
+    def read(progress: Progress, dataset: Any, **options: Any) -> Any:
+        context = fake(progress=Progress.from_dict(progress.as_state()))
+        options = {"shuffle": True, "seed": 5, **options}
+        loader: Any = DataLoader(dataset, 20, context=context, **options)
+        read = iter(loader)
+        next(read)
+        context.consume()
+        return context.progress
+
+    class OtherWindow(NumbersInBlocks):
+        blocks = Blocks(NumbersInBlocks.blocks.sizes, 3)
+
+    class OtherData(NumbersInBlocks):
+        order_key = "weights"
+
+    first = NumbersInBlocks(100)
+    middle = read(Progress(), first)
+    assert read(middle, first).position == 40
+    for dataset, options, said in (
+        (OtherWindow(100), {}, "seed=5, shuffle=True, shuffle_window=3"),
+        (OtherData(100), {}, "shuffle_window=2"),
+        (Mixture([(first, 1)]), {"shuffle": False}, "100 examples, seed=5, shuffle=False"),
+        (Numbers(100), {}, "shuffle=True"),
+        (first, {"seed": 6}, "seed=6, shuffle=True, shuffle_window=2"),
+        (first, {"shuffle": False}, "seed=5, shuffle=False"),
+    ):
+        with pytest.raises(ScriptError, match=rf"epoch 0 was begun in another .*{said}[)] some of"):
+            read(middle, dataset, **options)
+        # A checkpoint of an older release does not know, and another epoch may have another order.
+        assert read(replace(middle, order_hash=0), dataset, **options).position == 40
+        assert read(replace(middle, position=0, epoch=1), dataset, **options).position == 20
+    with pytest.raises(ValueError, match="'order_hash' is 'x', it must be a number"):
+        Progress.from_dict({**middle.as_state(), "order_hash": "x"})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

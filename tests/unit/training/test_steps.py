@@ -333,6 +333,29 @@ def test_a_gradient_scaler_scales_a_whole_group(monkeypatch: pytest.MonkeyPatch)
     assert training.model.weight.tolist() == wanted
 
 
+def test_the_world_may_change_between_groups_and_not_within(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(monkeypatch)
+    boundary = training.context.step_boundary
+    state = hvd.State(training.model, training.optimizer, by_step=None, seen=0, story=[])
+    boundaries: list[int] = []
+
+    def noted() -> None:
+        boundaries.append(state.seen // 2)  # batches read
+        boundary()
+
+    monkeypatch.setattr(training.context, "step_boundary", noted)
+
+    def train(state: hvd.State) -> None:
+        for number, (inputs,) in enumerate(hvd.steps(4, training.loader), 1):
+            accumulate(training, inputs, last=number % 3 == 0, parts=3)
+            state.seen += len(inputs)
+
+    training.run(train, state)
+    assert boundaries == [0, 3, 6, 9]
+
+
 def test_steps_left_counts_down_within_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the last batch of an epoch is known wherever the function was entered."""
     training = Training(monkeypatch)

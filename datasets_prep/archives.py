@@ -1,0 +1,64 @@
+"""Gets and checks archives as they were published."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from hvd_elastic.data.remote import RemoteFolder
+from hvd_elastic.errors import DataError
+
+_BLOCK = 1 << 20
+
+
+def require_md5(path: Path, published: str) -> None:
+    """Raise DataError if a file has another MD5 than the published one."""
+    found = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    if found.hexdigest() != published:
+        raise DataError(
+            f"{path} has MD5 {found.hexdigest()}, and the published file {published}: it is cut "
+            "off, changed or another edition; copy it again"
+        )
+
+
+def download(url: str, path: Path, published: str) -> None:
+    """Get an archive unless it is there; it appears under its name when its MD5 is right.
+
+    Raises:
+        DataError: it cannot be read or written, or has another MD5.
+    """
+    if path.exists():
+        return
+    part = path.with_name(f".{path.name}.part")
+    folder, _, name = url.rpartition("/")
+    try:
+        RemoteFolder(folder).receive(name, partial(_write, part))
+        require_md5(part, published)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write(path: Path, pieces: Iterator[bytes]) -> None:
+    # Errors of the disk end the attempts; those of the connection, raised by the pieces, do not.
+    with _explained(path):
+        path.write_bytes(b"")
+    with path.open("r+b") as file:
+        for piece in pieces:
+            with _explained(path):
+                file.write(piece)
+                file.flush()
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error

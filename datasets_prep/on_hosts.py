@@ -1,0 +1,87 @@
+"""Prepares shards on the hosts of a hostfile: each writes a part, and the hosts exchange the parts.
+
+The exchange is that of ``copyclust --pull``, whose store is here the script itself: called on a
+host with a list of shards, it writes them. So hosts that fail are made up for by others, and a
+second call goes on where the first one stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import DataError
+
+ON_HOST = "--on-host"
+"""Hidden option: FOLDER LIST DST writes the shards that LIST names to DST; FOLDER alone indexes the
+shards that are there."""
+
+
+def prepare_on_hosts(hostfile: Path, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Have the hosts write shards to a folder, which all of them have afterwards.
+
+    Args:
+        hostfile: names the hosts, which have this script, its Python and the source at the same
+            paths as this machine.
+        folder: on every host.
+        names: of all shards.
+
+    Returns:
+        What the script on a host returned.
+
+    Raises:
+        HvdElasticError: names the hosts that failed, and why.
+    """
+    from hvd_elastic.cluster.copy.copying import Pulled, copy_to_hosts
+    from hvd_elastic.cluster.run.commands import run_on_hosts
+    from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.hosts.ssh import SshOptions
+    from hvd_elastic.hosts.ssh_config import config_beside
+
+    hosts = parse_hostfile(hostfile).hosts
+    options = SshOptions(config_beside(hostfile))
+    place = str(folder.absolute())
+    pulled = Pulled(_command(place, "{list}", "{dst}"), tuple((name, None) for name in names))
+    failed = {}
+    for copied in copy_to_hosts(hosts, pulled, place, options):
+        host = copied.host.name
+        if copied.ok:
+            said = f"{copied.answer.fetched} shards written, {copied.answer.files} received"
+            print(f"{host}: {folder.name}: {said}", file=sys.stderr, flush=True)
+        else:
+            failed[host] = copied.error
+    found: dict[str, Any] = {}
+    there = [host for host in hosts if host.name not in failed]
+    for ended in run_on_hosts(there, _command(place), options):
+        if ended.ok:
+            entries = json.loads(ended.answer.stdout)
+            found = next(entry for entry in entries if entry)
+        else:
+            said = ended.value.stderr.decode(errors="replace").strip() if ended.value else ""
+            failed[ended.host.name] = said.rpartition("\n")[2] or ended.error
+    if failed:
+        raise DataError(
+            "; ".join(f"{host}: {why}" for host, why in failed.items())
+            + "; the same call goes on where this one stopped"
+        )
+    return found
+
+
+def _command(*values: str) -> str:
+    """Return the command of this process with values for a host in place of the hostfile."""
+    words = iter(sys.argv[1:])
+    kept = []
+    for word in words:
+        if word == "--hostfile":
+            next(words)
+        elif not word.startswith("--hostfile="):
+            kept.append(word)
+    own = shlex.join([sys.executable, str(Path(sys.argv[0]).resolve()), *kept])
+    # {list} and {dst} are quoted where they are filled in.
+    given = " ".join(word if word[0] == "{" else shlex.quote(word) for word in values)
+    return f"cd {shlex.quote(os.getcwd())} && exec {own} --json {ON_HOST} {given}"  # noqa: PTH109

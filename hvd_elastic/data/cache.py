@@ -1,0 +1,276 @@
+"""Keeps shards that lie behind a URL on this host's disk, up to a size.
+
+All processes of a host share the folder: ranks, their loader processes, and other runs. Locks on
+its files coordinate them, which the kernel releases when a process ends:
+
+- exclusive on ``.NAME.part``: somebody fetches this shard; the file appears under its name when it
+  is whole and its SHA-256 is right;
+- shared on a shard: somebody reads it, so it is not removed;
+- exclusive on ``.lock``: somebody makes room.
+
+The time of a shard's last change is the time of its last use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from http.client import IncompleteRead
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.data.index import Shard, load_table, table_path
+from hvd_elastic.data.remote import RemoteFolder
+from hvd_elastic.errors import DataError
+
+_CONNECTIONS = 4
+"""Shards that a rank fetches ahead at the same time: one connection seldom fills a fast link."""
+_MOST_AHEAD = 256
+"""Shards that are looked at for each call of ``prefetch``, which has to be quick."""
+_OWN = re.compile(r"(?P<part>\.?)[0-9a-f]{16}-.+")
+
+
+class ShardCache:
+    """Shards of a remote folder on the local disk.
+
+    Args:
+        source: where they come from.
+        folder: of the cache; made if it is not there.
+        fields: number of fields of an example, for a check of tables.
+        limit_bytes: size of all shards in the folder; None: no limit. It is exceeded only by shards
+            that are being read and by tables.
+
+    Raises:
+        DataError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self, source: RemoteFolder, folder: Path, fields: int, limit_bytes: int | None
+    ) -> None:
+        self._source, self._folder, self._limit = source, folder, limit_bytes
+        self._fields = fields
+        self._coming: deque[Shard] = deque()
+        with self._explained():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".lock").touch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_coming": deque()}
+
+    def path(self, shard: Shard) -> Path:
+        """Return where a shard lies while it is in the cache; its table lies beside it."""
+        return self._folder / f"{shard.sha256[:16]}-{shard.name}"
+
+    def open(self, shard: Shard) -> int:
+        """Return a descriptor of a shard, which stays in the cache until it is closed.
+
+        Raises:
+            DataError: it cannot be fetched or kept.
+        """
+        path = self.path(shard)
+        while True:
+            try:
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._fetch(shard)
+                continue
+            fcntl.flock(file, fcntl.LOCK_SH)
+            now = os.fstat(file)
+            if now.st_nlink and now.st_size == shard.bytes and table_path(path).exists():
+                now_ns = time.time_ns()  # the kernel's own clock for files moves by milliseconds
+                os.utime(file, ns=(now_ns, now_ns))
+                return file
+            os.close(file)
+            if now.st_nlink:  # else it was removed meanwhile
+                path.unlink(missing_ok=True)
+
+    def prefetch(self, shards: Sequence[Shard]) -> None:
+        """Fetch shards that will be read, in this order, as many as fit; replaces earlier calls.
+
+        Threads do it, and end with it. What cannot be fetched is left to :meth:`open`.
+        """
+        self._coming.clear()
+        now_ns, room = time.time_ns(), self._limit
+        wanted: list[Shard] = []
+        for shard in islice((each for each in shards if each.examples), _MOST_AHEAD):
+            if room is not None and (room := room - shard.bytes) < 0:
+                break
+            wanted.append(shard)
+        # What is needed last counts as least recently used.
+        for place, shard in enumerate(reversed(wanted)):
+            with contextlib.suppress(OSError):
+                os.utime(self.path(shard), ns=(now_ns + place, now_ns + place))
+        coming = self._coming = deque(each for each in wanted if not self.path(each).exists())
+        for _ in range(min(_CONNECTIONS, len(coming))):
+            threading.Thread(target=self._fetch_ahead, args=(coming, now_ns), daemon=True).start()
+
+    def _fetch_ahead(self, coming: deque[Shard], used_before_ns: int) -> None:
+        with contextlib.suppress(IndexError, DataError):
+            while True:
+                self._fetch(coming.popleft(), used_before_ns=used_before_ns)
+
+    def _fetch(self, shard: Shard, *, used_before_ns: int | None = None) -> None:
+        """Fetch a shard unless it is there.
+
+        Args:
+            shard: what to fetch.
+            used_before_ns: remove only shards that were used before this time to make room, and
+                fetch nothing if that is not enough or another process is fetching the shard; None:
+                the shard is needed now.
+        """
+        path = self.path(shard)
+        part = path.with_name(f".{path.name}.part")
+        ahead = used_before_ns is not None
+        with self._explained(), _locked(part, wait=not ahead) as file:
+            if file is None:
+                return
+            try:
+                if path.exists() or not self._reserve(file, shard.bytes, used_before_ns):
+                    part.unlink()
+                    return
+                self._fetch_table(shard)
+                self._source.receive(shard.name, partial(self._write, file, shard))
+                os.fsync(file)
+                part.replace(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+            finally:
+                # Processes that were forked meanwhile have the descriptor, and would keep the lock.
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _fetch_table(self, shard: Shard) -> None:
+        path, name = self.path(shard), table_path(Path(shard.name)).name
+        table_path(path).write_bytes(self._source.read(name))
+        try:
+            load_table(path, self._fields, shard.examples)
+        except DataError:
+            raise DataError(
+                f"{self._source}/{name} is not the table that belongs to the index there; upload "
+                "shards, tables and index again"
+            ) from None
+
+    def _write(self, file: int, shard: Shard, pieces: Iterator[bytes]) -> None:
+        """Write a shard from its pieces.
+
+        Raises:
+            IncompleteRead: it ends early.
+            DataError: it is another one than that of the index, or cannot be written.
+        """
+        digest, size = hashlib.sha256(), 0
+        with os.fdopen(file, "r+b", closefd=False) as out:
+            out.seek(0)
+            for piece in pieces:
+                digest.update(piece)
+                with self._explained():
+                    out.write(piece)
+                    out.flush()
+                size += len(piece)
+        if size < shard.bytes:
+            raise IncompleteRead(b"", shard.bytes - size)
+        if digest.hexdigest() != shard.sha256:
+            raise DataError(
+                f"{self._source}/{shard.name} is not the file that the index there describes "
+                "(SHA-256); upload the shards and their index again"
+            )
+
+    def _reserve(self, file: int, size: int, used_before_ns: int | None) -> bool:
+        """Make room for a file of this size, and let it have the size; return whether it may."""
+        with (self._folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                if self._limit is not None:
+                    excess = self._make_room(self._limit - size, used_before_ns)
+                    if excess > 0 and used_before_ns is not None:
+                        return False
+                os.posix_fallocate(file, 0, size)
+                return True
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+    def _make_room(self, most: int, used_before_ns: int | None) -> int:
+        """Remove shards, least recently used first, until all have ``most`` bytes together.
+
+        Returns:
+            How much they have in excess of it [bytes]; below 0: less.
+        """
+        found = []
+        for entry in os.scandir(self._folder):
+            named = _OWN.fullmatch(entry.name)
+            if named and not entry.name.endswith(".npy"):
+                with contextlib.suppress(FileNotFoundError):
+                    now = entry.stat()
+                    found.append((now.st_mtime_ns, now.st_size, Path(entry.path), named["part"]))
+        excess = sum(size for _, size, _, _ in found) - most
+        for used_ns, size, path, is_part in sorted(found):
+            if excess <= 0:
+                break
+            late = used_before_ns is not None and used_ns >= used_before_ns and not is_part
+            if not late and _remove_unused(path):
+                excess -= size
+        return excess
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"the cache {error.filename or self._folder} cannot be written: {error.strerror}; "
+                "name another folder by cache=, or a limit that fits on its disk by cache_bytes="
+            ) from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, wait: bool) -> Iterator[int | None]:
+    """Yield a descriptor of a file that this process has locked; None: another one has.
+
+    The file is made if it is not there, and it still has its name when it is locked.
+    """
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield None
+                return
+            if _has_name(file, path):
+                yield file
+                return
+        finally:
+            os.close(file)
+
+
+def _has_name(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unused(path: Path) -> bool:
+    """Remove a shard or the rest of a broken fetch unless a process uses it; return whether."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        table_path(path).unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)

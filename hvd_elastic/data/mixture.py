@@ -1,0 +1,167 @@
+"""A data set that mixes others, each with a weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from hvd_elastic.errors import DataError
+from hvd_elastic.model.sharding import Blocks, Order, block_order, epoch_order
+
+_LARGEST_DENOMINATOR = 10**6
+
+
+class Mixture:
+    """A map-style data set that picks from several others in proportion to their weights.
+
+    Of the first n examples, a data set whose weight is the share w of all gives n w, give or take
+    fewer than there are data sets. Which example is picked follows from the index alone, so what a
+    run promises holds for the places of the mixture: each one exactly once an epoch, at any
+    sequence of world sizes. Each data set is read in passes of its own, which go on from one epoch
+    of the mixture to the next: every pass takes each of its examples exactly once, in a random
+    order that follows from ``seed``.
+
+    The mixture is in random order already. Give it to the loader with ``shuffle=False``, so that
+    shards are read a few at a time.
+
+    Args:
+        parts: pairs of a map-style data set and its weight (> 0; they need not add up to 1).
+        length: examples of an epoch; None: as many as it takes to read every data set once.
+        seed: of the order of the passes, >= 0, the same on all ranks.
+        shuffle: whether the passes are in random order; False: 0, 1, 2, ...
+
+    Raises:
+        DataError: there are no parts, one is empty, or a weight, length or seed is out of range.
+
+    >>> mixture = Mixture([(["a", "b", "c"], 3), (["x"], 1)], shuffle=False)
+    >>> len(mixture), list(mixture)
+    (4, ['x', 'a', 'b', 'c'])
+    """
+
+    endless = True
+    """An epoch goes on where the one before it ended; see :class:`DataOrder`."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Any, float]],
+        *,
+        length: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if not parts:
+            raise DataError("Mixture([]): give pairs of a data set and its weight")
+        for number, (dataset, weight) in enumerate(parts):
+            if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+                raise DataError(f"Mixture: weight {number} is {weight!r}, it must be above 0")
+            if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+                raise DataError(
+                    f"Mixture: data set {number} ({type(dataset).__name__}) cannot be read by "
+                    "index; give one with __getitem__ and __len__"
+                )
+            if not len(dataset):
+                raise DataError(f"Mixture: data set {number} is empty; leave it out")
+        if length is not None and length < 1:
+            raise DataError(f"Mixture: length is {length}, it must be 1 or more")
+        if seed < 0:
+            raise DataError(f"Mixture: seed is {seed}, it must be 0 or more")
+        self._datasets = [dataset for dataset, _ in parts]
+        self._lengths = [len(dataset) for dataset in self._datasets]
+        self._seed, self._shuffle = seed, shuffle
+        weights = [Fraction(weight).limit_denominator(_LARGEST_DENOMINATOR) for _, weight in parts]
+        if not all(weights):
+            raise DataError(
+                f"Mixture: the weights {[weight for _, weight in parts]} differ too much; a "
+                f"weight must be at least 1/{_LARGEST_DENOMINATOR}"
+            )
+        # Of the picks that the data sets before it leave, the share of each one.
+        self._shares = [weight / sum(weights[place:]) for place, weight in enumerate(weights)]
+        self._length = self._whole() if length is None else length
+        self.order_key = repr((self._lengths, weights, seed, shuffle))
+        self._orders = lru_cache(maxsize=2 * len(parts))(self._order)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(self._length))
+
+    def __getitem__(self, index: int) -> Any:
+        number, example = self.pick(index)
+        return self._datasets[number][example]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several examples, in this order; each data set is asked once."""
+        picks = [self.pick(index) for index in indices]
+        found: list[Any] = [None] * len(picks)
+        for number, dataset in enumerate(self._datasets):
+            places = [place for place, pick in enumerate(picks) if pick[0] == number]
+            wanted = [picks[place][1] for place in places]
+            at_once = getattr(dataset, "__getitems__", None)
+            read = at_once(wanted) if at_once and wanted else [dataset[each] for each in wanted]
+            for place, example in zip(places, read, strict=True):
+                found[place] = example
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_orders"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._orders = lru_cache(maxsize=2 * len(self._datasets))(self._order)
+
+    def pick(self, index: int) -> tuple[int, int]:
+        """Return the number of the data set of an example, and its index there.
+
+        Args:
+            index: of the mixture, >= 0; from ``len()`` on those of later epochs.
+        """
+        if index < 0:
+            raise IndexError(f"example {index} of a mixture, which has no last one")
+        number, picked = self._count(index)
+        length = self._lengths[number]
+        order = self._orders(number, picked // length)
+        return number, int(order(np.array([picked % length]))[0])
+
+    def _count(self, index: int) -> tuple[int, int]:
+        """Return the data set that gives an example, and how many it has given before."""
+        left = index
+        for number, share in enumerate(self._shares):
+            taken = left * share.numerator // share.denominator
+            if (left + 1) * share.numerator // share.denominator > taken:
+                return number, taken
+            left -= taken
+        raise AssertionError("the last data set takes all that the others leave")
+
+    def _order(self, number: int, turn: int) -> Order:
+        """Return the order of a pass over a data set."""
+        dataset, length = self._datasets[number], self._lengths[number]
+        seed = self._seed * len(self._datasets) + number
+        blocks: Blocks | None = getattr(dataset, "blocks", None)
+        if blocks is not None and self._shuffle:
+            return block_order(seed, turn, *blocks)
+        return epoch_order(seed, turn, length, shuffle=self._shuffle)
+
+    def _whole(self) -> int:
+        """Return the number of examples after which every data set has been read once."""
+        low, high = 0, 1
+        while not self._all_read(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._all_read(middle) else (middle, high)
+        return high
+
+    def _all_read(self, examples: int) -> bool:
+        left = examples
+        for share, length in zip(self._shares, self._lengths, strict=True):
+            taken = left * share.numerator // share.denominator
+            if taken < length:
+                return False
+            left -= taken
+        return True

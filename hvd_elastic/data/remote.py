@@ -1,0 +1,142 @@
+"""Reads files of a folder behind a URL: HTTP by the standard library, other kinds by fsspec."""
+
+from __future__ import annotations
+
+import base64
+import random
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPException, IncompleteRead
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from hvd_elastic.errors import DataError
+
+_CHUNK_BYTES = 1 << 20
+_TIMEOUT_S = 60.0
+"""How long a connection may give no data."""
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses between attempts; each is drawn from half of its length up, so that the processes of a
+cluster do not all come back at the same moment."""
+_TRANSIENT = {408, 425, 429, *range(500, 600)}
+"""Status codes of HTTP that another attempt may not get."""
+
+Taken = TypeVar("Taken")
+
+
+def is_url(place: object) -> bool:
+    """Return whether data lie behind a URL instead of in a folder.
+
+    >>> is_url("s3://bucket/train"), is_url("/data/train")
+    (True, False)
+    """
+    return "://" in str(place)
+
+
+class RemoteFolder:
+    """A folder behind a URL.
+
+    Args:
+        url: ``http(s)://…``, or any that fsspec supports. A query string (a signature) is sent with
+            every file's URL. Messages leave it and passwords out.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = urlsplit(url)
+
+    def __str__(self) -> str:
+        return self._shown(self._url.path.rstrip("/"))
+
+    def receive(self, name: str, take: Callable[[Iterator[bytes]], Taken]) -> Taken:
+        """Return what ``take`` makes of the pieces of a file.
+
+        ``take`` is called anew when the server is overloaded or the connection fails. It raises
+        ``IncompleteRead`` if the pieces are not what they should be.
+
+        Raises:
+            DataError: the file cannot be read, also after several attempts.
+        """
+        path = f"{self._url.path.rstrip('/')}/{name}"
+        shown, why = self._shown(path), ""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                with self._open(path) as file:
+                    return take(_pieces(file))
+            except DataError:
+                raise
+            except urllib.error.HTTPError as error:
+                why = f"the server answers {error.code} {error.reason}"
+                error.close()
+                if error.code not in _TRANSIENT:
+                    raise DataError(f"{shown}: {why}; {_advice(error.code)}") from None
+            except ImportError as error:  # the message of fsspec names the package
+                raise DataError(
+                    f"{shown} needs a package that is not installed: {error}"
+                ) from error
+            except (FileNotFoundError, PermissionError) as error:
+                code = 404 if isinstance(error, FileNotFoundError) else 403
+                why = f"{_said(error)}; {_advice(code)}"
+                raise DataError(f"{shown} cannot be read: {why}") from None
+            except (OSError, HTTPException) as error:
+                why = _said(error)
+            except Exception as error:  # every backend of fsspec raises exceptions of its own
+                raise DataError(f"{shown} cannot be read: {_said(error)}") from error
+            if pause_s is not None:
+                time.sleep(pause_s * random.uniform(0.5, 1))
+        raise DataError(
+            f"{shown} cannot be read ({len(_PAUSES_S) + 1} attempts): {why}; is the server up, and "
+            "can this host reach it?"
+        )
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file; raises as :meth:`receive` does."""
+        return self.receive(name, b"".join)
+
+    def _open(self, path: str) -> Any:
+        if self._url.scheme in ("http", "https"):
+            user, at, host = self._url.netloc.rpartition("@")
+            path = quote(path, safe="/%")
+            url = urlunsplit(self._url._replace(netloc=host, path=path, fragment=""))
+            request = urllib.request.Request(url)
+            if at:
+                encoded = base64.b64encode(unquote(user).encode()).decode()
+                request.add_header("Authorization", f"Basic {encoded}")
+            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+        try:
+            import fsspec
+        except ModuleNotFoundError:
+            raise DataError(
+                f"{self} needs the package fsspec, which is not installed: "
+                "pip install 'hvd-elastic[url]'"
+            ) from None
+        files, place = fsspec.core.url_to_fs(urlunsplit(self._url._replace(path=path)))
+        return files.open(place, "rb")
+
+    def _shown(self, path: str) -> str:
+        host = self._url.netloc.rpartition("@")[2]
+        return f"{self._url.scheme}://{host}{path}"
+
+
+def _pieces(file: Any) -> Iterator[bytes]:
+    while piece := file.read(_CHUNK_BYTES):
+        yield piece
+    if missing := getattr(file, "length", None):  # of an HTTP response that was cut off
+        raise IncompleteRead(b"", missing)
+
+
+def _said(error: Exception) -> str:
+    """Return the first line of a message, without query strings, which may hold secrets."""
+    if isinstance(error, IncompleteRead):
+        return "the connection was cut off"
+    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    line = str(reason).strip().partition("\n")[0] or type(error).__name__
+    return re.sub(r"\?\S+", "?…", line)
+
+
+def _advice(status: int) -> str:
+    if status in (401, 403):
+        return "check the credentials, and that the URL has not expired"
+    return "check the URL; it names the folder that holds index.json and the shards"

@@ -1,0 +1,100 @@
+"""The state of the callbacks of ``fit`` that follow a metric, which all ranks must share."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_elastic.errors import ScriptError
+
+_MONITORS = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)
+_PLAIN = (bool, int, float, np.generic, np.ndarray, type(None))
+_SET_ONCE = "min_delta"
+"""Keras turns its sign when it learns whether the metric is to fall, in each process."""
+
+
+class Monitors:
+    """EarlyStopping, ModelCheckpoint and ReduceLROnPlateau, as one object of the State.
+
+    Each rank decides for itself when to stop or to reduce the learning rate, by metrics that are
+    the same on all. So a worker that joins, and a resumed run, need what the others remember.
+
+    Args:
+        first: the callback that has to come before them.
+
+    Raises:
+        ScriptError: one comes before it, or a callback restores training by itself.
+    """
+
+    def __init__(self, first: keras.callbacks.Callback) -> None:
+        self._received: dict[str, dict[str, Any]] = {}
+        callbacks = next(
+            (
+                each.callbacks
+                for each in gc.get_objects()
+                if isinstance(each, keras.callbacks.CallbackList) and first in each.callbacks
+            ),
+            [first],
+        )
+        for callback in callbacks:
+            if isinstance(callback, keras.callbacks.BackupAndRestore):
+                raise ScriptError(
+                    "model.fit(callbacks=[BackupAndRestore]): training goes on after failures by "
+                    "itself, and after its end with hvd-elastic run --resume; leave it out"
+                )
+        at = callbacks.index(first)
+        monitors = {
+            number: each for number, each in enumerate(callbacks) if isinstance(each, _MONITORS)
+        }
+        for number, callback in monitors.items():
+            if number < at:
+                raise ScriptError(
+                    f"model.fit(callbacks=[{type(callback).__name__}, ElasticCallback]): "
+                    "ElasticCallback averages the metrics over the ranks, so it comes first in "
+                    "callbacks; else each rank decides by its own share of the examples"
+                )
+        self._monitors = {
+            f"{number - at}.{type(each).__name__}": (each, _remembered(each))
+            for number, each in monitors.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what training has changed in the callbacks, by callback and attribute."""
+        return {
+            name: {
+                key: value
+                for key, value in _remembered(callback).items()
+                if key not in before or value is not before[key]
+            }
+            for name, (callback, before) in self._monitors.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the callbacks to what another rank had, or a checkpoint."""
+        self._received = state
+        for name, (callback, before) in self._monitors.items():
+            vars(callback).update(before | state.get(name, {}))
+
+    snapshot = state_dict
+    roll_back = load_state_dict
+
+    def begin(self) -> None:
+        """Set them again, since Keras has reset them in their on_train_begin."""
+        self.load_state_dict(self._received)
+
+
+def _remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    return {k: v for k, v in vars(callback).items() if k != _SET_ONCE and _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

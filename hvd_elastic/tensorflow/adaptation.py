@@ -1,0 +1,231 @@
+"""What an adaptive batch adds to the steps of an optimizer.
+
+Gradients of a step's passes are added up, in variables that belong to no object of the script, and
+the learning rate follows the batch. The graph reads all that changes from :class:`Controls`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas
+from hvd_elastic.tensorflow.controls import Control
+from hvd_elastic.tensorflow.gradient_statistics import GradientStatistics
+from hvd_elastic.tensorflow.schedule import follows_progress
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.planning.canaries import canaries
+from hvd_elastic.training.planning.rules import chosen_rule
+
+
+class Adaptation:
+    """Adds up passes, samples gradients and scales the learning rate of one optimizer.
+
+    Args:
+        ctx: training process.
+        optimizer: optimizer of Keras.
+        rule: learning-rate rule that the script asks for; None: the default.
+
+    Attributes:
+        active: whether the batch adapts.
+        statistics: squared norms of the gradients.
+        rate: factor on the learning rate while the optimizer's step is traced; else None.
+    """
+
+    def __init__(self, ctx: Context, optimizer: Any, rule: str | Rule | None) -> None:
+        self._context = ctx
+        self._optimizer = optimizer
+        self.statistics = GradientStatistics(optimizer)
+        self._rule = chosen_rule(rule, has_betas=self.statistics.has_betas)
+        self.active = False
+        self.rate: tf.Tensor | None = None
+        self._sums: list[tf.Variable] = []
+        self._sampling = self._added = False
+        self._gain = 1.0
+
+    @property
+    def _planner(self) -> AdaptivePlanner:
+        planner = self._context.planner
+        assert isinstance(planner, AdaptivePlanner)
+        return planner
+
+    def begin(self) -> None:
+        """Have the planner learn from this optimizer's gradients.
+
+        Raises:
+            ScriptError: the optimizer accumulates gradients itself.
+        """
+        if getattr(self._optimizer, "gradient_accumulation_steps", None):
+            raise ScriptError(
+                f"{type(self._optimizer).__name__}(gradient_accumulation_steps="
+                f"{self._optimizer.gradient_accumulation_steps}) with a batch that adapts, which "
+                "chooses the number of passes of a step itself: leave it out"
+            )
+        self._planner.attach(self.statistics, self._rule)
+        self.active = True
+
+    # -- between steps ---------------------------------------------------------------------
+
+    def control(self, control: Control) -> Control:
+        """Return the numbers of the pass that begins, and note what it depends on."""
+        step, planner = self._context.step, self._planner
+        if len(step.passes) <= 1:
+            alone = control.alone and not step.accumulating
+            self._sampling = not alone and planner.sampled(self._context.worker.progress.step)
+        self._added |= step.accumulating
+        adjustment, whole = planner.adjustments()
+        self._gain = whole.gain
+        return self.undisturbed(adjustment)._replace(
+            factor=control.factor,
+            alone=control.alone,
+            last=not step.accumulating,
+            sampled=self._sampling,
+            progress=planner.progress if follows_progress(self._optimizer) else 0.0,
+        )
+
+    def undisturbed(self, adjustment: Adjustment | None = None) -> Control:
+        """Return the numbers of a rank alone, with an adjustment of the learning rate."""
+        optimizer, adjustment = self._optimizer, adjustment or Adjustment(1.0)
+        if not self.statistics.has_betas:
+            return Control(rate=adjustment.factor)
+        betas = scaled_betas((optimizer.beta_1, optimizer.beta_2), adjustment.rate)
+        epsilon = getattr(optimizer, "epsilon", 0.0) / math.sqrt(adjustment.rate)
+        return Control(rate=adjustment.factor, beta_1=betas[0], beta_2=betas[1], epsilon=epsilon)
+
+    def pass_ended(self, norm: float, seconds: float) -> None:
+        """Note what was sampled of a pass of this rank."""
+        if self._sampling:
+            if len(self._context.step.passes) == 1:
+                self._planner.sampling_cost.step_begins()
+            self._planner.sampling_cost.add(seconds)
+            size = self._context.worker.communicator.size
+            self.statistics.samples.end_pass(self._context.step.weight / size, np.array([norm]))
+
+    def step_ended(
+        self, norm: float, norm_s: float, total: float, total_s: float, finite: float
+    ) -> float:
+        """Note how a step has ended on all ranks; return its gain.
+
+        Args:
+            norm: squared norm of the gradient of this rank's last pass.
+            norm_s: time for it [s].
+            total: squared norm of the mean gradient.
+            total_s: time for it [s].
+            finite: 1 if the optimizer's step was taken, since its gradients were finite, else 0.
+
+        Raises:
+            ScriptError: too many consecutive steps were not finite.
+        """
+        planner, step = self._planner, self._context.worker.progress.step
+        self._free()
+        self.pass_ended(norm, norm_s)
+        if self._sampling and finite:
+            planner.sampling_cost.add(total_s)
+            planner.sampling_cost.step_ends()
+            part = np.array([total]) / self._context.worker.communicator.size
+            self.statistics.samples.end_step(step, self._context.step.examples, part)
+        self.statistics.samples.drop_step()
+        if not finite:
+            planner.skip(step)
+            return 0.0
+        planner.skipped.note(finite=True)
+        return self._gain
+
+    def drop(self) -> None:
+        """Drop the passes of a step that was not taken."""
+        self.statistics.samples.drop_step()
+        self._free()
+
+    def _free(self) -> None:
+        """Drop what the graph has added up."""
+        if self._added:
+            self._added = False
+            for each in self._sums:
+                each.assign(tf.zeros([0], each.dtype))
+
+    # -- in the graph ----------------------------------------------------------------------
+
+    def add(self, flats: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Add the gradients of a pass to those of the step's earlier ones; return true."""
+        sums = self._sums_like(flats)
+
+        def more() -> tf.Tensor:
+            added = [each.assign_add(flat) for each, flat in zip(sums, flats, strict=True)]
+            with tf.control_dependencies(added):
+                return tf.constant(True)
+
+        def first() -> tf.Tensor:
+            begun = [each.assign(flat) for each, flat in zip(sums, flats, strict=True)]
+            with tf.control_dependencies(begun):
+                return tf.constant(True)
+
+        return tf.cond(_holds(sums), more, first)
+
+    def whole(self, flats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the gradients of the last pass with those of the earlier ones added."""
+        sums = self._sums_like(flats)
+
+        def more() -> list[tf.Tensor]:
+            return [flat + each.read_value() for each, flat in zip(sums, flats, strict=True)]
+
+        found = tf.cond(_holds(sums), more, lambda: [tf.identity(flat) for flat in flats])
+        for each, flat in zip(found, flats, strict=True):
+            each.set_shape(flat.shape)
+        return list(found)
+
+    def _sums_like(self, flats: Sequence[tf.Tensor]) -> list[tf.Variable]:
+        """Return a variable for each flat tensor, empty until a step has a second pass."""
+        kinds = [flat.dtype for flat in flats]
+        if [each.dtype for each in self._sums] != kinds:
+            with tf.init_scope():
+                # A tf.Variable would count as one of the script's function, which is traced again.
+                self._sums = [
+                    ResourceVariable(
+                        tf.zeros([0], kind),
+                        trainable=False,
+                        shape=tf.TensorShape([None]),
+                        name=f"hvd_elastic_sum_{number}",
+                    )
+                    for number, kind in enumerate(kinds)
+                ]
+        return self._sums
+
+    def are_finite(self, gradients: Mapping[int, tf.Tensor]) -> tf.Tensor:
+        """Return whether a few small gradients are finite, which tells of all."""
+        numbers = [*gradients]
+        chosen = canaries([int(gradients[each].shape.num_elements() or 0) for each in numbers])
+        checked = [gradients[numbers[index]] for index in chosen]
+        flat = [tf.cast(tf.reshape(each, [-1]), checked[0].dtype) for each in checked]
+        return tf.reduce_all(tf.math.is_finite(tf.concat(flat, 0)))
+
+    @contextlib.contextmanager
+    def rates_scaled(self, control: Control) -> Iterator[None]:
+        """Trace the optimizer's step with the learning rate, betas and epsilon of the step."""
+        own = vars(self._optimizer)
+        changed: dict[str, tf.Tensor] = {}
+        if self.statistics.has_betas:
+            names = [name for name in ("beta_1", "beta_2", "epsilon") if name in own]
+            kind = keras.config.floatx()
+            changed = {name: tf.cast(getattr(control, name), kind) for name in names}
+        before = {name: own[name] for name in changed}
+        self.rate = control.rate
+        own.update(changed)
+        try:
+            yield
+        finally:
+            own.update(before)
+            self.rate = None
+
+
+def _holds(sums: Sequence[tf.Variable]) -> tf.Tensor:
+    """Return whether a step's earlier passes are in the sums; reading them would copy them."""
+    return tf.raw_ops.VariableShape(input=sums[0].handle)[0] > 0

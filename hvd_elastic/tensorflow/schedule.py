@@ -1,0 +1,63 @@
+"""Learning-rate schedules of Keras that follow progress instead of the optimizer's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.frontend import Schedule
+
+LearningRate = TypeVar("LearningRate", bound=Any)
+
+_FOLLOWS = "_hvd_elastic_follows_progress"
+"""Attribute that marks schedules that follow progress."""
+
+
+def follow_progress(schedule: LearningRate) -> LearningRate:
+    """Adapt a schedule that was written for the initial batch size to an adaptive batch.
+
+    It is then called with scale-invariant progress, in whole steps at the initial batch size, in
+    place of the optimizer's count of steps (Johnson et al., AdaScale SGD, ICML 2020, section 3.2).
+    With a fixed batch nothing changes.
+
+    Args:
+        schedule: a ``keras.optimizers.schedules.LearningRateSchedule``.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ScriptError: it is another kind of object.
+    """
+    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        raise ScriptError(
+            f"follow_progress({type(schedule).__name__}): it takes a schedule of "
+            "keras.optimizers.schedules, before the optimizer is made with it. Callbacks that set "
+            "the learning rate, such as ReduceLROnPlateau, go by the epochs of fit as they are"
+        )
+    setattr(schedule, _FOLLOWS, True)
+    return schedule
+
+
+def follows_progress(optimizer: Any) -> bool:
+    """Return whether an optimizer's learning rate follows progress."""
+    return hasattr(getattr(optimizer, "_learning_rate", None), _FOLLOWS)
+
+
+def scheduled_rate(optimizer: Any, progress: Callable[[], tf.Tensor | None]) -> Any:
+    """Return the learning rate at some progress; None where it does not follow progress."""
+    reached = progress() if follows_progress(optimizer) else None
+    return None if reached is None else optimizer._learning_rate(reached)
+
+
+def counting_schedule(optimizer: Any) -> dict[str, Schedule]:
+    """Return the optimizer's schedule by name if it counts the optimizer's steps."""
+    schedule = getattr(optimizer, "_learning_rate", None)
+    kind = keras.optimizers.schedules.LearningRateSchedule
+    if not isinstance(schedule, kind) or follows_progress(optimizer):
+        return {}
+    return {"schedule": Schedule(int(optimizer.iterations), type(schedule).__name__)}

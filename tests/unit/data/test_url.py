@@ -1,0 +1,239 @@
+"""Shards behind a URL: fetched once for a host, whole and right, and kept up to a size."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.testbed.file_server import CUT, FileServer
+from hvd_elastic.data import ShardDataset, load_index, remote
+from hvd_elastic.data.index import table_path
+from hvd_elastic.errors import DataError
+from tests.unit.data.shards import write_numbers
+
+SIZES = [4, 1, 5, 0, 3, 2]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    with FileServer(write_numbers(tmp_path / "there", SIZES)).serving() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_PAUSES_S", (0.0,) * 5)
+
+
+def numbers(dataset: ShardDataset) -> list[int]:
+    return [int(array[0]) for array, _ in dataset]
+
+
+def kept(cache: Path) -> set[str]:
+    """Names of the shards in the cache."""
+    return {path.name[17:] for path in cache.glob("*.tar")}
+
+
+def shard_requests(server: FileServer) -> dict[str, int]:
+    return {name: n for name, n in server.requests.items() if name.endswith(".tar")}
+
+
+def wait_for(done: Any) -> None:
+    while not done():
+        time.sleep(0.005)
+
+
+def test_each_shard_is_fetched_once_and_then_read_from_the_cache(
+    server: FileServer, tmp_path: Path
+) -> None:
+    dataset = ShardDataset(server.url, cache=tmp_path / "cache")
+    assert (len(dataset), dataset.classes) == (15, ("a", "b", "c"))
+    assert not kept(tmp_path / "cache"), "nothing before it is needed"
+    assert numbers(dataset) == list(range(15))
+    once = dict.fromkeys([f"s-{n:02d}.tar" for n in (0, 1, 2, 4, 5)], 1)
+    assert shard_requests(server) == once
+    again = ShardDataset(server.url, cache=tmp_path / "cache")
+    assert numbers(again) == list(range(15))
+    assert numbers(pickle.loads(pickle.dumps(again))) == list(range(15))
+    assert shard_requests(server) == once
+    assert not [*(tmp_path / "cache").glob(".*.part")]
+
+
+def test_processes_of_a_host_fetch_a_shard_once(server: FileServer, tmp_path: Path) -> None:
+    server.delay_s = 0.05
+    code = (
+        "import sys; from hvd_elastic.data import ShardDataset\n"
+        "print(sum(int(a[0]) for a, _ in ShardDataset(sys.argv[1], cache=sys.argv[2])))"
+    )
+    command = [sys.executable, "-c", code, server.url, str(tmp_path / "cache")]
+    readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [reader.communicate()[0] for reader in readers] == [f"{sum(range(15))}\n"] * 3
+    assert set(shard_requests(server).values()) == {1}
+
+
+def test_a_shard_is_checked_and_a_broken_connection_tried_again(
+    server: FileServer, tmp_path: Path
+) -> None:
+    server.faults = {
+        "index.json": [500, 503],
+        "s-00.tar": [CUT, 502, CUT],
+        "s-00.tar.npy": [CUT, 429],
+    }
+    dataset = ShardDataset(server.url, cache=tmp_path / "cache")
+    assert int(dataset[3][0][0]) == 3
+    assert server.requests == {"index.json": 3, "s-00.tar.npy": 3, "s-00.tar": 4}
+    # Another file of the same name and size.
+    path = server.folder / "s-01.tar"
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(
+        DataError, match=r"/s-01.tar is not the file that the index there describes"
+    ):
+        dataset[4]
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"s-01.tar cannot be read \(6 attempts\): the .* cut off"):
+        dataset[4]
+    table_path(server.folder / "s-02.tar").write_bytes(b"no table")
+    with pytest.raises(DataError, match=r"s-02.tar.npy is not the table that belongs to the index"):
+        dataset[5]
+    assert kept(tmp_path / "cache") == {"s-00.tar"}
+    assert not [*(tmp_path / "cache").glob(".*.part")]
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"), [(403, "credentials"), (404, "names the folder that holds index.json")]
+)
+def test_a_refusal_is_told_at_once_and_without_secrets(
+    server: FileServer, tmp_path: Path, status: int, advice: str
+) -> None:
+    host = server.url.removeprefix("http://")
+    server.faults = {"index.json": [status]}
+    with pytest.raises(DataError) as raised:
+        ShardDataset(f"http://{host}/train?signature=secret", cache=tmp_path / "cache")
+    assert f"http://{host}/train/index.json: the server answers {status}" in str(raised.value)
+    assert advice in str(raised.value)
+    assert "secret" not in str(raised.value)
+    assert server.requests == {"index.json?signature=secret": 1}, "sent, and not tried again"
+
+
+def test_a_server_that_is_not_there_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"1:1/x/index.json cannot be read \(6 attempts\): .*refused"
+    ):
+        ShardDataset("http://user:secret@127.0.0.1:1/x", cache=tmp_path)
+
+
+def test_any_url_of_fsspec(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec", reason="pip install fsspec")
+    folder = write_numbers(tmp_path / "there", SIZES)
+    dataset = ShardDataset(folder.as_uri(), cache=tmp_path / "cache")
+    assert numbers(dataset) == list(range(15))
+    with pytest.raises(DataError, match=r"none/index.json cannot be read: .*names the folder"):
+        ShardDataset(f"{folder.as_uri()}/none", cache=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"gopher://x/index.json cannot be read: Protocol not"):
+        ShardDataset("gopher://x", cache=tmp_path / "cache")
+
+
+def test_arguments_that_do_not_fit_are_explained(server: FileServer, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"need a folder on this host's disk .* cache="):
+        ShardDataset(server.url)
+    with pytest.raises(DataError, match="cache and cache_bytes are for a URL"):
+        ShardDataset(server.folder, cache=tmp_path)
+    total = sum(shard.bytes for shard in load_index(server.folder).shards)
+    with pytest.raises(DataError, match=f"two windows of 16, .* may have {total} bytes"):
+        ShardDataset(server.url, cache=tmp_path, cache_bytes=total - 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"the cache .*file cannot be written: File exists"):
+        ShardDataset(server.url, cache=tmp_path / "file")
+
+
+def test_an_index_cannot_name_files_outside_of_the_cache(
+    server: FileServer, tmp_path: Path
+) -> None:
+    index = server.folder / "index.json"
+    index.write_text(index.read_text().replace("s-00.tar", "../s-00.tar"))
+    with pytest.raises(DataError, match=r"names the shard '../s-00.tar', which would not lie in"):
+        ShardDataset(server.url, cache=tmp_path / "cache")
+
+
+# -- the size of the cache
+
+
+def limited(server: FileServer, cache: Path, shards: int = 2) -> ShardDataset:
+    """A data set whose cache holds about so many of its shards; it keeps one open."""
+    most = max(shard.bytes for shard in load_index(server.folder).shards)
+    return ShardDataset(server.url, cache=cache, cache_bytes=shards * most, shuffle_window=1)
+
+
+def test_the_least_recently_used_shards_make_room(server: FileServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    write_numbers(server.folder, [3] * 6)
+    dataset = limited(server, cache, 3)
+    for number in (0, 1, 2, 0, 3):
+        dataset[3 * number]
+    assert kept(cache) == {"s-00.tar", "s-02.tar", "s-03.tar"}
+    assert len([*cache.glob("*.npy")]) == 3, "tables go with their shards"
+    # What a process that was killed has left counts, and is the first to go.
+    left = next(iter(cache.glob("*-s-02.tar")))
+    left.rename(left.with_name(f".{left.name}.part"))
+    dataset[4 * 3]
+    assert kept(cache) == {"s-00.tar", "s-03.tar", "s-04.tar"}
+    assert not [*cache.glob(".*.part")]
+
+
+def test_a_shard_that_somebody_reads_stays(server: FileServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    write_numbers(server.folder, [3] * 6)
+    dataset, other = limited(server, cache), limited(server, cache)
+    other[0]
+    for number in (1, 2, 3):
+        dataset[3 * number]
+        assert kept(cache) == {"s-00.tar", f"s-{number:02d}.tar"}
+    assert int(other[1][0][0]) == 1
+    # One that is damaged is fetched again.
+    path = next(iter(cache.glob("*-s-03.tar")))
+    os.truncate(path, 10)
+    assert int(limited(server, cache)[9][0][0]) == 9
+
+
+# -- what comes next is fetched ahead
+
+
+def test_blocks_are_fetched_ahead_as_many_as_fit(server: FileServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    write_numbers(server.folder, [3] * 6)
+    dataset = limited(server, cache, 3)
+    dataset.prefetch_blocks([4, 1, 5, 0, 2, 3])
+    wait_for(lambda: kept(cache) == {"s-04.tar", "s-01.tar", "s-05.tar"})
+    dataset.prefetch_blocks([5, 0, 2, 3, 4, 1])
+    wait_for(lambda: kept(cache) == {"s-05.tar", "s-00.tar", "s-02.tar"})
+    for number in (5, 0, 2):
+        assert int(dataset[3 * number][0][0]) == 3 * number
+    assert all(count == 1 for count in shard_requests(server).values())
+
+
+def test_a_shard_that_is_being_fetched_by_another_is_not_fetched_ahead(
+    server: FileServer, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    dataset = ShardDataset(server.url, cache=cache)
+    first = load_index(server.folder).shards[0]
+    part = cache / f".{first.sha256[:16]}-{first.name}.part"
+    with part.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        dataset.prefetch_blocks(range(6))
+        wait_for(lambda: kept(cache) == {f"s-{n:02d}.tar" for n in (1, 2, 4, 5)})
+        reader = threading.Thread(target=dataset.__getitem__, args=(0,))
+        reader.start()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        reader.join()
+    assert shard_requests(server)["s-00.tar"] == 1
