@@ -202,6 +202,7 @@ class Workers:
             "HVD_ELASTIC_AGENT": self._socket_name,
             "HVD_ELASTIC_SPOOL": str(self._spool),
             "HVD_ELASTIC_OPTIONS": encode(self.hello.options).decode().strip(),
+            **({"HVD_ELASTIC_READS": "1"} if order.reads else {}),
             # Those that differ between the workers of a host; see WorkerStart.
             "HVD_ELASTIC_LOCAL_RANK": str(order.local_rank),
             "HVD_ELASTIC_WORKER": order.worker,

@@ -77,6 +77,9 @@ COMMANDS: dict[str, LazyCommand] = {
         "hvd_elastic.cli.plan", "plan", "Predict what other numbers of hosts would bring."
     ),
     "report": LazyCommand("hvd_elastic.cli.runs", "report", "Summarise and plot a run."),
+    "bench": LazyCommand(
+        "hvd_elastic.cli.bench", "bench", "Measure a script's loader on this machine."
+    ),
     "simulate": LazyCommand(
         "hvd_elastic.cli.simulate", "simulate", "Try a policy on a trace in virtual time."
     ),

@@ -130,7 +130,7 @@ def _folder_to_resume(options: RunOptions) -> RunFolder:
     print(f"run {run_id} was led by another machine. What its hosts say of it:", file=sys.stderr)
     for name in WHAT_IS_TRUSTED:
         value = getattr(spec, name)
-        if value is not None:
+        if value:
             # Quoted as in Python, since a host may send escape sequences for the terminal.
             print(f"  {name}: {list(value) if name == 'command' else value!r}", file=sys.stderr)
     _check_folder_is_here(spec, run_id)

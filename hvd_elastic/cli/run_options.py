@@ -18,6 +18,7 @@ from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, Us
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, expand_hosts, parse_hostfile
 from hvd_elastic.hosts.ssh_config import config_beside
+from hvd_elastic.leader.hostfile_watch import input_hosts
 from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
 from hvd_elastic.records.tensorboard import check_tensorboard
 
@@ -90,6 +91,13 @@ class RunOptions:
         str | None,
         typer.Option(
             help="hosts, as in gpu[01-02], that are used before all others and kept by the policy",
+            metavar="LIST",
+        ),
+    ] = None
+    input_hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="hosts, as in cpu[1-4], that read and transform the data for those that train",
             metavar="LIST",
         ),
     ] = None
@@ -192,6 +200,7 @@ class RunOptions:
         raise_together(
             lambda: check_slots(self.hostfile, self.np, self.min_np, self.spares),
             self._check_pinned,
+            self._check_input_hosts,
             lambda: check_sizes(self.np, self.min_np, self.max_np, mpi=self.mpi),
             self._check_mpi,
             self._check_preemption_command,
@@ -215,6 +224,7 @@ class RunOptions:
             "slots": (self.np or self.max_np or 1) + self.spares,
             "python": self.python or sys.executable,
             "ssh_config": ssh_config_for(self.hostfile, self.ssh_config),
+            "input_hosts": self._input_hosts(),
             "pin_hosts": tuple(host.name for host in self._pinned()),
             **self.scaling.fields(),
         }
@@ -242,6 +252,29 @@ class RunOptions:
                 )
             found[host.name] = host
         return list(found.values())
+
+    def _input_hosts(self) -> tuple[str, ...]:
+        if self.input_hosts is None:
+            return ()
+        try:
+            return tuple(dict.fromkeys(expand_hosts(self.input_hosts)))
+        except HostfileError as error:
+            raise UsageError(f"--input-hosts: {error}") from error
+
+    def _check_input_hosts(self) -> None:
+        named = self._input_hosts()
+        try:
+            hosts = [] if self.hostfile is None else [*parse_hostfile(self.hostfile)]
+        except HostfileError:
+            return  # check_slots reports the error
+        reading = input_hosts(hosts, named, self.hostfile)
+        if reading and self.mpi:
+            raise UsageError(
+                "a job under --mpi has no leader to lead input hosts: leave --input-hosts and "
+                "hosts with slots=0 out"
+            )
+        if hosts and len(reading) - len({*named} - {host.name for host in hosts}) == len(hosts):
+            raise UsageError(f"all hosts of {self.hostfile} read, and none trains: add one")
 
     def _check_pinned(self) -> None:
         slots = sum(host.slots for host in self._pinned())

@@ -449,6 +449,13 @@ def _status_rows(
         rows.append(("batch", _batch_words(summary)))
     if summary.hosts:
         rows.append(("hosts", " ".join(f"{name}:{slots}" for name, slots in summary.hosts)))
+    if summary.input_hosts:
+        reading = (
+            f"{name} ({count(number, 'process')})" for name, number in summary.input_hosts.items()
+        )
+        rows.append(("input hosts", " ".join(reading)))
+    if summary.input:
+        rows.append(("data", summary.input))
     if summary.shares:
         rows.append(("shares", summary.shares))
     if summary.pinned:
@@ -483,6 +490,8 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
     if metrics:
         rows.append(("metrics", _metric_words(metrics)))
     rows.append(("rescales", _rescale_words(summary)))
+    if summary.input:
+        rows.append(("data", summary.input))
     if summary.saved:
         rows.append(("saved", _saved_words(summary)))
     if audit.recorded:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from hvd_elastic.control.events import GenerationStuck, WorkerSilent
 from hvd_elastic.formatting import count, plural
+from hvd_elastic.policy.input import Reading
 
 _STUCK_FACTOR = 5.0
 """Multiple of the run's longest wait after which ranks that all wait count as stuck."""
@@ -71,6 +72,7 @@ class Activity:
             seconds.
         begun: how often it has begun each collective in this generation; empty likewise.
         progress: its point in training; None likewise.
+        reading: what it has read of its data; None: nothing yet.
     """
 
     silent_s: float = 0.0
@@ -84,6 +86,7 @@ class Activity:
     waiting_for: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
     progress: Position | None = None
+    reading: Reading | None = None
 
 
 class ProgressWatch:

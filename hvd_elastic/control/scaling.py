@@ -185,6 +185,7 @@ class ScalingController:
             snapshot.silent_s > self._config.parameters.silence_s,
             snapshot.measured >= self._config.parameters.evidence,
             snapshot.unequal_shares,
+            snapshot.supply,
         )
         last = self._last
         calm = last is not None and last.action == "stay" and last.wish is None
@@ -223,6 +224,7 @@ class ScalingController:
             unequal_shares=evidence.speeds.unequal,
             constant_examples=evidence.speeds.fixed.examples,
             rejected=evidence.rejected,
+            supply=evidence.supply,
         )
 
     def _in_order(self, allocation: Allocation) -> Allocation:

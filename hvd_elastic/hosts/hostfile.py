@@ -54,19 +54,24 @@ _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(?P<low>[0-9]{1,9})(-(?P<high>[0-9]{1,9}))?(/(?P<step>[0-9]{1,9}))?")
 
 
+INPUT_LABEL = "input"
+"""Label of a host that reads for those that train."""
+
+
 @dataclass(frozen=True)
 class Host:
     """One host of a hostfile.
 
     Attributes:
         name: host name, ssh alias or address; unique in its hostfile, ignoring case.
-        slots: number of processes that it can hold, >= 1.
+        slots: number of processes that it can hold; 0: it does not train, see ``labels``.
         user: ssh user; None for that of the ssh configuration.
         port: ssh port; None for that of the ssh configuration.
         max_slots: maximum number of processes that it may ever hold, >= ``slots``.
         cpus: number of CPU cores to assume, if it differs from what the host has.
         price: cost of the host [any currency, per hour], >= 0.
-        labels: words by which hosts can be selected, such as ``spot``.
+        labels: words by which hosts can be selected, such as ``spot``; a host with ``input`` reads
+            for those that train.
     """
 
     name: str
@@ -340,8 +345,19 @@ def _parse_line(content: str) -> list[Host]:
     if "=" in entry:
         raise _PartError(column, f"'{entry}' stands where the host name should")
     user, names, slots = _parse_entry(entry, column)
-    common = Host(names[0], user=user) if slots is None else Host(names[0], user=user, slots=slots)
+    common = Host(names[0], user=user)
     changes = _parse_attributes(content, match.end(), slots_in_entry=slots is not None)
+    if slots is not None:
+        changes["slots"] = slots
+    labels = changes.get("labels", ())
+    assert isinstance(labels, tuple)
+    if changes.get("slots") == 0 and INPUT_LABEL not in labels:
+        at = re.search(r"(?<![_-])slots\s*=\s*", content)
+        raise _PartError(
+            at.end() if at else column + entry.rindex(":") + 1,
+            "slots is 0, so the host does not train; if it is to read for the others, write "
+            f"labels={INPUT_LABEL} too",
+        )
     final_slots = changes.get("slots", common.slots)
     max_slots = changes.get("max_slots")
     if isinstance(max_slots, int) and isinstance(final_slots, int) and max_slots < final_slots:
@@ -487,8 +503,9 @@ def _parse_count(key: str, text: str, column: int) -> int:
         raise _PartError(column, f"{key} is a whole number, not '{text}'")
     value = int(text)
     limit = 65_535 if key == "port" else MAX_SLOTS
-    if not 1 <= value <= limit:
-        raise _PartError(column, f"{key} is {value}; it must be 1 to {limit}")
+    least = 0 if key == "slots" else 1
+    if not least <= value <= limit:
+        raise _PartError(column, f"{key} is {value}; it must be {least} to {limit}")
     return value
 
 
@@ -552,8 +569,14 @@ def _find_problems(host: Host) -> Iterator[str]:
     for key in ("slots", "max_slots", "port", "cpus"):
         value = getattr(host, key)
         limit = 65_535 if key == "port" else MAX_SLOTS
-        if value is not None and not 1 <= value <= limit:
-            yield f"{key}={value} of host {host.name}: must be 1 to {limit}"
+        least = 0 if key == "slots" else 1
+        if value is not None and not least <= value <= limit:
+            yield f"{key}={value} of host {host.name}: must be {least} to {limit}"
+    if not host.slots and INPUT_LABEL not in host.labels:
+        yield (
+            f"slots=0 of host {host.name}: such a host does not train; if it is to read for the "
+            f"others, write labels={INPUT_LABEL}, else leave its line out"
+        )
     if host.max_slots is not None and host.max_slots < host.slots:
         slots = count(host.slots, "slot")
         yield f"max_slots={host.max_slots} of host {host.name} is below its {slots}"

@@ -103,7 +103,9 @@ class Agents:
             local_address=self._own_address(host, hosts.values()),
             heartbeat_s=self.heartbeat_s(len(hosts)),
             preemption_command=spec.preemption_command,
-            options=msg.WorkerOptions(spec.heartbeat_s, spec.audit, spec.checkpoint_every_s),
+            options=msg.WorkerOptions(
+                spec.heartbeat_s, spec.audit, spec.checkpoint_every_s, bool(spec.input_hosts)
+            ),
         )
         self.by_host[name] = AgentConnection(
             host, self._options, spec.python, hello, self._post, self._logins, self._sender

@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.errors import HostfileError
-from hvd_elastic.hosts.hostfile import Host, hostfile_stamp, parse_hostfile, require_prices
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.hostfile import (
+    INPUT_LABEL,
+    Host,
+    hostfile_stamp,
+    parse_hostfile,
+    require_prices,
+)
 from hvd_elastic.leader.spec import RunSpec
 
 _REPLACED_WITHIN_S = 2.0
@@ -26,13 +33,15 @@ class HostfileWatch:
         warn: called with the reason when a changed hostfile cannot be used, once for each reason.
 
     Attributes:
-        hosts: hosts by name, in the order of the hostfile as it was last read.
+        hosts: hosts that train by name, in the order of the hostfile as it was last read.
+        input_hosts: hosts that read for them, by name.
     """
 
     def __init__(self, spec: RunSpec, warn: Callable[[str], None]) -> None:
         self._spec = spec
         self._warn = warn
         self.hosts: dict[str, Host] = {}
+        self.input_hosts: dict[str, Host] = {}
         self._stamp: tuple[int, int, int] | None = None
         self._told_error = ""
         self._gone_since: float | None = None
@@ -59,7 +68,9 @@ class HostfileWatch:
             if self._spec.objective == "cost":
                 require_prices(hostfile)
                 hosts = self._cheapest_first(hosts)
-        self.hosts = {host.name: host for host in hosts}
+        reads = input_hosts(hosts, self._spec.input_hosts, path)
+        self.input_hosts = {host.name: host for host in reads}
+        self.hosts = {host.name: host for host in hosts if host.name not in self.input_hosts}
 
     def changed(self) -> bool:
         """Read the hostfile if it was saved since it was last read; return whether that succeeded.
@@ -112,3 +123,30 @@ class HostfileWatch:
         missing = max(spec.np or 0, spec.min_np) - sum(host.slots for host in pinned)
         first = cheapest_hosts(others, max(0, missing)) or ()
         return [*pinned, *first, *(host for host in others if host not in first)]
+
+
+def input_hosts(hosts: Sequence[Host], named: Sequence[str], hostfile: Path | None) -> list[Host]:
+    """Return the hosts that read for the ranks: those with ``labels=input``, and those named.
+
+    Args:
+        hosts: hosts of the hostfile.
+        named: names of ``--input-hosts``; those that are not in the hostfile are added.
+        hostfile: its path, for messages.
+
+    Raises:
+        HostfileError: an input host has slots, so that it would train as well.
+    """
+    known = {host.name.lower(): host for host in hosts}
+    wanted = {host.name: host for host in hosts if INPUT_LABEL in host.labels or not host.slots}
+    for name in named:
+        host = known.get(name.lower()) or Host(name, slots=0, labels=(INPUT_LABEL,))
+        wanted[host.name] = host
+    for host in wanted.values():
+        if host.slots:
+            raise HostfileError(
+                f"host {host.name} has {count(host.slots, 'slot')} in {hostfile}, so it trains, "
+                "and is to read for the other hosts as well. Write slots=0 in its line, or leave "
+                "it out of --input-hosts: the cores of a host that trains read in any case "
+                "(num_workers)"
+            )
+    return [*wanted.values()]

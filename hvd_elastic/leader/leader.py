@@ -32,6 +32,7 @@ from hvd_elastic.leader import requests
 from hvd_elastic.leader.agents import LOOK_S, Agents
 from hvd_elastic.leader.fencing import Fence
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
+from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.journal import Journal, Show, ShowOutput
 from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
 from hvd_elastic.leader.spec import RunSpec
@@ -120,6 +121,15 @@ class Leader:
         self._agents = Agents(spec, environment, self._post)
         self._workers = Workers(folder)
         self._watch = ProgressWatch(spec.failure_timeout_s)
+        self._readers = InputHosts(
+            spec,
+            folder,
+            environment,
+            led=lambda: self._fence.identity,
+            post=self._loop.post,
+            emit=self._journal.emit,
+            changed=self._tell_of_readers,
+        )
         store = CheckpointStore(
             folder.run_id,
             folder.checkpoints,
@@ -307,16 +317,19 @@ class Leader:
         """End all agents and their workers, and wait until they have ended."""
         if self._fence.gave_way:
             self._agents.drop()  # the workers belong to the other leader
+            self._readers.drop()
             return
         succeeded = self._finish is not None and self._finish.status == "succeeded"
         self._collector.end(succeeded=succeeded)
         self._saved.end()
+        self._readers.end()
         for host in self._agents.end():
             self._journal.warn(f"host {host}: the agent did not answer the end of the run")
 
     def _let_go(self, error: BaseException) -> None:
         """Leave the workers running after an internal error of this process."""
         self._agents.drop()
+        self._readers.drop()
         with contextlib.suppress(Exception):  # the journal itself may be what failed
             self._journal.warn(
                 f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
@@ -470,6 +483,7 @@ class Leader:
                 "the one that began later ends when they meet"
             )
         self._fence.has_led = True
+        self._readers.update(self._hostfile.input_hosts)
         self._workers.places = workers
         self._progress.is_known = not workers
         for found in event.workers:
@@ -502,6 +516,7 @@ class Leader:
                 self._look_for_requests()
                 self._look_for_silence(now)
                 self._scale_by_policy(now)
+                self._readers.look(now)
             else:
                 # Other requests depend on the state of the run, which is not known yet.
                 self._look_for_requests(only="stop")
@@ -529,6 +544,7 @@ class Leader:
 
     def _hosts_changed(self) -> None:
         self._journal.emit("hosts_changed", {"hosts": self._hosts_and_slots()})
+        self._readers.update(self._hostfile.input_hosts)
         self._tell(ev.HostsChanged(self._hostfile.slots))
 
     def _look_for_silence(self, now: float) -> None:
@@ -564,10 +580,13 @@ class Leader:
             for worker, activity in agent.take_activities().items():
                 if worker in places:
                     self._watch.note(worker, activity)
+                    self._readers.watch.note(worker, activity.reading)
         for silent in self._watch.silent():
             self._watch.forget(silent.worker)
             self._tell(silent)
         generation, ranks = machine.training
+        if machine.phase is Phase.RUNNING:
+            self._readers.watch_ranks([(member.worker, member.host) for member in ranks])
         members = [member.worker for member in ranks if member.worker in places]
         found = self._watch.stuck(generation, members)
         if isinstance(found, ev.GenerationStuck):
@@ -727,6 +746,7 @@ class Leader:
             "machine": hello.machine,
         }
         self._journal.emit("agent_started", fields)
+        self._readers.watch.machines[host] = (hello.machine or host, hello.cpus)
         if hello.swept:
             strays = count(hello.swept, "stray process")
             self._journal.warn(f"host {host}: ended {strays} of this run")
@@ -862,6 +882,8 @@ class Leader:
                 hosts = self._hostfile.hosts
                 slots = hosts[host].slots if host in hosts else 1
                 self._agents.send(host, msg.StartWorker(worker, slot, slots))
+                if self._readers.use is not None:
+                    self._say(worker, self._readers.use)
             case cmd.KillWorker(worker=worker, reason=reason):
                 self._send_to_host_of(worker, msg.Kill(worker, reason))
             case cmd.Leave(worker=worker):
@@ -956,7 +978,14 @@ class Leader:
 
     # -- sending ---------------------------------------------------------------------------
 
-    def _say(self, worker: str, message: msg.Hold | msg.Leave | msg.SaveState) -> None:
+    def _tell_of_readers(self, use: msg.UseInput) -> None:
+        """Tell all workers which processes of input hosts read for them now."""
+        for worker in self._workers.places:
+            self._say(worker, use)
+
+    def _say(
+        self, worker: str, message: msg.Hold | msg.Leave | msg.SaveState | msg.UseInput
+    ) -> None:
         self._send_to_host_of(worker, msg.Tell(worker, message))
 
     def _send_to_host_of(self, worker: str, message: msg.Kill | msg.Tell) -> None:

@@ -22,9 +22,10 @@ from hvd_elastic.leader.spec import RunSpec
 
 WHAT_IS_TRUSTED = (
     *("command", "cwd", "python", "preemption_command", "checkpoint_folder", "interface"),
+    "input_hosts",
 )
-"""Fields that decide which programs run and where files go; all hosts have to agree on them, so
-that one manipulated host cannot change them unnoticed."""
+"""Fields that decide which programs run, on which further hosts, and where files go; all hosts have
+to agree on them, so that one manipulated host cannot change them unnoticed."""
 
 _LIMIT_S = 30.0
 """Time limit for reading the small files on one host [s]; a slower host counts as unreachable."""

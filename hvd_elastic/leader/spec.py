@@ -72,6 +72,7 @@ class RunSpec:
         failure_timeout_s: silence after which a host or a worker counts as lost [s].
         pin_hosts: hosts that are used before all others, and that the policy never gives up.
         spares: number of warm standbys beyond the requested number of processes.
+        input_hosts: hosts that read for the ranks and do not train.
         leader_grace_s: how long the hosts continue without a leader [s].
         preemption_command: command that reports on each host whether the host is about to be
             taken away; None: nothing is asked.
@@ -99,6 +100,7 @@ class RunSpec:
     failure_timeout_s: float = 5.0
     pin_hosts: tuple[str, ...] = ()
     spares: int = 0
+    input_hosts: tuple[str, ...] = ()
     leader_grace_s: float = 60.0
     preemption_command: str | None = None
     policy: str = "fixed"

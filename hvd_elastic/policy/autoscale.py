@@ -31,6 +31,8 @@ _MISSED = 0.8
 """A prediction is missed if less than this part of the predicted goodput was measured."""
 _DIFFERS = 0.1
 """Relative error above which a part of a prediction is named as the cause."""
+_STARVED = 0.1
+"""Part of the time that further slots would wait for data, above which it is said."""
 _QUICK_CHANGES = 2
 """Number of changes before the cool-down begins to double."""
 
@@ -69,7 +71,7 @@ def decide(
             snapshot.current,
         )
     ranking = _rank(snapshot, goal, how, options, scores, now)
-    best, why = ranking.best, ranking.why
+    best, why = ranking.best, ranking.why + _why_starved(snapshot, options, scores)
     kept = ranking.kept
     if options[best] == snapshot.current:
         return Decision("stay", why, snapshot.current, kept=kept)
@@ -475,6 +477,21 @@ def _held_back(
     if wished < how.confirmations:
         return f"seen {wished} of {how.confirmations} times in a row"
     return ""
+
+
+def _why_starved(snapshot: Snapshot, options: Sequence[Allocation], scores: Scores) -> str:
+    """Return which further slots would wait for data, for the reason; empty: none would."""
+    supply = snapshot.supply
+    starved = np.where(scores.slots > scores.slots[0], scores.starved, 0.0)
+    if supply is None or not (starved > _STARVED).any():
+        return ""
+    most = int(np.argmin(np.where(starved > _STARVED, scores.slots, np.inf)))
+    return (
+        f"; {count(options[most].slots, 'slot')} ({options[most]}) would wait for data "
+        f"{100 * starved[most]:.0f} % of the time: its cores read "
+        f"{supply.most(options[most].counts):.0f} examples/s at most, with "
+        f"{1000 * supply.core_s:.2g} ms of a core for each"
+    )
 
 
 def _action(current: Allocation, target: Allocation) -> str:

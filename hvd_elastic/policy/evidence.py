@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
 from hvd_elastic.model.step_time import Observation, StepTimeModel
 from hvd_elastic.model.timings import LEADER_RULES, Configuration, StepTimings
+from hvd_elastic.policy.input import InputSupply
 from hvd_elastic.policy.snapshot import Allocation
 from hvd_elastic.policy.speeds import RankSpeeds
 
@@ -67,6 +68,8 @@ class Evidence:
         self._windows = _ProgressWindows()
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self.measured = 0
+        self._core_s: float | None = None
+        """Processor time to read an example [s]; None: ranks do not wait for it."""
         self._present: Configuration | None = None
         """Configuration that trains now; None until it was timed."""
 
@@ -99,10 +102,19 @@ class Evidence:
             cores = _whole(fields.get("cpus"), 1)
             if cores is not None:
                 self.cores.add_host(str(fields.get("host")), fields.get("machine"), cores)
+        elif kind == "input":
+            self._on_input(fields)
         elif kind == "rescale_finished":
             pause = _number(fields.get("pause_s"))
             if pause is not None:
                 self._pauses.append(pause)
+
+    def _on_input(self, fields: Mapping[str, Any]) -> None:
+        core_s = _number(fields.get("core_s"), _SHORTEST_S)
+        # Input hosts have cores of their own, which bound nothing here.
+        bound = fields.get("bound") == "cores" and not fields.get("helpers")
+        before, self._core_s = self._core_s, core_s if bound else None
+        self.news |= (before is None) != (self._core_s is None)
 
     def _on_plan(self, fields: Mapping[str, Any]) -> None:
         batch = _whole(fields.get("global_batch_size"), 1)
@@ -198,6 +210,11 @@ class Evidence:
     def pause_s(self) -> float:
         """Typical pause of a rescale [s]; an assumption before the first."""
         return median(self._pauses) if self._pauses else _FIRST_PAUSE_S
+
+    @property
+    def supply(self) -> InputSupply | None:
+        """Examples/s that the hosts' cores can read; None: ranks do not wait for that."""
+        return None if self._core_s is None else InputSupply(self._core_s, self.cores.machines)
 
     def silent_s(self, now: float) -> float:
         """Return the time since the last measurement [s]."""
@@ -327,6 +344,11 @@ class CoreSharing:
     def add_host(self, host: str, machine: Any, cores: int) -> None:
         """Record the machine of a host, if it is known, and its number of cores."""
         self._machines[host] = (str(machine or host), cores)
+
+    @property
+    def machines(self) -> tuple[tuple[str, str, int], ...]:
+        """Machine and number of cores of each known host."""
+        return tuple((host, *found) for host, found in self._machines.items())
 
     def note_timed(self, counts: Iterable[tuple[str, int]]) -> None:
         """Record that steps were timed with these numbers of ranks on hosts."""

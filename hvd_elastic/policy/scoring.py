@@ -27,6 +27,7 @@ class Scores:
         uncertainty: standard deviation of the logarithm of the goodput's ratio to the first one.
         batch: global batch size of the best batch plan.
         slots: number of processes.
+        starved: part of the throughput that is lost by waiting for data, in [0, 1).
         rate: price of the hosts in use [currency per hour]; 0 where prices are not known.
     """
 
@@ -34,6 +35,7 @@ class Scores:
     uncertainty: np.ndarray
     batch: np.ndarray
     slots: np.ndarray
+    starved: np.ndarray
     rate: np.ndarray
 
 
@@ -55,7 +57,16 @@ def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> 
     slots = np.asarray([a.slots for a in allocations], np.float64)
     # Predictions depend only on the number of hosts and slots and the speeds, so distinct shapes
     # are few.
-    shapes = [(a.hosts, a.slots, _speeds(a, offers)) for a in allocations]
+    supply = snapshot.supply
+    shapes = [
+        (
+            a.hosts,
+            a.slots,
+            _speeds(a, offers),
+            math.inf if supply is None else supply.most(a.counts),
+        )
+        for a in allocations
+    ]
     places = {shape: place for place, shape in enumerate(dict.fromkeys(shapes))}
     which = np.asarray([places[shape] for shape in shapes])
     rate = np.asarray(
@@ -66,26 +77,36 @@ def score_allocations(snapshot: Snapshot, allocations: Sequence[Allocation]) -> 
     sizes = np.unique(np.rint(np.geomspace(first, last, _SIZES)).astype(np.int64))
     grids = np.meshgrid(sizes, limits.accumulation_choices)
     size, extra = (grid.ravel().astype(np.float64) for grid in grids)
-    on = np.asarray([[number] for number, _, _ in places], np.float64)
-    ranks = np.asarray([[number] for _, number, _ in places], np.float64)
+    on = np.asarray([[number] for number, *_ in places], np.float64)
+    ranks = np.asarray([[number] for _, number, *_ in places], np.float64)
     atomic = size / ranks / (extra + 1)
     constant = snapshot.constant_examples / (snapshot.constant_examples + atomic)
     least = np.minimum(max(LEAST_SHARE, limits.min_atomic_batch_size) * ranks / size, 1.0)
     slow = np.stack(
         [
             pace(speeds, snapshot.unequal_shares, *parts)
-            for (_, _, speeds), *parts in zip(places, constant, least, strict=True)
+            for (_, _, speeds, _), *parts in zip(places, constant, least, strict=True)
         ]
     )
     useful = size * statistical_efficiency(snapshot.noise_scale, first, size)
-    goodput = np.where(
-        limits.allow_passes(atomic), useful / model.step_s(on, ranks, atomic, extra, slow), 0.0
-    )
+    # A step is not shorter than its examples take to be read.
+    reads_s = size / np.asarray([[most] for *_, most in places])
+    step_s = model.step_s(on, ranks, atomic, extra, slow)
+    waits = np.maximum(step_s, reads_s)
+    goodput = np.where(limits.allow_passes(atomic), useful / waits, 0.0)
     best = np.argmax(goodput, axis=1)
     rows = np.arange(len(best))
     at = (on[:, 0], ranks[:, 0], atomic[rows, best], extra[best], slow[rows, best])
     unsure = model.predict(*at, relative_to=int(which[0])).uncertainty
-    return Scores(goodput[rows, best][which], unsure[which], size[best][which], slots, rate)
+    starved = (1 - step_s / waits)[rows, best]
+    return Scores(
+        goodput[rows, best][which],
+        unsure[which],
+        size[best][which],
+        slots,
+        starved[which],
+        rate,
+    )
 
 
 def _speeds(

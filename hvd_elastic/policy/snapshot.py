@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.step_time import StepTimeModel
+from hvd_elastic.policy.input import InputSupply
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Snapshot:
         constant_examples: number of examples whose compute time equals the fixed cost of one pass;
             0: not known.
         rejected: number of invalid reports of the workers.
+        supply: what the hosts' cores can read; None: training does not wait for that.
     """
 
     hosts: tuple[HostOffer, ...]
@@ -130,6 +132,7 @@ class Snapshot:
     unequal_shares: bool = False
     constant_examples: float = 0.0
     rejected: int = 0
+    supply: InputSupply | None = None
 
     def as_fields(self) -> dict[str, Any]:
         """Return plain data for the ``decision`` event; numbers that are not finite become None."""
@@ -151,6 +154,7 @@ class Snapshot:
             "min_np": self.min_np,
             "max_np": self.max_np,
             "done": round(self.done),
+            "core_s": None if self.supply is None else float(f"{self.supply.core_s:.4g}"),
             "step_time": None
             if model is None
             else {

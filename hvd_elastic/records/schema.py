@@ -161,7 +161,34 @@ class Metrics(_Event, tag="metrics"):
     skipped_steps: int | UnsetType = UNSET
     rank_s: list[float | None] | UnsetType = UNSET
     passes: int | UnsetType = UNSET
+    data_wait: float | UnsetType = UNSET
     shares: list[int] | UnsetType = UNSET
+
+
+class Input(_Event, tag="input"):
+    """How long ranks wait for their data, and what would end it; recorded when that changes."""
+
+    share: float
+    shares: list[float]
+    bound: Literal["nothing", "cores", "storage", "unknown"]
+    more_cores: float | None
+    core_s: float | None
+    helpers: int
+    reason: str
+
+
+class InputHostJoined(_Event, tag="input_host_joined"):
+    """A host reads for the ranks from now on."""
+
+    host: str
+    processes: int
+
+
+class InputHostLeft(_Event, tag="input_host_left"):
+    """A host reads for the ranks no more."""
+
+    host: str
+    cause: str
 
 
 class Decision(_Event, tag="decision"):
@@ -309,6 +336,9 @@ _ALL = (
     Metrics,
     _reported(msg.BatchPlan),
     _reported(msg.Shares),
+    Input,
+    InputHostJoined,
+    InputHostLeft,
     Decision,
     PredictionMissed,
     Checkpoint,

@@ -16,6 +16,7 @@ METRIC_FIELDS = frozenset(
         "t", "mono", "kind", "step", "epoch", "examples", "throughput", "noise_scale", "efficiency",
         "goodput", "global_batch_size", "skipped_steps", "lr", "loss", "position", "size",
         "generation", "rank", "host", "local_rank", "passes", "rank_s", "shares",
+        "data_wait",
     }
 )  # fmt: skip
 """Fields of ``metrics`` events that the library sets; all others come from the script."""
@@ -161,6 +162,8 @@ class RunSummary:
         generation_hosts: hosts of the last announced generation.
         saved: files that the script saved, by name.
         batch_plan: newest plan of an adaptive batch size; empty: it does not adapt.
+        input: whether ranks wait for their data, and what would help, in words.
+        input_hosts: hosts that read for the ranks, with the number of their processes.
         missed: how the last change fell short of its prediction; empty: it did not.
         stopped_for: why the script has ended training early; empty: it has not.
     """
@@ -203,6 +206,8 @@ class RunSummary:
     scaled_slots: list[tuple[str, int]] = field(default_factory=list)
     generation_hosts: list[str] = field(default_factory=list)
     batch_plan: dict[str, Any] = field(default_factory=dict)
+    input: str = ""
+    input_hosts: dict[str, int] = field(default_factory=dict)
     missed: str = ""
     stopped_for: str = ""
 
@@ -324,6 +329,14 @@ def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
             run.stopped_for = ""
         case "decision":
             _decision(run, record, at_s)
+        case "input":
+            run.input = _text(record, "reason")
+            if record.get("bound") != "nothing":
+                run.decisions.append(TimedEvent(at_s, "input", run.input))
+        case "input_host_joined":
+            run.input_hosts[host] = _whole(record.get("processes")) or 0
+        case "input_host_left":
+            run.input_hosts.pop(host, None)
         case "shares":
             text = shares_words(record)
             run.decisions.append(TimedEvent(at_s, "shares", text))
@@ -367,6 +380,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     if run.attempts > 1:
         _set_size(run, at_s, 0)
     run.shares = ""
+    run.input_hosts = {}
 
 
 def _hosts_changed(run: RunSummary, record: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ _LINES = {
     "host_lost": ("host {host} lost: {cause}", "bad"),
     "host_drained": ("host {host} is drained: nothing of this run is left on it", "note"),
     "host_returned": ("host {host} is given back and may be used again", "good"),
+    "input_host_joined": ("input host {host} reads for the ranks in {processes} processes", "good"),
+    "input_host_left": ("input host {host} reads no more: {cause}", "bad"),
     "prediction_missed": ("prediction missed: {reason}", "note"),
     "decision": ("decision: {action}: {reason}", "note"),
     "stop_requested": ("stopping: {reason}", "note"),
@@ -157,6 +159,9 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
         case "restored":
             path = get("path") or "the start"
             return Line(f"went back to step {get('step')}, from {path}", "note")
+        case "input":
+            waits = get("bound") != "nothing"
+            return Line(str(get("reason")), "note") if waits else None
         case "shares":
             return Line(shares_words(event), "change")
         case "command_done":

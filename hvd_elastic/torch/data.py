@@ -23,6 +23,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.device_times import cuda_event
+from hvd_elastic.torch.input_source import LoaderSource
+from hvd_elastic.torch.shared_reading import SharedReading
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import Place
@@ -72,6 +74,9 @@ class DataLoader(Generic[_Batch]):
             upper bound means as many as fit into memory.
         accumulation: whether a share may be computed in several passes.
         unequal_shares: whether slow ranks get fewer examples of a step; None: if the batch adapts.
+        seed_examples: seed the random numbers of Python, NumPy and PyTorch for each example, by
+            ``seed``, the epoch and its index, so that an augmented example does not depend on the
+            process that reads it. It is always so where input hosts read for the ranks.
         num_workers, collate_fn, pin_memory, timeout, worker_init_fn, prefetch_factor,
         persistent_workers, multiprocessing_context: as in PyTorch.
         sampler, batch_sampler, generator: arguments of PyTorch's loader that are refused, since
@@ -103,6 +108,7 @@ class DataLoader(Generic[_Batch]):
         atomic_batch_size_bounds: tuple[int, int | None] | None = None,
         accumulation: bool = True,
         unequal_shares: bool | None = None,
+        seed_examples: bool = False,
         multiprocessing_context: Any = None,
         sampler: object = None,
         batch_sampler: object = None,
@@ -149,6 +155,10 @@ class DataLoader(Generic[_Batch]):
             "generator": torch.Generator(),
         }
         self._worker_start = _WorkerStart(worker_init_fn)
+        source = LoaderSource(
+            dataset, examples, self._collate, seed, self._worker_start, pins=pin_memory
+        )
+        self._shared = SharedReading(source, num_workers, seed_examples)
         self._next_passes = _NextPasses()
         # Created now, so that PyTorch raises on bad options here and not in the first epoch.
         self._inner = self._make_inner(audit=False)
@@ -178,6 +188,7 @@ class DataLoader(Generic[_Batch]):
     def close(self) -> None:
         """End the loader's worker processes; iterating starts new ones."""
         self._stop_reading(keep_processes=False)
+        self._shared.close()
 
     def __iter__(self) -> Iterator[_Batch]:
         return self.batches()
@@ -202,6 +213,7 @@ class DataLoader(Generic[_Batch]):
         if self._registered is not context:
             self._registered = context
             self._order.register(context)
+            context.input_source = self._shared.source
         return context
 
     # -- reading
@@ -209,6 +221,14 @@ class DataLoader(Generic[_Batch]):
     def _read(
         self, worker: Worker, place: Place, following: Place, *, is_first: bool
     ) -> tuple[_Batch, list[int] | None]:
+        if self._shared.is_used(worker):
+            if self._batches is not None:
+                self._stop_reading(keep_processes=False)
+            self._worker_start.set_parent()
+            order = functools.partial(self._order.indices, place, worker.progress)
+            batch, told = self._shared.read(worker, place, following, order, is_first=is_first)
+            self._order.prefetch(place)  # after the loader processes have been forked
+            return batch, told
         if worker.audit != self._audited:
             self.close()
             self._audited = worker.audit
@@ -223,10 +243,11 @@ class DataLoader(Generic[_Batch]):
             # make the script's own random numbers depend on rescales.
             seeds = np.random.SeedSequence((self.seed, *place.world, place.start))
             self._options["generator"].manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-            self._worker_start.parent = (
-                os.getpid() if threading.current_thread() is threading.main_thread() else None
-            )
+            self._worker_start.set_parent()
             self._batches = iter(self._inner)
+            worker.input_times.processes = self.num_workers
+            worker.input_times.pids = self._pids
+            worker.input_times.new_event = cuda_event
         # After the loader processes have been forked, since it may start threads.
         self._order.prefetch(place)
         # The iterator's place is unknown if next() raises.
@@ -238,6 +259,11 @@ class DataLoader(Generic[_Batch]):
             indices, batch = read
             return batch, list(indices)
         return read, None
+
+    def _pids(self) -> list[int]:
+        """Return the process ids of the loader's live worker processes."""
+        workers = getattr(self._batches, "_workers", ())
+        return [process.pid for process in workers if process.pid is not None]
 
     def _stop_reading(self, *, keep_processes: bool) -> None:
         self._next_place = None
@@ -329,6 +355,11 @@ class _WorkerStart:
         # death signal follows the forking *thread*, and only the main one lasts as long as the
         # process.
         self.parent: int | None = None
+
+    def set_parent(self) -> None:
+        """Note that this thread is about to start processes."""
+        is_main = threading.current_thread() is threading.main_thread()
+        self.parent = os.getpid() if is_main else None
 
     def __call__(self, worker_id: int) -> None:
         if self.parent is not None:

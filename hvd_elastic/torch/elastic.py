@@ -49,7 +49,7 @@ def run(
             )
         ctx = context.current()
         ctx.choose_averagers(_averagers_of(ctx.worker, state))
-        if warmup is not None:
+        if warmup is not None and not ctx.worker.reads:
             warmup()
         watched = register_optimizer_step_post_hook(_OptimizerWatch(ctx.worker))
         try:

@@ -85,6 +85,7 @@ class AgentLink:
 
     Attributes:
         recorded_step: last step whose examples the leader has recorded, for an audited run.
+        input: processes of input hosts that read for the ranks; None: never heard of any.
     """
 
     def __init__(
@@ -101,6 +102,8 @@ class AgentLink:
         self._pending: msg.Instruction | None = None
         self._checkpoint_wanted = False
         self.recorded_step = -1
+        self.input: msg.UseInput | None = None
+        self._task: msg.ServeInput | None = None
         self._aborted = 0
         self._change = threading.Condition()
         self._send_lock = threading.Lock()
@@ -160,6 +163,15 @@ class AgentLink:
             instruction, self._pending = self._pending, None
             assert instruction is not None
             return instruction
+
+    def wait_for_task(self) -> msg.ServeInput | None:
+        """Block until this worker is told how to read for the ranks; None: it is to leave."""
+        with self._change:
+            while not self._change.wait_for(
+                lambda: self._task is not None or self.pending(0), _SIGNALS_S
+            ):
+                pass
+            return self._task
 
     def take_checkpoint_request(self) -> bool:
         """Return whether a checkpoint was requested since the last call, and clear the request."""
@@ -252,6 +264,12 @@ class AgentLink:
             case msg.End():
                 if signal.getsignal(signal.SIGTERM) is self._handler:
                     os.kill(os.getpid(), signal.SIGKILL)
+            case msg.ServeInput():
+                with self._change:
+                    self._task = message
+                    self._change.notify_all()
+            case msg.UseInput():
+                self.input = message
             case msg.Recorded(step=step):
                 self.recorded_step = step
             case msg.Join() | msg.Hold() | msg.Leave():

@@ -16,6 +16,7 @@ from hvd_elastic.training.agent_link import installed_modules
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
+from hvd_elastic.training.input.server import Source
 from hvd_elastic.training.launch import Mode, detect_mode
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.planning.planner import Planner
@@ -44,6 +45,7 @@ class Context:
         check_host_updates: called between steps; under Horovod's own elastic driver it raises
             when the ranks are about to change.
         kept: the library's own objects that are part of the script's state, by name.
+        input_source: what the script's loader reads; None: there is no loader that others can read.
         last_reader: (epoch, generation) and the data order that was read last. One for the whole
             process, as is progress: two loaders in one epoch are an error.
     """
@@ -58,6 +60,7 @@ class Context:
         self.nothing_to_do = ""
         self.has_trained = False
         self.check_host_updates: Callable[[], None] = lambda: None
+        self.input_source: Source | None = None
         self.last_reader: tuple[tuple[int, int], object] | None = None
         self._audit = Audit(self.worker)
         self._has_loader = False
@@ -570,7 +573,8 @@ class Context:
 
     def ready(self) -> None:
         """Report to the leader that this worker is warm."""
-        self.worker.communicator.warm()
+        if not self.worker.reads:
+            self.worker.communicator.warm()
         if self.worker.link is not None:
             self.worker.link.send(msg.Imported(installed_modules()))
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started))

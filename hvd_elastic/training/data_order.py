@@ -8,10 +8,11 @@ skipped and nothing is read twice.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from hvd_elastic.model.sharding import (
     steps_left,
 )
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.input.rate import InputBench
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.step import Pass, Stage
@@ -173,13 +175,16 @@ class DataOrder:
             enough: go on with further epochs until it returns true; None: end with this epoch.
         """
         worker, rollback, planner = context.worker, context.rollback, self.planner
-        step = context.step
+        step, times = context.step, worker.input_times
         if not worker.has_ranks:
             raise ScriptError(
                 "the loader is iterated outside of a training function, where this worker has no "
                 "rank yet. Put the loop into a function under @hvd.run, `def train(state): ...`, "
                 "and call it: train(hvd.State(model=model, optimizer=optimizer))"
             )
+        bench = InputBench.of(os.environ, times)
+        if bench is not None:
+            self._read_only(context, read, bench)
         epoch = context.reading.epoch
         if enough is None and self._ended == (epoch, worker.generation) and self._at_end(context):
             raise ScriptError(
@@ -217,7 +222,9 @@ class DataOrder:
                 place = self._place(context, position)
                 following = place._replace(start=share.step_stop)
                 for number, (start, stop) in enumerate(spans, 1):
+                    times.read_begins()
                     batch, indices = read(place, following, is_first=number == 1)
+                    times.read_ends(stop - start)
                     more = number < len(spans)
                     context.hand_out(
                         Pass(
@@ -233,6 +240,7 @@ class DataOrder:
                     yield batch
                     if more:
                         context.pass_ends()
+                    times.body_ends()
                 waited_s = worker.communicator.waited_s
                 planner.step_ends(share.step_examples, len(spans), waited_s)
                 if step.accumulating:
@@ -247,6 +255,25 @@ class DataOrder:
                 context.body_left()
             rollback.loop_left(loop, within_epoch=enough is not None)
             raise
+
+    def _read_only(self, context: Context, read: Read, bench: InputBench) -> NoReturn:
+        """Read batches without training, and end the script."""
+        worker = context.worker
+        progress, times = worker.progress, worker.input_times
+        while not bench.is_over():
+            if self._at_end(context):
+                progress.next_epoch()
+            share = self._share(progress.position, self._end(progress.position), worker)
+            spans = self._spans(share, progress.step, worker.communicator.size)
+            place = self._place(context, progress.position)
+            following = place._replace(start=share.step_stop)
+            for number, (start, stop) in enumerate(spans, 1):
+                times.read_begins()
+                read(place, following, is_first=number == 1)
+                times.read_ends(stop - start)
+                times.body_ends()
+            progress.advance(share.step_examples)
+        bench.end(self.batch_size)
 
     def _at_end(self, context: Context) -> bool:
         position = context.reading.position

@@ -16,6 +16,7 @@ from hvd_elastic.communicator.ring import load_horovod
 from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.input.worker import serve_ranks
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Phase
 from hvd_elastic.training.rollback import StepVoidedError
@@ -44,6 +45,8 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
     Raises:
         ScriptError: this is the second training of the script.
     """
+    if ctx.worker.reads:
+        serve_ranks(ctx)
     if ctx.has_trained:
         raise ScriptError(
             f"{name}() is a second training in this script, which has one: it is where hosts join, "

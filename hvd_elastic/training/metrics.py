@@ -24,6 +24,7 @@ class Metrics:
         self._values: dict[str, Any] = {}
         self._due = 0.0
         self._window = (time.monotonic(), 0)
+        self._input = (0.0, 0.0)
         self._last_step: float | None = None
         self._rescaled_from: float | None = None
         self._announces_pause = False
@@ -69,6 +70,11 @@ class Metrics:
         record: dict[str, Any] = {}
         if done > 0 and now > since:
             record["throughput"] = done / (now - since)
+        loop_s, wait_s = (
+            now - then for now, then in zip(worker.input_times.waited, self._input, strict=True)
+        )
+        if loop_s > 0:
+            record["data_wait"] = round(min(1.0, wait_s / loop_s), 4)
         rate = worker.averagers.learning_rate()
         if rate is not None:
             record["lr"] = rate
@@ -80,6 +86,7 @@ class Metrics:
             if name not in own:  # the scheduling decisions rely on the library's own values
                 record[name] = worker.frontend.plain(value)
         self._window = (now, worker.progress.examples)
+        self._input = worker.input_times.waited
         worker.sink.send(msg.Metrics(worker.position, worker.communicator.size, record))
 
 

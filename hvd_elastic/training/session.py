@@ -13,6 +13,7 @@ from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.elastic import all_returned, end_training, start_static, static_rank_lost
+from hvd_elastic.training.input.worker import serve_ranks
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import AFTER_LOOP, Phase
 from hvd_elastic.wire import messages as msg
@@ -40,6 +41,8 @@ class Session:
             ScriptError: this is the second training of the script, or the launcher does not fit.
         """
         ctx, worker = self._ctx, self._ctx.worker
+        if worker.reads:
+            serve_ranks(ctx)
         if ctx.has_trained:
             raise ScriptError(
                 f"{self._name} is a second training in this script, which has one: it is where "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
@@ -14,6 +15,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.averagers import Averagers
 from hvd_elastic.training.frontend import Frontend, State
+from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import Sink, open_sink
@@ -39,9 +41,11 @@ class Worker:
         generation: number of the current generation.
         life: term of the leader, which distinguishes generations of different leaders.
         link: link to the agent; None without one.
+        reads: whether this process reads for the ranks of other hosts and does not train.
         options: options that the leader sets for all workers.
         sink: receiver of this worker's messages.
         audit: whether the indices that are read are reported.
+        input_times: how long this rank waits for its data.
         progress: progress of training, equal on all ranks between two steps.
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
@@ -58,6 +62,7 @@ class Worker:
         self.generation = 0
         self.life = ""
         self.progress = Progress()
+        self.input_times = InputTimes()
         self.stop_reason = ""
         self.left_epoch = ""
         self.in_train = False
@@ -72,6 +77,7 @@ class Worker:
         )
         self.link: AgentLink | None = None
         self.options = msg.WorkerOptions()
+        self.reads = mode is Mode.AGENT and os.environ.get("HVD_ELASTIC_READS") == "1"
         if mode is Mode.AGENT:
             self.link = AgentLink.from_environment(self._on_abort, self.activity)
             self.options = worker_options()
@@ -142,6 +148,7 @@ class Worker:
             longest_step_s=round(self.longest_step_s, 3),
             longest_wait_s=round(communicator.longest_wait_s, 3),
             line=script_line() if max(step_s, waiting_s) >= _LONG_S else "",
+            reading=self.input_times.reading(),
         )
         if waiting_s >= _LONG_S:
             detailed = dataclasses.replace(

@@ -32,6 +32,7 @@ _TITLES = {
     "throughput": ("Throughput", "examples/s", "throughput"),
     "loss": ("Loss", "", "loss"),
     "goodput": ("Goodput", "useful examples/s", "throughput"),
+    "data_wait": ("Wait for data", "of the time", "other"),
     "lr": ("Learning rate", "", "other"),
     "global_batch_size": ("Global batch size", "examples", "size"),
     "noise_scale": ("Gradient noise scale", "examples", "other"),

@@ -17,7 +17,7 @@ from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -32,11 +32,13 @@ class WorkerOptions(_Plain):
         heartbeat_s: time between heartbeats [s].
         audit: whether to record which examples were really read.
         checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
+        input_hosts: whether input hosts read for the ranks.
     """
 
     heartbeat_s: float = 1.0
     audit: bool = False
     checkpoint_every_s: float = 0.0
+    input_hosts: bool = False
 
 
 SAVED_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"
@@ -376,6 +378,13 @@ class FileSaved(WorkerReport, tag="saved"):
         return self.file.event_fields(self.path, self.seconds)
 
 
+class InputServing(WorkerReport, tag="input_serving"):
+    """A worker of an input host reads for the ranks, in one process for each port."""
+
+    ports: list[int]
+    examples: int
+
+
 class CheckpointFailed(WorkerReport, tag="checkpoint_failed"):
     """A worker could not write its shard."""
 
@@ -400,6 +409,7 @@ _Report = (
     | Used
     | CheckpointWritten
     | CheckpointFailed
+    | InputServing
     | FileSaved
 )
 WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | Imported | _Report
@@ -443,6 +453,32 @@ class Recorded(_ToWorker, tag="recorded"):
     step: int
 
 
+class ServeInput(_ToWorker, tag="serve_input"):
+    """Read for the ranks: in so many processes, listening on ``address``.
+
+    ``certificate`` is the private key and certificate of the run, which both sides show.
+    """
+
+    processes: int
+    address: str
+    certificate: str
+
+
+class InputServer(_Plain):
+    """The processes of an input host that read."""
+
+    host: str
+    address: str
+    ports: list[int]
+
+
+class UseInput(_ToWorker, tag="use_input"):
+    """The processes of input hosts that read for the ranks now; replaces an earlier list."""
+
+    certificate: str
+    servers: list[InputServer]
+
+
 class End(_ToWorker, tag="end"):
     """End now if a SIGTERM was ignored."""
 
@@ -450,7 +486,7 @@ class End(_ToWorker, tag="end"):
 Instruction = Join | Hold | Leave
 """Messages that the training thread waits for; the others take effect at once."""
 
-AgentToWorker = Instruction | Abort | SaveState | Recorded | End
+AgentToWorker = Instruction | Abort | SaveState | Recorded | End | ServeInput | UseInput
 
 
 # ---- leader → agent
@@ -521,11 +557,15 @@ class LeaderBeat(_ToAgent, tag="beat"):
 
 
 class StartWorker(_ToAgent, tag="start_worker"):
-    """Start a standby worker; ``slots`` is the number of processes that share the host."""
+    """Start a standby worker; ``slots`` is the number of processes that share the host.
+
+    ``reads``: it reads for the ranks of other hosts and does not train.
+    """
 
     worker: str
     local_rank: int
     slots: int
+    reads: bool = False
 
 
 class AnnounceGeneration(_ToAgent, tag="announce"):
@@ -587,7 +627,7 @@ class Tell(_ToAgent, tag="tell"):
     """Forward a message to a worker."""
 
     worker: str
-    message: Hold | Leave | SaveState
+    message: Hold | Leave | SaveState | ServeInput | UseInput
 
 
 class Kill(_ToAgent, tag="kill"):

@@ -19,9 +19,9 @@ from typing import Any
 
 from hvd_elastic.cluster.copy.chain import Chain, Verdict, Why
 from hvd_elastic.cluster.copy.job import Copied, CopyJob, CopyProgress
-from hvd_elastic.cluster.copy.keys import make_certificate
 from hvd_elastic.cluster.copy.node.frames import pack, unpack
 from hvd_elastic.errors import HostUnreachableError, HvdElasticError, SshError, UsageError
+from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host

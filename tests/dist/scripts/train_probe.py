@@ -1,19 +1,30 @@
-"""A small training job in PyTorch that says what it holds; see ``probe.py``."""
+"""A small training job in PyTorch that says what it holds; see ``probe.py``.
 
+With ``--augment`` each rank appends to ``<folder>/examples.jsonl`` the bytes of each example that
+it is given.
+"""
+
+import json
+import os
+import random
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.data import ShardDataset
 from hvd_elastic.training import context
-from tests.dist.scripts.probe import Probe, options
+from tests.dist.scripts.probe import HOST, Probe, options
 
 parser = options()
 parser.add_argument("--shards", help="read arrays of 8 numbers from this folder or URL")
+parser.add_argument("--augment", type=float, help="at random, in so many seconds an example")
 parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--grad-scaler", action="store_true", help="with a scale that grows")
@@ -60,6 +71,33 @@ if args.shards is not None:
     _, is_url, place = args.shards.partition("://")
     cache = Path(place).with_name("cached-shards") if is_url else None
     dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2, cache=cache)
+
+
+class Augmented(Dataset[Any]):
+    """Examples with random noise of each kind, their index, and a hash of the host that read it."""
+
+    def __len__(self):
+        return args.examples
+
+    def __getitem__(self, index):
+        time.sleep(args.augment)
+        noise = torch.randn(8) + random.random() + float(np.random.rand())
+        return inputs[index] + 0.01 * noise, targets[index], index, zlib.crc32(HOST.encode())
+
+
+def note_examples(batch, indices, hosts):
+    epoch = context.current().worker.progress.epoch
+    rows = [
+        {"epoch": epoch, "index": index, "host": host, "bytes": row.numpy().tobytes().hex()}
+        for row, index, host in zip(batch, indices.tolist(), hosts.tolist(), strict=True)
+    ]
+    out = os.open(args.folder / "examples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    os.close(out)
+
+
+if args.augment is not None:
+    dataset = Augmented()
 loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     dataset,
     args.batch_size,
@@ -67,6 +105,7 @@ loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
     num_workers=args.num_workers,
     max_batch_size=args.max_batch_size,
     unequal_shares=args.unequal_shares or None,
+    seed_examples=args.augment is not None,
 )
 
 
@@ -89,7 +128,9 @@ def enough():
 @hvd.run
 def train(state):
     for _ in hvd.epochs(args.epochs):
-        for inputs, targets in loader:
+        for inputs, targets, *read in loader:
+            if read:
+                note_examples(inputs, *read)
             if not len(context.current().step.passes) > 1:
                 tell_if_due(state)
             optimizer.zero_grad()

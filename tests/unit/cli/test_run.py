@@ -168,6 +168,31 @@ def test_hosts_that_cannot_be_pinned(
     assert message.startswith(f"error: {wanted}")
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--input-hosts", "n[1-3]"], "host n1 has 2 slots in hosts, so it trains"),
+        (["--input-hosts", "n[9"], "--input-hosts: "),
+        (["--input-hosts", "cpu1", "--mpi"], "a job under --mpi has no leader to lead input hosts"),
+        (["-H", "reads"], "all hosts of reads read, and none trains"),
+    ],
+)
+def test_hosts_that_cannot_read_for_the_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    wanted: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
+    (tmp_path / "reads").write_text("cpu1 slots=0 labels=input\n")
+    given = options if "-H" in options else ["-H", "hosts", *options]
+    status, message = call(*given, "--", "true", capsys=capsys)
+    assert status in (1, 2)
+    assert f"error: {wanted}" in message
+
+
 def test_hosts_are_pinned_by_a_hostfile(capsys: pytest.CaptureFixture[str]) -> None:
     status, message = call("--pin-hosts", "n1", "--", "true", capsys=capsys)
     assert status == 2

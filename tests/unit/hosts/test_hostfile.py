@@ -75,6 +75,7 @@ def test_order_comments_and_blank_lines() -> None:
         ("-oProxyCommand=id", ["line 1", "column 1", "begins with '-'"]),
         ("a\nroot@-x", ["line 2", "column 6", "begins with '-'"]),
         ("a slots=0", ["column 9", "slots is 0"]),
+        ("a slots=0 labels=spot", ["column 9", "labels=input"]),
         ("a slots=-1", ["'-1'"]),
         ("a slots=two", ["whole number", "'two'"]),
         ("a slots=", ["whole number", "''"]),
@@ -254,3 +255,10 @@ def test_examples_can_be_read(path: Path) -> None:
     hostfile = parse_hostfile(path)
     assert hostfile.slots >= len(hostfile) >= 1
     assert path.read_text().startswith("#"), "an example begins with a comment that explains it"
+
+
+def test_a_host_that_only_reads_has_no_slots() -> None:
+    found = parse_hosts("a slots=2\ncpu[1-2] slots=0 cpus=16 labels=input,spot\n", "hosts")
+    assert [(host.name, host.slots) for host in found] == [("a", 2), ("cpu1", 0), ("cpu2", 0)]
+    assert found.slots == 2
+    assert parse_hosts(format_hostfile(found), "again").hosts == found.hosts

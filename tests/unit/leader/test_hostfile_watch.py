@@ -80,3 +80,28 @@ def test_where_the_policy_minds_the_cost_the_cheapest_hosts_come_first(
     found = list(watch.hosts)
     assert found[: len(first)] == first
     assert sorted(found) == ["a", "b", "c", "d"]
+
+
+def test_hosts_that_read_do_not_train(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\ncpu1 slots=0 cpus=8 labels=input\nb\n")
+    told: list[str] = []
+    spec = RunSpec(("true",), "/", hostfile=str(hostfile), input_hosts=("cpu2",))
+    watch = HostfileWatch(spec, told.append)
+    watch.read()
+    assert [(host.name, host.slots) for host in watch.slots] == [("a", 2), ("b", 1)]
+    assert [*watch.input_hosts] == ["cpu1", "cpu2"]
+    assert watch.input_hosts["cpu1"].cpus == 8
+
+
+def test_a_host_that_trains_cannot_become_one_that_reads(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\n")
+    told: list[str] = []
+    watch = HostfileWatch(RunSpec(("true",), "/", hostfile=str(hostfile)), told.append)
+    watch.read()
+    hostfile.write_text("a slots=2\nb slots=4 labels=input\n")
+    assert not watch.changed()
+    assert "host b has 4 slots" in told[0]
+    assert "slots=0" in told[0]
+    assert [*watch.hosts] == ["a"]

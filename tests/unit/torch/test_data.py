@@ -30,9 +30,11 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import Blocks, block_order, epoch_order, permutation
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.step import Pass, Step
+from hvd_elastic.wire.messages import WorkerOptions
 from tests.paths import WORKER_PYTHONPATH
 
 
@@ -93,6 +95,10 @@ class FakeContext:
     rollback: FakeLoopWatch = field(default_factory=FakeLoopWatch)
     step: Step = field(default_factory=Step)
     last_reader: Any = None
+    input_times: InputTimes = field(default_factory=InputTimes)
+    options: WorkerOptions = field(default_factory=WorkerOptions)
+    link: None = None
+    input_source: Any = None
     has_ranks = True
     frontend = TorchFrontend()
 

@@ -18,10 +18,10 @@ import socket
 import ssl
 import struct
 import sys
-import tempfile
 import zlib
-from collections.abc import Iterator
 from typing import Any, BinaryIO, Callable  # noqa: UP035  # Python 3.7 has no others
+
+from hvd_elastic.hosts.programs.tls import tls_context
 
 HEADER = struct.Struct("!BIQI")  # kind, index of the file, offset, bytes of payload
 # Kinds of frames: piece of a file, its end, a whole small file, a file that fails, the end of all.
@@ -244,7 +244,11 @@ def _secure(sock: socket.socket, secret: bytes, certificate: str | None, feeds: 
         if sys.platform == "linux":
             # Unsent data in the kernel's buffer is lost when the feeder changes; keep it small.
             sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        channel = sock if certificate is None else _Tls(sock, _context(certificate, feeds), feeds)
+        channel = (
+            sock
+            if certificate is None
+            else _Tls(sock, tls_context(certificate, client=feeds), feeds)
+        )
         link = Link(sock, channel)
         _prove(link, secret, feeds)
         sock.settimeout(None)
@@ -268,34 +272,3 @@ def _prove(link: Link, secret: bytes, feeds: bool) -> None:
     shown = read_exactly(link.file, DIGEST_BYTES)
     if not hmac.compare_digest(shown, proof(other, mine, theirs)):
         raise LinkError("who answers is no node of this copy")
-
-
-def _context(certificate: str, feeds: bool) -> ssl.SSLContext:
-    """Return a TLS context that shows this certificate and accepts no other."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if feeds else ssl.PROTOCOL_TLS_SERVER)
-    context.check_hostname = False
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.verify_mode = ssl.CERT_REQUIRED
-    begin = certificate.index("-----BEGIN CERTIFICATE-----")
-    context.load_verify_locations(cadata=certificate[begin:])
-    with _as_file(certificate) as path:
-        context.load_cert_chain(path)
-    return context
-
-
-@contextlib.contextmanager
-def _as_file(text: str) -> Iterator[str]:
-    """Yield a path where OpenSSL can read the text; it is only in memory where possible."""
-    data = text.encode("ascii")
-    if hasattr(os, "memfd_create"):
-        number = os.memfd_create("certificate")
-        try:
-            os.write(number, data)
-            yield f"/proc/self/fd/{number}"
-        finally:
-            os.close(number)
-        return
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        yield file.name

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.cluster.copy.keys import make_certificate
 from hvd_elastic.cluster.copy.node import feed as copy_feed
 from hvd_elastic.cluster.copy.node import frames as wire
 from hvd_elastic.cluster.copy.node import renaming
@@ -29,6 +28,7 @@ from hvd_elastic.cluster.copy.node.feed import LINK_UNKNOWN, Packer
 from hvd_elastic.cluster.copy.node.renaming import sync_disk
 from hvd_elastic.cluster.copy.node.store import SharedError, Target
 from hvd_elastic.cluster.copy.node.tree import Tree, check_inside, is_excluded, read_tree, walk
+from hvd_elastic.hosts.certificate import make_certificate
 from tests import small_disk
 
 SECRET = b"s" * 32

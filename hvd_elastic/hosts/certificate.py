@@ -1,4 +1,4 @@
-"""Create the certificate of one copy, by which its nodes authenticate one another."""
+"""Create a certificate by which the processes of one run, or of one copy, know one another."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from datetime import datetime, timezone
 def make_certificate() -> str:
     """Return a new private key and its self-signed certificate as PEM text.
 
-    Every node of a copy receives it over ssh and accepts only peers that show this certificate.
-    Its validity does not depend on the date, since clocks of hosts may be wrong; it is used for one
-    copy only.
+    Every process receives it over ssh and accepts only peers that show this certificate. Its
+    validity does not depend on the date, since clocks of hosts may be wrong; it is used for one run
+    or copy only.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -18,7 +18,7 @@ def make_certificate() -> str:
     from cryptography.x509.oid import NameOID
 
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "copyclust")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "hvd_elastic")])
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)

@@ -1,0 +1,239 @@
+"""Leads the hosts that read for the ranks: their agents, and one worker of the script on each.
+
+They hold no state of the run. So a lost one is started again and nothing else happens: the ranks
+read what it was asked for elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvd_elastic.control.events import AgentFailed, WorkerExited
+from hvd_elastic.control.fleet import backoff
+from hvd_elastic.hosts.certificate import make_certificate
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.leader.agents import Agents
+from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.leader.workers import Workers
+from hvd_elastic.policy.input import InputWatch
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.wire import messages as msg
+
+_AGAIN_S = (1.0, 2.0, 5.0, 15.0, 30.0)
+"""Delays before an input host is started again [s], by the number of failures in a row."""
+_MOST_SCRIPT_FAILURES = 3
+"""Failures of the script in a row after which a host is left out until the hostfile is saved."""
+
+
+@dataclass
+class _InputHost:
+    """What is known of one input host."""
+
+    host: Host
+    starts: int = 0
+    failures: int = 0
+    script_failures: int = 0
+    start_at: float = 0.0
+    """When to start it next [s]; infinite: it runs, or is left out."""
+    worker: str = ""
+    error: str = field(default="")
+    """Why its script failed; empty: it did not."""
+
+
+class InputHosts:
+    """Holds the input hosts of a run.
+
+    Args:
+        spec: specification of the run.
+        folder: run folder, for the logs of the workers.
+        environment: variables for the workers.
+        led: returns the identity of this leader.
+        post: has a function called in the leader's loop.
+        emit: records an event.
+        changed: called when the ranks should read from other processes.
+
+    Attributes:
+        watch: follows how long the ranks wait for their data.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        environment: Mapping[str, str],
+        led: Callable[[], msg.LeaderIdentity],
+        post: Callable[[Callable[[], None]], None],
+        emit: Callable[[str, Mapping[str, Any]], None],
+        changed: Callable[[msg.UseInput], None],
+    ) -> None:
+        self._agents = Agents(
+            spec,
+            environment,
+            lambda agent, message: post(lambda: self._heard(agent, message)),
+        )
+        self._failure_timeout_s = spec.failure_timeout_s
+        self._led, self._emit, self._changed = led, emit, changed
+        self._workers = Workers(folder)
+        self._known: dict[str, _InputHost] = {}
+        self._servers: dict[str, msg.InputServer] = {}
+        self._certificate = ""
+        self.watch = InputWatch()
+
+    @property
+    def use(self) -> msg.UseInput | None:
+        """What a new rank has to be told; None: nothing."""
+        if not self._servers:
+            return None
+        return msg.UseInput(self._certificate, [*self._servers.values()])
+
+    def update(self, hosts: Mapping[str, Host]) -> None:
+        """Use these input hosts, and no others; those that were left out are tried again."""
+        for name in [name for name in self._known if name not in hosts]:
+            del self._known[name]
+            if name in self._agents.by_host:
+                self._agents.leave(name)
+                self._agents.release(lambda _: False)
+            self._gone(name, "it was taken out of the run")
+        for name, host in hosts.items():
+            known = self._known.setdefault(name, _InputHost(host))
+            known.host, known.script_failures = host, 0
+            if name not in self._agents.by_host:
+                known.start_at = min(known.start_at, time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Start hosts that are due, send heartbeats, and give up silent hosts."""
+        if not self._known:
+            return
+        for name, known in self._known.items():
+            if now >= known.start_at:
+                known.start_at = math.inf
+                if not self._certificate:
+                    self._certificate = make_certificate()
+                hosts = {each.host.name: each.host for each in self._known.values()}
+                self._agents.start(name, hosts, self._led(), take_over=False)
+        self._agents.beat(now, None)
+        for name, silent_s in (self._agents.silence(now) or {}).items():
+            if silent_s > self._failure_timeout_s:
+                self._agents.by_host.pop(name).drop()
+                self._failed(name, f"no sign of life for {silent_s:.1f} s")
+
+    def watch_ranks(self, members: Sequence[tuple[str, str]]) -> None:
+        """Record how long the ranks wait for their data, if that has changed.
+
+        Args:
+            members: worker and host of each rank.
+        """
+        found = self.watch.look(members)
+        if found is not None:
+            self._emit("input", found.as_fields())
+
+    def drop(self) -> None:
+        """Close all connections; another leader leads the run."""
+        self._agents.drop()
+
+    def end(self) -> None:
+        """End all agents and their workers."""
+        self._known.clear()
+        self._agents.end()
+        self._workers.close()
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def _heard(self, agent: AgentConnection, message: FromAgent) -> None:
+        name = agent.host.name
+        known = self._known.get(name)
+        if known is None or self._agents.by_host.get(name) is not agent:
+            return
+        if not isinstance(message, AgentFailed) and message.seq:
+            agent.acted_upon = message.seq
+        match message:
+            case msg.AgentHello():
+                self._start_worker(known, message)
+            case AgentFailed(cause=cause, fatal=fatal):
+                del self._agents.by_host[name]
+                self._failed(name, cause, fatal=fatal)
+            case msg.AgentWarning(message=text):
+                self._warn(f"host {name}: {text}")
+            case msg.Log(worker=worker, data=data) if worker == known.worker:
+                self._workers.log(worker, data)
+            case msg.WorkerNotStarted(error=error):
+                self._script_failed(known, f"its command cannot be started: {error}")
+            case msg.WorkerEnded(worker=worker) if worker == known.worker:
+                self._ended(known, message)
+            case msg.WorkerSaid(worker=worker, message=said) if worker == known.worker:
+                self._on_report(agent, known, said)
+
+    def _start_worker(self, known: _InputHost, hello: msg.AgentHello) -> None:
+        name = known.host.name
+        known.starts += 1
+        known.worker, known.error = f"{name}:input.{known.starts}", ""
+        self._workers.places[known.worker] = (name, 0)
+        address = hello.interfaces.get(hello.interface or "", "127.0.0.1")
+        task = msg.ServeInput(known.host.cpus or hello.cpus, address, self._certificate)
+        self._agents.send(name, msg.StartWorker(known.worker, 0, 1, reads=True))
+        self._agents.send(name, msg.Tell(known.worker, task))
+
+    def _on_report(self, agent: AgentConnection, known: _InputHost, said: Any) -> None:
+        name = known.host.name
+        match said:
+            case msg.InputServing(ports=ports):
+                assert agent.info is not None
+                known.failures = known.script_failures = 0
+                address = agent.info.interfaces.get(agent.info.interface or "", "127.0.0.1")
+                self._servers[name] = msg.InputServer(name, address, ports)
+                self._emit("input_host_joined", {"host": name, "processes": len(ports)})
+                self._tell_ranks()
+            case msg.ScriptRaised(traceback=text):
+                self._workers.write(known.worker, text)
+                known.error = text.strip().rsplit("\n", 1)[-1]
+            case msg.WorkerWarning(message=text):
+                self._warn(f"input host {name}: {text}")
+
+    def _ended(self, known: _InputHost, message: msg.WorkerEnded) -> None:
+        exited = WorkerExited(message.worker, message.code, message.signal)
+        self._workers.failure_told = True  # the run does not fail, so its log need not be shown
+        self._workers.ended(exited)
+        ended = f"exit status {message.code}" if message.signal is None else "it was killed"
+        if message.signal is None:
+            self._script_failed(known, known.error or f"its script ended with {ended}")
+        else:
+            self._failed(known.host.name, f"its worker ended by signal {message.signal}")
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def _script_failed(self, known: _InputHost, why: str) -> None:
+        known.script_failures += 1
+        left_out = known.script_failures >= _MOST_SCRIPT_FAILURES
+        self._failed(known.host.name, why, fatal=left_out)
+
+    def _failed(self, name: str, cause: str, *, fatal: bool = False) -> None:
+        """Note that a host does not read any more; start it again unless that is useless."""
+        known = self._known[name]
+        known.failures += 1
+        known.worker = ""
+        known.start_at = math.inf if fatal else time.monotonic() + backoff(_AGAIN_S, known.failures)
+        if name in self._agents.by_host:  # its agent lives; a new one starts with a clean host
+            self._agents.leave(name)
+            self._agents.release(lambda _: False)
+        end = "save the hostfile to have it tried again" if fatal else "trying again"
+        if not self._gone(name, cause):
+            self._warn(f"input host {name} cannot be used: {cause}; {end}")
+
+    def _gone(self, name: str, cause: str) -> bool:
+        """Tell the ranks that a host does not read any more; return whether it did."""
+        if self._servers.pop(name, None) is None:
+            return False
+        self._emit("input_host_left", {"host": name, "cause": cause})
+        self._tell_ranks()
+        return True
+
+    def _tell_ranks(self) -> None:
+        self._changed(msg.UseInput(self._certificate, [*self._servers.values()]))
+
+    def _warn(self, text: str) -> None:
+        self._emit("warning", {"message": text})

@@ -1,0 +1,287 @@
+"""Decides whether training waits for its data, what would help, and by how much.
+
+All ranks of a step wait for the one whose data comes last, so the rank that waits most decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_WINDOW_S = 5.0
+"""Least time in the loop that is looked at [s]: a few steps, and ticks of 10 ms of processor time
+do not matter."""
+_NOTABLE = 0.05
+"""Part of the time that is worth a remedy."""
+_MOVED = 0.05
+"""Change of that part that is recorded again."""
+_COMPUTES = 0.6
+"""Part of its time that a reader uses a core, above which it computes rather than waits."""
+_CROWDED = 0.85
+"""Part of a machine's cores in use above which its processes wait for each other."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a worker has read of its training data since its process began.
+
+    Attributes:
+        loop_s: time in the loop over the loader [s].
+        wait_s: part of it that waited for data [s]; on a GPU, the time that the GPU was idle.
+        cpu_s: processor time that reading took, on input hosts too [s]; None: not known.
+        examples: number of examples.
+        processes: number of processes of the worker that read; 0: the training process itself;
+            None: not known.
+        helpers: number of processes of input hosts that read for it.
+    """
+
+    loop_s: float = 0.0
+    wait_s: float = 0.0
+    cpu_s: float | None = None
+    examples: int = 0
+    processes: int | None = None
+    helpers: int = 0
+
+    def since(self, then: Reading) -> Reading:
+        """Return what was read after an earlier reading of the same process."""
+        known = self.cpu_s is not None and then.cpu_s is not None
+        return Reading(
+            self.loop_s - then.loop_s,
+            self.wait_s - then.wait_s,
+            max(0.0, (self.cpu_s or 0.0) - (then.cpu_s or 0.0)) if known else None,
+            self.examples - then.examples,
+            self.processes,
+            self.helpers,
+        )
+
+    @property
+    def share(self) -> float:
+        """Part of the time in the loop that waited for data, in [0, 1]."""
+        return min(1.0, self.wait_s / self.loop_s) if self.loop_s > 0 else 0.0
+
+    @property
+    def cores(self) -> float:
+        """Mean number of cores that read."""
+        return (self.cpu_s or 0.0) / self.loop_s if self.loop_s > 0 else 0.0
+
+    @property
+    def computes(self) -> bool:
+        """Whether what is waited for uses the processor, and not storage or the network."""
+        if self.cpu_s is None:
+            return False
+        readers = (self.processes or 0) + self.helpers
+        if readers:  # they are all busy while they are waited for
+            return self.cores >= _COMPUTES * readers * self.share
+        return self.cpu_s >= _COMPUTES * self.wait_s
+
+
+@dataclass(frozen=True)
+class InputSupply:
+    """How many examples the cores of machines can read in a second.
+
+    Attributes:
+        core_s: processor time to read one example [s], > 0.
+        machines: (host, machine, cores) of known hosts; several hosts can be parts of a machine.
+    """
+
+    core_s: float
+    machines: tuple[tuple[str, str, int], ...]
+
+    def most(self, counts: Sequence[tuple[str, int]]) -> float:
+        """Return the most examples/s of ranks with equal shares; infinite if nothing is known.
+
+        Args:
+            counts: pairs of host and number of ranks on it.
+        """
+        place = {host: (machine, cores) for host, machine, cores in self.machines}
+        ranks: dict[tuple[str, int], int] = {}
+        for host, number in counts:
+            if host in place:
+                ranks[place[host]] = ranks.get(place[host], 0) + number
+        each = [cores / number for (_, cores), number in ranks.items() if number]
+        return min(each, default=math.inf) * sum(n for _, n in counts) / self.core_s
+
+
+@dataclass(frozen=True)
+class InputFinding:
+    """What a window of training shows of its input.
+
+    Attributes:
+        share: part of the time that the rank waits which waits most, in [0, 1].
+        shares: that of each rank.
+        bound: what is waited for: ``cores``, ``storage`` (or the network), ``unknown``, or
+            ``nothing``.
+        more_cores: further cores that would end the wait; None: not known, or no remedy.
+        core_s: processor time to read an example [s]; None: not known.
+        helpers: number of processes of input hosts that read for the ranks.
+        reason: all that in words.
+    """
+
+    share: float
+    shares: tuple[float, ...]
+    bound: str
+    more_cores: float | None
+    core_s: float | None
+    helpers: int
+    reason: str
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields of the event ``input``."""
+        return {
+            "share": round(self.share, 4),
+            "shares": [round(share, 4) for share in self.shares],
+            "bound": self.bound,
+            "more_cores": None if self.more_cores is None else round(self.more_cores, 2),
+            "core_s": None if self.core_s is None else float(f"{self.core_s:.4g}"),
+            "helpers": self.helpers,
+            "reason": self.reason,
+        }
+
+
+def find_input_bound(
+    readings: Sequence[Reading], hosts: Sequence[str], machines: Mapping[str, tuple[str, int]]
+) -> InputFinding:
+    """Return whether ranks wait for data, and what would end it.
+
+    Args:
+        readings: what each rank has read in a window, by rank; at least one.
+        hosts: host of each rank.
+        machines: machine of each known host, and its number of cores.
+
+    >>> one = Reading(loop_s=10, wait_s=5, cpu_s=5, examples=100, processes=0)
+    >>> find_input_bound([one], ["a"], {"a": ("a", 4)}).reason
+    'ranks wait 50 % of the time for data: reading takes 50 ms of a core for each example, and 1.0 \
+more core of decoding would end it: num_workers=1'
+    """
+    shares = tuple(reading.share for reading in readings)
+    worst = max(range(len(readings)), key=lambda rank: shares[rank])
+    share, reading = shares[worst], readings[worst]
+    cpu = [each.cpu_s for each in readings if each.cpu_s is not None]
+    examples = sum(each.examples for each in readings)
+    cpu_s = sum(cpu)
+    core_s = cpu_s / examples if len(cpu) == len(readings) and examples and cpu_s else None
+    helpers = sum(each.helpers for each in readings)
+    percent = f"{100 * share:.0f} %"
+    if share < _NOTABLE:
+        reason = f"input is no bottleneck: ranks wait {percent} of the time for data"
+        return InputFinding(share, shares, "nothing", None, core_s, helpers, reason)
+    said = f"ranks wait {percent} of the time for data"
+    if core_s is None:
+        reason = (
+            f"{said}; let more of it be read ahead: prefetch and num_parallel_calls of map, "
+            "--input-hosts for hvd_elastic.torch, or a cheaper transform"
+        )
+        return InputFinding(share, shares, "unknown", None, None, helpers, reason)
+    found = [_Need.of(each) for each in readings]
+    more = sum(need.more for need in found)
+    crowded, idle = _cores_at(hosts[worst], readings, hosts, machines)
+    said = f"{said}: reading takes {_milliseconds(core_s)} of a core for each example"
+    if reading.helpers and not reading.computes:
+        reason = (
+            f"{said}, and the processes of input hosts are not busy: the link to them is the "
+            "limit, or their storage; send less (uint8, cropped pictures), or read more on this "
+            f"host: num_workers={(reading.processes or 0) + 1}"
+        )
+        return InputFinding(share, shares, "storage", None, core_s, helpers, reason)
+    if not reading.computes and not crowded:
+        processes = reading.processes or 0
+        reason = (
+            f"{said}, and the rest of the wait is for storage or the network, which more cores do "
+            f"not shorten: num_workers={max(2, 2 * processes)} waits for more files at a time; "
+            "keep the data on the hosts (copyclust), in shards, or smaller"
+        )
+        return InputFinding(share, shares, "storage", None, core_s, helpers, reason)
+    number = f"{more:.1f}" if more < 10 else f"{more:.0f}"
+    further = "further " if helpers else ""
+    remedy = f"{further}--input-hosts with so many, or a cheaper transform such as a scaled decode"
+    here = found[worst]
+    if here.more <= idle and not helpers:
+        processes = math.ceil(here.needed - 0.01)
+        remedy = f"num_workers={max(processes, (reading.processes or 0) + 1)}"
+    cores = "core" if more <= 1 else "cores"
+    reason = f"{said}, and {number} more {cores} of decoding would end it: {remedy}"
+    return InputFinding(share, shares, "cores", more, core_s, helpers, reason)
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Cores that read for a rank without its waiting, and those of them that do not read yet."""
+
+    needed: float
+    more: float
+
+    @classmethod
+    def of(cls, reading: Reading) -> _Need:
+        # Without the wait, the same examples are read in the rest of the time.
+        needed = reading.cores / max(1 - reading.share, 0.01)
+        # The training process is not free to read while it trains.
+        reads = reading.processes or reading.helpers
+        return cls(needed, needed - (reading.cores if reads else 0.0))
+
+
+def _cores_at(
+    host: str,
+    readings: Sequence[Reading],
+    hosts: Sequence[str],
+    machines: Mapping[str, tuple[str, int]],
+) -> tuple[bool, float]:
+    """Return whether the cores of a host's machine are in use, and idle cores for each rank."""
+    if host not in machines:
+        return False, math.inf
+    machine, cores = machines[host]
+    there = [
+        r for r, h in zip(readings, hosts, strict=True) if machines.get(h, ("",))[0] == machine
+    ]
+    # A rank that does not wait for data is taken to use one core.
+    used = sum(
+        (reading.cores if reading.processes else 0.0) + 1 - reading.share for reading in there
+    )
+    return used >= _CROWDED * cores, max(0.0, cores - used) / len(there)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.2g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
+
+
+class InputWatch:
+    """Follows how long the ranks of a run wait for their data.
+
+    Attributes:
+        machines: machine and number of cores of each known host.
+    """
+
+    def __init__(self) -> None:
+        self.machines: dict[str, tuple[str, int]] = {}
+        self._now: dict[str, Reading] = {}
+        self._then: dict[str, Reading] = {}
+        self._said: InputFinding | None = None
+
+    def note(self, worker: str, reading: Reading | None) -> None:
+        """Store the reading of a worker's last heartbeat."""
+        if reading is not None:
+            self._now[worker] = reading
+            self._then.setdefault(worker, reading)
+
+    def look(self, members: Sequence[tuple[str, str]]) -> InputFinding | None:
+        """Return a finding of a whole window if it is worth recording, else None.
+
+        Args:
+            members: worker and host of each rank.
+        """
+        found = []
+        for worker, _ in members:
+            if worker not in self._now:
+                return None
+            found.append(self._now[worker].since(self._then[worker]))
+        if not found or min(each.loop_s for each in found) < _WINDOW_S:
+            return None
+        self._then = {worker: self._now[worker] for worker, _ in members}
+        finding = find_input_bound(found, [host for _, host in members], self.machines)
+        said = self._said
+        if said is not None and said.bound == finding.bound:
+            if abs(said.share - finding.share) < _MOVED:
+                return None
+        self._said = finding
+        return finding

@@ -1,0 +1,117 @@
+"""What a loader reads, in any process: examples by index, transformed, collated, and as buffers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from typing import Any
+
+import torch
+
+from hvd_elastic.training.input.server import seed_example, undisturbed
+
+_PLAIN = frozenset(
+    (
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    )
+)
+"""Types of tensors that are sent as their bytes."""
+
+
+class LoaderSource:
+    """Implements :class:`hvd_elastic.training.input.server.Source` for a loader.
+
+    Args:
+        dataset: the script's data set.
+        examples: number of its examples.
+        collate: the script's collate function.
+        seed: seed of the data order.
+        started: called in a process that was forked to read, with its number.
+        pins: whether batches are put into pinned memory.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        examples: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        started: Callable[[int], None],
+        *,
+        pins: bool,
+    ) -> None:
+        self.examples = examples
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._started = started
+        self._pins = pins
+
+    def start(self, number: int) -> None:
+        """See :class:`Source`."""
+        torch.set_num_threads(1)  # as in PyTorch's loader: each core has a process of its own
+        self._started(number)
+
+    def make(self, epoch: int, indices: Sequence[int]) -> Any:
+        """See :class:`Source`; a data set with ``__getitems__`` is seeded once for all of them."""
+        at_once = getattr(self._dataset, "__getitems__", None)
+        if at_once:
+            self._seed_for(epoch, indices[0])
+            return self._collate(at_once(list(indices)))
+        examples = []
+        for index in indices:
+            self._seed_for(epoch, index)
+            examples.append(self._dataset[index])
+        return self._collate(examples)
+
+    def _seed_for(self, epoch: int, index: int) -> None:
+        torch.default_generator.manual_seed(seed_example(self._seed, epoch, index))
+
+    def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
+        """See :class:`Source`."""
+        with undisturbed(), torch.random.fork_rng(devices=[]):
+            return self._pinned(self.make(epoch, indices))
+
+    def pack(self, batch: Any) -> list[Any]:
+        """See :class:`Source`."""
+        buffers: list[Any] = []
+        described = BytesIO()
+        _Pickler(described, protocol=5, buffer_callback=buffers.append).dump(batch)
+        return [described.getbuffer(), *(buffer.raw() for buffer in buffers)]
+
+    def unpack(self, buffers: list[Any]) -> Any:
+        """See :class:`Source`."""
+        # They come from a process of this rank, or from one that has shown the run's certificate.
+        return self._pinned(pickle.loads(buffers[0], buffers=buffers[1:]))  # noqa: S301
+
+    def _pinned(self, batch: Any) -> Any:
+        if not (self._pins and torch.cuda.is_available()):
+            return batch
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return pin_memory(batch)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors of the CPU as their bytes, which stay out of the stream."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor is pickled."""
+        if (
+            type(value) is torch.Tensor
+            and value.device.type == "cpu"
+            and value.layout is torch.strided
+            and value.dtype in _PLAIN
+        ):
+            flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+            content: Any = flat.numpy()
+            return _tensor, (pickle.PickleBuffer(content), value.dtype, tuple(value.shape))
+        return NotImplemented
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not memoryview(buffer).nbytes:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)

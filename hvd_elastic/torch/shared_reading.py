@@ -1,0 +1,86 @@
+"""Reads the batches of a loader with processes that seed each example, also on input hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hvd_elastic.torch.device_times import cuda_event
+from hvd_elastic.torch.input_source import LoaderSource
+from hvd_elastic.training.data_order import Place
+from hvd_elastic.training.input.reader import InputReader, InputServer
+from hvd_elastic.training.worker import Worker
+from hvd_elastic.wire import messages as msg
+
+
+class SharedReading:
+    """The reader of a loader, made when it is first used.
+
+    Args:
+        source: what the loader reads.
+        processes: number of reading processes of this rank.
+        always: whether to use it also without input hosts.
+    """
+
+    def __init__(self, source: LoaderSource, processes: int, always: bool) -> None:
+        self.source = source
+        self._processes = processes
+        self._always = always
+        self._reader: InputReader | None = None
+        self._told: msg.UseInput | None = None
+        self._next_place: Place | None = None
+
+    def is_used(self, worker: Worker) -> bool:
+        """Return whether this rank's batches are read so."""
+        heard = worker.link is not None and worker.link.input is not None
+        return self._always or worker.options.input_hosts or heard
+
+    def read(
+        self,
+        worker: Worker,
+        place: Place,
+        following: Place,
+        order: Callable[[], Iterator[list[int]]],
+        *,
+        is_first: bool,
+    ) -> tuple[Any, list[int] | None]:
+        """Return the next batch; see :class:`hvd_elastic.training.data_order.Read`.
+
+        Args:
+            worker: this process.
+            place, following, is_first: see there.
+            order: returns the dataset indices of each pass from ``place`` on.
+        """
+        if self._reader is None:
+            self._reader = InputReader(self.source, self._processes, worker.warn_once)
+        told = None if worker.link is None else worker.link.input
+        if told is not self._told:
+            self._told = told
+            self._reader.use(_servers(told))
+        if is_first and self._next_place != place:
+            self._reader.begin(place.world[0], order())
+            times = worker.input_times
+            times.processes, times.pids = self._processes, self._reader.pids
+            times.helpers, times.new_event = self._reader.helpers, cuda_event
+        self._next_place = None  # unknown if reading fails
+        batch, indices = self._reader.next()
+        self._next_place = following
+        return batch, indices if worker.audit else None
+
+    def close(self) -> None:
+        """End the reading processes of this rank, and all connections."""
+        reader, self._reader = self._reader, None
+        self._told = self._next_place = None
+        if reader is not None:
+            reader.close()
+
+
+def _servers(told: msg.UseInput | None) -> list[InputServer]:
+    """Return the processes of input hosts that the leader has told of."""
+    if told is None:
+        return []
+    return [
+        InputServer(server.host, server.address, port, told.certificate)
+        for server in told.servers
+        for port in server.ports
+    ]

@@ -1,0 +1,184 @@
+"""Frames between a rank and a process that reads for it, over TLS or a local socket.
+
+A frame is a message of this module and any number of buffers. The message is decoded into its type
+and nothing else. The buffers are a batch, which its receiver unpickles; so a rank reads from an
+input host only after both have shown the certificate of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hvd_elastic import __version__
+from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.hosts.programs.tls import tls_context
+
+Buffers = list[Any]
+"""Bytes-like objects."""
+
+_HEAD = struct.Struct("!II")
+_SIZE = struct.Struct("!Q")
+_MAX_HEADER = 64 << 20
+_MAX_BUFFERS = 1 << 16
+_MAX_BATCH = 1 << 36
+"""Limits of what a peer may announce, far above any batch."""
+_CONNECT_S = 5.0
+_SEND_S = 30.0
+"""Time after which a peer that takes nothing is given up [s]: it reads all that it asks for."""
+_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+"""An idle connection that was cut is noticed after about 10 s, if the leader is not faster."""
+
+
+class LinkError(HvdElasticError):
+    """A peer of the input link cannot be used, or sent something invalid."""
+
+
+class _Frame(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
+    """Message of a frame."""
+
+
+class Offer(_Frame, tag="offer"):
+    """First message of a process that reads: its version, and the size of its data set."""
+
+    examples: int
+    version: str = __version__
+
+
+class Want(_Frame, tag="want"):
+    """A rank asks for a batch of the examples with these dataset indices."""
+
+    number: int
+    epoch: int
+    indices: list[int]
+
+
+class Batch(_Frame, tag="batch"):
+    """A batch, in the buffers of the frame; ``indices`` were read for it.
+
+    ``cpu_s`` is the processor time that it took [s].
+    """
+
+    number: int
+    indices: list[int]
+    cpu_s: float
+
+
+class Failed(_Frame, tag="failed"):
+    """The data set, transform or collate function has raised an exception."""
+
+    number: int
+    error: str
+
+
+_decoder = msgspec.json.Decoder(Offer | Want | Batch | Failed)
+
+
+class Link:
+    """Sends and receives frames over a connected socket, in one thread.
+
+    Args:
+        connected: socket or TLS connection.
+        peer: name of the other side, for errors.
+    """
+
+    def __init__(self, connected: socket.socket, peer: str) -> None:
+        self._socket = connected
+        self._peer = peer
+
+    def send(self, message: _Frame, buffers: Sequence[Any] = ()) -> None:
+        """Send a frame.
+
+        Raises:
+            OSError: the peer is gone, or takes nothing for long.
+        """
+        header = msgspec.json.encode(message)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        sizes = b"".join(_SIZE.pack(view.nbytes) for view in views)
+        self._socket.sendall(_HEAD.pack(len(header), len(views)) + sizes + header)
+        for view in views:
+            self._socket.sendall(view)
+
+    def receive(self) -> tuple[Any, list[memoryview]]:
+        """Return the message of the next frame, and its buffers, which may be written to.
+
+        Raises:
+            OSError: the peer is gone.
+            LinkError: the frame is invalid.
+        """
+        header_bytes, count = _HEAD.unpack(self._exactly(_HEAD.size))
+        if header_bytes > _MAX_HEADER or count > _MAX_BUFFERS:
+            raise LinkError(f"{self._peer} sent no valid frame")
+        sizes = [_SIZE.unpack(self._exactly(_SIZE.size))[0] for _ in range(count)]
+        if sum(sizes) > _MAX_BATCH:
+            raise LinkError(f"{self._peer} announced a batch of {sum(sizes)} bytes")
+        try:
+            message = _decoder.decode(self._exactly(header_bytes))
+        except ValueError as error:
+            raise LinkError(f"{self._peer} sent no valid frame: {error}") from error
+        return message, [self._exactly(size) for size in sizes]
+
+    def _exactly(self, size: int) -> memoryview:
+        view = memoryview(bytearray(size))
+        at = 0
+        while at < size:
+            got = self._socket.recv_into(view[at:])
+            if not got:
+                raise ConnectionResetError(f"{self._peer} has closed the connection")
+            at += got
+        return view
+
+    def cut(self) -> None:
+        """Make what another thread sends or receives fail; that thread closes the link."""
+        # Not the method of a TLS connection, which is used by one thread at a time.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+def connect(address: str, port: int, certificate: str, peer: str) -> Link:
+    """Return a link to a process on an input host, after both have shown the certificate.
+
+    Raises:
+        OSError: it cannot be reached, or has another certificate.
+    """
+    plain = socket.create_connection((address, port), _CONNECT_S)
+    return _secured(plain, certificate, peer, client=True)
+
+
+def accept(plain: socket.socket, certificate: str) -> Link:
+    """Return the link of a rank that has connected, after both have shown the certificate.
+
+    Raises:
+        OSError: it has another certificate, or none.
+    """
+    return _secured(plain, certificate, "a rank", client=False)
+
+
+def _secured(plain: socket.socket, certificate: str, peer: str, *, client: bool) -> Link:
+    try:
+        plain.settimeout(_CONNECT_S)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _TCP_OPTIONS:
+            if hasattr(socket, name):
+                plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            timeout_ms = int(1000 * _SEND_S)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+        context = tls_context(certificate, client=client)
+        secure = context.wrap_socket(plain, server_side=not client)
+        secure.settimeout(None)
+    except (OSError, ssl.SSLError):
+        plain.close()
+        raise
+    return Link(secure, peer)

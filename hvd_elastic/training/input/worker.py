@@ -1,0 +1,42 @@
+"""The training script on an input host: it reads for the ranks and does not train."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.input.server import ReadingProcesses
+from hvd_elastic.wire import messages as msg
+
+_LOOK_S = 0.5
+"""Time between two looks whether this worker is asked to leave [s]."""
+
+
+def serve_ranks(ctx: Context) -> NoReturn:
+    """Read for the ranks until the run needs this worker no more; ends the script.
+
+    Raises:
+        ScriptError: the script has made no loader yet.
+    """
+    worker, source = ctx.worker, ctx.input_source
+    assert worker.link is not None
+    if source is None:
+        raise ScriptError(
+            "this host reads for the ranks (--input-hosts), and the script has made no loader yet "
+            "when it calls its training function. Make the hvd_elastic.torch.DataLoader before, at "
+            "the top level of the script; other frameworks read on the hosts that train"
+        )
+    ctx.ready()
+    task = worker.link.wait_for_task()
+    if task is None:
+        raise SystemExit(0)
+    processes = ReadingProcesses(source, task.processes, task.address, task.certificate)
+    try:
+        worker.sink.send(msg.InputServing(ports=processes.ports, examples=source.examples))
+        while not worker.link.pending(worker.generation):
+            if processes.any_ended(_LOOK_S):
+                raise SystemExit("a process that reads for the ranks has ended")
+    finally:
+        processes.close()
+    raise SystemExit(0)

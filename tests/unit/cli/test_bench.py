@@ -1,0 +1,78 @@
+"""``hvd-elastic bench input``, on a script of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT, WORKER_PYTHONPATH
+
+SCRIPT = """
+import time
+import torch
+import hvd_elastic.torch as hvd
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.zeros(2)
+
+print("made by the script")
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+loader = hvd.DataLoader(Slow(), 8, shuffle=True)
+
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(10**6):
+        for batch in loader:
+            raise AssertionError("it trains")
+
+train(hvd.State(model=model, optimizer=optimizer))
+"""
+
+
+def bench(*arguments: str, script: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hvd_elastic.cli.app", "bench", "input"]
+    return subprocess.run(
+        [*command, *arguments, "--", sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": WORKER_PYTHONPATH},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(150)
+def test_a_loader_is_measured_without_training(tmp_path: Path) -> None:
+    """No faster than an example takes."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = bench("--seconds", "0.8", "--json", script=script)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)  # and nothing that the script prints
+    assert found["examples"] > 0
+    assert found["examples_per_s"] <= 1 / 0.002
+    assert (found["batch_size"], found["processes"]) == (8, 0)
+    assert found["cpu_s"] < found["seconds"]
+    assert "made by the script" in done.stderr
+
+
+@pytest.mark.timeout(150)
+def test_a_script_that_reads_nothing_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('done')")
+    done = bench(script=script)
+    assert done.returncode == 1
+    assert "ended with status 0 before it had read batches" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,191 @@
+"""The leader's part for hosts that read, on agents that the test plays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_elastic.control.events import AgentFailed
+from hvd_elastic.control.progress import Position
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.leader import input_hosts
+from hvd_elastic.leader.input_hosts import InputHosts
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.schema import check_event
+from hvd_elastic.wire import messages as msg
+
+CPU1 = Host("cpu1", slots=0, cpus=3, labels=("input",))
+
+
+class FakeAgents:
+    """Stands for :class:`hvd_elastic.leader.agents.Agents`."""
+
+    def __init__(self, spec: RunSpec, environment: Mapping[str, str], post: Any) -> None:
+        self.post = post
+        self.by_host: dict[str, Any] = {}
+        self.sent: list[tuple[str, Any]] = []
+        self.silent: dict[str, float] = {}
+
+    def start(self, name: str, hosts: Mapping[str, Host], led: Any, *, take_over: bool) -> None:
+        assert not take_over
+        self.by_host[name] = SimpleNamespace(host=hosts[name], info=None, drop=lambda: None)
+
+    def send(self, host: str, message: Any) -> None:
+        self.sent.append((host, message))
+
+    def beat(self, now: float, recorded_step: int | None) -> None:
+        pass
+
+    def silence(self, now: float) -> dict[str, float]:
+        return self.silent
+
+    def leave(self, host: str) -> None:
+        del self.by_host[host]
+
+    def release(self, is_needed: Callable[[Any], bool]) -> None:
+        pass
+
+    def end(self) -> list[str]:
+        return []
+
+
+class Play:
+    """A leader's input hosts, and what came of them."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.told: list[msg.UseInput] = []
+        self.hosts = InputHosts(
+            RunSpec(("true",), "/"),
+            folder,
+            {},
+            led=lambda: msg.LeaderIdentity("run", "leader", "me", 0.0),
+            post=lambda call: call(),
+            emit=self.emit,
+            changed=self.told.append,
+        )
+        self.agents: Any = self.hosts._agents
+
+    def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
+        check_event({"t": 0.0, "mono": 0.0, "kind": kind, **fields})
+        self.events.append((kind, fields))
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+    def hear(self, message: Any) -> None:
+        self.agents.post(self.agents.by_host["cpu1"], message)
+
+    def say_hello(self) -> str:
+        """The agent of cpu1 starts; return the name of the worker that it is to start."""
+        hello: Any = msg.AgentHello(
+            protocol=msg.PROTOCOL, version="", python="", spool="", spooled=[], saved=[],
+            executable="", pid=1, hostname="cpu1", interface="eth0",
+            interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.9"}, cpus=16, machine="", swept=0,
+            held=None,
+        )  # fmt: skip
+        self.agents.by_host["cpu1"].info = hello
+        self.hear(hello)
+        order = next(each for _, each in reversed(self.agents.sent) if hasattr(each, "reads"))
+        return str(order.worker)
+
+    def serve(self) -> str:
+        worker = self.say_hello()
+        self.hear(msg.WorkerSaid(worker, msg.InputServing(ports=[5, 6, 7], examples=10)))
+        return worker
+
+    def look_later(self) -> None:
+        self.hosts.look(time.monotonic() + 3600)
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    monkeypatch.setattr(input_hosts, "Agents", FakeAgents)
+    made = Play(RunFolder.create("reads-1"))
+    made.hosts.update({"cpu1": CPU1})
+    made.look_later()
+    return made
+
+
+def test_ranks_are_told_where_a_host_reads(play: Play) -> None:
+    assert play.hosts.use is None
+    worker = play.serve()
+    (_, start), (_, tell) = play.agents.sent
+    assert (start.worker, start.reads) == (worker, True)
+    task = tell.message
+    assert (task.processes, task.address) == (3, "10.0.0.9")  # cpus= of its line
+    use = play.hosts.use
+    assert use == play.told[-1]
+    assert use is not None
+    assert use.servers == [msg.InputServer("cpu1", "10.0.0.9", [5, 6, 7])]
+    assert use.certificate == task.certificate
+    assert "PRIVATE KEY" in use.certificate
+    assert play.events == [("input_host_joined", {"host": "cpu1", "processes": 3})]
+
+
+def test_a_lost_host_is_started_again(play: Play) -> None:
+    play.serve()
+    play.hear(AgentFailed("cpu1", "the agent ended"))
+    assert play.kinds() == ["input_host_joined", "input_host_left"]
+    assert play.told[-1].servers == []
+    assert play.agents.by_host == {}
+    play.look_later()
+    second = play.serve()
+    assert second.endswith(".2")
+    assert len(play.told[-1].servers) == 1
+
+
+def test_a_silent_host_is_lost(play: Play) -> None:
+    play.serve()
+    play.agents.silent = {"cpu1": 99.0}
+    play.hosts.look(0.0)
+    assert play.events[-1][1]["cause"] == "no sign of life for 99.0 s"
+    assert play.told[-1].servers == []
+
+
+def test_a_killed_worker_is_started_again(play: Play) -> None:
+    worker = play.serve()
+    play.hear(msg.WorkerEnded(worker, code=None, signal=9))
+    assert play.kinds()[-1] == "input_host_left"
+    play.look_later()
+    assert "cpu1" in play.agents.by_host
+
+
+def test_a_host_without_the_data_set_is_left_out_until_the_hostfile_is_saved(play: Play) -> None:
+    for _ in range(3):
+        worker = play.say_hello()
+        error = "Traceback …\nFileNotFoundError: /data/train"
+        play.hear(msg.WorkerSaid(worker, msg.ScriptRaised(error, Position(0, 0, 0, 0))))
+        play.hear(msg.WorkerEnded(worker, code=1, signal=None))
+        play.look_later()
+    assert play.kinds() == ["warning"] * 3
+    last = play.events[-1][1]["message"]
+    assert "cpu1 cannot be used: FileNotFoundError: /data/train" in last
+    assert "save the hostfile" in last
+    assert play.agents.by_host == {}
+    play.hosts.update({"cpu1": CPU1})
+    play.look_later()
+    assert "cpu1" in play.agents.by_host
+
+
+def test_a_host_of_another_version_is_not_tried_again(play: Play) -> None:
+    play.hear(AgentFailed("cpu1", "host cpu1 has hvd_elastic 0.0.1", fatal=True))
+    play.look_later()
+    assert play.agents.by_host == {}
+    assert "hvd_elastic 0.0.1" in play.events[-1][1]["message"]
+
+
+def test_a_host_leaves_with_its_line_in_the_hostfile(play: Play) -> None:
+    play.serve()
+    play.hosts.update({})
+    assert play.kinds()[-1] == "input_host_left"
+    assert play.told[-1].servers == []
+    assert play.hosts.use is None
+    assert play.agents.by_host == {}

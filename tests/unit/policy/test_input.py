@@ -1,0 +1,174 @@
+"""What is said of ranks that wait for their data, on windows with known answers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from hvd_elastic.policy.autoscale import decide
+from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.input import InputSupply, InputWatch, Reading, find_input_bound
+from hvd_elastic.policy.objective import Parameters
+from hvd_elastic.policy.scoring import score_allocations
+from hvd_elastic.policy.snapshot import Allocation, HostOffer
+from tests.unit.policy.snapshots import snapshot, well_known
+
+FOUR_CORES = {"a": ("a", 4), "b": ("b", 4)}
+
+
+def reading(wait_s: float, cpu_s: float | None, processes: int | None) -> Reading:
+    return Reading(loop_s=10.0, wait_s=wait_s, cpu_s=cpu_s, examples=1000, processes=processes)
+
+
+def test_ranks_that_do_not_wait_are_not_bound_by_input() -> None:
+    found = find_input_bound([reading(0.2, 8.0, 2)] * 2, ["a", "b"], FOUR_CORES)
+    assert (found.bound, found.more_cores) == ("nothing", None)
+    assert "no bottleneck" in found.reason
+
+
+def test_the_training_process_that_decodes_itself_needs_processes() -> None:
+    """Half of the time it decodes: one core that only decodes would be as fast as the rest."""
+    found = find_input_bound([reading(5.0, 5.0, 0)], ["a"], FOUR_CORES)
+    assert found.bound == "cores"
+    assert found.more_cores == pytest.approx(1.0)
+    assert "num_workers=1" in found.reason
+    assert "--input-hosts" not in found.reason
+
+
+def test_decoding_that_needs_more_cores_than_the_host_has_needs_input_hosts() -> None:
+    """Four processes use all cores, and the rank waits for three quarters of the time."""
+    found = find_input_bound([reading(7.5, 36.0, 4)], ["a"], FOUR_CORES)
+    assert found.bound == "cores"
+    assert found.more_cores == pytest.approx(3.6 / 0.25 - 3.6)
+    assert "--input-hosts" in found.reason
+    assert "75 %" in found.reason
+
+
+def test_more_processes_are_advised_where_cores_are_idle() -> None:
+    found = find_input_bound([reading(5.0, 7.0, 1)], ["a"], {"a": ("a", 16)})
+    assert found.bound == "cores"
+    assert "num_workers=2" in found.reason
+
+
+@pytest.mark.parametrize("processes", [0, 4])
+def test_processes_that_wait_for_storage_are_not_helped_by_cores(processes: int) -> None:
+    found = find_input_bound([reading(6.0, 0.6, processes)], ["a"], FOUR_CORES)
+    assert (found.bound, found.more_cores) == ("storage", None)
+    assert "more cores do not shorten" in found.reason
+    assert "--input-hosts" not in found.reason
+
+
+def test_input_hosts_that_are_busy_need_further_ones() -> None:
+    """Two of their cores are busy all the time, and the rank waits for half of it."""
+    helped = Reading(10.0, 5.0, 20.0, 1000, 0, helpers=2)
+    found = find_input_bound([helped], ["a"], FOUR_CORES)
+    assert (found.bound, found.helpers) == ("cores", 2)
+    assert found.more_cores == pytest.approx(2.0)
+    assert "further --input-hosts" in found.reason
+
+
+def test_input_hosts_that_are_idle_wait_for_the_link() -> None:
+    helped = Reading(10.0, 8.0, 2.0, 1000, 0, helpers=2)
+    found = find_input_bound([helped], ["a"], FOUR_CORES)
+    assert found.bound == "storage"
+    assert "the link to them is the limit" in found.reason
+
+
+def test_an_unknown_processor_time_leaves_the_cores_open() -> None:
+    found = find_input_bound([reading(6.0, None, None)], ["a"], FOUR_CORES)
+    assert (found.bound, found.more_cores, found.core_s) == ("unknown", None, None)
+
+
+def test_the_rank_that_waits_most_decides_and_all_are_counted() -> None:
+    slow, fast = reading(5.0, 5.0, 0), reading(0.0, 1.0, 0)
+    found = find_input_bound([fast, slow], ["a", "b"], FOUR_CORES)
+    assert found.share == 0.5
+    assert found.shares == (0.0, 0.5)
+
+
+def test_a_watch_tells_once_until_it_moves() -> None:
+    watch = InputWatch()
+    watch.machines |= FOUR_CORES
+    members = [("w", "a")]
+    watch.note("w", Reading(0.0, 0.0, 0.0, 1, 0))
+    assert watch.look(members) is None
+    told, total = [], 0.0
+    for window, share in enumerate((0.5, 0.52, 0.0), 1):
+        total += 10 * share
+        watch.note("w", Reading(10.0 * window, total, total, 100 * window, 0))
+        found = watch.look(members)
+        told.append(None if found is None else found.bound)
+    assert told == ["cores", None, "nothing"]
+
+
+def test_a_watch_waits_for_all_ranks() -> None:
+    watch = InputWatch()
+    watch.note("v", Reading(0.0, 0.0, 0.0, 1, 0))
+    watch.note("v", Reading(10.0, 5.0, 5.0, 100, 0))
+    assert watch.look([("v", "a"), ("w", "b")]) is None
+
+
+def test_the_cores_of_a_machine_bound_what_its_ranks_read() -> None:
+    supply = InputSupply(0.01, (("a", "m", 4), ("b", "m", 4), ("c", "n", 8)))
+    assert supply.most([("c", 2)]) == pytest.approx(800)
+    assert supply.most([("a", 1), ("b", 1)]) == pytest.approx(400)  # parts of one machine
+    assert supply.most([("a", 1), ("c", 3)]) == pytest.approx(8 / 3 * 4 / 0.01)
+    assert supply.most([("unknown", 2)]) == math.inf
+
+
+def test_no_slots_are_added_that_would_starve() -> None:
+    """Without the bound, four slots of one host would be taken."""
+    hosts = (HostOffer("n0", 4),)
+    model = well_known(0.001, 0.01, 0.001, 64)
+    free = snapshot(model, {"n0": 1}, hosts=hosts)
+    at_once = Parameters(confirmations=1)
+    assert decide(free, 100.0, None, at_once).target.slots == 4
+    # One rank reads as fast as it trains, about 98 examples/s, and the host reads no more.
+    supply = InputSupply(0.04, (("n0", "n0", 4),))
+    bound = snapshot(model, {"n0": 1}, hosts=hosts, supply=supply)
+    found = decide(bound, 100.0, None, at_once)
+    assert (found.action, found.target.slots) == ("stay", 1)
+    assert "would wait for data" in found.reason
+    assert "100 examples/s at most" in found.reason
+
+
+def test_slots_on_hosts_with_cores_of_their_own_are_added() -> None:
+    hosts = (HostOffer("n0", 1), HostOffer("n1", 1))
+    supply = InputSupply(0.04, (("n0", "n0", 4), ("n1", "n1", 4)))
+    model = well_known(0.001, 0.01, 0.001, 64)
+    found = decide(
+        snapshot(model, {"n0": 1}, hosts=hosts, supply=supply),
+        100.0,
+        None,
+        Parameters(confirmations=1),
+    )
+    assert found.target.slots == 2
+
+
+def test_starved_throughput_is_what_the_cores_read() -> None:
+    hosts = (HostOffer("n0", 4),)
+    seen = snapshot(
+        well_known(0.001, 0.01, 0.001, 64),
+        {"n0": 1},
+        hosts=hosts,
+        supply=InputSupply(0.04, (("n0", "n0", 4),)),
+    )
+    scores = score_allocations(seen, [Allocation.of({"n0": n}) for n in (1, 4)])
+    assert scores.goodput[1] == pytest.approx(100.0, rel=0.01)
+    assert np.all(scores.starved[1] > 0.6)
+
+
+def test_evidence_takes_the_bound_from_the_events_of_a_run() -> None:
+    evidence = Evidence()
+    evidence.note("agent_started", {"host": "a", "machine": "m", "cpus": 4}, 0.0)
+    assert evidence.supply is None
+    evidence.note("input", {"bound": "cores", "core_s": 0.01}, 1.0)
+    assert evidence.supply == InputSupply(0.01, (("a", "m", 4),))
+    evidence.note("input", {"bound": "nothing", "core_s": 0.01}, 2.0)
+    assert evidence.supply is None
+    evidence.note("input", {"bound": "cores", "core_s": "no number"}, 3.0)
+    assert evidence.supply is None
+    evidence.note("input", {"bound": "cores", "core_s": 0.01, "helpers": 4}, 4.0)
+    assert evidence.supply is None  # input hosts have cores of their own
