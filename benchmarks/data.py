@@ -239,11 +239,14 @@ def read_in_order(dataset: ShardDataset) -> None:
         position = stop
 
 
-def read_url(url: str, cache: Path, *, fresh: bool) -> None:
-    """Read an epoch through a cache, empty at its begin or not."""
-    if fresh:
-        shutil.rmtree(cache, ignore_errors=True)
-    read_in_order(ShardDataset(url, decode=bytes, cache=cache, shuffle_window=WINDOW))
+def _behind(url: str, cache: Path) -> ShardDataset:
+    return ShardDataset(url, decode=bytes, cache=cache, shuffle_window=WINDOW)
+
+
+def read_url(url: str, cache: Path) -> None:
+    """Read an epoch through an empty cache."""
+    shutil.rmtree(cache, ignore_errors=True)
+    read_in_order(_behind(url, cache))
 
 
 def _from_url(
@@ -252,13 +255,13 @@ def _from_url(
     cache, count = folder / "cache", options.pictures
     with serving(shards) as url:
         ways = {
-            "ours": partial(read_url, url, cache, fresh=True),
+            "ours": partial(read_url, url, cache),
             "link": partial(fetch_all, url, shards),
         }
         yield "url", rounds(ways, options.rounds, count, say)
         local = ShardDataset(shards, decode=bytes, shuffle_window=WINDOW)
         ways = {
-            "ours": partial(read_url, url, cache, fresh=False),
+            "ours": partial(read_in_order, _behind(url, cache)),
             "local files": partial(read_in_order, local),
         }
         yield "cached", rounds(ways, options.rounds, count, say)
@@ -270,11 +273,18 @@ def _from_url(
 PREPARE_AND_TELL = """
 import re, sys
 from pathlib import Path
-from datasets_prep import image_folder
-status = image_folder.main()
+from benchmarks.data import as_it_is
+from datasets_prep import frame, pictures
+source, out, processes = sys.argv[1:]
+settings = frame.Settings("tar", ("jpg",), 2000, as_it_is, processes=int(processes))
+frame.prepare(Path(out), pictures.list_folder(Path(source), ()), (), settings)
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-sys.exit(status)
 """
+
+
+def as_it_is(data: bytes) -> list[tuple[bytes]]:
+    """Keep a file as it is."""
+    return [(data,)]
 
 
 def preparing_many(options: argparse.Namespace, folder: Path, say: Say) -> Iterator[dict[str, Any]]:
@@ -287,10 +297,10 @@ def preparing_many(options: argparse.Namespace, folder: Path, say: Say) -> Itera
         (source / "0.jpg").write_bytes(picture.getvalue())
         for number in range(1, count):
             (source / f"{number}.jpg").symlink_to("0.jpg")
-        command = [sys.executable, "-c", PREPARE_AND_TELL, "--source", source, "--out", out]
+        command = [sys.executable, "-c", PREPARE_AND_TELL, source, out, options.processes]
         began = time.monotonic()
         done = subprocess.run(
-            [*map(str, command), "--processes", str(options.processes)],
+            list(map(str, command)),
             capture_output=True,
             text=True,
             check=True,
@@ -412,8 +422,9 @@ def main() -> int:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parts = ("prepare", "read", "read_small", "url", "memory")
-    told = "what to measure (default: all)"
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help=told)
+    usual = [part for part in parts if part != "read_small"]
+    told = f"what to measure (default: {' '.join(usual)})"
+    parser.add_argument("--parts", nargs="+", choices=parts, default=usual, help=told)
     peers = ("bare loop", *NEEDS)
     told = "beside what preparing and reading are measured (default: all)"
     parser.add_argument("--peers", nargs="+", choices=peers, default=peers, help=told)

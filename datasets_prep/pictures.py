@@ -149,13 +149,23 @@ class Files(Sequence[Source]):
 
 def _pictures(folder: Path) -> Iterator[str]:
     """Yield the pictures in a folder at any depth, by their paths in it, in the order of names."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir(follow_symlinks=False):
-            inside = Path(entry.path)
-            yield from (f"{entry.name}/{name}" for name in _pictures(inside))
-        elif Path(entry.name).suffix.lower() in SUFFIXES and entry.name[0] != ".":
-            if not entry.is_dir():
-                yield entry.name
+    names, folders = [], set()
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.add(entry.name)
+            elif (
+                entry.name[0] == "."
+                or Path(entry.name).suffix.lower() not in SUFFIXES
+                or (entry.is_symlink() and entry.is_dir())
+            ):
+                continue
+            names.append(entry.name)
+    for name in sorted(names):
+        if name in folders:
+            yield from (f"{name}/{inside}" for inside in _pictures(folder / name))
+        else:
+            yield name
 
 
 def read_classes(path: Path) -> list[str]:
