@@ -80,6 +80,7 @@ class InputHosts:
         self._led, self._emit, self._changed = led, emit, changed
         self._workers = Workers(folder)
         self._known: dict[str, _InputHost] = {}
+        self._others: Mapping[str, Host] = {}
         self._servers: dict[str, msg.InputServer] = {}
         self._certificate = ""
         self.watch = InputWatch()
@@ -91,8 +92,14 @@ class InputHosts:
             return None
         return msg.UseInput(self._certificate, [*self._servers.values()])
 
-    def update(self, hosts: Mapping[str, Host]) -> None:
-        """Use these input hosts, and no others; those that were left out are tried again."""
+    def update(self, hosts: Mapping[str, Host], ranks: Mapping[str, Host]) -> None:
+        """Use these input hosts, and no others; those that were left out are tried again.
+
+        Args:
+            hosts: input hosts by name.
+            ranks: hosts that train, which have to reach them.
+        """
+        self._others = ranks
         for name in [name for name in self._known if name not in hosts]:
             del self._known[name]
             if name in self._agents.by_host:
@@ -115,7 +122,7 @@ class InputHosts:
                 if not self._certificate:
                     self._certificate = make_certificate()
                 hosts = {each.host.name: each.host for each in self._known.values()}
-                self._agents.start(name, hosts, self._led(), take_over=False)
+                self._agents.start(name, {**self._others, **hosts}, self._led(), take_over=False)
         self._agents.beat(now, None)
         for name, silent_s in (self._agents.silence(now) or {}).items():
             if silent_s > self._failure_timeout_s:

@@ -322,9 +322,9 @@ class Leader:
         succeeded = self._finish is not None and self._finish.status == "succeeded"
         self._collector.end(succeeded=succeeded)
         self._saved.end()
-        self._readers.end()
         for host in self._agents.end():
             self._journal.warn(f"host {host}: the agent did not answer the end of the run")
+        self._readers.end()
 
     def _let_go(self, error: BaseException) -> None:
         """Leave the workers running after an internal error of this process."""
@@ -483,7 +483,7 @@ class Leader:
                 "the one that began later ends when they meet"
             )
         self._fence.has_led = True
-        self._readers.update(self._hostfile.input_hosts)
+        self._readers.update(self._hostfile.input_hosts, self._hostfile.hosts)
         self._workers.places = workers
         self._progress.is_known = not workers
         for found in event.workers:
@@ -544,7 +544,7 @@ class Leader:
 
     def _hosts_changed(self) -> None:
         self._journal.emit("hosts_changed", {"hosts": self._hosts_and_slots()})
-        self._readers.update(self._hostfile.input_hosts)
+        self._readers.update(self._hostfile.input_hosts, self._hostfile.hosts)
         self._tell(ev.HostsChanged(self._hostfile.slots))
 
     def _look_for_silence(self, now: float) -> None:

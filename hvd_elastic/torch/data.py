@@ -159,6 +159,7 @@ class DataLoader(Generic[_Batch]):
             dataset, examples, self._collate, seed, self._worker_start, pins=pin_memory
         )
         self._shared = SharedReading(source, num_workers, seed_examples)
+        self._is_shared = False
         self._next_passes = _NextPasses()
         # Created now, so that PyTorch raises on bad options here and not in the first epoch.
         self._inner = self._make_inner(audit=False)
@@ -213,7 +214,11 @@ class DataLoader(Generic[_Batch]):
         if self._registered is not context:
             self._registered = context
             self._order.register(context)
-            context.input_source = self._shared.source
+            # An input host serves the loader that its script makes first; see serve_ranks().
+            context.loaders += 1
+            if context.loaders == 1:
+                context.input_source = self._shared.source
+                self._shared.may_be_helped = True
         return context
 
     # -- reading
@@ -221,8 +226,10 @@ class DataLoader(Generic[_Batch]):
     def _read(
         self, worker: Worker, place: Place, following: Place, *, is_first: bool
     ) -> tuple[_Batch, list[int] | None]:
-        if self._shared.is_used(worker):
-            if self._batches is not None:
+        if is_first:  # the passes of a step come from one reader
+            self._is_shared = self._shared.is_used(worker)
+        if self._is_shared:
+            if self._batches is not None or self._inner._iterator is not None:
                 self._stop_reading(keep_processes=False)
             self._worker_start.set_parent()
             order = functools.partial(self._order.indices, place, worker.progress)
@@ -355,6 +362,7 @@ class _WorkerStart:
         # death signal follows the forking *thread*, and only the main one lasts as long as the
         # process.
         self.parent: int | None = None
+        self.set_parent()
 
     def set_parent(self) -> None:
         """Note that this thread is about to start processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,20 +21,25 @@ class SharedReading:
         source: what the loader reads.
         processes: number of reading processes of this rank.
         always: whether to use it also without input hosts.
+
+    Attributes:
+        may_be_helped: whether input hosts read the same: those of the script's first loader.
     """
 
     def __init__(self, source: LoaderSource, processes: int, always: bool) -> None:
         self.source = source
         self._processes = processes
         self._always = always
+        self.may_be_helped = False
         self._reader: InputReader | None = None
+        self._end: weakref.finalize[..., Any] | None = None
         self._told: msg.UseInput | None = None
         self._next_place: Place | None = None
 
     def is_used(self, worker: Worker) -> bool:
         """Return whether this rank's batches are read so."""
         heard = worker.link is not None and worker.link.input is not None
-        return self._always or worker.options.input_hosts or heard
+        return self._always or (self.may_be_helped and (worker.options.input_hosts or heard))
 
     def read(
         self,
@@ -53,15 +59,20 @@ class SharedReading:
         """
         if self._reader is None:
             self._reader = InputReader(self.source, self._processes, worker.warn_once)
-        told = None if worker.link is None else worker.link.input
-        if told is not self._told:
-            self._told = told
-            self._reader.use(_servers(told))
+            # Its threads would keep it alive when the script drops the loader.
+            self._end = weakref.finalize(self, self._reader.close)
+            self._end.atexit = False
         if is_first and self._next_place != place:
             self._reader.begin(place.world[0], order())
             times = worker.input_times
             times.processes, times.pids = self._processes, self._reader.pids
             times.helpers, times.new_event = self._reader.helpers, cuda_event
+        # After the processes have been forked, since it starts threads.
+        link = worker.link
+        told = link.input if link is not None and self.may_be_helped else None
+        if told is not self._told:
+            self._told = told
+            self._reader.use(_servers(told))
         self._next_place = None  # unknown if reading fails
         batch, indices = self._reader.next()
         self._next_place = following
@@ -71,6 +82,8 @@ class SharedReading:
         """End the reading processes of this rank, and all connections."""
         reader, self._reader = self._reader, None
         self._told = self._next_place = None
+        if self._end is not None:
+            self._end.detach()
         if reader is not None:
             reader.close()
 

@@ -45,7 +45,8 @@ class Context:
         check_host_updates: called between steps; under Horovod's own elastic driver it raises
             when the ranks are about to change.
         kept: the library's own objects that are part of the script's state, by name.
-        input_source: what the script's loader reads; None: there is no loader that others can read.
+        loaders: number of loaders that the script has made.
+        input_source: what the first of them reads; None: there is no loader that others can read.
         last_reader: (epoch, generation) and the data order that was read last. One for the whole
             process, as is progress: two loaders in one epoch are an error.
     """
@@ -60,6 +61,7 @@ class Context:
         self.nothing_to_do = ""
         self.has_trained = False
         self.check_host_updates: Callable[[], None] = lambda: None
+        self.loaders = 0
         self.input_source: Source | None = None
         self.last_reader: tuple[tuple[int, int], object] | None = None
         self._audit = Audit(self.worker)

@@ -120,7 +120,9 @@ def test_all_hosts_are_replaced_by_others_in_one_edit(stage: Stage, job: Running
 @EVERY_STYLE
 def test_a_hostfile_that_cannot_be_read_changes_nothing(stage: Stage, job: RunningJob) -> None:
     before, since = job.workers(), job.mark()
-    job.hostfile.write_text(f"{stage.hosts[0]} slots=many\n")
+    new = job.hostfile.with_suffix(".new")
+    new.write_text(f"{stage.hosts[0]} slots=many\n")
+    new.replace(job.hostfile)
     warning = job.wait_event("warning", since)
     assert "slots=many" in warning["message"]
     job.wait_steps(10)

@@ -30,8 +30,8 @@ _MAX_BUFFERS = 1 << 16
 _MAX_BATCH = 1 << 36
 """Limits of what a peer may announce, far above any batch."""
 _CONNECT_S = 5.0
-_SEND_S = 30.0
-"""Time after which a peer that takes nothing is given up [s]: it reads all that it asks for."""
+_SEND_S = 10.0
+"""Time after which a peer that takes nothing, or is gone, is given up [s]."""
 _TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 """An idle connection that was cut is noticed after about 10 s, if the leader is not faster."""
 

@@ -8,6 +8,7 @@ read by another one, or by the rank itself if there is none.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import deque
@@ -22,6 +23,8 @@ from hvd_elastic.training.input.server import LocalReader, Source
 
 _DEPTH = 2
 """Requests for each process: while it sends the answer to one, it reads the next."""
+_AHEAD_BYTES = 1 << 30
+"""Size of all batches that a rank may have ahead [bytes], but four of them."""
 _LONG_REQUEST = 4096
 """Indices of a request above which no second one is sent: both sides would send and none read."""
 _AGAIN_S = 2.0
@@ -82,6 +85,9 @@ class _Peer(Protocol):
     def open(self) -> Link:
         """Connect to it."""
 
+    def has_failed(self) -> bool:
+        """Return whether it has ended by an error, or was killed."""
+
 
 class InputReader:
     """Reads the batches of one rank.
@@ -114,12 +120,15 @@ class InputReader:
         """Answers in time and late answers by host."""
         self._refused: set[str] = set()
         self._helped_s = 0.0
+        self._batch_bytes = 0
+        """Size of the last batch that was read elsewhere [bytes]."""
 
     # -- the rank ----------------------------------------------------------------------------
 
     def use(self, servers: Sequence[InputServer]) -> None:
         """Read from these processes of input hosts, and no others, beside the rank's own."""
         with self._change:
+            self._refused &= {server.host for server in servers}  # one that comes back is tried
             wanted = {server for server in servers if server.host not in self._refused}
             gone = [key for key in self._threads if not isinstance(key, int) and key not in wanted]
             for key in gone:
@@ -168,6 +177,7 @@ class InputReader:
         with self._change:
             self._next += 1
             self._open.pop(number, None)
+            self._ready.pop(number, None)
             failed = self._failed.pop(number, None)
             self._change.notify_all()
         if failed is not None and failed[0].host:
@@ -244,8 +254,10 @@ class InputReader:
         if not (is_late or request.is_with_a_late_process):
             return
         request.is_repeated = True
-        if request.by is not None:
-            request.by.is_late = True
+        now = time.monotonic()
+        for each in self._open.values():  # processes of one host are late together
+            if each.by is not None and (each is request or now - each.sent_at >= late_s):
+                each.by.is_late = True
         self._again.appendleft(_Request(request.want))
         self._change.notify_all()
         if request.host:
@@ -290,7 +302,8 @@ class InputReader:
 
     @property
     def _window(self) -> int:
-        return _DEPTH * (len(self._threads) + 1)
+        fit = _AHEAD_BYTES // max(self._batch_bytes, 1)
+        return min(_DEPTH * (len(self._threads) + 1), max(2 * _DEPTH, fit))
 
     def take(self, thread: _ReadingThread, *, wait: bool) -> _Request | None:
         """Return what a process is to read next; None: nothing now, or it is not needed further."""
@@ -312,9 +325,10 @@ class InputReader:
                 self._change.wait()
             return None
 
-    def answered(self, request: _Request, batch: Any, answer: Batch) -> None:
-        """Take a batch that a process has read."""
+    def answered(self, request: _Request, batch: Any, answer: Batch, size: int) -> None:
+        """Take a batch of this size [bytes] that a process has read."""
         with self._change:
+            self._batch_bytes = size
             if request.host:
                 self._helped_s += answer.cpu_s
             number = request.want.number
@@ -355,6 +369,13 @@ class InputReader:
     def unpack(self, buffers: list[Any]) -> Any:
         """Return the batch in buffers."""
         return self._source.unpack(buffers)
+
+    def process_failed(self) -> None:
+        """Warn that a process of the rank's own has failed."""
+        self._warn(
+            "a loader process has ended (for lack of memory, or by an error in worker_init_fn); "
+            "the others, or else the training process, read its part"
+        )
 
     def changed(self) -> None:
         """Have the rank look again whether a process can read."""
@@ -415,6 +436,8 @@ class _ReadingThread:
                     self._link.close()
                 self._reader.lost(open_requests)
             if not self.host:
+                if not self.is_stopped and self._peer.has_failed():
+                    self._reader.process_failed()
                 return
             self._reader.pause(self, _AGAIN_S)
 
@@ -444,7 +467,8 @@ class _ReadingThread:
                 raise LinkError(f"{self.host or 'a loader process'} answered out of turn")
             match answer:
                 case Batch():
-                    reader.answered(request, reader.unpack(buffers), answer)
+                    size = sum(buffer.nbytes for buffer in buffers)
+                    reader.answered(request, reader.unpack(buffers), answer, size)
                 case Failed(error=error):
                     reader.failed(request, error)
             open_requests.popleft()
@@ -476,6 +500,10 @@ class _Remote:
         server = self._server
         return connect(server.address, server.port, server.certificate, f"input host {server.host}")
 
+    def has_failed(self) -> bool:
+        """See :class:`_Peer`; the leader watches the processes of input hosts."""
+        return False
+
 
 class _Local:
     """A process of the rank's own."""
@@ -488,3 +516,10 @@ class _Local:
     def open(self) -> Link:
         """Return the link to it."""
         return self._local.link
+
+    def has_failed(self) -> bool:
+        """See :class:`_Peer`."""
+        process = self._local.process
+        process.join(1.0)
+        # multiprocessing ends its processes by SIGTERM when this one exits.
+        return process.exitcode not in (None, 0, -signal.SIGTERM)

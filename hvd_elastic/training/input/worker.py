@@ -17,7 +17,7 @@ def serve_ranks(ctx: Context) -> NoReturn:
     """Read for the ranks until the run needs this worker no more; ends the script.
 
     Raises:
-        ScriptError: the script has made no loader yet.
+        ScriptError: the script has made no loader yet, or several.
     """
     worker, source = ctx.worker, ctx.input_source
     assert worker.link is not None
@@ -26,6 +26,12 @@ def serve_ranks(ctx: Context) -> NoReturn:
             "this host reads for the ranks (--input-hosts), and the script has made no loader yet "
             "when it calls its training function. Make the hvd_elastic.torch.DataLoader before, at "
             "the top level of the script; other frameworks read on the hosts that train"
+        )
+    if ctx.loaders > 1:
+        raise ScriptError(
+            f"this host reads for the ranks (--input-hosts), and the script has made {ctx.loaders} "
+            "loaders before it calls its training function, so it is not known for which. Make one "
+            "hvd_elastic.torch.DataLoader there; evaluate with torch.utils.data.DataLoader"
         )
     ctx.ready()
     task = worker.link.wait_for_task()

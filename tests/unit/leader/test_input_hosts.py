@@ -109,7 +109,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
     monkeypatch.setattr(input_hosts, "Agents", FakeAgents)
     made = Play(RunFolder.create("reads-1"))
-    made.hosts.update({"cpu1": CPU1})
+    made.hosts.update({"cpu1": CPU1}, {})
     made.look_later()
     return made
 
@@ -170,7 +170,7 @@ def test_a_host_without_the_data_set_is_left_out_until_the_hostfile_is_saved(pla
     assert "cpu1 cannot be used: FileNotFoundError: /data/train" in last
     assert "save the hostfile" in last
     assert play.agents.by_host == {}
-    play.hosts.update({"cpu1": CPU1})
+    play.hosts.update({"cpu1": CPU1}, {})
     play.look_later()
     assert "cpu1" in play.agents.by_host
 
@@ -184,7 +184,7 @@ def test_a_host_of_another_version_is_not_tried_again(play: Play) -> None:
 
 def test_a_host_leaves_with_its_line_in_the_hostfile(play: Play) -> None:
     play.serve()
-    play.hosts.update({})
+    play.hosts.update({}, {})
     assert play.kinds()[-1] == "input_host_left"
     assert play.told[-1].servers == []
     assert play.hosts.use is None

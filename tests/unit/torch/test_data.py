@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,12 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import Blocks, block_order, epoch_order, permutation
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.step import Pass, Step
-from hvd_elastic.wire.messages import WorkerOptions
+from hvd_elastic.wire.messages import UseInput, WorkerOptions
 from tests.paths import WORKER_PYTHONPATH
 
 
@@ -97,7 +99,8 @@ class FakeContext:
     last_reader: Any = None
     input_times: InputTimes = field(default_factory=InputTimes)
     options: WorkerOptions = field(default_factory=WorkerOptions)
-    link: None = None
+    link: Any = None
+    loaders: int = 0
     input_source: Any = None
     has_ranks = True
     frontend = TorchFrontend()
@@ -671,6 +674,22 @@ def test_reading_leaves_the_scripts_random_numbers_alone() -> None:
     loader: Any = DataLoader(Numbers(6), 3, shuffle=True, context=fake())
     list(loader)
     assert torch.rand(3).tolist() == expected
+
+
+def test_all_passes_of_a_step_come_from_one_reader() -> None:
+    """Input hosts join in the middle of a step."""
+    context = fake(audit=False)
+    loader: Any = DataLoader(Numbers(12), 4, context=context)
+    place = Place(0, (0, 0, 1), (loader.planner.cut, 0))
+    following = place._replace(start=4)
+    (first, _), _ = loader._read(context, place, following, is_first=True)
+    context.link = SimpleNamespace(input=UseInput("", []))
+    (second, _), _ = loader._read(context, place, following, is_first=False)
+    assert (first.tolist(), second.tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    (again, _), _ = loader._read(context, place, following, is_first=True)
+    assert loader._shared._reader is not None
+    assert again.tolist() == [0, 1, 2, 3]
+    loader.close()
 
 
 def test_loader_is_registered_once_for_each_context() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import random
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -326,6 +329,55 @@ def test_a_frozen_host_is_not_waited_for_without_others(start: Any) -> None:
     assert len(own.read) > 150
     go_on.set()
     host.close()
+
+
+def test_all_processes_of_a_frozen_host_are_given_up_at_once(start: Any) -> None:
+    stuck, go_on = Source(), threading.Event()
+    stuck.before = go_on.wait  # type: ignore[assignment]
+    hosts = [Host(stuck, "h") for _ in range(3)]
+    reader = start(Source())
+    reader.use([host.server for host in hosts])
+    wait_until(lambda: sum(each.is_connected for each in reader._threads.values()) == 3)
+    taken: list[Any] = []
+    reader.begin(0, passes(12))
+    reading = threading.Thread(target=lambda: taken.extend(take(reader, 12)), daemon=True)
+    reading.start()
+    reading.join(30)
+    go_on.set()
+    assert taken == expected(0, 12)
+    for host in hosts:
+        host.close()
+
+
+def test_little_is_read_ahead_of_large_batches(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_elastic.training.input.reader._AHEAD_BYTES", 1)
+    sources = [Source() for _ in range(8)]
+    hosts = [Host(source, f"h{n}") for n, source in enumerate(sources)]
+    reader = start(Source())
+    reader.use([host.server for host in hosts])
+    wait_until(lambda: len(reader.connected) == 8)
+    reader.begin(0, passes(100))
+    found = take(reader, 20)  # by then the size of a batch is known
+    before = sum(len(source.read) for source in sources)
+    found += take(reader, 4)
+    time.sleep(0.5)
+    assert sum(len(source.read) for source in sources) <= before + 8
+    assert found == expected(0, 24)
+    for host in hosts:
+        host.close()
+
+
+def test_a_process_of_its_own_that_is_killed_is_told_and_replaced_by_the_rank(
+    start: Any, warnings: list[str]
+) -> None:
+    reader = start(Source(), processes=1)
+    reader.begin(0, passes(20))
+    found = take(reader, 4)
+    os.kill(reader.pids()[0], signal.SIGKILL)
+    found += take(reader, 16)
+    assert found == expected(0, 20)
+    wait_until(lambda: len(warnings) == 1)
+    assert warnings[0].startswith("a loader process has ended")
 
 
 def test_processes_of_an_input_host_listen_each_on_its_own_port(start: Any) -> None:
