@@ -332,9 +332,15 @@ def _read_shard(settings: Settings, task: _Task) -> tuple[int, _Done]:
     for place, source in enumerate(task.sources, task.number * settings.sources_per_shard):
         if place not in found:
             try:
-                settings.convert(source.read())
+                lacking = len(settings.convert(source.read()))
             except (DataError, OSError) as error:
                 skipped.append(_reason(source, error))
+                continue
+            if lacking:  # the host that wrote it could not read the source for a while
+                raise DataError(
+                    f"{task.path} lacks {source.name}, which is not damaged; remove that shard on "
+                    "all hosts and call again"
+                )
     size = task.path.stat().st_size
     shard = Shard(task.path.name, len(examples), size, sha256_of(task.path))
     return task.number, _Done(_as_dict(shard), len(task.sources), skipped)

@@ -539,3 +539,26 @@ def test_shards_are_indexed_and_verified_by_command(
     assert load_index(out).shards == shards
     assert call(monkeypatch, index_shards, out, "--verify") == 0
     assert "12 examples in 1 shards fit the index" in capsys.readouterr().out
+
+
+def on_host(birds: Path, out: Path, *more: object) -> tuple[object, ...]:
+    """Words for the call that indexes the shards which hosts have written."""
+    return ("--source", birds, "--out", out, "--on-host", out, *more)
+
+
+def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, owl = tmp_path / "out", birds / "owl" / "owl0.jpg"
+    whole = owl.read_bytes()
+    owl.write_bytes(b"")
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
+    for name in ("index.json", "skipped.txt"):
+        (out / name).unlink()
+    owl.write_bytes(whole)
+    assert call(monkeypatch, image_folder, *on_host(birds, out)) == 1
+    error = capsys.readouterr().err
+    assert "lacks owl/owl0.jpg, which is not damaged; remove that shard" in error
+    owl.write_bytes(b"")
+    assert call(monkeypatch, image_folder, *on_host(birds, out)) == 0
+    assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
