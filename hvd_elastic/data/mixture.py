@@ -24,7 +24,8 @@ class Mixture:
     run promises holds for the places of the mixture: each one exactly once an epoch, at any
     sequence of world sizes. Each data set is read in passes of its own, which go on from one epoch
     of the mixture to the next: every pass takes each of its examples exactly once, in a random
-    order that follows from ``seed``.
+    order that follows from ``seed``. A :class:`Stream` is read in its own order, and its passes are
+    its epochs.
 
     The mixture is in random order already. Give it to the loader with ``shuffle=False``, so that
     shards are read a few at a time.
@@ -126,7 +127,10 @@ class Mixture:
         number, picked = self._count(index)
         length = self._lengths[number]
         order = self._orders(number, picked // length)
-        return number, int(order(np.array([picked % length]))[0])
+        first = (
+            picked // length * length if getattr(self._datasets[number], "endless", False) else 0
+        )
+        return number, first + int(order(np.array([picked % length]))[0])
 
     def _count(self, index: int) -> tuple[int, int]:
         """Return the data set that gives an example, and how many it has given before."""
@@ -143,9 +147,10 @@ class Mixture:
         dataset, length = self._datasets[number], self._lengths[number]
         seed = self._seed * len(self._datasets) + number
         blocks: Blocks | None = getattr(dataset, "blocks", None)
-        if blocks is not None and self._shuffle:
+        shuffle = self._shuffle and not getattr(dataset, "ordered", False)
+        if blocks is not None and shuffle:
             return block_order(seed, turn, *blocks)
-        return epoch_order(seed, turn, length, shuffle=self._shuffle)
+        return epoch_order(seed, turn, length, shuffle=shuffle)
 
     def _whole(self) -> int:
         """Return the number of examples after which every data set has been read once."""

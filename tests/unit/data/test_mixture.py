@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_elastic.data import Mixture, ShardDataset
+from hvd_elastic.data import Mixture, ShardDataset, Stream
 from hvd_elastic.errors import DataError
 from tests.unit.data.shards import write_numbers
 
@@ -104,3 +104,10 @@ def test_arguments_that_do_not_fit_are_explained() -> None:
             Mixture(parts, **options)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match="example -1 of a mixture"):
         Mixture([(good, 1)])[-1]
+
+
+def test_a_stream_goes_on_with_its_next_epoch_in_its_own_order() -> None:
+    stream = Stream(lambda epoch, share, start: iter((epoch, i) for i in range(start, 4)), length=4)
+    mixture = Mixture([(stream, 1)])
+    expected = [(epoch, i) for epoch in range(3) for i in range(4)]
+    assert mixture.__getitems__(range(12)) == expected
