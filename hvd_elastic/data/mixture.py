@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -83,7 +84,10 @@ class Mixture:
         # Of the picks that the data sets before it leave, the share of each one.
         self._shares = [weight / sum(weights[place:]) for place, weight in enumerate(weights)]
         self._length = self._whole() if length is None else length
-        self.order_key = repr((self._lengths, weights, seed, shuffle))
+        keys = [_order_key(dataset, shuffle) for dataset in self._datasets]
+        # Without keys of the parts it is what earlier releases wrote to checkpoints.
+        more = (keys,) if any(key is not None for key in keys) else ()
+        self.order_key = repr((self._lengths, weights, seed, shuffle, *more))
         self._orders = lru_cache(maxsize=2 * len(parts))(self._order)
 
     def __len__(self) -> int:
@@ -170,3 +174,12 @@ class Mixture:
                 return False
             left -= taken
         return True
+
+
+def _order_key(dataset: Any, shuffle: bool) -> Any:
+    """Return what the examples of a data set depend on beside their index; None: nothing."""
+    key, blocks = getattr(dataset, "order_key", None), getattr(dataset, "blocks", None)
+    if blocks is None or not shuffle:
+        return key
+    sizes = np.asarray(blocks.sizes, np.int64).tobytes()  # there may be a million
+    return key, hashlib.sha256(sizes).hexdigest(), int(blocks.window)
