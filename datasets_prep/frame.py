@@ -149,7 +149,7 @@ def prepare(
         "sources_sha256": _digest(sources),
     }
     paths = _paths(folder, len(sources), settings)
-    if settings.hostfile is not None:
+    if settings.hostfile is not None and not settings.on_host:
         return prepare_on_hosts(settings.hostfile, folder, [path.name for path in paths])
     if settings.on_host and settings.on_host[0] != str(folder.absolute()):
         return {}  # the other splits of the data set
@@ -380,6 +380,7 @@ def _as_dict(shard: Shard) -> dict[str, Any]:
 def options(description: str, *, per_shard: int = 1000) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts have."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,  # the hosts get the options as they are written, less --hostfile
         description=description,
         epilog="Exit status: 0 all well, 1 something is wrong and was named, 2 wrong usage, 130 "
         "interrupted. The same call goes on where an interrupted or killed one stopped.",

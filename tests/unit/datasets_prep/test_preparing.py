@@ -562,3 +562,16 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     owl.write_bytes(b"")
     assert call(monkeypatch, image_folder, *on_host(birds, out)) == 0
     assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
+
+
+def test_options_cannot_be_abbreviated(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hosts get the options of the call less --hostfile; with it they would call each other."""
+    (tmp_path / "hosts").touch()
+    with pytest.raises(SystemExit):
+        call(
+            monkeypatch, image_folder, "--source", birds, "--out", tmp_path / "out", "--host",
+            tmp_path / "hosts",
+        )  # fmt: skip
+    assert "unrecognized arguments: --host" in capsys.readouterr().err
