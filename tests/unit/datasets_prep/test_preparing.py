@@ -25,8 +25,9 @@ pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
 from PIL import Image
 
 from benchmarks.testbed.file_server import CUT, FileServer
-from datasets_prep import cifar10, image_folder, imagenet, index_shards, pictures, text
+from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures, text
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
+from hvd_elastic.errors import DataError
 from tests.small_disk import mounted
 
 START_S = 60.0
@@ -575,3 +576,19 @@ def test_options_cannot_be_abbreviated(
             tmp_path / "hosts",
         )  # fmt: skip
     assert "unrecognized arguments: --host" in capsys.readouterr().err
+
+
+def test_a_signature_is_sent_with_a_download_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_PAUSES_S", ())
+    (tmp_path / "a.tgz").write_bytes(b"archive")
+    md5 = hashlib.md5(b"archive").hexdigest()
+    with FileServer(tmp_path).serving() as server:
+        url = f"{server.url}/a.tgz?X-Sig=secret"
+        archives.download(url, tmp_path / "there", md5)
+        server.faults = {"a.tgz": [403]}
+        with pytest.raises(DataError, match=r"/a\.tgz: the server answers 403") as failed:
+            archives.download(url, tmp_path / "again", md5)
+    assert (tmp_path / "there").read_bytes() == b"archive"
+    assert "secret" not in str(failed.value)
