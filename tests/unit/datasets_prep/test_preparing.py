@@ -554,14 +554,19 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     whole = owl.read_bytes()
     owl.write_bytes(b"")
     assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
+    digest = load_index(out).made_from["sources_sha256"]
     for name in ("index.json", "skipped.txt"):
         (out / name).unlink()
     owl.write_bytes(whole)
-    assert call(monkeypatch, image_folder, *on_host(birds, out)) == 1
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 1
     error = capsys.readouterr().err
     assert "lacks owl/owl0.jpg, which is not damaged; remove that shard" in error
+    (birds / "owl" / "more.jpg").write_bytes(whole)
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 1
+    assert "has other files on this host than where the call was made" in capsys.readouterr().err
+    (birds / "owl" / "more.jpg").unlink()
     owl.write_bytes(b"")
-    assert call(monkeypatch, image_folder, *on_host(birds, out)) == 0
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 0
     assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
 
 
