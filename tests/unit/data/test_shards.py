@@ -458,5 +458,5 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, change: dict[str
     whole = json.loads(index.read_text())
     whole["shards"][0].update(change)
     index.write_text(json.dumps(whole))
-    with pytest.raises(DataError, match="would not lie in this folder|which is none; make it"):
+    with pytest.raises(DataError, match=r"would not lie in this folder|which is none; make it"):
         load_index(index.parent)
