@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
@@ -36,9 +37,10 @@ def download(url: str, path: Path, published: str) -> None:
     if path.exists():
         return
     part = path.with_name(f".{path.name}.part")
-    folder, _, name = url.rpartition("/")
+    place = urlsplit(url)
+    folder, _, name = place.path.rpartition("/")
     try:
-        RemoteFolder(folder).receive(name, partial(_write, part))
+        RemoteFolder(urlunsplit(place._replace(path=folder))).receive(name, partial(_write, part))
         require_md5(part, published)
         part.replace(path)
     finally:

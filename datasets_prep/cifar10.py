@@ -10,6 +10,7 @@ import argparse
 import shutil
 import sys
 import tarfile
+import tempfile
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -55,20 +56,20 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     if given.checksum:
         require_md5(given.archive, PUBLISHED_MD5)
     given.out.mkdir(parents=True, exist_ok=True)
-    raw = given.out / ".raw"
-    classes = unpack(given.archive, raw)
     found = []
-    for name, files in SPLITS.items():
-        sources = [source for file in files for source in list_batch(raw / file, len(classes))]
-        settings = frame.settings_of(given, ("png",), ToPng())
-        found.append(frame.prepare(given.out / name, sources, classes, settings))
-    shutil.rmtree(raw)
+    # Of this call alone: with --hostfile a host calls this script again for the same folder.
+    with tempfile.TemporaryDirectory(prefix=".raw-", dir=given.out) as folder:
+        raw = Path(folder)
+        classes = unpack(given.archive, raw)
+        for name, files in SPLITS.items():
+            sources = [source for file in files for source in list_batch(raw / file, len(classes))]
+            settings = frame.settings_of(given, ("png",), ToPng())
+            found.append(frame.prepare(given.out / name, sources, classes, settings))
     return found
 
 
 def unpack(archive: Path, folder: Path) -> list[str]:
     """Write the files of the archive to a folder; return the names of the classes."""
-    folder.mkdir(exist_ok=True)
     wanted = [NAMES, *(name for files in SPLITS.values() for name in files)]
     try:
         with tarfile.open(archive, "r:gz") as file:

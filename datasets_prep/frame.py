@@ -149,10 +149,16 @@ def prepare(
         "sources_sha256": _digest(sources),
     }
     paths = _paths(folder, len(sources), settings)
-    if settings.hostfile is not None:
-        return prepare_on_hosts(settings.hostfile, folder, [path.name for path in paths])
+    if settings.hostfile is not None and not settings.on_host:
+        names = [path.name for path in paths]
+        return prepare_on_hosts(settings.hostfile, folder, names, made_from["sources_sha256"])
     if settings.on_host and settings.on_host[0] != str(folder.absolute()):
         return {}  # the other splits of the data set
+    if settings.on_host and settings.on_host[1] != made_from["sources_sha256"]:
+        raise DataError(
+            f"the source of {folder} has other files on this host than where the call was made; "
+            "all hosts need the same source"
+        )
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,12 +173,12 @@ def prepare(
                 _note(journal, made_from)
             missing = [number for number in range(len(paths)) if number not in done]
             work = partial(_write_shard, settings, fields)
-            if len(settings.on_host) == 1:
+            if len(settings.on_host) == 2:
                 work = partial(_read_shard, settings)
             elif settings.on_host:
-                listed = Path(settings.on_host[1]).read_text(encoding="utf-8").split("\n")
+                listed = Path(settings.on_host[2]).read_text(encoding="utf-8").split("\n")
                 missing = [n for n, path in enumerate(paths) if path.name in listed]
-                paths = [Path(settings.on_host[2]) / path.name for path in paths]
+                paths = [Path(settings.on_host[3]) / path.name for path in paths]
             size = settings.sources_per_shard
             tasks = (
                 _Task(paths[number], number, sources[number * size : (number + 1) * size])
@@ -181,14 +187,14 @@ def prepare(
             left = sum(min(size, len(sources) - number * size) for number in missing)
             with progress_bar(f"{folder.name}: preparing", max(1, left)) as advance:
                 for number, result in in_processes(work, tasks, settings.processes):
-                    if len(settings.on_host) > 1:
+                    if len(settings.on_host) > 2:
                         # Only the shards themselves are exchanged.
                         table_path(paths[number]).unlink(missing_ok=True)
                         continue
                     _note(journal, {"number": number, **result._asdict()})
                     done[number] = result
                     advance(result.sources)
-        if len(settings.on_host) > 1:
+        if len(settings.on_host) > 2:
             return {}
         shards = [Shard(**done[number].shard) for number in range(len(paths))]
         skipped = [line for number in range(len(paths)) for line in done[number].skipped]
@@ -332,9 +338,15 @@ def _read_shard(settings: Settings, task: _Task) -> tuple[int, _Done]:
     for place, source in enumerate(task.sources, task.number * settings.sources_per_shard):
         if place not in found:
             try:
-                settings.convert(source.read())
+                lacking = len(settings.convert(source.read()))
             except (DataError, OSError) as error:
                 skipped.append(_reason(source, error))
+                continue
+            if lacking:  # the host that wrote it could not read the source for a while
+                raise DataError(
+                    f"{task.path} lacks {source.name}, which is not damaged; remove that shard on "
+                    "all hosts and call again"
+                )
     size = task.path.stat().st_size
     shard = Shard(task.path.name, len(examples), size, sha256_of(task.path))
     return task.number, _Done(_as_dict(shard), len(task.sources), skipped)
@@ -374,6 +386,7 @@ def _as_dict(shard: Shard) -> dict[str, Any]:
 def options(description: str, *, per_shard: int = 1000) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts have."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,  # the hosts get the options as they are written, less --hostfile
         description=description,
         epilog="Exit status: 0 all well, 1 something is wrong and was named, 2 wrong usage, 130 "
         "interrupted. The same call goes on where an interrupted or killed one stopped.",

@@ -18,11 +18,13 @@ from typing import Any
 from hvd_elastic.errors import DataError
 
 ON_HOST = "--on-host"
-"""Hidden option: FOLDER LIST DST writes the shards that LIST names to DST; FOLDER alone indexes the
-shards that are there."""
+"""Hidden option: FOLDER DIGEST LIST DST writes the shards that LIST names to DST; FOLDER DIGEST
+indexes the shards that are there. DIGEST is that of the names of the sources."""
 
 
-def prepare_on_hosts(hostfile: Path, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+def prepare_on_hosts(
+    hostfile: Path, folder: Path, names: Sequence[str], digest: str
+) -> dict[str, Any]:
     """Have the hosts write shards to a folder, which all of them have afterwards.
 
     Args:
@@ -30,6 +32,7 @@ def prepare_on_hosts(hostfile: Path, folder: Path, names: Sequence[str]) -> dict
             paths as this machine.
         folder: on every host.
         names: of all shards.
+        digest: of the sources; hosts where it is another one refuse.
 
     Returns:
         What the script on a host returned.
@@ -46,7 +49,9 @@ def prepare_on_hosts(hostfile: Path, folder: Path, names: Sequence[str]) -> dict
     hosts = parse_hostfile(hostfile).hosts
     options = SshOptions(config_beside(hostfile))
     place = str(folder.absolute())
-    pulled = Pulled(_command(place, "{list}", "{dst}"), tuple((name, None) for name in names))
+    pulled = Pulled(
+        _command(place, digest, "{list}", "{dst}"), tuple((name, None) for name in names)
+    )
     failed = {}
     for copied in copy_to_hosts(hosts, pulled, place, options):
         host = copied.host.name
@@ -57,7 +62,7 @@ def prepare_on_hosts(hostfile: Path, folder: Path, names: Sequence[str]) -> dict
             failed[host] = copied.error
     found: dict[str, Any] = {}
     there = [host for host in hosts if host.name not in failed]
-    for ended in run_on_hosts(there, _command(place), options):
+    for ended in run_on_hosts(there, _command(place, digest), options):
         if ended.ok:
             entries = json.loads(ended.answer.stdout)
             found = next(entry for entry in entries if entry)

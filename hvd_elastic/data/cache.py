@@ -28,7 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.data.index import Shard, load_table, table_path
+from hvd_elastic.data.index import Shard, load_table, table_path, write_whole
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
 
@@ -150,7 +150,8 @@ class ShardCache:
 
     def _fetch_table(self, shard: Shard) -> None:
         path, name = self.path(shard), table_path(Path(shard.name)).name
-        table_path(path).write_bytes(self._source.read(name))
+        # As a new file: another process may have mapped the old one.
+        write_whole(table_path(path), self._source.read(name))
         try:
             load_table(path, self._fields, shard.examples)
         except DataError:
@@ -206,7 +207,7 @@ class ShardCache:
         found = []
         for entry in os.scandir(self._folder):
             named = _OWN.fullmatch(entry.name)
-            if named and not entry.name.endswith(".npy"):
+            if named and not entry.name.endswith((".npy", ".npy.part")):
                 with contextlib.suppress(FileNotFoundError):
                     now = entry.stat()
                     found.append((now.st_mtime_ns, now.st_size, Path(entry.path), named["part"]))

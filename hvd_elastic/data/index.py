@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -145,9 +146,14 @@ def parse_index(text: bytes, folder: object) -> Index:
         if index.layout not in LAYOUTS:
             raise DataError(f"{path}: layout {index.layout!r} is none of {', '.join(LAYOUTS)}")
         for shard in index.shards:
-            if shard.name != Path(shard.name).name:
+            if shard.name != Path(shard.name).name or shard.name in ("", ".."):
                 raise DataError(
                     f"{path} names the shard {shard.name!r}, which would not lie in this folder"
+                )
+            if not re.fullmatch("[0-9a-f]{64}", shard.sha256):  # a part of paths in the cache
+                raise DataError(
+                    f"{path} gives {shard.name!r} the SHA-256 {shard.sha256!r}, which is none; "
+                    f"{_again(folder)}"
                 )
     except msgspec.MsgspecError as error:
         raise DataError(f"{path} is damaged ({error}); {_again(folder)}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -24,7 +25,8 @@ class Mixture:
     run promises holds for the places of the mixture: each one exactly once an epoch, at any
     sequence of world sizes. Each data set is read in passes of its own, which go on from one epoch
     of the mixture to the next: every pass takes each of its examples exactly once, in a random
-    order that follows from ``seed``.
+    order that follows from ``seed``. A :class:`Stream` is read in its own order, and its passes are
+    its epochs.
 
     The mixture is in random order already. Give it to the loader with ``shuffle=False``, so that
     shards are read a few at a time.
@@ -82,7 +84,10 @@ class Mixture:
         # Of the picks that the data sets before it leave, the share of each one.
         self._shares = [weight / sum(weights[place:]) for place, weight in enumerate(weights)]
         self._length = self._whole() if length is None else length
-        self.order_key = repr((self._lengths, weights, seed, shuffle))
+        keys = [_order_key(dataset, shuffle) for dataset in self._datasets]
+        # Without keys of the parts it is what earlier releases wrote to checkpoints.
+        more = (keys,) if any(key is not None for key in keys) else ()
+        self.order_key = repr((self._lengths, weights, seed, shuffle, *more))
         self._orders = lru_cache(maxsize=2 * len(parts))(self._order)
 
     def __len__(self) -> int:
@@ -126,7 +131,10 @@ class Mixture:
         number, picked = self._count(index)
         length = self._lengths[number]
         order = self._orders(number, picked // length)
-        return number, int(order(np.array([picked % length]))[0])
+        first = (
+            picked // length * length if getattr(self._datasets[number], "endless", False) else 0
+        )
+        return number, first + int(order(np.array([picked % length]))[0])
 
     def _count(self, index: int) -> tuple[int, int]:
         """Return the data set that gives an example, and how many it has given before."""
@@ -143,9 +151,10 @@ class Mixture:
         dataset, length = self._datasets[number], self._lengths[number]
         seed = self._seed * len(self._datasets) + number
         blocks: Blocks | None = getattr(dataset, "blocks", None)
-        if blocks is not None and self._shuffle:
+        shuffle = self._shuffle and not getattr(dataset, "ordered", False)
+        if blocks is not None and shuffle:
             return block_order(seed, turn, *blocks)
-        return epoch_order(seed, turn, length, shuffle=self._shuffle)
+        return epoch_order(seed, turn, length, shuffle=shuffle)
 
     def _whole(self) -> int:
         """Return the number of examples after which every data set has been read once."""
@@ -165,3 +174,12 @@ class Mixture:
                 return False
             left -= taken
         return True
+
+
+def _order_key(dataset: Any, shuffle: bool) -> Any:
+    """Return what the examples of a data set depend on beside their index; None: nothing."""
+    key, blocks = getattr(dataset, "order_key", None), getattr(dataset, "blocks", None)
+    if blocks is None or not shuffle:
+        return key
+    sizes = np.asarray(blocks.sizes, np.int64).tobytes()  # there may be a million
+    return key, hashlib.sha256(sizes).hexdigest(), int(blocks.window)

@@ -103,7 +103,8 @@ class RemoteFolder:
             request = urllib.request.Request(url)
             if at:
                 encoded = base64.b64encode(unquote(user).encode()).decode()
-                request.add_header("Authorization", f"Basic {encoded}")
+                # Not sent on to another server.
+                request.add_unredirected_header("Authorization", f"Basic {encoded}")
             return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
         try:
             import fsspec

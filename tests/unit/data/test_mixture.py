@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_elastic.data import Mixture, ShardDataset
+from hvd_elastic.data import Mixture, ShardDataset, Stream
 from hvd_elastic.errors import DataError
+from hvd_elastic.model.sharding import Blocks
 from tests.unit.data.shards import write_numbers
 
 
@@ -104,3 +107,24 @@ def test_arguments_that_do_not_fit_are_explained() -> None:
             Mixture(parts, **options)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match="example -1 of a mixture"):
         Mixture([(good, 1)])[-1]
+
+
+def test_a_stream_goes_on_with_its_next_epoch_in_its_own_order() -> None:
+    stream = Stream(lambda epoch, share, start: iter((epoch, i) for i in range(start, 4)), length=4)
+    mixture = Mixture([(stream, 1)])
+    expected = [(epoch, i) for epoch in range(3) for i in range(4)]
+    assert mixture.__getitems__(range(12)) == expected
+
+
+def test_its_order_key_depends_on_those_of_its_parts_and_on_their_blocks() -> None:
+    def key(sizes: Any, window: int, own: str | None = None, *, shuffle: bool = True) -> str:
+        part = Named(0, 6)
+        part.blocks = Blocks(sizes, window)  # type: ignore[attr-defined]
+        part.order_key = own  # type: ignore[attr-defined]
+        return Mixture([(part, 1)], shuffle=shuffle).order_key
+
+    first = key([2, 4], 1)
+    assert key(np.array([2, 4]), 1) == first
+    assert len({first, key([4, 2], 1), key([2, 4], 2), key([2, 4], 1, "x")}) == 4
+    assert key([2, 4], 1, shuffle=False) == key([4, 2], 2, shuffle=False)
+    assert Mixture([(Named(0, 6), 1)]).order_key == repr(([6], [Fraction(1)], 0, True))

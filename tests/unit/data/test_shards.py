@@ -447,3 +447,16 @@ def test_a_shard_appears_only_whole(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="in the order jpg, txt, cls"):
             writer.add("x", (b"", b"", b"1"))
         writer.finish()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": ".."}, {"name": ""}, {"name": "a/b"}, {"sha256": "../../../etc/x"}, {"sha256": ""}],
+)
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, change: dict[str, str]) -> None:
+    index = write_numbers(tmp_path / "d", [2]) / "index.json"
+    whole = json.loads(index.read_text())
+    whole["shards"][0].update(change)
+    index.write_text(json.dumps(whole))
+    with pytest.raises(DataError, match=r"would not lie in this folder|which is none; make it"):
+        load_index(index.parent)

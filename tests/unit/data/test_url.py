@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -237,3 +239,16 @@ def test_a_shard_that_is_being_fetched_by_another_is_not_fetched_ahead(
         fcntl.flock(other, fcntl.LOCK_UN)
         reader.join()
     assert shard_requests(server)["s-00.tar"] == 1
+
+
+def test_a_password_is_not_sent_on_to_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(request: urllib.request.Request, **_: Any) -> io.BytesIO:
+        asked.append(request)
+        return io.BytesIO(b"x")
+
+    monkeypatch.setattr(urllib.request, "urlopen", answer)
+    assert remote.RemoteFolder("http://me:secret@host/d").read("index.json") == b"x"
+    assert [*asked[0].unredirected_hdrs] == ["Authorization"]
+    assert not asked[0].headers, "these go to the server of a redirection"

@@ -25,8 +25,9 @@ pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
 from PIL import Image
 
 from benchmarks.testbed.file_server import CUT, FileServer
-from datasets_prep import cifar10, image_folder, imagenet, index_shards, pictures, text
+from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures, text
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
+from hvd_elastic.errors import DataError
 from tests.small_disk import mounted
 
 START_S = 60.0
@@ -539,3 +540,60 @@ def test_shards_are_indexed_and_verified_by_command(
     assert load_index(out).shards == shards
     assert call(monkeypatch, index_shards, out, "--verify") == 0
     assert "12 examples in 1 shards fit the index" in capsys.readouterr().out
+
+
+def on_host(birds: Path, out: Path, *more: object) -> tuple[object, ...]:
+    """Words for the call that indexes the shards which hosts have written."""
+    return ("--source", birds, "--out", out, "--on-host", out, *more)
+
+
+def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, owl = tmp_path / "out", birds / "owl" / "owl0.jpg"
+    whole = owl.read_bytes()
+    owl.write_bytes(b"")
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
+    digest = load_index(out).made_from["sources_sha256"]
+    for name in ("index.json", "skipped.txt"):
+        (out / name).unlink()
+    owl.write_bytes(whole)
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 1
+    error = capsys.readouterr().err
+    assert "lacks owl/owl0.jpg, which is not damaged; remove that shard" in error
+    (birds / "owl" / "more.jpg").write_bytes(whole)
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 1
+    assert "has other files on this host than where the call was made" in capsys.readouterr().err
+    (birds / "owl" / "more.jpg").unlink()
+    owl.write_bytes(b"")
+    assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 0
+    assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
+
+
+def test_options_cannot_be_abbreviated(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hosts get the options of the call less --hostfile; with it they would call each other."""
+    (tmp_path / "hosts").touch()
+    with pytest.raises(SystemExit):
+        call(
+            monkeypatch, image_folder, "--source", birds, "--out", tmp_path / "out", "--host",
+            tmp_path / "hosts",
+        )  # fmt: skip
+    assert "unrecognized arguments: --host" in capsys.readouterr().err
+
+
+def test_a_signature_is_sent_with_a_download_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_PAUSES_S", ())
+    (tmp_path / "a.tgz").write_bytes(b"archive")
+    md5 = hashlib.md5(b"archive").hexdigest()
+    with FileServer(tmp_path).serving() as server:
+        url = f"{server.url}/a.tgz?X-Sig=secret"
+        archives.download(url, tmp_path / "there", md5)
+        server.faults = {"a.tgz": [403]}
+        with pytest.raises(DataError, match=r"/a\.tgz: the server answers 403") as failed:
+            archives.download(url, tmp_path / "again", md5)
+    assert (tmp_path / "there").read_bytes() == b"archive"
+    assert "secret" not in str(failed.value)
