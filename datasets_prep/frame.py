@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from datasets_prep.on_hosts import ON_HOST, prepare_on_hosts
+from datasets_prep.on_hosts import ON_HOST, OnHost, prepare_on_hosts
 from datasets_prep.processes import in_processes, progress_bar, sole_writer, whole_number
 from hvd_elastic.data.index import (
     INDEX,
@@ -89,7 +89,7 @@ class Settings:
         sample: use this many of the sources; None: all.
         processes: number of processes.
         hostfile: names hosts that share the work; None: this machine does it.
-        on_host: what this call does as one of them; see :data:`on_hosts.ON_HOST`.
+        on_host: what this call does as one of them; None: it was made by a user.
     """
 
     layout: str
@@ -102,7 +102,7 @@ class Settings:
     sample: int | None = None
     processes: int = 1
     hostfile: Path | None = None
-    on_host: tuple[str, ...] = ()
+    on_host: OnHost | None = None
 
 
 class _Task(NamedTuple):
@@ -149,12 +149,13 @@ def prepare(
         "sources_sha256": _digest(sources),
     }
     paths = _paths(folder, len(sources), settings)
-    if settings.hostfile is not None and not settings.on_host:
+    on_host = settings.on_host
+    if settings.hostfile is not None and on_host is None:
         names = [path.name for path in paths]
         return prepare_on_hosts(settings.hostfile, folder, names, made_from["sources_sha256"])
-    if settings.on_host and settings.on_host[0] != str(folder.absolute()):
+    if on_host is not None and on_host.folder != str(folder.absolute()):
         return {}  # the other splits of the data set
-    if settings.on_host and settings.on_host[1] != made_from["sources_sha256"]:
+    if on_host is not None and on_host.digest != made_from["sources_sha256"]:
         raise DataError(
             f"the source of {folder} has other files on this host than where the call was made; "
             "all hosts need the same source"
@@ -162,8 +163,8 @@ def prepare(
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    with sole_writer(folder, waits=bool(settings.on_host)):
-        done = _done_before(folder, made_from, shards_too=bool(settings.on_host))
+    with sole_writer(folder, waits=on_host is not None):
+        done = _done_before(folder, made_from, shards_too=on_host is not None)
         if done is None:
             index = load_index(folder)
             return _found(folder, index, len(index.shards), _skipped_before(folder))
@@ -173,12 +174,13 @@ def prepare(
                 _note(journal, made_from)
             missing = [number for number in range(len(paths)) if number not in done]
             work = partial(_write_shard, settings, fields)
-            if len(settings.on_host) == 2:
-                work = partial(_read_shard, settings)
-            elif settings.on_host:
-                listed = Path(settings.on_host[2]).read_text(encoding="utf-8").split("\n")
+            writes_listed = on_host is not None and bool(on_host.names)
+            if on_host is not None and writes_listed:
+                listed = {*Path(on_host.names).read_text(encoding="utf-8").split("\n")}
                 missing = [n for n, path in enumerate(paths) if path.name in listed]
-                paths = [Path(settings.on_host[3]) / path.name for path in paths]
+                paths = [Path(on_host.out) / path.name for path in paths]
+            elif on_host is not None:
+                work = partial(_read_shard, settings)
             size = settings.sources_per_shard
             tasks = (
                 _Task(paths[number], number, sources[number * size : (number + 1) * size])
@@ -187,14 +189,14 @@ def prepare(
             left = sum(min(size, len(sources) - number * size) for number in missing)
             with progress_bar(f"{folder.name}: preparing", max(1, left)) as advance:
                 for number, result in in_processes(work, tasks, settings.processes):
-                    if len(settings.on_host) > 2:
+                    if writes_listed:
                         # Only the shards themselves are exchanged.
                         table_path(paths[number]).unlink(missing_ok=True)
                         continue
                     _note(journal, {"number": number, **result._asdict()})
                     done[number] = result
                     advance(result.sources)
-        if len(settings.on_host) > 2:
+        if writes_listed:
             return {}
         shards = [Shard(**done[number].shard) for number in range(len(paths))]
         skipped = [line for number in range(len(paths)) for line in done[number].skipped]
@@ -443,7 +445,7 @@ def settings_of(
         sample=given.sample,
         processes=given.processes,
         hostfile=given.hostfile,
-        on_host=tuple(given.on_host),
+        on_host=OnHost(*given.on_host) if given.on_host else None,
         **more,
     )
 

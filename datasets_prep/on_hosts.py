@@ -13,13 +13,28 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_elastic.errors import DataError
 
 ON_HOST = "--on-host"
-"""Hidden option: FOLDER DIGEST LIST DST writes the shards that LIST names to DST; FOLDER DIGEST
-indexes the shards that are there. DIGEST is that of the names of the sources."""
+"""Hidden option, whose values are those of :class:`OnHost`."""
+
+
+class OnHost(NamedTuple):
+    """What a call does as one of several hosts.
+
+    Attributes:
+        folder: of the shards.
+        digest: of the sources, where the hosts were called.
+        names: file with the names of the shards to write; empty: index those that are there.
+        out: folder to write them to.
+    """
+
+    folder: str
+    digest: str
+    names: str = ""
+    out: str = ""
 
 
 def prepare_on_hosts(

@@ -273,7 +273,7 @@ class RunOptions:
                 "a job under --mpi has no leader to lead input hosts: leave --input-hosts and "
                 "hosts with slots=0 out"
             )
-        if hosts and len(reading) - len({*named} - {host.name for host in hosts}) == len(hosts):
+        if hosts and all(host in reading for host in hosts):
             raise UsageError(f"all hosts of {self.hostfile} read, and none trains: add one")
 
     def _check_pinned(self) -> None:

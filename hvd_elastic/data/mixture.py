@@ -102,11 +102,11 @@ class Mixture:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several examples, in this order; each data set is asked once."""
-        picks = [self.pick(index) for index in indices]
-        found: list[Any] = [None] * len(picks)
+        counts = [self._count(index) for index in indices]
+        found: list[Any] = [None] * len(counts)
         for number, dataset in enumerate(self._datasets):
-            places = [place for place, pick in enumerate(picks) if pick[0] == number]
-            wanted = [picks[place][1] for place in places]
+            places = [place for place, count in enumerate(counts) if count[0] == number]
+            wanted = self._examples(number, [counts[place][1] for place in places])
             at_once = getattr(dataset, "__getitems__", None)
             read = at_once(wanted) if at_once and wanted else [dataset[each] for each in wanted]
             for place, example in zip(places, read, strict=True):
@@ -126,18 +126,27 @@ class Mixture:
         Args:
             index: of the mixture, >= 0; from ``len()`` on those of later epochs.
         """
-        if index < 0:
-            raise IndexError(f"example {index} of a mixture, which has no last one")
-        number, picked = self._count(index)
+        number, before = self._count(index)
+        (example,) = self._examples(number, [before])
+        return number, example
+
+    def _examples(self, number: int, before: Sequence[int]) -> list[int]:
+        """Return the indices that a data set gives after so many; each pass is asked once."""
         length = self._lengths[number]
-        order = self._orders(number, picked // length)
-        first = (
-            picked // length * length if getattr(self._datasets[number], "endless", False) else 0
-        )
-        return number, first + int(order(np.array([picked % length]))[0])
+        turns, places = np.divmod(np.array(before, np.int64), length)
+        found = np.empty_like(places)
+        for turn in np.unique(turns).tolist():
+            here = turns == turn
+            found[here] = self._orders(number, turn)(places[here])
+        if getattr(self._datasets[number], "endless", False):
+            found += turns * length
+        indices: list[int] = found.tolist()
+        return indices
 
     def _count(self, index: int) -> tuple[int, int]:
         """Return the data set that gives an example, and how many it has given before."""
+        if index < 0:
+            raise IndexError(f"example {index} of a mixture, which has no last one")
         left = index
         for number, share in enumerate(self._shares):
             taken = left * share.numerator // share.denominator

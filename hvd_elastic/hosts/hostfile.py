@@ -33,7 +33,8 @@ from hvd_elastic.formatting import count, hosts_named
 
 # A mistake such as gpu[1-1000000000] must give an error instead of filling the memory.
 MAX_HOSTS = 65_536
-MAX_SLOTS = 65_536
+_RANGES = {"slots": (0, 65_536), "max_slots": (1, 65_536), "port": (1, 65_535), "cpus": (1, 65_536)}
+"""Least and largest value of each attribute that is a whole number."""
 
 VALID_FORMS = (
     "valid lines: 'gpu1', 'gpu1 slots=8', 'gpu1:8' (8 slots), 'alice@gpu1 slots=8 port=2222', "
@@ -502,10 +503,9 @@ def _parse_count(key: str, text: str, column: int) -> int:
     if not _INTEGER.fullmatch(text):
         raise _PartError(column, f"{key} is a whole number, not '{text}'")
     value = int(text)
-    limit = 65_535 if key == "port" else MAX_SLOTS
-    least = 0 if key == "slots" else 1
-    if not least <= value <= limit:
-        raise _PartError(column, f"{key} is {value}; it must be {least} to {limit}")
+    least, most = _RANGES[key]
+    if not least <= value <= most:
+        raise _PartError(column, f"{key} is {value}; it must be {least} to {most}")
     return value
 
 
@@ -530,10 +530,7 @@ def _parse_labels(key: str, text: str, column: int) -> tuple[str, ...]:
 
 
 _ATTRIBUTES: dict[str, Callable[[str, str, int], object]] = {
-    "slots": _parse_count,
-    "max_slots": _parse_count,
-    "port": _parse_count,
-    "cpus": _parse_count,
+    **dict.fromkeys(_RANGES, _parse_count),
     "price": _parse_price,
     "labels": _parse_labels,
 }
@@ -566,12 +563,10 @@ def _find_problems(host: Host) -> Iterator[str]:
         yield f"host name {host.name!r}: letters, digits, '-', '.', '_', or an IPv6 address"
     if host.user is not None and not _USER.fullmatch(host.user):
         yield f"user {host.user!r} of host {host.name}: letters, digits, '-', '.', '_', '+'"
-    for key in ("slots", "max_slots", "port", "cpus"):
+    for key, (least, most) in _RANGES.items():
         value = getattr(host, key)
-        limit = 65_535 if key == "port" else MAX_SLOTS
-        least = 0 if key == "slots" else 1
-        if value is not None and not least <= value <= limit:
-            yield f"{key}={value} of host {host.name}: must be {least} to {limit}"
+        if value is not None and not least <= value <= most:
+            yield f"{key}={value} of host {host.name}: must be {least} to {most}"
     if not host.slots and INPUT_LABEL not in host.labels:
         yield (
             f"slots=0 of host {host.name}: such a host does not train; if it is to read for the "

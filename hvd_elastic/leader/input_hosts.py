@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_elastic.control.events import AgentFailed, WorkerExited
@@ -41,7 +41,7 @@ class _InputHost:
     start_at: float = 0.0
     """When to start it next [s]; infinite: it runs, or is left out."""
     worker: str = ""
-    error: str = field(default="")
+    error: str = ""
     """Why its script failed; empty: it did not."""
 
 
@@ -88,9 +88,7 @@ class InputHosts:
     @property
     def use(self) -> msg.UseInput | None:
         """What a new rank has to be told; None: nothing."""
-        if not self._servers:
-            return None
-        return msg.UseInput(self._certificate, [*self._servers.values()])
+        return self._servers_in_use() if self._servers else None
 
     def update(self, hosts: Mapping[str, Host], ranks: Mapping[str, Host]) -> None:
         """Use these input hosts, and no others; those that were left out are tried again.
@@ -102,9 +100,7 @@ class InputHosts:
         self._others = ranks
         for name in [name for name in self._known if name not in hosts]:
             del self._known[name]
-            if name in self._agents.by_host:
-                self._agents.leave(name)
-                self._agents.release(lambda _: False)
+            self._end_agent(name)
             self._gone(name, "it was taken out of the run")
         for name, host in hosts.items():
             known = self._known.setdefault(name, _InputHost(host))
@@ -205,9 +201,9 @@ class InputHosts:
         exited = WorkerExited(message.worker, message.code, message.signal)
         self._workers.failure_told = True  # the run does not fail, so its log need not be shown
         self._workers.ended(exited)
-        ended = f"exit status {message.code}" if message.signal is None else "it was killed"
         if message.signal is None:
-            self._script_failed(known, known.error or f"its script ended with {ended}")
+            ended = f"its script ended with exit status {message.code}"
+            self._script_failed(known, known.error or ended)
         else:
             self._failed(known.host.name, f"its worker ended by signal {message.signal}")
 
@@ -224,12 +220,15 @@ class InputHosts:
         known.failures += 1
         known.worker = ""
         known.start_at = math.inf if fatal else time.monotonic() + backoff(_AGAIN_S, known.failures)
-        if name in self._agents.by_host:  # its agent lives; a new one starts with a clean host
-            self._agents.leave(name)
-            self._agents.release(lambda _: False)
+        self._end_agent(name)  # a new one starts with a clean host
         end = "save the hostfile to have it tried again" if fatal else "trying again"
         if not self._gone(name, cause):
             self._warn(f"input host {name} cannot be used: {cause}; {end}")
+
+    def _end_agent(self, name: str) -> None:
+        if name in self._agents.by_host:
+            self._agents.leave(name)
+            self._agents.release(lambda _: False)
 
     def _gone(self, name: str, cause: str) -> bool:
         """Tell the ranks that a host does not read any more; return whether it did."""
@@ -240,7 +239,10 @@ class InputHosts:
         return True
 
     def _tell_ranks(self) -> None:
-        self._changed(msg.UseInput(self._certificate, [*self._servers.values()]))
+        self._changed(self._servers_in_use())
+
+    def _servers_in_use(self) -> msg.UseInput:
+        return msg.UseInput(self._certificate, [*self._servers.values()])
 
     def _warn(self, text: str) -> None:
         self._emit("warning", {"message": text})

@@ -157,52 +157,66 @@ more core of decoding would end it: num_workers=1'
     """
     shares = tuple(reading.share for reading in readings)
     worst = max(range(len(readings)), key=lambda rank: shares[rank])
-    share, reading = shares[worst], readings[worst]
+    share = shares[worst]
     cpu = [each.cpu_s for each in readings if each.cpu_s is not None]
     examples = sum(each.examples for each in readings)
     cpu_s = sum(cpu)
     core_s = cpu_s / examples if len(cpu) == len(readings) and examples and cpu_s else None
     helpers = sum(each.helpers for each in readings)
-    percent = f"{100 * share:.0f} %"
+    waits = f"ranks wait {100 * share:.0f} % of the time for data"
+    more: float | None = None
     if share < _NOTABLE:
-        reason = f"input is no bottleneck: ranks wait {percent} of the time for data"
-        return InputFinding(share, shares, "nothing", None, core_s, helpers, reason)
-    said = f"ranks wait {percent} of the time for data"
-    if core_s is None:
+        bound, reason = "nothing", f"input is no bottleneck: {waits}"
+    elif core_s is None:
+        bound = "unknown"
         reason = (
-            f"{said}; let more of it be read ahead: prefetch and num_parallel_calls of map, "
+            f"{waits}; let more of it be read ahead: prefetch and num_parallel_calls of map, "
             "--input-hosts for hvd_elastic.torch, or a cheaper transform"
         )
-        return InputFinding(share, shares, "unknown", None, None, helpers, reason)
-    found = [_Need.of(each) for each in readings]
-    more = sum(need.more for need in found)
-    crowded, idle = _cores_at(hosts[worst], readings, hosts, machines)
-    said = f"{said}: reading takes {_milliseconds(core_s)} of a core for each example"
+    else:
+        bound, more, remedy = _remedy(worst, readings, hosts, machines)
+        takes = f"reading takes {_milliseconds(core_s)} of a core for each example"
+        reason = f"{waits}: {takes}, and {remedy}"
+    return InputFinding(share, shares, bound, more, core_s, helpers, reason)
+
+
+def _remedy(
+    worst: int,
+    readings: Sequence[Reading],
+    hosts: Sequence[str],
+    machines: Mapping[str, tuple[str, int]],
+) -> tuple[str, float | None, str]:
+    """Return what rank ``worst`` waits for, how many more cores would end it, and what to do."""
+    reading = readings[worst]
+    processes = reading.processes or 0
     if reading.helpers and not reading.computes:
-        reason = (
-            f"{said}, and the processes of input hosts are not busy: the link to them is the "
-            "limit, or their storage; send less (uint8, cropped pictures), or read more on this "
-            f"host: num_workers={(reading.processes or 0) + 1}"
+        remedy = (
+            "the processes of input hosts are not busy: the link to them is the limit, or their "
+            "storage; send less (uint8, cropped pictures), or read more on this host: "
+            f"num_workers={processes + 1}"
         )
-        return InputFinding(share, shares, "storage", None, core_s, helpers, reason)
+        return "storage", None, remedy
+    crowded, idle = _cores_at(hosts[worst], readings, hosts, machines)
     if not reading.computes and not crowded:
-        processes = reading.processes or 0
-        reason = (
-            f"{said}, and the rest of the wait is for storage or the network, which more cores do "
-            f"not shorten: num_workers={max(2, 2 * processes)} waits for more files at a time; "
-            "keep the data on the hosts (copyclust), in shards, or smaller"
+        remedy = (
+            "the rest of the wait is for storage or the network, which more cores do not shorten: "
+            f"num_workers={max(2, 2 * processes)} waits for more files at a time; keep the data on "
+            "the hosts (copyclust), in shards, or smaller"
         )
-        return InputFinding(share, shares, "storage", None, core_s, helpers, reason)
+        return "storage", None, remedy
+    more = sum(_Need.of(each).more for each in readings)
+    here = _Need.of(reading)
+    helped = any(each.helpers for each in readings)
+    if here.more <= idle and not helped:
+        remedy = f"num_workers={max(math.ceil(here.needed - 0.01), processes + 1)}"
+    else:
+        further = "further " if helped else ""
+        remedy = (
+            f"{further}--input-hosts with so many, or a cheaper transform such as a scaled decode"
+        )
     number = f"{more:.1f}" if more < 10 else f"{more:.0f}"
-    further = "further " if helpers else ""
-    remedy = f"{further}--input-hosts with so many, or a cheaper transform such as a scaled decode"
-    here = found[worst]
-    if here.more <= idle and not helpers:
-        processes = math.ceil(here.needed - 0.01)
-        remedy = f"num_workers={max(processes, (reading.processes or 0) + 1)}"
     cores = "core" if more <= 1 else "cores"
-    reason = f"{said}, and {number} more {cores} of decoding would end it: {remedy}"
-    return InputFinding(share, shares, "cores", more, core_s, helpers, reason)
+    return "cores", more, f"{number} more {cores} of decoding would end it: {remedy}"
 
 
 @dataclass(frozen=True)

@@ -308,7 +308,7 @@ def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
         case "metrics":
             _metrics(run, record, at_s)
         case "worker_joined":
-            local_rank = _whole(record.get("local_rank")) or 0
+            local_rank = _count(record, "local_rank")
             run.joined.append(Arrival(at_s, host, local_rank, _whole(record.get("rank"))))
         case "worker_left" | "host_lost":
             cause = _text(record, "cause", "no cause given")
@@ -316,13 +316,10 @@ def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
         case "checkpoint":
             _checkpoint(run, record, at_s)
         case "saved":
-            step, size_bytes = _whole(record.get("step")), _whole(record.get("bytes"))
-            run.saved[_text(record, "name")] = SavedFile(at_s, step or 0, size_bytes or 0)
+            saved = SavedFile(at_s, _count(record, "step"), _count(record, "bytes"))
+            run.saved[_text(record, "name")] = saved
         case "restored":
-            run.steps = _whole(record.get("step")) or 0
-            run.examples = _whole(record.get("examples")) or 0
-            run.last.update({"step": run.steps, "examples": run.examples})
-            run.stopped_for = ""
+            _restored(run, record)
         case "training_stopped":
             run.stopped_for = _text(record, "reason")
         case "training_goes_on":
@@ -330,22 +327,15 @@ def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
         case "decision":
             _decision(run, record, at_s)
         case "input":
-            run.input = _text(record, "reason")
-            if record.get("bound") != "nothing":
-                run.decisions.append(TimedEvent(at_s, "input", run.input))
+            _input(run, record, at_s)
         case "input_host_joined":
-            run.input_hosts[host] = _whole(record.get("processes")) or 0
+            run.input_hosts[host] = _count(record, "processes")
         case "input_host_left":
             run.input_hosts.pop(host, None)
         case "shares":
-            text = shares_words(record)
-            run.decisions.append(TimedEvent(at_s, "shares", text))
-            run.shares = text if record.get("shares") else ""
+            _shares(run, record, at_s)
         case "batch_plan":
-            text = batch_words(record, run.batch_plan)
-            run.batch_plan = dict(record)
-            if text:
-                run.decisions.append(TimedEvent(at_s, "batch_plan", text))
+            _batch_plan(run, record, at_s)
         case "prediction_missed":
             run.missed = _text(record, "reason")
             text = f"prediction missed: {run.missed}"
@@ -356,9 +346,7 @@ def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
         case "waiting":
             run.waiting = _text(record, "reason", "waiting for hosts")
         case "script_failed":
-            if not run.failure:
-                run.failure = _text(record, "traceback")
-                run.failed_worker = worker_name(record.get("host"), record.get("local_rank"))
+            _script_failed(run, record)
         case "run_finished":
             _run_finished(run, record, at_s)
 
@@ -408,17 +396,17 @@ def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) ->
     run.generation_hosts = [str(host) for host in record.get("hosts") or []]
     run.rescales.append(
         Rescale(
-            generation=_whole(record.get("generation")) or 0,
+            generation=_count(record, "generation"),
             at_s=at_s,
-            from_size=_whole(record.get("from_size")) or 0,
-            to_size=_whole(record.get("to_size")) or 0,
+            from_size=_count(record, "from_size"),
+            to_size=_count(record, "to_size"),
             reason=_text(record, "reason"),
         )
     )
 
 
 def _rescale_finished(run: RunSummary, record: Mapping[str, Any], size: int) -> None:
-    generation = _whole(record.get("generation")) or 0
+    generation = _count(record, "generation")
     pause_s = _number(record.get("pause_s"))
     # Search from the end, since a resumed run may number its generations from 1 again.
     for place in reversed(range(len(run.rescales))):
@@ -471,9 +459,9 @@ def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
     run.checkpoints.append(
         Checkpoint(
             at_s=at_s,
-            step=_whole(record.get("step")) or 0,
+            step=_count(record, "step"),
             path=_text(record, "path"),
-            size_bytes=_whole(record.get("bytes")) or 0,
+            size_bytes=_count(record, "bytes"),
             seconds=_number(record.get("seconds")) or 0.0,
             blocked_s=_number(record.get("blocked_s")),
         )
@@ -491,6 +479,37 @@ def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
             for index in range(_whole(number) or 0)
         ]
     run.decisions.append(TimedEvent(at_s, "decision", text))
+
+
+def _restored(run: RunSummary, record: Mapping[str, Any]) -> None:
+    run.steps, run.examples = _count(record, "step"), _count(record, "examples")
+    run.last.update({"step": run.steps, "examples": run.examples})
+    run.stopped_for = ""
+
+
+def _input(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.input = _text(record, "reason")
+    if record.get("bound") != "nothing":
+        run.decisions.append(TimedEvent(at_s, "input", run.input))
+
+
+def _shares(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = shares_words(record)
+    run.decisions.append(TimedEvent(at_s, "shares", text))
+    run.shares = text if record.get("shares") else ""
+
+
+def _batch_plan(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = batch_words(record, run.batch_plan)
+    run.batch_plan = dict(record)
+    if text:
+        run.decisions.append(TimedEvent(at_s, "batch_plan", text))
+
+
+def _script_failed(run: RunSummary, record: Mapping[str, Any]) -> None:
+    if not run.failure:
+        run.failure = _text(record, "traceback")
+        run.failed_worker = worker_name(record.get("host"), record.get("local_rank"))
 
 
 def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
@@ -517,6 +536,11 @@ def _set_size(run: RunSummary, at_s: float, size: int) -> None:
 
 def _text(record: Mapping[str, Any], name: str, default: str = "") -> str:
     return str(record.get(name) or default)
+
+
+def _count(record: Mapping[str, Any], name: str) -> int:
+    """Return a whole number of an event; 0 if it is missing."""
+    return _whole(record.get(name)) or 0
 
 
 def _whole(value: Any) -> int | None:

@@ -165,17 +165,25 @@ def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
         case "shares":
             return Line(shares_words(event), "change")
         case "command_done":
-            if not get("ok", True):
-                return Line(f"could not do as asked: {get('message')}", "bad")
-            return Line(f"done as asked: {get('message')}", "note") if get("message") else None
+            return _command_done(event)
         case "log_note":
             return Line(str(get("message") or get("text") or ""), "note")
-        case "script_failed" | "worker_crashed":
-            what = "the script failed in worker " + worker
-            if kind == "worker_crashed":
-                what = f"worker {worker} {get('cause')}"
-            return Line(f"{what}:\n{str(get('traceback') or '').rstrip()}", "bad")
+        case "script_failed":
+            return _failed(f"the script failed in worker {worker}", event)
+        case "worker_crashed":
+            return _failed(f"worker {worker} {get('cause')}", event)
     return None
+
+
+def _command_done(event: Mapping[str, Any]) -> Line | None:
+    message = event.get("message")
+    if not event.get("ok", True):
+        return Line(f"could not do as asked: {message}", "bad")
+    return Line(f"done as asked: {message}", "note") if message else None
+
+
+def _failed(what: str, event: Mapping[str, Any]) -> Line:
+    return Line(f"{what}:\n{str(event.get('traceback') or '').rstrip()}", "bad")
 
 
 def _cut_off_words(event: Mapping[str, Any]) -> str:

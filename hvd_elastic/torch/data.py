@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
+from hvd_elastic.torch.plain_reading import PlainReading
 from hvd_elastic.torch.shared_reading import SharedReading
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
@@ -143,9 +142,8 @@ class DataLoader(Generic[_Batch]):
         self.seed = seed
         self.drop_last = drop_last
         self.num_workers = num_workers
-        self._persistent = persistent_workers
-        self._collate = collate_fn if collate_fn is not None else default_collate
-        self._options = {
+        collate_fn = collate_fn if collate_fn is not None else default_collate
+        options = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "timeout": timeout,
@@ -156,17 +154,11 @@ class DataLoader(Generic[_Batch]):
         }
         self._worker_start = _WorkerStart(worker_init_fn)
         source = LoaderSource(
-            dataset, examples, self._collate, seed, self._worker_start, pins=pin_memory
+            dataset, examples, collate_fn, seed, self._worker_start, pins=pin_memory
         )
         self._shared = SharedReading(source, num_workers, seed_examples)
         self._is_shared = False
-        self._next_passes = _NextPasses()
-        # Created now, so that PyTorch raises on bad options here and not in the first epoch.
-        self._inner = self._make_inner(audit=False)
-        self._audited = False
-        self._batches: Iterator[Any] | None = None
-        self._next_place: Place | None = None
-        """Place of the step that the open iterator returns next."""
+        self._plain = PlainReading(dataset, collate_fn, seed, options, self._worker_start)
         self._given_context = context
         self._registered: Context | None = None
         # A loader created before hvd.init() is registered when it is first used.
@@ -188,7 +180,7 @@ class DataLoader(Generic[_Batch]):
 
     def close(self) -> None:
         """End the loader's worker processes; iterating starts new ones."""
-        self._stop_reading(keep_processes=False)
+        self._plain.close()
         self._shared.close()
 
     def __iter__(self) -> Iterator[_Batch]:
@@ -207,7 +199,7 @@ class DataLoader(Generic[_Batch]):
             yield from self._order.loop(context, read, enough)
         finally:
             # Runs too if the loop is left early or by an exception.
-            self._stop_reading(keep_processes=self._persistent)
+            self._plain.stop()
 
     def _context(self) -> Context:
         context = self._given_context or training.current()
@@ -221,131 +213,24 @@ class DataLoader(Generic[_Batch]):
                 self._shared.may_be_helped = True
         return context
 
-    # -- reading
-
     def _read(
         self, worker: Worker, place: Place, following: Place, *, is_first: bool
     ) -> tuple[_Batch, list[int] | None]:
         if is_first:  # the passes of a step come from one reader
             self._is_shared = self._shared.is_used(worker)
+        self._worker_start.set_parent()
+        order = functools.partial(self._order.indices, place, worker.progress)
+        # Prefetching may start threads, so it begins after the loader processes have been forked.
         if self._is_shared:
-            if self._batches is not None or self._inner._iterator is not None:
-                self._stop_reading(keep_processes=False)
-            self._worker_start.set_parent()
-            order = functools.partial(self._order.indices, place, worker.progress)
+            if self._plain.has_processes:
+                self._plain.close()
             batch, told = self._shared.read(worker, place, following, order, is_first=is_first)
-            self._order.prefetch(place)  # after the loader processes have been forked
+            self._order.prefetch(place)
             return batch, told
-        if worker.audit != self._audited:
-            self.close()
-            self._audited = worker.audit
-            self._inner = self._make_inner(self._audited)
-        # Batches read ahead stay valid in a new generation if this rank's place is the same.
-        if is_first and (self._batches is None or self._next_place != place):
-            # They are for another place in the world or the epoch. The old worker processes end
-            # before new ones start, which avoids holding their memory twice.
-            self._stop_reading(keep_processes=self._persistent)
-            self._next_passes.indices = self._order.indices(place, worker.progress)
-            # By default each new iterator draws a seed from the script's generator, which would
-            # make the script's own random numbers depend on rescales.
-            seeds = np.random.SeedSequence((self.seed, *place.world, place.start))
-            self._options["generator"].manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-            self._worker_start.set_parent()
-            self._batches = iter(self._inner)
-            worker.input_times.processes = self.num_workers
-            worker.input_times.pids = self._pids
-            worker.input_times.new_event = cuda_event
-        # After the loader processes have been forked, since it may start threads.
+        if is_first:
+            self._plain.go_to(worker, place, order)
         self._order.prefetch(place)
-        # The iterator's place is unknown if next() raises.
-        self._next_place = None
-        assert self._batches is not None
-        read = next(self._batches)
-        self._next_place = following
-        if self._audited:
-            indices, batch = read
-            return batch, list(indices)
-        return read, None
-
-    def _pids(self) -> list[int]:
-        """Return the process ids of the loader's live worker processes."""
-        workers = getattr(self._batches, "_workers", ())
-        return [process.pid for process in workers if process.pid is not None]
-
-    def _stop_reading(self, *, keep_processes: bool) -> None:
-        self._next_place = None
-        batches, self._batches = self._batches, None
-        if not keep_processes:
-            # The garbage collector may destroy the iterator's queues first (a traceback can hold it
-            # in a cycle): then the processes get no signal to end, and PyTorch waits 5 s for each.
-            reading = batches if batches is not None else self._inner._iterator
-            shutdown = getattr(reading, "_shutdown_workers", None)
-            if shutdown is not None:
-                shutdown()
-            self._inner._iterator = None
-
-    def _make_inner(self, audit: bool) -> TorchDataLoader[Any]:
-        options = dict(self._options)
-        if self.num_workers > 0:
-            options["worker_init_fn"] = self._worker_start
-        dataset, collate = self.dataset, self._collate
-        if audit:
-            dataset, collate = _TellingDataset(dataset), _TellingCollate(collate)
-        return TorchDataLoader(
-            dataset, batch_sampler=self._next_passes, collate_fn=collate, **options
-        )
-
-
-class _NextPasses:
-    """Batch sampler that yields the indices of this rank's passes from a given place."""
-
-    def __init__(self) -> None:
-        self.indices: Iterator[list[int]] = iter(())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.indices
-
-
-class _TellingDataset:
-    """Wraps a dataset to return with each sample the index that was really read."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getattr__(self, name: str) -> Any:
-        # A worker_init_fn may use get_worker_info().dataset and expects the script's own. Pickle
-        # asks for dunder names before _dataset exists.
-        if name.startswith("__") or name == "_dataset":
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> tuple[list[int], list[Any]]:
-        return [index], [self._dataset[index]]
-
-    def __getitems__(self, indices: list[int]) -> tuple[list[int], Any]:
-        at_once = getattr(self._dataset, "__getitems__", None)
-        if at_once:
-            return list(indices), at_once(indices)
-        told: list[int] = []
-        samples = []
-        for index in indices:
-            samples.append(self._dataset[index])
-            told.append(index)
-        return told, samples
-
-
-class _TellingCollate:
-    """Collates samples with the script's function, and returns the indices with them."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, told: Any) -> tuple[list[int], Any]:
-        indices, samples = told
-        return indices, self._collate(samples)
+        return self._plain.read(following)
 
 
 class _WorkerStart:

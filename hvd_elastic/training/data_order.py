@@ -135,10 +135,14 @@ class DataOrder:
         # (epoch, first position, position after the last) for which it was called.
         self._prefetched = (0, 0, 0)
         self._endless = bool(getattr(dataset, "endless", False))
-        self._window = blocks.window if blocks is not None and shuffle else None
+        self._window: int | None = None
+        sizes: tuple[int, ...] | None = None
+        if blocks is not None and shuffle:
+            self._window = blocks.window
+            sizes = tuple(np.asarray(blocks.sizes, np.int64).tolist())
         determined_by = (
             (examples, shuffle, seed if shuffle else None, getattr(dataset, "order_key", None)),
-            (self._window, tuple(blocks.sizes) if blocks is not None and shuffle else None),
+            (self._window, sizes),
         )
         self._hash = zlib.crc32(repr(determined_by).encode()) or 1
         # (epoch, version), and the order of that epoch.

@@ -382,7 +382,6 @@ class InputServing(WorkerReport, tag="input_serving"):
     """A worker of an input host reads for the ranks, in one process for each port."""
 
     ports: list[int]
-    examples: int
 
 
 class CheckpointFailed(WorkerReport, tag="checkpoint_failed"):

@@ -115,7 +115,7 @@ class Link:
         header_bytes, count = _HEAD.unpack(self._exactly(_HEAD.size))
         if header_bytes > _MAX_HEADER or count > _MAX_BUFFERS:
             raise LinkError(f"{self._peer} sent no valid frame")
-        sizes = [_SIZE.unpack(self._exactly(_SIZE.size))[0] for _ in range(count)]
+        sizes = [size for (size,) in _SIZE.iter_unpack(self._exactly(count * _SIZE.size))]
         if sum(sizes) > _MAX_BATCH:
             raise LinkError(f"{self._peer} announced a batch of {sum(sizes)} bytes")
         try:

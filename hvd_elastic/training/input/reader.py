@@ -188,12 +188,6 @@ class InputReader:
         """Return the process ids of the rank's own processes."""
         return [local.process.pid for local in self._locals if local.process.pid is not None]
 
-    @property
-    def connected(self) -> set[str]:
-        """Names of the input hosts that read for this rank now."""
-        with self._change:
-            return {each.host for each in self._threads.values() if each.is_connected} - {""}
-
     def helpers(self) -> tuple[int, float]:
         """Return the number of processes of input hosts that read, and their processor time [s]."""
         remote = [each for each in self._threads.copy().values() if each.host]

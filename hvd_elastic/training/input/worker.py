@@ -39,7 +39,7 @@ def serve_ranks(ctx: Context) -> NoReturn:
         raise SystemExit(0)
     processes = ReadingProcesses(source, task.processes, task.address, task.certificate)
     try:
-        worker.sink.send(msg.InputServing(ports=processes.ports, examples=source.examples))
+        worker.sink.send(msg.InputServing(ports=processes.ports))
         while not worker.link.pending(worker.generation):
             if processes.any_ended(_LOOK_S):
                 raise SystemExit("a process that reads for the ranks has ended")

@@ -97,7 +97,7 @@ class Play:
 
     def serve(self) -> str:
         worker = self.say_hello()
-        self.hear(msg.WorkerSaid(worker, msg.InputServing(ports=[5, 6, 7], examples=10)))
+        self.hear(msg.WorkerSaid(worker, msg.InputServing(ports=[5, 6, 7])))
         return worker
 
     def look_later(self) -> None:

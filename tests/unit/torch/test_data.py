@@ -381,9 +381,14 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused() -> None:
     class OtherData(NumbersInBlocks):
         order_key = "weights"
 
+    class SameInArray(NumbersInBlocks):
+        sizes: Any = np.array(NumbersInBlocks.blocks.sizes)
+        blocks = Blocks(sizes, NumbersInBlocks.blocks.window)
+
     first = NumbersInBlocks(100)
     middle = read(Progress(), first)
-    assert read(middle, first).position == 40
+    for same in (first, SameInArray(100)):
+        assert read(middle, same).position == 40
     for dataset, options, said in (
         (OtherWindow(100), {}, "seed=5, shuffle=True, shuffle_window=3"),
         (OtherData(100), {}, "shuffle_window=2"),

@@ -153,7 +153,7 @@ def test_batches_are_the_same_in_the_same_order_whoever_reads_them(start: Any) -
     own = Source()
     reader = start(own, 2)
     reader.use([host.server])
-    wait_until(lambda: reader.connected == {"h"})
+    wait_until(lambda: reader.helpers()[0] == 1)
     reader.begin(1, passes(60))
     wait_until(lambda: bool(host.source.read))
     assert take(reader, 60) == expected(1, 60)
@@ -320,7 +320,7 @@ def test_a_frozen_host_is_not_waited_for_without_others(start: Any) -> None:
     own = Source()
     reader = start(own)
     reader.use([host.server])
-    wait_until(lambda: reader.connected == {"h"})
+    wait_until(lambda: reader.helpers()[0] == 1)
     reader.begin(0, passes(200))
     found = take(reader, 8)
     stuck.before = go_on.wait  # type: ignore[assignment]
@@ -337,7 +337,7 @@ def test_all_processes_of_a_frozen_host_are_given_up_at_once(start: Any) -> None
     hosts = [Host(stuck, "h") for _ in range(3)]
     reader = start(Source())
     reader.use([host.server for host in hosts])
-    wait_until(lambda: sum(each.is_connected for each in reader._threads.values()) == 3)
+    wait_until(lambda: reader.helpers()[0] == 3)
     taken: list[Any] = []
     reader.begin(0, passes(12))
     reading = threading.Thread(target=lambda: taken.extend(take(reader, 12)), daemon=True)
@@ -355,7 +355,7 @@ def test_little_is_read_ahead_of_large_batches(start: Any, monkeypatch: pytest.M
     hosts = [Host(source, f"h{n}") for n, source in enumerate(sources)]
     reader = start(Source())
     reader.use([host.server for host in hosts])
-    wait_until(lambda: len(reader.connected) == 8)
+    wait_until(lambda: reader.helpers()[0] == 8)
     reader.begin(0, passes(100))
     found = take(reader, 20)  # by then the size of a batch is known
     before = sum(len(source.read) for source in sources)
