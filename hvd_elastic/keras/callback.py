@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -48,20 +48,35 @@ class ElasticCallback(keras.callbacks.Callback):
         epochs: end when training has made the progress of so many passes over the data at the
             initial batch size; ``fit(epochs=...)`` is then the most passes. None: the number of
             passes is that of ``fit``.
+        evaluate: called at the end of each epoch on all ranks, and again if a rank is lost in it.
+            The metrics that it returns go into ``logs``, as :func:`hvd_elastic.keras.evaluate`
+            gives them.
         values: further values of the state, as for :class:`hvd_elastic.tensorflow.State`.
 
     Attributes:
         state: the state, once ``fit`` has begun.
     """
 
-    def __init__(self, *, epochs: int | None = None, **values: Any) -> None:
+    def __init__(
+        self,
+        *,
+        epochs: int | None = None,
+        evaluate: Callable[[], Mapping[str, float]] | None = None,
+        **values: Any,
+    ) -> None:
         super().__init__()
+        if evaluate is not None and not callable(evaluate):
+            raise ScriptError(
+                f"ElasticCallback(evaluate={evaluate!r}): it must be a function that returns "
+                "metrics by name, such as lambda: hvd.evaluate(model, (images, labels), metrics)"
+            )
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ScriptError(
                 f"ElasticCallback(epochs={epochs!r}): it must be a whole number of at least 1, the "
                 "progress in passes over the data at the initial batch size after which fit ends"
             )
         self._epochs = epochs
+        self._evaluate = evaluate
         # An epoch of a worker that joins is short, and the dataset is shuffled by hvd.dataset.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         warnings.filterwarnings("ignore", ".shuffle=True. was passed", UserWarning)
@@ -232,10 +247,10 @@ class ElasticCallback(keras.callbacks.Callback):
                 variable.assign(value)
 
     def _finish_tail(self) -> dict[str, float]:
-        """Average the metrics of the epoch over the ranks and turn it; again where it fails."""
+        """Average the metrics over the ranks, evaluate, turn the epoch; again where it fails."""
         while True:
             try:
-                averaged = self._average()
+                averaged = {**self._average(), **(self._evaluate() if self._evaluate else {})}
                 self._ctx.turn_epoch(self._ctx.worker.progress.epoch)
                 return averaged
             except GenerationBrokenError as error:

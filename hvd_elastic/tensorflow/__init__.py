@@ -41,6 +41,7 @@ import tensorflow as tf
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.elastic import run
+from hvd_elastic.tensorflow.evaluation import evaluate
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from hvd_elastic.tensorflow.saving import load_model, save
@@ -59,6 +60,7 @@ __all__ = [
     "allreduce",
     "dataset",
     "epochs",
+    "evaluate",
     "follow_progress",
     "init",
     "load_model",

@@ -68,7 +68,7 @@ def dataset(
         ScriptError: the source cannot be read by index, is empty, or is batched already;
             batch_size or seed is out of range; the bounds of the batch contradict each other.
     """
-    read, examples = _reader(source)
+    read, examples = reader_of(source)
     order = order_for(
         "hvd.dataset",
         source,
@@ -266,7 +266,7 @@ def _spec(batch: np.ndarray) -> tf.TensorSpec:
     return tf.TensorSpec((None, *batch.shape[1:]), batch.dtype)
 
 
-def _reader(source: Any) -> tuple[Callable[[list[int]], Any], int]:
+def reader_of(source: Any) -> tuple[Callable[[list[int]], Any], int]:
     """Return a function that reads a batch by indices, and the number of examples."""
     if isinstance(source, (tuple, dict)) or hasattr(source, "shape"):
         arrays = tf.nest.map_structure(np.asarray, source)

@@ -27,6 +27,7 @@ from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.elastic import run
+from hvd_elastic.torch.evaluation import evaluate
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
@@ -49,6 +50,7 @@ __all__ = [
     "allreduce",
     "device",
     "epochs",
+    "evaluate",
     "follow_progress",
     "init",
     "load_model",

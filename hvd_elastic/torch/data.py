@@ -152,7 +152,7 @@ class DataLoader(Generic[_Batch]):
             "multiprocessing_context": multiprocessing_context,
             "generator": torch.Generator(),
         }
-        self._worker_start = _WorkerStart(worker_init_fn)
+        self._worker_start = WorkerStart(worker_init_fn)
         source = LoaderSource(
             dataset, examples, collate_fn, seed, self._worker_start, pins=pin_memory
         )
@@ -233,7 +233,7 @@ class DataLoader(Generic[_Batch]):
         return self._plain.read(following)
 
 
-class _WorkerStart:
+class WorkerStart:
     """``worker_init_fn`` that closes the rank's inherited connections, then calls the script's.
 
     A loader process is forked from the rank and inherits its connections to the other ranks. They

@@ -307,7 +307,7 @@ def test_the_scripts_that_save_and_load_models_run_as_shown(tmp_path: Path) -> N
         ("inference", {}),
     ):
         fences = _FENCE.finditer(read(ROOT / "docs" / f"{name}.md"))
-        (example,) = [fence["body"] for fence in fences if fence["language"] == "python"]
+        example = next(fence["body"] for fence in fences if fence["language"] == "python")
         command = [sys.executable, "-c", example]
         done = subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, env={**home, **more}

@@ -1,0 +1,89 @@
+"""Evaluation of a model of TensorFlow on all ranks: ``hvd.evaluate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.tensorflow.data import reader_of
+from hvd_elastic.tensorflow.variables import LiveVariable, is_model, trainable_of, variables_of
+from hvd_elastic.training.evaluation import evaluate_on_ranks
+
+Metric = Callable[[Any, Any], Any]
+"""Function of (targets, outputs) of a batch that returns one number for each example."""
+
+
+def evaluate(
+    model: Any,
+    source: Any,
+    metrics: Mapping[str, Metric],
+    *,
+    batch_size: int = 64,
+    forward: Callable[[Any], tuple[Any, Any]] | None = None,
+) -> dict[str, float]:
+    """Return the mean of each metric over a data set, computed by all ranks together.
+
+    Each example is read once, by one rank, and all ranks return the same numbers. These do not
+    depend on the number of ranks: the batches are the same, and their sums are added exactly. All
+    ranks must call it, in the function under ``hvd.run`` between two steps, in ``on_epoch_end`` of
+    a callback of ``model.fit``, or after training. Meanwhile the model has the variables of rank 0
+    that are not trained (the moving averages of batch norm). Nothing of it is changed.
+
+    Args:
+        model: model of Keras, or what is called with ``(inputs, training=False)``.
+        source: arrays or an object read by index, as for :func:`hvd_elastic.tensorflow.dataset`,
+            the same on all ranks; for other batches than (inputs, targets) give ``forward``.
+        metrics: functions by name. As those of Keras they are called with the targets and the
+            outputs of a batch, and return one number for each example, of shape (examples,):
+            ``keras.losses.sparse_categorical_crossentropy``, for example.
+        batch_size: examples in a forward pass of a rank, >= 1. The batches are divided over the
+            ranks, so with fewer of them than ranks some have none.
+        forward: returns (outputs, targets) of a batch of arrays, in place of the model's outputs.
+
+    Raises:
+        ScriptError: an argument is not valid, a metric does not return one number for each example,
+            or the data set has other lengths on other ranks.
+    """
+    read, examples = reader_of(source)
+
+    def predict(batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ScriptError(
+                "hvd.evaluate: the source gives batches that are no pair (inputs, targets); give "
+                "forward=, a function of such a batch that returns (outputs, targets)"
+            )
+        return outputs_of(model, batch[0]), batch[1]
+
+    def compute(batches: Sequence[range]) -> Iterator[Mapping[str, Any]]:
+        for batch in batches:
+            outputs, targets = (forward or predict)(read(list(batch)))
+            yield {name: metric(targets, outputs) for name, metric in metrics.items()}
+
+    trained = {id(each) for each in trainable_of(model)}
+    others = [
+        LiveVariable(each) for each in variables_of(model).values() if id(each) not in trained
+    ]
+    kept: list[Any] = []
+
+    def share_model(communicator: Any) -> None:
+        kept.extend(each.copy() for each in others)
+        values = [each.copy() for each in others]
+        communicator.broadcast(values, 0)
+        for variable, value in zip(others, values, strict=True):
+            variable.set(value)
+
+    try:
+        return evaluate_on_ranks(examples, batch_size, metrics, compute, share_model)
+    finally:
+        for variable, before in zip(others, kept, strict=False):
+            variable.set(before)
+
+
+def outputs_of(model: Any, inputs: Any) -> Any:
+    """Return what a model computes of a batch of arrays, not in training mode."""
+    if is_model(model):
+        return model.predict_on_batch(inputs)  # its graph is traced once
+    return model(tf.nest.map_structure(tf.convert_to_tensor, inputs), training=False)

@@ -1,0 +1,111 @@
+"""Evaluates a data set on all ranks with exact counts, for every frontend: ``hvd.evaluate``.
+
+The data set is divided into batches at the same examples whatever the number of ranks, and each
+rank computes a contiguous range of whole batches. No example is read twice, none is padding, and an
+example is always computed in the same batch. The sums of the batches are added exactly, so the
+result does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training import context
+from hvd_elastic.training.script_collectives import script_collective
+
+_NAME = "evaluation"
+"""Name of the collective, for messages."""
+
+
+def evaluate_on_ranks(
+    examples: int,
+    batch_size: int,
+    metrics: Mapping[str, Any],
+    compute: Callable[[Sequence[range]], Iterable[Mapping[str, Any]]],
+    share_model: Callable[[Any], None],
+) -> dict[str, float]:
+    """Return the mean of each metric over all examples, the same on all ranks.
+
+    Args:
+        examples: number of examples of the data set, >= 1, the same on all ranks.
+        batch_size: examples in a batch, >= 1.
+        metrics: functions by name; here only the names count.
+        compute: yields for each batch, given as its indices, the values of each metric: arrays of
+            shape (examples of the batch,).
+        share_model: given the communicator, overwrites what differs between ranks in the model
+            with rank 0's; called only with several ranks.
+
+    Raises:
+        ScriptError: an argument is not valid, a metric has another shape, or the ranks have data
+            sets of different lengths.
+    """
+    _check(batch_size, metrics)
+    worker = context.current().worker
+    worker.check_has_ranks("which examples this rank evaluates")
+    rows: list[list[float]] = []
+    with script_collective("evaluate", _NAME) as communicator:
+        if communicator.size > 1:
+            share_model(communicator)
+        mine = batches_of(examples, batch_size, communicator.rank, communicator.size)
+        for batch, values in zip(mine, compute(mine), strict=True):
+            worker.refuse_aborted()  # otherwise a lost rank is noticed at the end only
+            rows.append([batch.start, len(batch), *_sums(values, metrics, len(batch))])
+        own = np.array(rows, dtype=np.float64).reshape(len(rows), 2 + len(metrics))
+        every = communicator.gather(own, f"user.{_NAME}")
+    found = np.asarray(every)
+    ends = np.cumsum(found[:, 1])
+    if not np.array_equal(found[:, 0], ends - found[:, 1]) or ends[-1] != examples:
+        raise ScriptError(
+            f"hvd.evaluate: the data set has {examples} examples on rank {worker.communicator.rank}"
+            f", and the ranks together evaluated {int(ends[-1])}: it must be the same, with the "
+            "same batch_size, on all ranks. Check where each host reads it from"
+        )
+    sums = found[:, 2:].T.tolist()
+    return {name: math.fsum(own) / examples for name, own in zip(metrics, sums, strict=True)}
+
+
+def batches_of(examples: int, batch_size: int, rank: int, size: int) -> list[range]:
+    """Return the batches of a rank, as ranges of indices; empty if there are too few for all.
+
+    >>> [batches_of(10, 4, rank, 2) for rank in range(2)]
+    [[range(0, 4)], [range(4, 8), range(8, 10)]]
+    """
+    count = -(-examples // batch_size)
+    first, stop = count * rank // size, count * (rank + 1) // size
+    starts = range(first * batch_size, min(stop * batch_size, examples), batch_size)
+    return [range(start, min(start + batch_size, examples)) for start in starts]
+
+
+def _check(batch_size: int, metrics: Mapping[str, Any]) -> None:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ScriptError(
+            f"hvd.evaluate(batch_size={batch_size!r}): it must be a whole number, 1 or more: the "
+            "examples in one forward pass of a rank"
+        )
+    functions = isinstance(metrics, Mapping) and all(callable(each) for each in metrics.values())
+    if not functions or not metrics:
+        raise ScriptError(
+            "hvd.evaluate(metrics=...): give a dict of at least one function, by name, such as "
+            '{"loss": losses_of_a_batch}'
+        )
+
+
+def _sums(values: Mapping[str, Any], metrics: Mapping[str, Any], examples: int) -> list[float]:
+    """Return the sum of each metric over a batch."""
+    sums = []
+    for name in metrics:
+        array = np.asarray(values[name], dtype=np.float64)
+        if array.shape != (examples,):
+            shape = "one number" if array.ndim == 0 else f"values of shape {array.shape}"
+            raise ScriptError(
+                f"hvd.evaluate: metric {name!r} gave {shape} for a batch of {examples}; it must "
+                f"give one number for each example, of shape ({examples},), so that each counts "
+                'once: a loss with reduction="none", for example'
+            )
+        sums.append(math.fsum(array.tolist()))
+    return sums
