@@ -34,6 +34,9 @@ _CALM_S = 5.0
 """Time from a worker's joining until the template may start, so that it delays no joining."""
 _TENSORFLOW_ERRORS = "2"
 """Level of TensorFlow's messages at which errors are printed, and warnings are not."""
+_MAPPED_BYTES, _KEPT_BYTES = 128 << 20, 256 << 20
+"""Least size of a block of memory that is mapped by itself, and most memory at the end of the heap
+that a worker keeps while it is free; see mallopt(3)."""
 _SAME_NOTICE_S = 2.0
 """Time within which a signal that is sent to all processes of a host reaches all of them."""
 
@@ -180,6 +183,9 @@ class Workers:
             # As torchrun does: if each worker used all cores, they would slow each other down.
             "OMP_NUM_THREADS": cores,
             "TF_NUM_INTRAOP_THREADS": cores,
+            # Else memory that a step frees goes back to the kernel, and is cleared for the next.
+            "MALLOC_MMAP_THRESHOLD_": str(_MAPPED_BYTES),
+            "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
             # TensorFlow would print what it was compiled for, for every rank.
             "TF_CPP_MIN_LOG_LEVEL": _TENSORFLOW_ERRORS,
             # The leader reports why a ring broke; Horovod would print errors for every rank.

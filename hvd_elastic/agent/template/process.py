@@ -6,7 +6,9 @@ in its arguments and a few variables only. A fork is orphaned at once, whereby t
 child subreaper, becomes its parent.
 
 Modules are imported in a thread: it can have a low priority without a way back, and threads that
-libraries such as OpenMP keep for their caller end with it.
+libraries such as OpenMP keep for their caller end with it. Where the kernel groups processes by
+session, priorities count within a group only, so the template's group is given a low one too. A
+worker leaves it, since it begins a session of its own.
 """
 
 from __future__ import annotations
@@ -38,6 +40,11 @@ _MAIN_NAMES = frozenset(
     for name in ("name", "doc", "package", "loader", "spec", "annotations", "builtins")
 )
 _LOWEST_PRIORITY = 19
+_GROUP_PRIORITY = Path("/proc/self/autogroup")
+"""Priority of this session among those that want the processor; see sched(7), "The autogroup
+feature". Missing if the kernel has none."""
+_GROUP_TRIES, _GROUP_PAUSE_S = 3, 0.15
+"""The kernel lets one process in a tenth of a second change it, of those without privileges."""
 _REQUEST_BYTES = 1 << 16
 _THREADS_END_S = 1.0
 """Time for the kernel to remove threads that have ended."""
@@ -90,6 +97,7 @@ def _import(modules: Sequence[str]) -> str:
     def work() -> None:
         nonlocal trouble
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        _lower_group()
         for name in modules:
             try:
                 importlib.import_module(name)
@@ -101,6 +109,18 @@ def _import(modules: Sequence[str]) -> str:
     thread.start()
     thread.join()
     return trouble
+
+
+def _lower_group() -> None:
+    for _ in range(_GROUP_TRIES):
+        try:
+            _GROUP_PRIORITY.write_text(str(_LOWEST_PRIORITY))
+        except BlockingIOError:
+            time.sleep(_GROUP_PAUSE_S)
+        except OSError:  # the kernel does not group processes
+            return
+        else:
+            return
 
 
 def _trouble() -> str:

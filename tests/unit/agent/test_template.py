@@ -67,7 +67,9 @@ found = {
     "buffered": [s.write_through for s in (sys.stdout, sys.stderr)],
     "limits": [resource.getrlimit(n) for n in range(16)], "oom": read("oom_score_adj").decode(),
     "cores": sorted(os.sched_getaffinity(0)), "policy": os.sched_getscheduler(0),
-    "priority": os.getpriority(os.PRIO_PROCESS, 0), "fault": faulthandler.is_enabled(),
+    "priority": os.getpriority(os.PRIO_PROCESS, 0),
+    "group": os.path.exists("/proc/self/autogroup") and repr(read("autogroup").split()[1:]),
+    "fault": faulthandler.is_enabled(),
     "depth of modules": __name__, "defined": sorted(n for n in vars(main) if n[0] != "_"),
     "frames": sys._getframe().f_code.co_filename,
 }
@@ -209,6 +211,23 @@ def test_a_fork_reads_the_script_and_what_lies_beside_it_anew(tmp_path: Path) ->
             source.close()
 
     assert asyncio.run(main()) == ("new 22\n", 0)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/autogroup").exists(), reason="this kernel has no groups of sessions"
+)
+def test_imports_take_the_processor_from_no_worker(tmp_path: Path) -> None:
+    """The priority of a thread counts within its session only, which is the template's own."""
+    text = "import pathlib\nprint(pathlib.Path('/proc/self/autogroup').read_text().split()[1:])\n"
+    (tmp_path / "train.py").write_text(text)
+    importing = f"import pathlib\nseen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
+    importing += "seen.write_text(pathlib.Path('/proc/self/autogroup').read_text())\n"
+    (tmp_path / "imported_module.py").write_text(importing)
+    _, forked = both_ways(
+        [sys.executable, "train.py"], tmp_path, ["imported_module"], PYTHONPATH=f"{ROOT}:{tmp_path}"
+    )
+    assert (tmp_path / "seen").read_text().split()[1:] == ["nice", "19"]
+    assert forked == ("['nice', '0']\n", 0)
 
 
 def test_forks_draw_different_random_numbers(tmp_path: Path) -> None:
