@@ -59,6 +59,9 @@ class LazyCommand:
 
 COMMANDS: dict[str, LazyCommand] = {
     "run": LazyCommand("hvd_elastic.cli.run", "run", "Train a script over a hostfile.", _PASS_ON),
+    "predict": LazyCommand(
+        "hvd_elastic.cli.predict", "predict", "Compute a model's outputs for a data set.", _PASS_ON
+    ),
     "status": LazyCommand("hvd_elastic.cli.runs", "status", "Say how a run is doing."),
     "list": LazyCommand("hvd_elastic.cli.runs", "list_", "List runs, newest first."),
     "logs": LazyCommand("hvd_elastic.cli.runs", "logs", "Show or follow the workers' output."),

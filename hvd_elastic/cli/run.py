@@ -104,7 +104,7 @@ def run(context: typer.Context, options: RunOptions) -> None:
         return
     made_now = folder.began_elsewhere and not folder.events.exists()
     json_output = options.json_output
-    status = _lead(spec, folder, resumed=resumed, json_output=json_output, forget=made_now)
+    status = lead(spec, folder, resumed=resumed, json_output=json_output, forget=made_now)
     raise typer.Exit(status)
 
 
@@ -196,7 +196,7 @@ def _check_folder_is_here(spec: RunSpec, run_id: str) -> None:
         )
 
 
-def _lead(
+def lead(
     spec: RunSpec,
     folder: RunFolder,
     *,
@@ -324,7 +324,7 @@ def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> N
             tell(_STARTED)
 
     try:
-        status = _lead(spec, folder, resumed=resumed, json_output=False, on_start=on_start)
+        status = lead(spec, folder, resumed=resumed, json_output=False, on_start=on_start)
     except HvdElasticError as error:
         status = error.exit_status
         if started:

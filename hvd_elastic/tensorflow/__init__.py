@@ -44,6 +44,7 @@ from hvd_elastic.tensorflow.elastic import run
 from hvd_elastic.tensorflow.evaluation import evaluate
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
+from hvd_elastic.tensorflow.prediction import predict
 from hvd_elastic.tensorflow.saving import load_model, save
 from hvd_elastic.tensorflow.schedule import follow_progress
 from hvd_elastic.tensorflow.state import State
@@ -65,6 +66,7 @@ __all__ = [
     "init",
     "load_model",
     "local_rank",
+    "predict",
     "rank",
     "report",
     "run",

@@ -31,6 +31,7 @@ from hvd_elastic.torch.evaluation import evaluate
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
+from hvd_elastic.torch.prediction import predict
 from hvd_elastic.torch.saving import load_model, save
 from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
@@ -55,6 +56,7 @@ __all__ = [
     "init",
     "load_model",
     "local_rank",
+    "predict",
     "rank",
     "report",
     "run",

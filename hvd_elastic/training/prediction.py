@@ -1,0 +1,216 @@
+"""Batch prediction on all ranks, for every frontend: what ``hvd.predict`` shares.
+
+A prediction is one pass over the examples whose outputs are missing, without training: so hosts
+join and leave between two batches, a batch that fails is repeated, and each example is used once.
+The outputs of a batch are gathered in the order of the examples, and rank 0 saves them as a file,
+which the leader fetches. ``hvd-elastic predict`` tells the script what to predict through an
+environment variable, and puts the files together.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hvd_elastic.checkpoint.whole_files import HashingWriter
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.records.outputs import TOTAL_FILE, output_name
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.saving import save_file
+from hvd_elastic.training.script_collectives import script_collective
+
+VARIABLE = "HVD_ELASTIC_PREDICTION"
+"""Environment variable that holds the :class:`Prediction` as JSON."""
+OUTPUTS = "outputs"
+"""Name of the array of a model that returns one."""
+_KINDS = "biuf"
+"""Kinds of numpy types that can be gathered: truth values, integers, floating-point numbers."""
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What ``hvd-elastic predict`` asks of the script.
+
+    Attributes:
+        checkpoint: file with the weights, on at least one of the hosts; empty: the script's own.
+        data: folder or URL of the data set, on every host; empty: the script's own.
+        done: ranges of examples, [begin, end), whose outputs are there already, in order.
+    """
+
+    checkpoint: str = ""
+    data: str = ""
+    done: tuple[tuple[int, int], ...] = ()
+
+
+def asked_prediction() -> Prediction:
+    """Return what this script is to predict; by default, everything with the weights it has."""
+    text = os.environ.get(VARIABLE)
+    return Prediction() if text is None else msgspec.json.decode(text, type=Prediction)
+
+
+def data_of(data: Any, asked: Prediction) -> Any:
+    """Return the data set: ``data``, or what it makes of the folder that was asked for.
+
+    Raises:
+        ScriptError: it is a function, and no folder was given.
+    """
+    if hasattr(data, "__getitem__") or not callable(data):
+        return data
+    if not asked.data:
+        raise ScriptError(
+            "hvd.predict(model, data): data is a function of a folder, and none was given. Start "
+            "the script with: hvd-elastic predict --data FOLDER ... -- python predict.py"
+        )
+    return data(asked.data)
+
+
+class Missing:
+    """The examples of a data set whose outputs are missing, as a data set.
+
+    Args:
+        dataset: data set, read by index.
+        examples: its length.
+        done: ranges of examples that are there already, in order.
+    """
+
+    def __init__(self, dataset: Any, examples: int, done: Sequence[tuple[int, int]]) -> None:
+        self._dataset = dataset
+        self.examples = examples
+        edges = [0, *(edge for pair in done for edge in pair), examples]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        self._gaps = [range(begin, end) for begin, end in gaps if begin < end]
+        self._ends = list(accumulate(map(len, self._gaps)))
+        if hasattr(dataset, "__getitems__"):
+            self.__getitems__ = self._at_once
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, position: int) -> Any:
+        return self._dataset[self.index(position)]
+
+    def _at_once(self, positions: Sequence[int]) -> Any:
+        return self._dataset.__getitems__([self.index(position) for position in positions])
+
+    def index(self, position: int) -> int:
+        """Return the index in the whole data set of a position among the missing examples."""
+        number = bisect_right(self._ends, position)
+        return self._gaps[number][position - self._ends[number]]
+
+    def files(self, begin: int, end: int, batch_size: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the files for positions [begin, end): first position, and range of indices.
+
+        A file ends where the indices have a gap, and at every multiple of ``batch_size``, so that a
+        batch that is repeated among other ranks gives the same files.
+
+        >>> list(Missing(range(9), 9, [(2, 4)]).files(0, 7, 4))
+        [(0, 0, 2), (2, 4, 8), (6, 8, 9)]
+        """
+        while begin < end:
+            first = self.index(begin)
+            gap = next(gap for gap in self._gaps if first in gap)
+            count = min(end - begin, gap.stop - first, batch_size - first % batch_size)
+            yield begin, first, first + count
+            begin += count
+
+
+def load_weights(
+    ctx: Context,
+    path: str,
+    load: Callable[[Path], object],
+    send: Callable[[Any, int], object],
+) -> None:
+    """Load weights on a rank whose host has the file, and send them to all; all ranks call it.
+
+    Args:
+        ctx: training process.
+        path: file with the weights.
+        load: loads them into the model.
+        send: sends the model of a rank to all, given the communicator and that rank.
+
+    Raises:
+        CheckpointError: no host has the file, or it does not fit the model.
+    """
+    if not path or ctx.worker.progress.step:  # a worker that joins later receives the state
+        return
+    has = Path(path).is_file()
+    with script_collective("predict", "weights") as communicator:
+        rows = communicator.gather(np.array([int(has)]), "user.predict.weights")
+        found = np.flatnonzero(rows).tolist()
+        if not found:
+            raise CheckpointError(
+                f"no host of this prediction has {path}: copy it to one of them, to the same path, "
+                "with: copyclust HOSTFILE FILE PATH (a checkpoint is a manifest step-….json with "
+                "its shards beside it)"
+            )
+        if communicator.rank == found[0]:
+            load(Path(path))
+        if communicator.size > 1:
+            send(communicator, found[0])
+
+
+def named_outputs(outputs: Any, to_array: Callable[[Any], np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a model's outputs for a batch as arrays by name.
+
+    Raises:
+        ScriptError: they are neither one tensor nor a dict of tensors.
+    """
+    named = outputs if isinstance(outputs, Mapping) else {OUTPUTS: outputs}
+    try:
+        return {str(name): np.ascontiguousarray(to_array(each)) for name, each in named.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ScriptError(
+            f"hvd.predict: the model gives a {type(outputs).__name__}; give forward=, a function "
+            "of a batch that returns one tensor, or a dict of tensors by name"
+        ) from error
+
+
+def save_total(ctx: Context, missing: Missing) -> None:
+    """Save the number of examples of the whole data set."""
+    text = msgspec.json.encode({"examples": missing.examples})
+    save_file(ctx.worker, TOTAL_FILE, lambda file: file.write(text))
+
+
+def save_batch(
+    ctx: Context, outputs: Mapping[str, np.ndarray], missing: Missing, batch_size: int
+) -> None:
+    """Gather the outputs of the batch in flight from all ranks, and save them on rank 0.
+
+    Raises:
+        ScriptError: an output does not have one row for each example, or is of a type that cannot
+            be saved.
+        CheckpointError: rank 0's host cannot store them.
+    """
+    (part,) = ctx.step.passes
+    begin = ctx.worker.progress.position
+    whole = {}
+    with script_collective("predict", OUTPUTS) as communicator:
+        for name, array in outputs.items():
+            if array.ndim == 0 or len(array) != part.examples or array.dtype.kind not in _KINDS:
+                raise ScriptError(
+                    f"hvd.predict: output {name!r} has the shape {array.shape} and type "
+                    f"{array.dtype} for a batch of {part.examples} examples; it must be numbers "
+                    "with one row for each example"
+                )
+            own = array[:0] if part.padding else array
+            whole[name] = np.asarray(communicator.gather(own, f"user.predict.{name}"))
+    if ctx.worker.communicator.rank:
+        return
+    for start, first, end in missing.files(begin, begin + part.step_examples, batch_size):
+        rows = slice(start - begin, start - begin + end - first)
+        buffer = io.BytesIO()
+        np.savez(buffer, **{name: array[rows] for name, array in whole.items()})  # type: ignore[arg-type]
+        content = buffer.getvalue()
+        save_file(ctx.worker, output_name(first, end), partial(_write, content))
+
+
+def _write(content: bytes, file: HashingWriter) -> None:
+    file.write(content)
