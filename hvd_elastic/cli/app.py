@@ -66,6 +66,9 @@ COMMANDS: dict[str, LazyCommand] = {
     "list": LazyCommand("hvd_elastic.cli.runs", "list_", "List runs, newest first."),
     "logs": LazyCommand("hvd_elastic.cli.runs", "logs", "Show or follow the workers' output."),
     "get": LazyCommand("hvd_elastic.cli.get", "get", "List or copy files that a script saved."),
+    "export": LazyCommand(
+        "hvd_elastic.cli.export", "export", "Write a run's weights for other programs."
+    ),
     "attach": LazyCommand("hvd_elastic.cli.runs", "attach", "Follow a detached run."),
     "stop": LazyCommand("hvd_elastic.cli.runs", "stop", "End a run cleanly."),
     "scale": LazyCommand("hvd_elastic.cli.runs", "scale", "Set the number of processes of a run."),

@@ -42,6 +42,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.elastic import run
 from hvd_elastic.tensorflow.evaluation import evaluate
+from hvd_elastic.tensorflow.export import export
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from hvd_elastic.tensorflow.prediction import predict
@@ -62,6 +63,7 @@ __all__ = [
     "dataset",
     "epochs",
     "evaluate",
+    "export",
     "follow_progress",
     "init",
     "load_model",

@@ -28,6 +28,7 @@ from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.evaluation import evaluate
+from hvd_elastic.torch.export import export
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
@@ -52,6 +53,7 @@ __all__ = [
     "device",
     "epochs",
     "evaluate",
+    "export",
     "follow_progress",
     "init",
     "load_model",

@@ -93,13 +93,21 @@ def load_model(source: str | Path, model: Model, *, name: str = _MODEL) -> Model
             ``model`` is on the meta device; then ``model`` is unchanged.
     """
     path = find_source(source)
-    state = load_object(path, name) if path.suffix == ".json" else _load_file(path, name)
+    state = load_object(path, name) if path.suffix == ".json" else load_state(path, name)
     _fill(model, state, path)
     return model.eval()
 
 
-def _load_file(path: Path, name: str) -> Mapping[str, Any]:
-    """Return the ``state_dict`` in a file of ``torch.save``; no code of the file is run."""
+def load_state(path: Path, name: str) -> Mapping[str, Any]:
+    """Return the ``state_dict`` in a file of ``torch.save``; no code of the file is run.
+
+    Args:
+        path: path of the file.
+        name: name of the model in a dict that holds several.
+
+    Raises:
+        CheckpointError: it is no such file, or holds none.
+    """
     try:
         found = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
