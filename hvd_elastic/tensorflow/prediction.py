@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from hvd_elastic.tensorflow.elastic import run
 from hvd_elastic.tensorflow.evaluation import outputs_of
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.tensorflow.variables import LiveVariable, variables_of
 from hvd_elastic.training import context, prediction
 from hvd_elastic.training.elastic import epochs
 
@@ -56,18 +54,9 @@ def predict(
     def compute(batch: Any) -> Any:
         return outputs_of(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
 
-    def load(path: Path) -> None:
-        load_model(path, model)
-
-    def send(communicator: Any, root: int) -> None:
-        variables = [LiveVariable(each) for each in variables_of(model).values()]
-        values = [variable.copy() for variable in variables]
-        communicator.broadcast(values, root)
-        for variable, value in zip(variables, values, strict=True):
-            variable.set(value)
-
     def go(_: State) -> None:
-        prediction.load_weights(ctx, asked.checkpoint, load, send)
+        if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
+            load_model(asked.checkpoint, model, share=True)
         prediction.save_total(ctx, missing)
         for _epoch in epochs(1):
             for batch in batches:

@@ -17,6 +17,7 @@ from hvd_elastic.tensorflow.variables import LiveVariable, assign, has_variables
 from hvd_elastic.training import context
 from hvd_elastic.training.model_source import another_model, find_source, mismatches
 from hvd_elastic.training.saving import save_file
+from hvd_elastic.training.shared_weights import load_on_ranks
 
 Model = TypeVar("Model", bound=Any)
 _MODEL = "model"
@@ -72,7 +73,9 @@ def save(name: str, obj: Any) -> None:
     save_file(context.current().worker, name, write)
 
 
-def load_model(source: str | Path, model: Model, *, name: str = _MODEL) -> Model:
+def load_model(
+    source: str | Path, model: Model, *, name: str = _MODEL, share: bool = False
+) -> Model:
     """Load trained weights into a model for inference; works in any process, without ``init()``.
 
     Args:
@@ -84,6 +87,8 @@ def load_model(source: str | Path, model: Model, *, name: str = _MODEL) -> Model
             - a file of :func:`save`, or one that Keras wrote.
         model: model that is built, whose variables are set.
         name: name of the model in the ``State`` of the training script, or in the saved dict.
+        share: all ranks call it, in the function under ``hvd.run``; one whose host has the weights
+            sends them to the others.
 
     Returns:
         ``model``.
@@ -92,6 +97,17 @@ def load_model(source: str | Path, model: Model, *, name: str = _MODEL) -> Model
         CheckpointError: there is nothing to load, it is damaged, it is of another model, or
             ``model`` is not built; then ``model`` is unchanged.
     """
+    if share:
+
+        def send(communicator: Any, root: int) -> None:
+            live = [LiveVariable(variable) for variable in variables_of(model).values()]
+            values = [variable.copy() for variable in live]
+            communicator.broadcast(values, root)
+            for variable, value in zip(live, values, strict=True):
+                variable.set(value)
+
+        load_on_ranks(source, lambda path: load_model(path, model, name=name), send)
+        return model
     path = find_source(source)
     own = variables_of(model)
     if not own:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,15 +64,9 @@ def predict(
     def compute(batch: Any) -> Any:
         return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
-    def load(path: Path) -> None:
-        load_model(path, model)
-
-    def send(communicator: Any, root: int) -> None:
-        tensors = [*model.parameters(), *model.buffers()]
-        communicator.broadcast([tensor.detach() for tensor in tensors], root)
-
     def go(_: State) -> None:
-        prediction.load_weights(ctx, asked.checkpoint, load, send)
+        if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
+            load_model(asked.checkpoint, model, share=True)
         prediction.save_total(ctx, missing)
         with in_evaluation_mode(model), torch.no_grad():
             for _epoch in epochs(1):

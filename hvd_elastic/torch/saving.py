@@ -18,6 +18,7 @@ from hvd_elastic.torch.checkpoint import load_object
 from hvd_elastic.training import context
 from hvd_elastic.training.model_source import another_model, find_source, mismatches
 from hvd_elastic.training.saving import save_file
+from hvd_elastic.training.shared_weights import load_on_ranks
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _NAMED = 5
@@ -68,7 +69,9 @@ def save(name: str, obj: Any) -> None:
     save_file(context.current().worker, name, write)
 
 
-def load_model(source: str | Path, model: Model, *, name: str = _MODEL) -> Model:
+def load_model(
+    source: str | Path, model: Model, *, name: str = _MODEL, share: bool = False
+) -> Model:
     """Load trained weights into a model for inference; works in any process, without ``init()``.
 
     Args:
@@ -84,6 +87,8 @@ def load_model(source: str | Path, model: Model, *, name: str = _MODEL) -> Model
         model: module whose parameters and buffers are replaced, on the devices where they are.
             Its own hooks of ``load_state_dict`` may rename keys.
         name: name of the model in the ``State`` of the training script, or in the saved dict.
+        share: all ranks call it, in the function under ``hvd.run``; one whose host has the weights
+            sends them to the others.
 
     Returns:
         ``model``, in evaluation mode (``model.eval()``).
@@ -92,6 +97,14 @@ def load_model(source: str | Path, model: Model, *, name: str = _MODEL) -> Model
         CheckpointError: there is nothing to load, it is damaged, it is of another model, or
             ``model`` is on the meta device; then ``model`` is unchanged.
     """
+    if share:
+
+        def send(communicator: Any, root: int) -> None:
+            tensors = [*model.parameters(), *model.buffers()]
+            communicator.broadcast([tensor.detach() for tensor in tensors], root)
+
+        load_on_ranks(source, lambda path: load_model(path, model, name=name), send)
+        return model.eval()
     path = find_source(source)
     state = load_object(path, name) if path.suffix == ".json" else load_state(path, name)
     _fill(model, state, path)

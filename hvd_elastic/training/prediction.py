@@ -15,14 +15,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from hvd_elastic.checkpoint.whole_files import HashingWriter
-from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.outputs import TOTAL_FILE, output_name
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.saving import save_file
@@ -120,41 +119,6 @@ class Missing:
             count = min(end - begin, gap.stop - first, batch_size - first % batch_size)
             yield begin, first, first + count
             begin += count
-
-
-def load_weights(
-    ctx: Context,
-    path: str,
-    load: Callable[[Path], object],
-    send: Callable[[Any, int], object],
-) -> None:
-    """Load weights on a rank whose host has the file, and send them to all; all ranks call it.
-
-    Args:
-        ctx: training process.
-        path: file with the weights.
-        load: loads them into the model.
-        send: sends the model of a rank to all, given the communicator and that rank.
-
-    Raises:
-        CheckpointError: no host has the file, or it does not fit the model.
-    """
-    if not path or ctx.worker.progress.step:  # a worker that joins later receives the state
-        return
-    has = Path(path).is_file()
-    with script_collective("predict", "weights") as communicator:
-        rows = communicator.gather(np.array([int(has)]), "user.predict.weights")
-        found = np.flatnonzero(rows).tolist()
-        if not found:
-            raise CheckpointError(
-                f"no host of this prediction has {path}: copy it to one of them, to the same path, "
-                "with: copyclust HOSTFILE FILE PATH (a checkpoint is a manifest step-….json with "
-                "its shards beside it)"
-            )
-        if communicator.rank == found[0]:
-            load(Path(path))
-        if communicator.size > 1:
-            send(communicator, found[0])
 
 
 def named_outputs(outputs: Any, to_array: Callable[[Any], np.ndarray]) -> dict[str, np.ndarray]:

@@ -201,7 +201,7 @@ def test_pictures_that_are_decoded_beside_two_ranks(tmp_path: Path) -> None:
     options = ["--out", pictures, "--classes", 2, "--per-class", 40, "--size", 32]
     words = [sys.executable, ROOT / "datasets_prep" / "imagenet_layout.py", *options]
     subprocess.run([str(word) for word in words], check=True, capture_output=True)
-    script = ROOT / "scripts" / "examples" / "imagenet_adaptive.py"
+    script = ROOT / "scripts" / "examples" / "imagenet.py"
     small = ("--depth", 18, "--width", 8, "--image-size", 32, "--workers", 1)
     quick = ("--batch-size", 16, "--max-batch-size", 32, "--epochs", 2)
     train = [sys.executable, script, "--data", pictures, *small, *quick]

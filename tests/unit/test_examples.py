@@ -95,20 +95,24 @@ def test_characters_of_a_text_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["bits"] < 0.5, "it is easily foretold"
 
 
-def test_imagenet_adaptive(
+def test_imagenet(
     two_shapes: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ("--depth", 18, "--width", 16, "--image-size", 32, "--crop", 0.6, "--workers", 0)
     quick = ("--epochs", 12, "--batch-size", 16, "--max-batch-size", 32, "--warmup", 0.5)
-    run(EXAMPLES / "imagenet_adaptive.py", monkeypatch, "--data", two_shapes, *small, *quick)
+    # The default rate, 0.1 for 256 examples, would be too low for the few steps of a small set.
+    options = (*small, *quick, "--lr", 0.1)
+    run(EXAMPLES / "imagenet.py", monkeypatch, "--data", two_shapes, *options)
     output = capsys.readouterr().out
-    assert re.search(r"^pass 11: loss 0\.\d+, top-1 accuracy [01]\.\d+$", output, re.MULTILINE)
+    assert re.search(
+        r"^pass 11: loss 0\.\d+, top-1 accuracy [01]\.\d+, top-5", output, re.MULTILINE
+    )
     best = re.search(r"^best top-1 accuracy ([\d.]+) on 40 pictures$", output, re.MULTILINE)
     assert best is not None, output
     assert float(best[1]) > 0.7, "a coin reaches a half"
 
 
-def test_imagenet_adaptive_reads_shards(
+def test_imagenet_reads_shards(
     two_shapes: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -122,17 +126,17 @@ def test_imagenet_adaptive_reads_shards(
     assert imagenet.main() == 0
     small = ("--depth", 18, "--width", 8, "--image-size", 32, "--workers", 1, "--epochs", 1)
     quick = ("--batch-size", 20, "--max-batch-size", 20, "--warmup", 0)
-    found = run(EXAMPLES / "imagenet_adaptive.py", monkeypatch, "--data", data, *small, *quick)
+    found = run(EXAMPLES / "imagenet.py", monkeypatch, "--data", data, *small, *quick)
     assert found["ShardDataset"](data / "train").classes == ("n00000000", "n00000001")
     assert "on 40 pictures" in capsys.readouterr().out
 
 
-def classes_of_imagenet_adaptive() -> dict[str, Any]:
-    return runpy.run_path(str(EXAMPLES / "imagenet_adaptive.py"), run_name="not started")
+def classes_of_imagenet() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / "imagenet.py"), run_name="not started")
 
 
 def test_the_resnets_are_those_of_the_paper() -> None:
-    resnet = classes_of_imagenet_adaptive()["ResNet"]
+    resnet = classes_of_imagenet()["ResNet"]
     for depth, parameters in ((18, 11_689_512), (50, 25_557_032)):
         model = resnet(depth, 64, 1000)
         assert sum(each.numel() for each in model.parameters()) == parameters
@@ -142,7 +146,7 @@ def test_the_resnets_are_those_of_the_paper() -> None:
 def test_pictures_are_read_whatever_their_size_and_kind(two_shapes: Path, tmp_path: Path) -> None:
     from PIL import Image
 
-    pictures = classes_of_imagenet_adaptive()["Pictures"]
+    pictures = classes_of_imagenet()["Pictures"]
     ours = pictures(two_shapes / "val", ["n00000000", "n00000001"], 48)
     assert ours.labels == [0] * 20 + [1] * 20
     for mode, name, size in (("L", "a.jpg", (90, 40)), ("CMYK", "b.JPEG", (9, 200))):
@@ -166,7 +170,7 @@ def test_pictures_are_read_whatever_their_size_and_kind(two_shapes: Path, tmp_pa
 def test_a_folder_without_pictures_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = EXAMPLES / "imagenet_adaptive.py"
+    script = EXAMPLES / "imagenet.py"
     with pytest.raises(SystemExit):
         run(script, monkeypatch, "--data", tmp_path)
     assert f"imagenet_layout.py --out {tmp_path}" in capsys.readouterr().err
@@ -179,7 +183,7 @@ def test_a_batch_that_is_larger_than_all_there_is_is_said(
     two_shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match=r"--batch-size 256: it must be at most .*80 pictures"):
-        run(EXAMPLES / "imagenet_adaptive.py", monkeypatch, "--data", two_shapes)
+        run(EXAMPLES / "imagenet.py", monkeypatch, "--data", two_shapes)
 
 
 @pytest.mark.parametrize("script", ["to_elastic.py", "to_adaptive.py"])

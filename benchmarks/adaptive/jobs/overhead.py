@@ -17,8 +17,8 @@ from benchmarks.testbed.launchers import ROOT
 
 
 def _resnet50() -> torch.nn.Module:
-    path = ROOT / "scripts/examples/imagenet_adaptive.py"
-    spec = importlib.util.spec_from_file_location("imagenet_adaptive", path)
+    path = ROOT / "scripts/examples/imagenet.py"
+    spec = importlib.util.spec_from_file_location("imagenet", path)
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)

@@ -1,4 +1,11 @@
-"""Train a ResNet on JPEG files in the layout of ImageNet with a batch that adapts.
+"""Train a ResNet on ImageNet, or pictures in its layout, by the published large-batch recipe.
+
+- SGD with momentum, a rate of 0.1 for each 256 examples of the batch, five epochs of warm-up, no
+  decay of biases and batch norm: Goyal et al., Accurate, large minibatch SGD, 2017; cosine decay
+  and label smoothing: He et al., Bag of tricks for image classification, 2019.
+- LARS for batches of more than 8192: You et al., Large batch training of convolutional networks,
+  2017, with polynomial decay.
+- With --max-batch-size the batch and its rate follow the gradient noise.
 
 The files are DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG: ImageNet itself, pictures of your
 own, or what datasets_prep/imagenet_layout.py draws; or shards of them (datasets_prep/imagenet.py).
@@ -15,7 +22,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.data import CentreCrop, RandomCrop, ShardDataset
@@ -35,13 +42,18 @@ def parse():
     parser.add_argument("--crop", type=float, default=0.25, help="least share of a picture to see")
     parser.add_argument("--workers", type=int, default=4, help="processes of a rank that decode")
     parser.add_argument("--epochs", type=int, default=90, help="at the initial batch size")
-    parser.add_argument("--batch-size", type=int, default=256, help="initial")
-    parser.add_argument("--max-batch-size", type=int, default=8192)
-    parser.add_argument("--lr", type=float, default=0.1, help="for the initial batch size")
+    parser.add_argument("--batch-size", type=int, default=256, help="of all ranks together")
+    parser.add_argument("--max-batch-size", type=int, help="let the batch adapt, up to this size")
+    parser.add_argument("--optimizer", choices=("sgd", "lars"), default="sgd")
+    parser.add_argument("--lr", type=float, help="default of sgd: 0.1 x batch size / 256")
     parser.add_argument("--warmup", type=float, default=5, help="epochs until the full rate")
     parser.add_argument("--weight-decay", type=float, default=1e-4)
+    parser.add_argument("--label-smoothing", type=float, default=0.1)
     parser.add_argument(
         "--precision", choices=("float32", "bfloat16", "float16"), default="float32"
+    )
+    parser.add_argument(
+        "--evaluate", metavar="RUN|FILE", help="only evaluate these weights on val/"
     )
     args = parser.parse_args()
     least = {"image_size": 32, "width": 1, "epochs": 1, "batch_size": 1, "workers": 0, "warmup": 0}
@@ -49,6 +61,12 @@ def parse():
         if getattr(args, name) < limit:
             option = "--" + name.replace("_", "-")
             parser.error(f"{option} {getattr(args, name)}: it must be {limit} or more")
+    if args.lr is None and args.optimizer == "lars":
+        parser.error("--optimizer lars: its rate does not follow from the batch size; give --lr")
+    if args.lr is None:
+        args.lr = 0.1 * args.batch_size / 256
+    if not 0 <= args.label_smoothing < 1:
+        parser.error(f"--label-smoothing {args.label_smoothing}: it must be 0 or more and below 1")
     if not 0 < args.crop <= 1:
         parser.error(f"--crop {args.crop}: it must be above 0 and at most 1")
     if not (args.data / "train").is_dir():
@@ -172,13 +190,75 @@ class ResNet(nn.Sequential):
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out")
 
 
+class LARS(torch.optim.Optimizer):
+    """SGD with momentum and a rate for each layer, by the norms of its weights and gradient.
+
+    You et al. 2017, algorithm 1. Vectors (biases, batch norm) take the rate as it is.
+    """
+
+    def __init__(self, parameters, lr, momentum=0.9, weight_decay=1e-4, trust=0.001):
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            decay = group["weight_decay"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                change, rate = weight.grad.add(weight, alpha=decay), group["lr"]
+                if weight.ndim > 1:
+                    size = weight.norm()
+                    ratio = group["trust"] * size / (weight.grad.norm() + decay * size)
+                    change = change * torch.where(ratio.isfinite() & (size > 0), ratio, 1.0)
+                state = self.state[weight]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(weight)
+                state["momentum"].mul_(group["momentum"]).add_(change, alpha=rate)
+                weight.sub_(state["momentum"])
+
+
+def make_optimizer(args, model):
+    """The optimizer of the recipe; biases and batch norm do not decay."""
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    vectors = [each for each in model.parameters() if each.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if args.optimizer == "lars":
+        return LARS(groups, args.lr)
+    return torch.optim.SGD(groups, args.lr, momentum=0.9)
+
+
+def rate_of(args, steps_of_epoch):
+    """The share of the full rate at a step: warm-up, then cosine (SGD) or polynomial (LARS)."""
+    last, warm = args.epochs * steps_of_epoch, args.warmup * steps_of_epoch
+
+    def rate(step):
+        if step < warm:
+            return (step + 1) / (warm + 1)
+        gone = min(1, (step - warm) / max(1, last - warm))
+        return (1 - gone) ** 2 if args.optimizer == "lars" else 0.5 * (1 + math.cos(math.pi * gone))
+
+    return rate
+
+
+def hits_within(count, outputs, labels):
+    """Whether the label of each picture is among the best ``count`` classes."""
+    best = outputs.topk(min(count, outputs.shape[1])).indices
+    return (best == labels[:, None]).any(1)
+
+
 def main():
     args = parse()
     examples, held_out, classes = read(args)
-    if not args.batch_size <= min(len(examples), args.max_batch_size):
+    most = args.max_batch_size or args.batch_size
+    if not args.evaluate and not args.batch_size <= min(len(examples), most):
         sys.exit(
             f"error: --batch-size {args.batch_size}: it must be at most --max-batch-size "
-            f"({args.max_batch_size}) and what there is to train on ({len(examples)} pictures)"
+            f"({most}) and what there is to train on ({len(examples)} pictures)"
         )
 
     hvd.init()
@@ -186,7 +266,6 @@ def main():
     device = hvd.device()
     precision = getattr(torch, args.precision)
     mixed = {"device_type": device.type, "dtype": precision, "enabled": precision != torch.float32}
-    scaler = hvd.GradScaler(enabled=precision == torch.float16)
     model = ResNet(args.depth, args.width, len(classes)).to(device)
     mean, deviation = (
         torch.tensor(values, device=device).view(3, 1, 1)
@@ -198,41 +277,65 @@ def main():
             images = images.to(device, non_blocking=True).float()
             return model((images - mean) / deviation)
 
-    sgd = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay)
-    optimizer = hvd.DistributedOptimizer(sgd, model)
-    steps_of_epoch = len(examples) / args.batch_size
-    last, warm = args.epochs * steps_of_epoch, args.warmup * steps_of_epoch
+    def evaluate():
+        """Means over all pictures of val/, the same on all ranks."""
+        metrics = {
+            "validation_loss": lambda outputs, labels: F.cross_entropy(
+                outputs, labels, reduction="none"
+            ),
+            "top1": lambda outputs, labels: hits_within(1, outputs, labels),
+            "top5": lambda outputs, labels: hits_within(5, outputs, labels),
+        }
+        return hvd.evaluate(
+            model,
+            held_out,
+            metrics,
+            batch_size=min(args.batch_size, 64),
+            forward=lambda batch: (forward(batch[0]).float(), batch[1]),
+            num_workers=args.workers,
+        )
 
-    def rate(step):
-        falling = 0.5 * (1 + math.cos(math.pi * min(1, step / last)))
-        return falling * min(1, (step + 1) / (warm + 1))
+    if args.evaluate:
 
+        @hvd.run
+        def measure(_state):
+            hvd.load_model(args.evaluate, model, share=True)
+            found = evaluate()
+            hvd.report(**found)
+            if hvd.rank() == 0:
+                print(
+                    f"top-1 accuracy {found['top1']:.4f}, top-5 {found['top5']:.4f}, loss "
+                    f"{found['validation_loss']:.4f} on {len(held_out)} pictures"
+                )
+
+        measure(hvd.State(model=model))
+        return
+
+    optimizer = hvd.DistributedOptimizer(make_optimizer(args, model), model)
+    rate = rate_of(args, len(examples) / args.batch_size)
     schedule = hvd.follow_progress(torch.optim.lr_scheduler.LambdaLR(optimizer, rate))
-    reading = {"num_workers": args.workers, "pin_memory": device.type == "cuda"}
+    scaler = hvd.GradScaler(enabled=precision == torch.float16)
     loader = hvd.DataLoader(
-        examples, args.batch_size, shuffle=True, max_batch_size=args.max_batch_size, **reading
+        examples,
+        args.batch_size,
+        shuffle=True,
+        max_batch_size=args.max_batch_size,
+        num_workers=args.workers,
+        pin_memory=device.type == "cuda",
     )
-    losses, hits = hvd.Accumulator("losses"), hvd.Accumulator("hits")
-
-    def validate():
-        """Top-1 accuracy; each rank looks at its share."""
-        mine = Subset(held_out, range(hvd.rank(), len(held_out), hvd.size()))
-        hits.clear()
-        hits.add(right=0, pictures=len(mine))
-        model.eval()
-        with torch.no_grad():
-            for images, labels in DataLoader(mine, min(args.batch_size, 256), **reading):
-                hits.add(right=(forward(images).argmax(1) == labels.to(device)).sum())
-        hits.synchronize()
-        return hits["right"] / hits["pictures"]
+    losses = hvd.Accumulator("losses")
 
     @hvd.run
     def train(state):
         for epoch in hvd.epochs(args.epochs):
-            model.train()  # here, since a failure may have left it as validation needs it
+            model.train()
             for images, labels in loader:
                 optimizer.zero_grad()
-                loss = F.cross_entropy(forward(images).float(), labels.to(device))
+                loss = F.cross_entropy(
+                    forward(images).float(),
+                    labels.to(device),
+                    label_smoothing=args.label_smoothing,
+                )
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
@@ -240,15 +343,21 @@ def main():
                 losses.add(loss=loss * len(labels), examples=len(labels))
                 state.commit(loss=loss)
             losses.synchronize()
-            accuracy = validate()
-            state.best = max(state.best, accuracy)
-            hvd.report(test_accuracy=accuracy)
+            found = evaluate()
+            hvd.report(**found)
+            if found["top1"] > state.best:
+                state.best = found["top1"]
+                hvd.save("best.pt", {"model": model.state_dict(), "epoch": epoch, **found})
             if hvd.rank() == 0 and losses:
                 loss = losses["loss"] / losses["examples"]
-                print(f"pass {epoch}: loss {loss:.3f}, top-1 accuracy {accuracy:.4f}", flush=True)
+                print(
+                    f"pass {epoch}: loss {loss:.3f}, top-1 accuracy {found['top1']:.4f}, "
+                    f"top-5 {found['top5']:.4f}",
+                    flush=True,
+                )
             losses.clear()
 
-    state = hvd.State(model=model, optimizer=optimizer, schedule=schedule, best=0.0)
+    state = hvd.State(model=model, optimizer=optimizer, schedule=schedule, best=-1.0)
     train(state)
     if hvd.rank() == 0:
         print(f"best top-1 accuracy {state.best:.4f} on {len(held_out)} pictures")
