@@ -80,10 +80,11 @@ def evaluate(
             collate_fn=collate_fn,
             worker_init_fn=WorkerStart(None),
         )
-        with torch.no_grad():
-            for batch in loader:
+        for batch in loader:
+            with torch.no_grad():  # not around a yield, which an error of another rank may end at
                 outputs, targets = (forward or predict)(on_device(batch, device))
-                yield {name: _numbers(of(outputs, targets)) for name, of in metrics.items()}
+                values = {name: _numbers(of(outputs, targets)) for name, of in metrics.items()}
+            yield values
 
     buffers = list(model.buffers())
     kept: list[torch.Tensor] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.script_collectives import script_collective
@@ -47,26 +48,42 @@ def evaluate_on_ranks(
     _check(batch_size, metrics)
     worker = context.current().worker
     worker.check_has_ranks("which examples this rank evaluates")
-    rows: list[list[float]] = []
+    wide = 2 + len(metrics)
+    found = []
     with script_collective("evaluate", _NAME) as communicator:
+        _check_same(communicator, examples, batch_size)
         if communicator.size > 1:
             share_model(communicator)
         mine = batches_of(examples, batch_size, communicator.rank, communicator.size)
-        for batch, values in zip(mine, compute(mine), strict=True):
-            worker.refuse_aborted()  # otherwise a lost rank is noticed at the end only
-            rows.append([batch.start, len(batch), *_sums(values, metrics, len(batch))])
-        own = np.array(rows, dtype=np.float64).reshape(len(rows), 2 + len(metrics))
-        every = communicator.gather(own, f"user.{_NAME}")
-    found = np.asarray(every)
-    ends = np.cumsum(found[:, 1])
-    if not np.array_equal(found[:, 0], ends - found[:, 1]) or ends[-1] != examples:
-        raise ScriptError(
-            f"hvd.evaluate: the data set has {examples} examples on rank {worker.communicator.rank}"
-            f", and the ranks together evaluated {int(ends[-1])}: it must be the same, with the "
-            "same batch_size, on all ranks. Check where each host reads it from"
-        )
-    sums = found[:, 2:].T.tolist()
+        values = iter(compute(mine))
+        # Exchanged after each batch, so that a lost rank is noticed at once and no rank waits
+        # for another one longer than a batch takes.
+        most = -(-examples // batch_size)
+        for number in range(-(-most // communicator.size)):
+            worker.refuse_aborted()
+            rows = [
+                [batch.start, len(batch), *_sums(next(values), metrics, len(batch))]
+                for batch in mine[number : number + 1]
+            ]
+            own = np.array(rows, dtype=np.float64).reshape(len(rows), wide)
+            found.append(np.asarray(communicator.gather(own, f"user.{_NAME}")))
+    every = np.concatenate(found)
+    assert every[:, 1].sum() == examples
+    sums = every[:, 2:].T.tolist()
     return {name: math.fsum(own) / examples for name, own in zip(metrics, sums, strict=True)}
+
+
+def _check_same(communicator: Communicator, examples: int, batch_size: int) -> None:
+    """Raise ScriptError unless all ranks cut the data set into the same batches."""
+    own = np.array([[examples, batch_size]])
+    rows = np.asarray(communicator.gather(own, f"user.{_NAME}"))
+    if (rows != rows[0]).any():
+        rank = int(np.flatnonzero((rows != rows[0]).any(axis=1))[0])
+        raise ScriptError(
+            f"hvd.evaluate: the data set has {rows[0, 0]} examples in batches of {rows[0, 1]} on "
+            f"rank 0, and {rows[rank, 0]} in batches of {rows[rank, 1]} on rank {rank}; both must "
+            "be the same on all ranks. Check where each host reads it from"
+        )
 
 
 def batches_of(examples: int, batch_size: int, rank: int, size: int) -> list[range]:

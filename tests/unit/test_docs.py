@@ -52,7 +52,7 @@ def command_lines(text: str) -> Iterator[str]:
     for fence in _FENCE.finditer(text):
         if fence["language"] in ("", "console", "sh"):
             for line in fence["body"].splitlines():
-                words = line.removeprefix("$ ").split(" #", 1)[0].strip()
+                words = line.removeprefix("$ ").split(" #", 1)[0].strip().removesuffix("\\")
                 if words.startswith(PROGRAMS):
                     yield words
     for code in _CODE.findall(_FENCE.sub("", text)):
@@ -114,8 +114,8 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         for script in (ROOT / folder).glob("*.py"):
             known |= set(re.findall(r'"(--[a-z-]+)"', read(script)))
     other_programs = {
-        # scripts/commands_doc.py
-        "--check",
+        # scripts/commands_doc.py, scripts/recipe.sh
+        *("--check", "--framework"),
         # horovodrun
         *("--host-discovery-script", "--network-interfaces"),
     }
