@@ -111,6 +111,7 @@ def predict(
     with _Outputs.opened(out, checkpoint, place) as outputs:
         outputs.collect()
         if not outputs.missing():
+            outputs.write_index()
             print(f"{out}: all {count(outputs.examples or 0, 'output')} are there already")
             return
         done = tuple(joined(outputs.ranges()))
@@ -129,8 +130,8 @@ def predict(
         missing = outputs.missing()
         if missing:
             print(
-                f"error: {missing}. Those that are there are kept: give the same command again to "
-                "compute the rest",
+                f"error: {missing}; give the same command again to compute them, which keeps those "
+                "that are there",
                 file=sys.stderr,
             )
             raise typer.Exit(status or 1)
@@ -170,8 +171,8 @@ class _Outputs:
                 f"--out {folder} is a folder with other files: give an empty or a new one, or that "
                 "of a prediction that was interrupted"
             )
-        if record.exists():
-            asked = json.loads(record.read_text(encoding="utf-8"))
+        asked = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+        if asked is not None and _has_begun(asked):
             for name, value in (("checkpoint", checkpoint), ("data", data)):
                 if asked[name] != value:
                     raise UsageError(
@@ -244,6 +245,12 @@ class _Outputs:
 
     def _write(self) -> None:
         write_json(self._folder / _ASKED, self._asked)
+
+
+def _has_begun(asked: dict[str, Any]) -> bool:
+    """Return whether a worker has computed outputs of a prediction."""
+    saved = (RunFolder(runs_folder() / run_id).saved for run_id in asked["runs"])
+    return "examples" in asked or any((folder / TOTAL_FILE).exists() for folder in saved)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -56,8 +56,9 @@ def evaluate_on_ranks(
             share_model(communicator)
         mine = batches_of(examples, batch_size, communicator.rank, communicator.size)
         values = iter(compute(mine))
-        # Exchanged after each batch, so that a lost rank is noticed at once and no rank waits
-        # for another one longer than a batch takes.
+        # Exchanged after each batch, while the next one is computed: so a lost rank is noticed
+        # soon, and no rank waits for another one longer than a batch takes.
+        begun: Any = None
         most = -(-examples // batch_size)
         for number in range(-(-most // communicator.size)):
             worker.refuse_aborted()
@@ -66,7 +67,10 @@ def evaluate_on_ranks(
                 for batch in mine[number : number + 1]
             ]
             own = np.array(rows, dtype=np.float64).reshape(len(rows), wide)
-            found.append(np.asarray(communicator.gather(own, f"user.{_NAME}")))
+            if begun is not None:
+                found.append(np.asarray(communicator.wait(begun)))
+            begun = communicator.gather_async(own, f"user.{_NAME}")
+        found.append(np.asarray(communicator.wait(begun)))
     every = np.concatenate(found)
     assert every[:, 1].sum() == examples
     sums = every[:, 2:].T.tolist()

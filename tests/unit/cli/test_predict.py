@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.records.outputs import output_name
+from hvd_elastic.records.outputs import TOTAL_FILE, output_name
+from hvd_elastic.records.run_folder import RunFolder
 from tests.unit.cli.test_runs import Call, _home, call
 
 __all__ = ["_home", "call"]
@@ -69,3 +70,29 @@ def test_a_complete_folder_is_left_as_it_is(words: list[str], call: Call) -> Non
     Path("other.pt").touch()
     done = call(*words, "out", *script())
     assert "--checkpoint best.pt and not other.pt: give another folder" in done.err
+
+
+def test_outputs_of_a_call_that_was_killed_are_found(words: list[str], call: Call) -> None:
+    run = RunFolder.create("killed-1")
+    run.saved.mkdir()
+    (run.saved / TOTAL_FILE).write_text('{"examples": 6}')
+    for begin, end in ((0, 4), (4, 6)):
+        (run.saved / output_name(begin, end)).write_text(f"{begin}")
+    out = Path("out")
+    out.mkdir()
+    asked: dict[str, Any] = {"checkpoint": "best.pt", "data": str(Path("shards").absolute())}
+    asked |= {"weights": str(Path("best.pt").absolute()), "runs": ["killed-1"]}
+    (out / "asked.json").write_text(json.dumps(asked))
+    assert "all 6 outputs are there already" in call(*words, "out", *script()).out
+    assert (out / output_name(4, 6)).read_text() == "4"
+    index = json.loads((out / "index.json").read_text())
+    assert [each["begin"] for each in index["files"]] == [0, 4]
+
+
+def test_a_prediction_that_never_began_may_be_given_anew(words: list[str], call: Call) -> None:
+    out = Path("out")
+    out.mkdir()
+    asked = {"checkpoint": "gone", "data": "/gone", "weights": "/gone", "runs": []}
+    (out / "asked.json").write_text(json.dumps(asked))
+    words[2] = "nothing-1"
+    assert "nothing-1 is neither a file" in call(*words, "out", *script()).err
