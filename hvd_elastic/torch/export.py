@@ -106,11 +106,16 @@ def _write_onnx(model: torch.nn.Module, inputs: tuple[Any, ...], shapes: Any, pa
             f"hvd.export: ONNX needs {' and '.join(lacking)} on the host of rank 0: pip install "
             f"{' '.join(lacking)}"
         )
-    import onnxruntime  # type: ignore[import-untyped,unused-ignore]
+    import onnxruntime  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     program = torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
     assert program is not None
     program.save(path)
+    if len([*path.parent.iterdir()]) > 1:
+        raise ScriptError(
+            f"hvd.export: {path.name} cannot hold this model: it is above the 2 GB of one ONNX "
+            "file. Export it as .pt2"
+        )
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
