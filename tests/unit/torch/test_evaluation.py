@@ -73,3 +73,9 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(ScriptError, match=words):
         evaluate(torch.nn.Identity(), DATA, metrics, batch_size=batch_size)
+
+
+def test_more_batches_than_exchanges(alone: Context) -> None:
+    many = TensorDataset(torch.arange(300.0).reshape(150, 2), torch.arange(150))
+    found = evaluate(torch.nn.Identity(), many, {"first": first}, batch_size=1)
+    assert found == {"first": 149.0}
