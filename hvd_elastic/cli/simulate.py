@@ -12,6 +12,7 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.scaling_options import ScalingOptions
+from hvd_elastic.cli.simulate_jobs import simulate_many
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words, number_words
 
@@ -19,10 +20,28 @@ _POLICIES = ("fixed", "goodput", "adaptdl")
 
 
 def simulate(
-    trace: Annotated[Path, typer.Option(help="cluster, workload and changes, as JSON")],
+    trace: Annotated[Path, typer.Option(help="a run as JSON, or a workload of many jobs as CSV")],
     policy: Annotated[
-        str, typer.Option(help="fixed (the trace's np), goodput, or adaptdl (AdaptDL's rule)")
+        str,
+        typer.Option(
+            help="of a run: fixed (the trace's np), goodput, or adaptdl (AdaptDL's rule); of many "
+            "jobs: goodput, goodput-unknown, sia, equal, tiresias or fifo"
+        ),
     ] = "goodput",
+    profiles: Annotated[
+        Path | None,
+        typer.Option(help="folder of constants.json and profiles/, for a workload of many jobs"),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="HOSTSxSLOTS", help="hosts of a workload of many jobs")
+    ] = "16x4",
+    interval: Annotated[
+        float,
+        number_option("--interval", above=True, help="of many jobs: time between decisions [s]"),
+    ] = 10.0,
+    rescale: Annotated[
+        float, number_option("--rescale", help="of many jobs: pause of a rescale [s]")
+    ] = 1.0,
     objective: Annotated[
         str | None, typer.Option(help="goodput, efficiency or cost (default: goodput)")
     ] = None,
@@ -48,7 +67,21 @@ def simulate(
       hvd-elastic simulate --trace day.json
 
       hvd-elastic simulate --trace day.json --objective cost --budget 40/h --json
+
+      hvd-elastic simulate --trace workload-1.csv --profiles pollux --policy sia
     """
+    if trace.suffix == ".csv":
+        of_a_run = {
+            "--objective": objective,
+            "--min-speedup-per-slot": min_speedup_per_slot,
+            "--budget": budget,
+            "--deadline": deadline,
+        }
+        given = [name for name, value in of_a_run.items() if value is not None]
+        if given:
+            raise UsageError(f"{', '.join(given)}: only for the trace of a run, as JSON")
+        simulate_many(trace, policy, profiles, cluster, interval, rescale, as_json=json_output)
+        return
     from hvd_elastic.control.scaling import ScalingConfig, ScalingController
     from hvd_elastic.sim.adaptdl import AdaptDLRule
     from hvd_elastic.sim.run import simulate as run_trace

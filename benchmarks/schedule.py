@@ -1,0 +1,109 @@
+"""Mean completion time of published workloads under policies that share a cluster, simulated.
+
+The workloads and profiles are those of the artifact of Pollux (OSDI 2021); they are not part of
+this repository. Example: ``python benchmarks/schedule.py pollux --workloads pollux/workloads``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from hvd_elastic.policy.schedule.decide import decide
+from hvd_elastic.policy.schedule.jobs import HostSlots, Job
+from hvd_elastic.sim.jobs.policies import POLICIES
+from hvd_elastic.sim.jobs.profiles import read_applications, read_workload
+from hvd_elastic.sim.jobs.run import simulate_jobs
+
+HOSTS = [HostSlots(f"host{number + 1}", 4) for number in range(16)]
+PUBLISHED = (60.0, 30.0)
+"""Time between decisions and pause of a rescale in the artifact's simulator [s]."""
+OURS = (10.0, 1.0)
+"""The same with rescales in living processes [s]; measured pauses are shorter."""
+
+
+def simulate_one(task: tuple[Path, Path, str, float, float]) -> dict[str, float]:
+    """Return the figures of one workload under one policy."""
+    profiles, workload, policy, interval_s, rescale_s = task
+    jobs = read_workload(workload, read_applications(profiles))
+    outcome = simulate_jobs(jobs, HOSTS, POLICIES[policy], interval_s, rescale_s)
+    return {
+        "mean_h": outcome.mean_completion_s / 3600,
+        "p99_h": outcome.percentile_completion_s(99) / 3600,
+        "rescales": outcome.rescales,
+        "decision_ms": 1e3 * float(np.mean(outcome.decision_s)),
+    }
+
+
+def decision_time_s(hosts: int, jobs: int) -> float:
+    """Return the longest of three decisions about synthetic jobs on hosts of 4 slots [s]."""
+    rng = np.random.default_rng(0)
+    cluster = [HostSlots(f"host{number}", 4) for number in range(hosts)]
+    slots = np.arange(1, 65)
+    waiting = [
+        Job(
+            f"job{number}",
+            float(number),
+            np.append(0, slots ** rng.uniform(0.4, 1)),
+            float(rng.lognormal(9, 1.5)),
+            rescale_s=0.2,
+            max_slots=int(2 ** rng.integers(0, 7)),
+        )
+        for number in range(jobs)
+    ]
+    longest = 0.0
+    for now in (1e4, 2e4, 3e4):
+        began = time.process_time()
+        decide(waiting, cluster, now)
+        longest = max(longest, time.process_time() - began)
+    return longest
+
+
+def main() -> None:
+    """Print a table, and write it with ``--out``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("profiles", type=Path, help="folder of constants.json and profiles/")
+    parser.add_argument("--workloads", type=Path, required=True, help="folder of workload-N.csv")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="separated by commas")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    files = sorted(options.workloads.glob("workload-*.csv"))
+    if not files:
+        parser.error(f"{options.workloads} has no workload-N.csv")
+    settings = [(policy, *PUBLISHED) for policy in options.policies.split(",")]
+    settings += [("goodput", *OURS)]
+    rows = []
+    with ProcessPoolExecutor(options.processes) as pool:
+        for setting in settings:
+            tasks = [(options.profiles, file, *setting) for file in files]
+            found = list(pool.map(simulate_one, tasks))
+            row = {
+                "policy": setting[0],
+                "interval_s": setting[1],
+                "rescale_s": setting[2],
+                "mean_h": [round(each["mean_h"], 3) for each in found],
+                "mean_of_all_h": round(float(np.mean([each["mean_h"] for each in found])), 3),
+                "p99_h": round(float(np.mean([each["p99_h"] for each in found])), 2),
+                "rescales": round(float(np.mean([each["rescales"] for each in found]))),
+                "decision_ms": round(float(np.mean([each["decision_ms"] for each in found])), 2),
+            }
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    decisions = {
+        f"{4 * hosts} slots, {jobs} jobs": round(decision_time_s(hosts, jobs), 3)
+        for hosts, jobs in ((16, 160), (256, 1000), (1024, 2560))
+    }
+    print(json.dumps(decisions))
+    if options.out:
+        summary = {"workloads": rows, "decision_s": decisions}
+        options.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

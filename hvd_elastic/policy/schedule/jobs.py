@@ -1,0 +1,86 @@
+"""Describe jobs, hosts and allocations for the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Allocation = Mapping[str, int]
+"""Slots on each host; empty: the job waits."""
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """A host of the cluster.
+
+    Attributes:
+        name: its name.
+        slots: number of its slots.
+        slowness: time of a pass relative to a reference host.
+    """
+
+    name: str
+    slots: int
+    slowness: float = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the scheduler knows of a job.
+
+    Attributes:
+        name: its name.
+        submitted_s: when it was submitted [s, on the clock of ``now``].
+        goodput: goodput by number of slots on as few hosts as possible, shape (most + 1,), any
+            unit; ``goodput[0]`` is 0. None: nothing was measured yet.
+        remaining: goodput seconds that are left, in the unit of ``goodput``: useful examples, if
+            goodput is in useful examples per second. None: the job has not said how long it trains.
+        held: its present slots on each host.
+        attained_slot_s: slots times seconds that it has had.
+        rescale_s: training time lost by a change of its slots [s].
+        min_slots, max_slots: fewest and most slots. ``max_slots`` also holds back a job whose
+            model is not known for more slots yet.
+        priority: weight of the job relative to others, above 0.
+        deadline_s: when it has to be finished [s]; None: no deadline.
+    """
+
+    name: str
+    submitted_s: float
+    goodput: np.ndarray | None = None
+    remaining: float | None = None
+    held: Allocation = field(default_factory=dict)
+    attained_slot_s: float = 0.0
+    rescale_s: float = 0.0
+    min_slots: int = 1
+    max_slots: int = 1
+    priority: float = 1.0
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_slots <= self.max_slots:
+            raise ValueError(
+                f"job {self.name}: min_slots {self.min_slots} and max_slots {self.max_slots} must "
+                "be 1 or more, and min_slots not above max_slots"
+            )
+        if not self.priority > 0:
+            raise ValueError(f"job {self.name}: priority is {self.priority:g}, must be above 0")
+
+    @property
+    def slots(self) -> int:
+        """Number of slots that it holds."""
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The decision about one job.
+
+    Attributes:
+        hosts: its slots on each host; empty: it waits.
+        reason: why, in words with numbers.
+    """
+
+    hosts: Allocation
+    reason: str

@@ -1,0 +1,81 @@
+"""Many jobs in virtual time, on a small profile that is written here."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.errors import UsageError
+from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.sim.jobs.policies import POLICIES
+from hvd_elastic.sim.jobs.profiles import SubmittedJob, read_applications, read_workload
+from hvd_elastic.sim.jobs.run import simulate_jobs
+
+HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
+STEP_S, EPOCHS, STEPS = 0.5, 4, 1000
+
+
+def write(path: Path, columns: list[str], rows: Iterable[Sequence[object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([columns, *rows])
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> Path:
+    """A profile without noise in the gradient: a larger batch brings nothing."""
+    app = tmp_path / "profiles" / "app"
+    times = [[size, STEP_S * size / 64, 0.0] for size in (8, 64, 256)]
+    shapes = ["1", "2", "11", "22", "12"]
+    rows = [[shape, *row] for shape in shapes for row in times]
+    write(app / "placements.csv", ["placement", "local_bsz", "step_time", "sync_time"], rows)
+    scales = [[6, 24, *row] for row in times]
+    columns = ["num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time"]
+    write(app / "scalability.csv", columns, scales)
+    for batch in (64, 256):
+        epochs = [[STEPS * (epoch + 1), 0, 0, 1.0, 0.0] for epoch in range(EPOCHS)]
+        columns = ["progress", "iteration", "metric", "grad_sqr", "grad_var"]
+        write(app / f"validation-{batch}.csv", columns, epochs)
+    limits = {"init_batch_size": 64, "max_batch_size": 256, "min_local_bsz": 8}
+    entry = {**limits, "max_local_bsz": 256, "max_epochs": EPOCHS}
+    (tmp_path / "constants.json").write_text(json.dumps({"applications": {"app": entry}}))
+    return tmp_path
+
+
+def jobs(profiles: Path, count: int) -> list[SubmittedJob]:
+    application = read_applications(profiles)["app"]
+    return [SubmittedJob(f"j{n}", 0.0, application, 2, 64) for n in range(count)]
+
+
+def test_first_come_first_served_takes_the_time_of_the_profile(profiles: Path) -> None:
+    outcome = simulate_jobs(jobs(profiles, 3), HOSTS, POLICIES["fifo"], 60.0, 30.0)
+    alone_s = STEPS * EPOCHS * STEP_S / 2 + 60 + 30
+    assert outcome.completion_s["j0"] == outcome.completion_s["j1"] == pytest.approx(alone_s)
+    # The third starts at the first decision after the end of the others.
+    assert outcome.completion_s["j2"] == pytest.approx(2 * alone_s, abs=60)
+
+
+@pytest.mark.parametrize("policy", ["goodput", "goodput-unknown", "sia", "equal", "tiresias"])
+def test_every_policy_ends_every_job(profiles: Path, policy: str) -> None:
+    outcome = simulate_jobs(jobs(profiles, 6), HOSTS, POLICIES[policy], 30.0, 1.0)
+    assert len(outcome.completion_s) == 6
+    assert all(change.reason for change in outcome.changes)
+
+
+def test_one_job_grows_to_the_whole_cluster(profiles: Path) -> None:
+    outcome = simulate_jobs(jobs(profiles, 1), HOSTS, POLICIES["goodput"], 10.0, 1.0)
+    assert [change.slots for change in outcome.changes] == [1, 2, 4]
+
+
+def test_a_workload_names_the_line_of_a_mistake(profiles: Path, tmp_path: Path) -> None:
+    path = tmp_path / "w.csv"
+    columns = ["name", "time", "application", "num_replicas", "batch_size"]
+    write(path, columns, [["a", 1, "app", 1, 64], ["b", 1, "nothing", 1, 64]])
+    with pytest.raises(UsageError, match=r"line 3: 'nothing' is not known.*applications app"):
+        read_workload(path, read_applications(profiles))
+    with pytest.raises(UsageError, match="is not a folder of profiles"):
+        read_applications(tmp_path / "profiles")
